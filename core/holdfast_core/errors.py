@@ -1,0 +1,131 @@
+"""The one tree of errors.
+
+Every error that Holdfast raises on purpose is a `HoldfastError`. Errors of other libraries are
+translated where they enter (an adapter's boundary) and chained. A message says what was wrong, with
+the value, and what to do about it.
+
+`code` is the stable name of the kind of error: it crosses process boundaries in the protocol and
+labels metrics, so it never changes once released.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HoldfastError(Exception):
+    """Base of everything that Holdfast raises on purpose."""
+
+    code: ClassVar[str] = "error"
+
+
+class InvalidJobError(HoldfastError):
+    """The job document, topology or settings contradict themselves or name something unknown."""
+
+    code = "invalid_job"
+
+
+class ProtocolError(HoldfastError):
+    """A message that the protocol does not allow: wrong version, unknown session, malformed bytes."""
+
+    code = "protocol"
+
+
+class VersionMismatchError(ProtocolError):
+    """The SDK and the daemon, or two daemons, speak different versions of the protocol."""
+
+    code = "version_mismatch"
+
+
+class UnknownSessionError(ProtocolError):
+    """The daemon does not know this session, usually because it restarted: open a new one."""
+
+    code = "unknown_session"
+
+
+class StaleEpochError(HoldfastError):
+    """The sender acts in an epoch that has ended; it is fenced and must stop."""
+
+    code = "stale_epoch"
+
+
+class RankInUseError(HoldfastError):
+    """Another living process holds this rank's arena."""
+
+    code = "rank_in_use"
+
+
+class StepOrderError(HoldfastError):
+    """A save for a step that is not newer than the last one of this session."""
+
+    code = "step_order"
+
+
+class MemoryBudgetError(HoldfastError):
+    """A session would not fit into the memory that the daemon may use.
+
+    Carries `needed_bytes` and `available_bytes`, the two numbers that an operator needs.
+    """
+
+    code = "memory_budget"
+
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class StorageError(HoldfastError):
+    """The node's tmpfs is missing, unwritable, full, or failed an operation."""
+
+    code = "storage"
+
+
+class CorruptError(HoldfastError):
+    """Bytes do not match their checksum, or a manifest does not match its own."""
+
+    code = "corrupt"
+
+
+class UnreachableError(HoldfastError):
+    """A peer, daemon or service did not answer in time."""
+
+    code = "unreachable"
+
+
+class NoRecoveryLineError(HoldfastError):
+    """No generation can be restored on every rank."""
+
+    code = "no_recovery_line"
+
+
+class ReplicaMismatchError(HoldfastError):
+    """Ranks that the topology declares to be replicas of a unit hold different bytes for it."""
+
+    code = "replica_mismatch"
+
+
+class LayoutMismatchError(HoldfastError):
+    """A snapshot's tensors differ in name, shape or dtype from the live ones."""
+
+    code = "layout_mismatch"
+
+
+class SnapshotSkippedError(HoldfastError):
+    """A snapshot was not taken or did not survive; training goes on without it."""
+
+    code = "snapshot_skipped"
+
+
+def by_code(code: str, message: str) -> HoldfastError:
+    """The error of kind `code` with `message`, as the far side of a connection raised it."""
+    for kind in _kinds(HoldfastError):
+        if kind.code == code:
+            if kind is MemoryBudgetError:
+                return MemoryBudgetError(message, needed_bytes=0, available_bytes=0)
+            return kind(message)
+    return HoldfastError(message)
+
+
+def _kinds(root: type[HoldfastError]) -> list[type[HoldfastError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in _kinds(child))]

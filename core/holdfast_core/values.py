@@ -1,0 +1,239 @@
+"""The values that parts exchange: generations, places, memberships, inventories.
+
+All are frozen and hashable. They carry no behaviour beyond what follows from their own fields;
+whatever decides lives in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast_core.errors import InvalidJobError
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Generation:
+    """The snapshots of all ranks for one step, captured in one epoch.
+
+    The epoch is part of the identity because a step that is executed again after a recovery belongs
+    to another timeline: bytes of the two must never be mixed. Order is by epoch, then step: what is
+    captured after a recovery is newer than everything that was captured before it.
+    """
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Generation:
+        """The generation that `str()` wrote as `epoch.step`."""
+        epoch, _, step = text.partition(".")
+        return cls(int(epoch), int(step))
+
+
+class Redundancy(StrEnum):
+    """How committed snapshots are protected against the loss of a node."""
+
+    NONE = "None"
+    RAIM5 = "RAIM5"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberPlace:
+    """Where a member lives in an epoch."""
+
+    index: int
+    node: str
+    memory_id: str
+    """Identity of the node's tmpfs. A reboot changes it, so a node that lost its memory is not
+    mistaken for one that kept it."""
+    peer_address: str
+    """`host:port` of the daemon's peer service (gRPC)."""
+    bulk_address: str
+    """`host:port` of the daemon's bulk service (zero-copy TCP)."""
+    domain: str = ""
+    """Failure domain (rack, zone); the node itself when empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """Who takes part in a job in one epoch, and where.
+
+    `revision` grows when only addresses change (a daemon came back on another port): that needs no
+    fencing, because the memory behind the address is the same.
+    """
+
+    job: str
+    epoch: int
+    revision: int = 0
+    members: tuple[MemberPlace, ...]
+    nproc_per_node: int
+    groups: tuple[tuple[int, ...], ...]
+    """Parity groups: member indices, each member in exactly one group. Constant for a job's life
+    unless the number of members changes, because parity in memory was made for them."""
+    redundancy: Redundancy = Redundancy.RAIM5
+
+    def __post_init__(self) -> None:
+        indices = [place.index for place in self.members]
+        if indices != sorted(set(indices)) or not indices:
+            raise InvalidJobError(f"members of {self.job} must be unique and ascending: {indices}")
+        if sorted(m for group in self.groups for m in group) != indices:
+            raise InvalidJobError(
+                f"parity groups {self.groups} of {self.job} must hold each member of {indices} once"
+            )
+
+    @property
+    def leader(self) -> int:
+        """The lowest member: its daemon tracks protection and announces releases."""
+        return self.members[0].index
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members) * self.nproc_per_node
+
+    def place(self, member: int) -> MemberPlace:
+        return next(place for place in self.members if place.index == member)
+
+    def member_on(self, node: str) -> int | None:
+        """The member that lives on `node`, or None for a spare."""
+        return next((place.index for place in self.members if place.node == node), None)
+
+    def position(self, member: int) -> int:
+        """The member's place in the order of members: its node rank in the training world."""
+        return [place.index for place in self.members].index(member)
+
+    def ranks_of(self, member: int) -> range:
+        first = self.position(member) * self.nproc_per_node
+        return range(first, first + self.nproc_per_node)
+
+    def member_of(self, rank: int) -> int:
+        return self.members[rank // self.nproc_per_node].index
+
+    def lane_of(self, rank: int) -> int:
+        """The local rank: ranks of equal lane in a parity group protect each other."""
+        return rank % self.nproc_per_node
+
+    def rank_at(self, member: int, lane: int) -> int:
+        return self.ranks_of(member)[lane]
+
+    def group_of(self, member: int) -> tuple[int, ...]:
+        return next(group for group in self.groups if member in group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a sealed snapshot contains: enough to find, verify and restore every byte.
+
+    The payload is the slot's bytes [0, payload_bytes): the tensors at the offsets that the layout
+    gives, then the extras. It is checksummed in pieces on a fixed grid, so that any range that
+    starts on the grid can be verified alone: by a parity owner, a rebuilt member, a restoring rank.
+    """
+
+    job: str
+    rank: int
+    world_size: int
+    generation: Generation
+    layout_id: str
+    payload_bytes: int
+    extras_offset: int
+    extras_bytes: int
+    piece_bytes: int
+    digests: bytes
+    """xxh3-64 of each piece, 8 bytes little-endian each, ceil(payload_bytes / piece_bytes) of them."""
+    nan_units: tuple[str, ...] = ()
+    """Units that held a NaN when they were captured (captured faithfully, counted)."""
+
+    def __post_init__(self) -> None:
+        pieces = -(-self.payload_bytes // self.piece_bytes)
+        if len(self.digests) != 8 * pieces:
+            raise InvalidJobError(
+                f"manifest of rank {self.rank} generation {self.generation}: {len(self.digests)} "
+                f"bytes of digests for {pieces} pieces"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotEntry:
+    """One sealed snapshot in an inventory."""
+
+    rank: int
+    generation: Generation
+    manifest_digest: int
+    """xxh3-64 of the encoded manifest: two entries with equal digests hold equal bytes."""
+    payload_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityEntry:
+    """One finished parity block in an inventory, with the manifests that it was made from."""
+
+    lane: int
+    generation: Generation
+    group: tuple[int, ...]
+    sources: tuple[tuple[int, int], ...]
+    """(rank, manifest_digest) of every snapshot that went into the block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """What one daemon holds for one job, as it says itself. The truth (invariant 6)."""
+
+    snapshots: tuple[SnapshotEntry, ...] = ()
+    parities: tuple[ParityEntry, ...] = ()
+    writing: tuple[tuple[int, Generation], ...] = ()
+    """(rank, generation) of granted slots that are not sealed yet."""
+    passed: tuple[tuple[int, Generation], ...] = ()
+    """(rank, newest generation that the rank has asked to save): a generation up to this one that is
+    neither held nor being written will never be completed by that rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A daemon's periodic word to its leader and its parity group. Newest wins, so loss, delay and
+    reordering of reports are harmless."""
+
+    job: str
+    epoch: int
+    member: int
+    incarnation: int
+    """Grows with every start of the daemon on this memory."""
+    sequence: int
+    verified: bool
+    """False until everything the inventory lists was verified after the epoch began."""
+    inventory: Inventory
+    line: Line | None = None
+    """The line this daemon was told in this epoch, so that a leader that restarted keeps its word."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.incarnation, self.sequence)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """The decision where an epoch starts: a generation, or None for a fresh start."""
+
+    generation: Generation | None
+    reason: str = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Directive:
+    """The leader's word to all members. Every field only ever grows within an epoch, so directives
+    can be lost, repeated and reordered."""
+
+    job: str
+    epoch: int
+    line: Line | None = None
+    """None while undecided."""
+    protected: Generation | None = None
+    """The newest generation that survives the loss of one node per parity group."""
+    retained: Generation | None = None
+    """Generations older than this one may be freed."""
+    dead: tuple[Generation, ...] = ()
+    """Generations that some rank will never complete; their slots may be reused."""
+    rendezvous: str = ""
+    """`host:port` of the training world's store, from the member that serves it."""

@@ -1,0 +1,286 @@
+"""What the engine asks of the world, and what the world tells it.
+
+The engine consumes events and returns effects; adapters (or the simulator) carry the effects out.
+Effects of one call are carried out in order. Those marked *at once* are finished before the next
+effect begins; the others run in the background and end in the event they name, whatever happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.values import (
+    Directive,
+    Generation,
+    Line,
+    Manifest,
+    MemberPlace,
+    Membership,
+    ParityEntry,
+    Report,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A sealed snapshot on another member, as its report describes it."""
+
+    rank: int
+    position: int
+    """Position of the member in the parity group."""
+    place: MemberPlace
+    manifest_digest: int
+    payload_bytes: int
+
+
+# --- effects carried out at once -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveEpoch:
+    """Write epoch.json (temporary file, rename): fencing must survive a restart of the daemon."""
+
+    membership: Membership
+    line: Line | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seal:
+    """Write a slot's manifest (temporary file, rename): the snapshot exists from here on."""
+
+    rank: int
+    layout_id: str
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeSlot:
+    """Unlink a slot's manifest: the snapshot no longer exists."""
+
+    rank: int
+    layout_id: str
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoveArena:
+    """Delete an arena that holds no snapshot and is no longer used."""
+
+    rank: int
+    layout_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeParity:
+    """Unlink the entry of a parity block; its memory stays reserved."""
+
+    lane: int
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForgetPeers:
+    """Delete kept manifests of other members for generations that are not in `keep`."""
+
+    keep: frozenset[Generation]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """Answer a request of a trainer. `outcome` is the value or the error to answer with."""
+
+    request: int
+    outcome: object | HoldfastError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notify:
+    """Tell the watchers of a rank's session, and whoever counts: a stage was reached, the epoch
+    ended. `what` is "protected", "dead", "complete", "epoch_ended", "line", "rebuilt"."""
+
+    rank: int | None
+    what: str
+    generation: Generation | None = None
+    detail: str = ""
+
+
+# --- effects carried out in the background -------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocateArena:
+    """Allocate and pre-fault an arena and the parity blocks beside it → `ArenaReady`."""
+
+    rank: int
+    layout: bytes
+    layout_id: str
+    parity_lane: int
+    parity_bytes: int
+    """Size that each of the lane's two parity blocks must at least have; 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildParity:
+    """Pull one chunk from each source, verify, XOR into parity block `slot` of `lane`, keep the
+    sources' manifests and layouts, write the entry → `ParityBuilt`."""
+
+    lane: int
+    slot: int
+    generation: Generation
+    group: tuple[int, ...]
+    own_position: int
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchManifest:
+    """Get a lost rank's manifest and layout from a peer that keeps them → `ManifestFetched`."""
+
+    rank: int
+    generation: Generation
+    manifest_digest: int
+    peers: tuple[MemberPlace, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuild:
+    """Recover a snapshot from parity and the other members' chunks into a slot, verify it against
+    the manifest, seal it → `Rebuilt`."""
+
+    rank: int
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+    own_position: int
+    sources: tuple[Source, ...]
+    """Every other member of the group; each also owns one parity block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifySnapshot:
+    """Check every piece of a sealed slot → `SnapshotVerified`."""
+
+    rank: int
+    slot: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyParity:
+    """Check a parity block against its digests → `ParityVerified`."""
+
+    lane: int
+    slot: int
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendReport:
+    """Send to a member; best effort, newest wins."""
+
+    to: MemberPlace
+    report: Report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendDirective:
+    """Send to a member; best effort, newest wins."""
+
+    to: MemberPlace
+    directive: Directive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendSuspect:
+    """Tell a member that bytes of its snapshot do not match their manifest; best effort."""
+
+    to: MemberPlace
+    rank: int
+    generation: Generation
+
+
+Effect = (
+    SaveEpoch
+    | Seal
+    | FreeSlot
+    | RemoveArena
+    | FreeParity
+    | ForgetPeers
+    | Reply
+    | Notify
+    | AllocateArena
+    | BuildParity
+    | FetchManifest
+    | Rebuild
+    | VerifySnapshot
+    | VerifyParity
+    | SendReport
+    | SendDirective
+    | SendSuspect
+)
+
+
+# --- events that end background effects ----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaReady:
+    rank: int
+    layout_id: str
+    error: HoldfastError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityBuilt:
+    lane: int
+    slot: int
+    generation: Generation
+    entry: ParityEntry | None
+    error: str = ""
+    suspect: int | None = None
+    """Rank whose bytes did not match their manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManifestFetched:
+    rank: int
+    generation: Generation
+    manifest: bytes
+    """Encoded; empty when no peer had it."""
+    layout: bytes
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuilt:
+    rank: int
+    slot: int
+    generation: Generation
+    error: str = ""
+    """Empty when the slot is sealed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotVerified:
+    rank: int
+    slot: int
+    generation: Generation
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityVerified:
+    lane: int
+    slot: int
+    generation: Generation
+    ok: bool
+    detail: str = ""
+
+
+Completion = (
+    ArenaReady | ParityBuilt | ManifestFetched | Rebuilt | SnapshotVerified | ParityVerified
+)
