@@ -53,9 +53,7 @@ class Holdings:
 
 def is_complete(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
     """Whether every rank's own daemon holds its snapshot of `generation`."""
-    return all(
-        (rank, generation) in holdings.snapshots for rank in range(membership.world_size)
-    )
+    return all((rank, generation) in holdings.snapshots for rank in range(membership.world_size))
 
 
 def is_protected(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
@@ -102,9 +100,7 @@ def recovery_line(membership: Membership, inventories: Mapping[int, Inventory]) 
             for rank in range(membership.world_size)
             if (rank, generation) not in holdings.snapshots
         ]
-        lost = [
-            rank for rank in missing if not rebuildable(membership, holdings, rank, generation)
-        ]
+        lost = [rank for rank in missing if not rebuildable(membership, holdings, rank, generation)]
         if not lost:
             how = f"ranks {missing} from parity" if missing else "all ranks in local memory"
             return Line(generation=generation, reason=f"generation {generation}: {how}")
@@ -130,9 +126,7 @@ def newest_protected(
 
 def newest_complete(membership: Membership, holdings: Holdings) -> Generation | None:
     """The newest generation that every rank's own daemon holds."""
-    return next(
-        (g for g in holdings.generations() if is_complete(membership, holdings, g)), None
-    )
+    return next((g for g in holdings.generations() if is_complete(membership, holdings, g)), None)
 
 
 def dead_generations(
@@ -195,5 +189,3 @@ def _parity_of(
         if entry is None or entry.manifest_digest != digest:
             return None
     return block
-
-

@@ -206,6 +206,8 @@ class Report:
     inventory: Inventory
     line: Line | None = None
     """The line this daemon was told in this epoch, so that a leader that restarted keeps its word."""
+    retained: Generation | None = None
+    """What this daemon was told to retain in this epoch, for the same reason."""
 
     @property
     def order(self) -> tuple[int, int]:

@@ -43,11 +43,14 @@ class SaveEpoch:
 
     membership: Membership
     line: Line | None
+    retained: Generation | None
+    """What the leader said must be kept; a leader that restarts must not forget it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seal:
-    """Write a slot's manifest (temporary file, rename): the snapshot exists from here on."""
+    """Write a slot's manifest (temporary file, rename): the snapshot exists from here on → `Sealed`,
+    before the next effect begins."""
 
     rank: int
     layout_id: str
@@ -89,20 +92,11 @@ class ForgetPeers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """Answer a request of a trainer. `outcome` is the value or the error to answer with."""
+class Note:
+    """Something happened that logs, metrics and the catalogue should say."""
 
-    request: int
-    outcome: object | HoldfastError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Notify:
-    """Tell the watchers of a rank's session, and whoever counts: a stage was reached, the epoch
-    ended. `what` is "protected", "dead", "complete", "epoch_ended", "line", "rebuilt"."""
-
-    rank: int | None
-    what: str
+    event: str
+    rank: int | None = None
     generation: Generation | None = None
     detail: str = ""
 
@@ -209,8 +203,7 @@ Effect = (
     | RemoveArena
     | FreeParity
     | ForgetPeers
-    | Reply
-    | Notify
+    | Note
     | AllocateArena
     | BuildParity
     | FetchManifest
@@ -223,7 +216,15 @@ Effect = (
 )
 
 
-# --- events that end background effects ----------------------------------------------------------
+# --- events that end effects ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sealed:
+    rank: int
+    slot: int
+    generation: Generation
+    error: HoldfastError | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,5 +283,11 @@ class ParityVerified:
 
 
 Completion = (
-    ArenaReady | ParityBuilt | ManifestFetched | Rebuilt | SnapshotVerified | ParityVerified
+    Sealed
+    | ArenaReady
+    | ParityBuilt
+    | ManifestFetched
+    | Rebuilt
+    | SnapshotVerified
+    | ParityVerified
 )

@@ -1,0 +1,11 @@
+"""The snapshot engine: a sans-I/O state machine, one per job on a node.
+
+`JobEngine` takes what happened (a request of a trainer, a message of a peer, a membership, the end
+of an effect, time) and returns the effects to carry out. It touches nothing itself: no clock, no
+socket, no file, so that the simulator runs this very code.
+"""
+
+from holdfast_daemon.engine.convergence import EngineSettings
+from holdfast_daemon.engine.job import JobEngine, Opened, RestoreState, WorldState
+
+__all__ = ["EngineSettings", "JobEngine", "Opened", "RestoreState", "WorldState"]

@@ -1,0 +1,181 @@
+"""What the end of an effect changes in the engine's memory."""
+
+from __future__ import annotations
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
+
+from holdfast_daemon.effects import (
+    ArenaReady,
+    Completion,
+    ManifestFetched,
+    ParityBuilt,
+    ParityVerified,
+    Rebuilt,
+    Sealed,
+    SendSuspect,
+    SnapshotVerified,
+)
+from holdfast_daemon.engine import upkeep
+from holdfast_daemon.engine.state import (
+    ArenaView,
+    JobMemory,
+    ParityState,
+    RebuildJob,
+    Slot,
+    SlotState,
+)
+
+
+def apply(memory: JobMemory, event: Completion, *, retry_at: float) -> None:
+    """Take the end of an effect into account; what failed may be tried again at `retry_at`."""
+    match event:
+        case Sealed():
+            _sealed(memory, event)
+        case ArenaReady():
+            _arena_ready(memory, event, retry_at)
+        case ParityBuilt():
+            _parity_built(memory, event, retry_at)
+        case ManifestFetched():
+            _manifest_fetched(memory, event, retry_at)
+        case Rebuilt():
+            _rebuilt(memory, event, retry_at)
+        case SnapshotVerified():
+            _snapshot_verified(memory, event)
+        case ParityVerified():
+            _parity_verified(memory, event)
+
+
+def _find(
+    memory: JobMemory, event: Sealed | Rebuilt | SnapshotVerified
+) -> tuple[ArenaView, Slot] | None:
+    return next(
+        (
+            (arena, slot)
+            for arena, slot in memory.slots()
+            if arena.rank == event.rank
+            and slot.index == event.slot
+            and slot.generation == event.generation
+        ),
+        None,
+    )
+
+
+def _sealed(memory: JobMemory, event: Sealed) -> None:
+    found = _find(memory, event)
+    if found is None:
+        return
+    arena, slot = found
+    if event.error is None:
+        slot.state, slot.verified = SlotState.SEALED, True
+        memory.note("committed", rank=event.rank, generation=event.generation)
+    else:
+        memory.rank(event.rank).seal_error = str(event.error)
+        memory.note("seal_failed", rank=event.rank, detail=str(event.error))
+        slot.clear()
+
+
+def _arena_ready(memory: JobMemory, event: ArenaReady, retry_at: float) -> None:
+    key = (event.rank, event.layout_id)
+    arena = memory.arenas.get(key)
+    if arena is None:
+        return
+    session = memory.rank(event.rank).session
+    mine = session is not None and session.layout_id == event.layout_id
+    if event.error is None:
+        arena.ready = True
+        if session is not None and mine:
+            session.allocated = True
+        return
+    memory.note("arena_refused", rank=event.rank, detail=str(event.error))
+    if session is not None and mine:
+        session.error = event.error
+    if event.rank in memory.rebuilds:
+        del memory.rebuilds[event.rank]
+        memory.retry_at[f"rebuild{event.rank}"] = retry_at
+    if not arena.ready:
+        del memory.arenas[key]
+
+
+def _parity_built(memory: JobMemory, event: ParityBuilt, retry_at: float) -> None:
+    parity = memory.lane_slots(event.lane)[event.slot]
+    if parity.state is not ParityState.BUILDING or parity.generation != event.generation:
+        return
+    if event.entry is not None:
+        parity.state, parity.entry, parity.verified = ParityState.READY, event.entry, True
+        memory.note("parity_built", generation=event.generation)
+        return
+    parity.clear()
+    memory.retry_at[f"parity{event.lane}"] = retry_at
+    memory.note("parity_failed", generation=event.generation, detail=event.error)
+    if event.suspect is not None and memory.membership is not None:
+        place = memory.membership.place(memory.membership.member_of(event.suspect))
+        memory.out.append(SendSuspect(to=place, rank=event.suspect, generation=event.generation))
+
+
+def _manifest_fetched(memory: JobMemory, event: ManifestFetched, retry_at: float) -> None:
+    job = memory.rebuilds.get(event.rank)
+    if job is None or job.generation != event.generation or job.manifest is not None:
+        return
+    try:
+        _take_manifest(memory, event, job)
+    except HoldfastError as error:
+        del memory.rebuilds[event.rank]
+        memory.retry_at[f"rebuild{event.rank}"] = retry_at
+        memory.note("rebuild_failed", rank=event.rank, detail=event.error or str(error))
+
+
+def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -> None:
+    manifest = decode_manifest(event.manifest)
+    layout = decode_layout(event.layout)
+    arena_id = layout_id(event.layout)
+    if manifest_digest(event.manifest) != job.digest or manifest.layout_id != arena_id:
+        raise HoldfastError(f"a peer answered with another manifest for rank {event.rank}")
+    job.manifest, job.encoded, job.layout_id = manifest, event.manifest, arena_id
+    if (event.rank, arena_id) not in memory.arenas:
+        arena = ArenaView(rank=event.rank, layout_id=arena_id, layout=layout, encoded=event.layout)
+        upkeep.allocate(memory, arena, layout.slot_bytes)
+
+
+def _rebuilt(memory: JobMemory, event: Rebuilt, retry_at: float) -> None:
+    found = _find(memory, event)
+    job = memory.rebuilds.pop(event.rank, None)
+    if found is None:
+        return
+    _, slot = found
+    if event.error:
+        slot.clear()
+        memory.retry_at[f"rebuild{event.rank}"] = retry_at
+        memory.note("rebuild_failed", rank=event.rank, detail=event.error)
+        return
+    slot.state, slot.verified = SlotState.SEALED, True
+    slot.rebuilt_in = memory.epoch
+    record = memory.rank(event.rank)
+    record.passed = max(record.passed or event.generation, event.generation)
+    if job is not None:
+        memory.note("rebuilt", rank=event.rank, generation=event.generation)
+
+
+def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:
+    found = _find(memory, event)
+    if found is None or found[1].state is not SlotState.SEALED:
+        return
+    arena, slot = found
+    slot.verifying = False
+    if event.ok:
+        slot.verified = True
+        return
+    memory.note("corrupt", rank=event.rank, generation=event.generation, detail=event.detail)
+    upkeep.free_slot(memory, arena, slot)
+
+
+def _parity_verified(memory: JobMemory, event: ParityVerified) -> None:
+    parity = memory.lane_slots(event.lane)[event.slot]
+    if parity.state is not ParityState.READY or parity.generation != event.generation:
+        return
+    parity.verifying = False
+    if event.ok:
+        parity.verified = True
+        return
+    memory.note("corrupt_parity", generation=event.generation, detail=event.detail)
+    upkeep.free_parity(memory, parity)

@@ -1,0 +1,312 @@
+"""How the daemons of a job converge: memberships, reports, directives, and the upkeep they cause.
+
+Every input ends in `_settle`, which runs the level-triggered upkeep until nothing changes and tells
+leader and parity group what is new. The requests of trainers are in `job`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
+from holdfast_core.values import (
+    Directive,
+    Generation,
+    Line,
+    Membership,
+    ParityEntry,
+    Report,
+)
+
+from holdfast_daemon.effects import Completion, Effect, SaveEpoch, SendDirective, SendReport
+from holdfast_daemon.engine import completions, leader, upkeep
+from holdfast_daemon.engine.state import ArenaView, JobMemory, ParityState, SlotState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """How often a daemon repeats itself."""
+
+    resend_s: float = 1.0
+    """While something is unsettled: reports and directives are repeated, since any may be lost."""
+    idle_resend_s: float = 5.0
+    """While all is settled."""
+    retry_s: float = 0.25
+    """Before a failed build or rebuild is tried again."""
+
+
+class Convergence:
+    """The part of a job's engine that needs no trainer."""
+
+    def __init__(
+        self, *, job: str, node: str, memory_id: str, incarnation: int, settings: EngineSettings
+    ) -> None:
+        self.memory = JobMemory(job=job, node=node, memory_id=memory_id, incarnation=incarnation)
+        self._settings = settings
+        self._sent: Report | None = None
+        self._sent_directive: Directive | None = None
+        self._sent_at = float("-inf")
+
+    # --- what happened: membership and peers ----------------------------------------------------
+
+    def adopt(
+        self,
+        *,
+        membership: Membership | None,
+        line: Line | None,
+        retained: Generation | None,
+        arenas: Sequence[tuple[int, bytes, dict[int, bytes]]],
+        parities: Sequence[tuple[int, int, ParityEntry]],
+        now: float,
+    ) -> list[Effect]:
+        """Take over what an earlier daemon left: `arenas` are (rank, encoded layout, {slot: encoded
+        manifest}), `parities` are (lane, slot, entry). Nothing counts as held before it is verified.
+        """
+        memory = self.memory
+        for rank, encoded, sealed in arenas:
+            arena = self._arena(rank, encoded)
+            arena.ready = True
+            memory.arenas[(rank, arena.layout_id)] = arena
+            for index, data in sealed.items():
+                manifest = decode_manifest(data)
+                slot = arena.slots[index]
+                slot.state, slot.generation = SlotState.SEALED, manifest.generation
+                slot.manifest, slot.encoded = manifest, data
+                slot.digest = manifest_digest(data)
+                record = memory.rank(rank)
+                record.passed = max(record.passed or manifest.generation, manifest.generation)
+        for lane, index, entry in parities:
+            parity = memory.lane_slots(lane)[index]
+            parity.state, parity.generation = ParityState.READY, entry.generation
+            parity.entry = entry
+        if membership is not None:
+            self._enter(membership)
+            if line is not None and memory.directive is not None:
+                memory.directive = leader.told(membership, memory.directive, line, retained)
+        return self._settle(now)
+
+    def set_membership(self, membership: Membership, now: float) -> list[Effect]:
+        """A membership from the control loop. Older ones, and ones that name another memory for this
+        node, are ignored."""
+        memory = self.memory
+        known = memory.membership
+        mine = membership.member_on(memory.node)
+        if mine is not None and membership.place(mine).memory_id != memory.memory_id:
+            memory.note("membership_for_other_memory", detail=membership.place(mine).memory_id)
+        elif known is None or membership.epoch > known.epoch:
+            self._enter(membership)
+            memory.out.insert(0, SaveEpoch(membership=membership, line=None, retained=None))
+            for rank in memory.my_ranks():
+                memory.rank(rank).last_sign = now
+        elif membership.epoch == known.epoch and membership.revision > known.revision:
+            memory.membership = membership
+            self._sent = self._sent_directive = None
+            memory.out.append(
+                SaveEpoch(
+                    membership=membership, line=self._line(), retained=self._retained()
+                )
+            )
+        return self._settle(now)
+
+    def on_report(self, report: Report, now: float) -> list[Effect]:
+        """A peer's report. A newer epoch than ours fences us; an older one is ignored."""
+        memory = self.memory
+        self._see_epoch(report.epoch)
+        if report.epoch == memory.epoch:
+            known = memory.reports.get(report.member)
+            if known is None or known.order < report.order:
+                memory.reports[report.member] = report
+        return self._settle(now)
+
+    def on_directive(self, directive: Directive, now: float) -> list[Effect]:
+        """The leader's word."""
+        memory = self.memory
+        self._see_epoch(directive.epoch)
+        if directive.epoch == memory.epoch and memory.directive is not None:
+            self._direct(leader.merge(memory.directive, directive))
+        return self._settle(now)
+
+    def on_peer_epoch(self, epoch: int, now: float) -> list[Effect]:
+        """A peer answered with its own epoch."""
+        self._see_epoch(epoch)
+        return self._settle(now)
+
+    def on_suspect(self, epoch: int, rank: int, generation: Generation, now: float) -> list[Effect]:
+        """A parity owner received bytes of ours that do not match their manifest: look again."""
+        held = self.memory.sealed(rank, generation)
+        if epoch == self.memory.epoch and held is not None:
+            upkeep.verify_slot(self.memory, *held)
+        return self._settle(now)
+
+    def scrub(self, now: float) -> list[Effect]:
+        """Look again at everything held; it stays in use meanwhile."""
+        memory = self.memory
+        for arena, slot in memory.slots():
+            if slot.state is SlotState.SEALED:
+                upkeep.verify_slot(memory, arena, slot)
+        for parity in memory.parities.values():
+            if parity.state is ParityState.READY:
+                upkeep.verify_parity(memory, parity)
+        return self._settle(now)
+
+    def on_completion(self, event: Completion, now: float) -> list[Effect]:
+        """An effect ended."""
+        completions.apply(self.memory, event, retry_at=now + self._settings.retry_s)
+        return self._settle(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time passed: retry, and repeat reports and directives that may have been lost."""
+        settled = self.settled
+        pause = self._settings.idle_resend_s if settled else self._settings.resend_s
+        if now - self._sent_at >= pause:
+            self._sent = self._sent_directive = None
+        return self._settle(now)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether repeating reports can wait: a line is told, and nothing is on its way."""
+        directive = self.memory.directive
+        if directive is None or directive.line is None or self.memory.rebuilds:
+            return False
+        newest = max(
+            (s.generation for _, s in self.memory.slots() if s.generation is not None),
+            default=None,
+        )
+        return newest is None or newest == directive.retained
+
+    def _enter(self, membership: Membership) -> None:
+        """Begin an epoch: everything must be verified, reported and decided anew."""
+        memory = self.memory
+        memory.membership, memory.me = membership, membership.member_on(memory.node)
+        memory.epoch_seen = max(memory.epoch_seen, membership.epoch)
+        memory.directive = Directive(job=memory.job, epoch=membership.epoch)
+        memory.reports = {}
+        memory.retry_at = {}
+        memory.agent_waiting = False
+        for _, slot in memory.slots():
+            slot.verified = slot.verifying = False
+        for parity in memory.parities.values():
+            parity.verified = parity.verifying = False
+        memory.note("epoch_began", detail=str(membership.epoch))
+
+    def _settle(self, now: float) -> list[Effect]:
+        self._settle_into(now)
+        effects, self.memory.out = self.memory.out, []
+        return effects
+
+    def _settle_into(self, now: float) -> None:
+        memory = self.memory
+        if memory.membership is None:
+            return
+        if memory.me is None:
+            self._leave()
+            return
+        for _ in range(4):
+            before = (memory.directive, len(memory.out))
+            upkeep.verify(memory)
+            self._report(now)
+            if memory.leads and memory.directive is not None:
+                self._direct(leader.lead(memory.membership, memory.reports, memory.directive))
+            upkeep.release(memory)
+            upkeep.rebuild(memory, now)
+            upkeep.protect(memory, now)
+            if before == (memory.directive, len(memory.out)):
+                break
+        self._send_directive()
+
+    def _leave(self) -> None:
+        """This node is no longer a member: what it holds serves nobody."""
+        memory = self.memory
+        for arena, slot in memory.slots():
+            if slot.state is SlotState.SEALED:
+                upkeep.free_slot(memory, arena, slot)
+        for parity in memory.parities.values():
+            if parity.state is ParityState.READY:
+                upkeep.free_parity(memory, parity)
+
+    def _direct(self, directive: Directive) -> None:
+        """Take the leader's word, and keep it on disk before acting on it."""
+        memory = self.memory
+        if directive == memory.directive or memory.membership is None:
+            return
+        known = memory.directive
+        memory.directive = directive
+        if known is None or (known.line, known.retained) != (directive.line, directive.retained):
+            memory.out.append(
+                SaveEpoch(
+                    membership=memory.membership,
+                    line=directive.line,
+                    retained=directive.retained,
+                )
+            )
+        if directive.line is not None and (known is None or known.line is None):
+            memory.note("line", generation=directive.line.generation, detail=directive.line.reason)
+        if directive.protected is not None and (
+            known is None or known.protected != directive.protected
+        ):
+            memory.note("protected", generation=directive.protected)
+        for generation in set(directive.dead) - set(known.dead if known else ()):
+            memory.note("dead", generation=generation)
+
+    def _report(self, now: float) -> None:
+        """Tell the leader and the parity group what is held, when it changed."""
+        memory = self.memory
+        membership, me = memory.membership, memory.me
+        if membership is None or me is None:
+            return
+        report = Report(
+            job=memory.job,
+            epoch=memory.epoch,
+            member=me,
+            incarnation=memory.incarnation,
+            sequence=memory.sequence,
+            verified=memory.verified,
+            inventory=memory.inventory(),
+            line=self._line(),
+            retained=self._retained(),
+        )
+        if self._sent is not None and replace(report, sequence=self._sent.sequence) == self._sent:
+            return
+        memory.sequence += 1
+        report = replace(report, sequence=memory.sequence)
+        self._sent, self._sent_at = report, now
+        memory.reports[me] = report
+        for member in sorted({membership.leader, *membership.group_of(me)} - {me}):
+            memory.out.append(SendReport(to=membership.place(member), report=report))
+
+    def _send_directive(self) -> None:
+        memory = self.memory
+        if not memory.leads or memory.directive is None or memory.membership is None:
+            return
+        directive = memory.directive
+        if directive == self._sent_directive:
+            return
+        if directive.line is None and not directive.rendezvous:
+            return
+        self._sent_directive = directive
+        for place in memory.membership.members:
+            if place.index != memory.me:
+                memory.out.append(SendDirective(to=place, directive=directive))
+
+    def _retained(self) -> Generation | None:
+        return self.memory.directive.retained if self.memory.directive else None
+
+    def _line(self) -> Line | None:
+        return self.memory.directive.line if self.memory.directive else None
+
+    def _see_epoch(self, epoch: int) -> None:
+        memory = self.memory
+        if epoch > memory.epoch_seen:
+            memory.epoch_seen = epoch
+            if memory.membership is not None and epoch > memory.epoch:
+                memory.note("fenced", detail=f"a peer is in epoch {epoch}")
+
+    def _arena(self, rank: int, encoded: bytes) -> ArenaView:
+        layout = decode_layout(encoded)
+        if layout.rank != rank:
+            raise InvalidJobError(f"rank {rank} opens with the layout of rank {layout.rank}")
+        return ArenaView(rank=rank, layout_id=layout_id(encoded), layout=layout, encoded=encoded)

@@ -1,0 +1,101 @@
+"""What the leader of a job decides: the line, what is protected, what may be freed.
+
+A pure function of the reports. Every field of a directive only grows within an epoch, so the result
+is merged with what was said before and never takes anything back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from holdfast_core import recovery
+from holdfast_core.values import Directive, Generation, Line, Membership, Redundancy, Report
+
+
+def lead(membership: Membership, reports: Mapping[int, Report], previous: Directive) -> Directive:
+    """The directive that follows from the reports of this epoch, never less than `previous`."""
+    previous = _remember(membership, reports, previous)
+    inventories = {member: report.inventory for member, report in reports.items()}
+    holdings = recovery.Holdings.of(membership, inventories)
+    line = previous.line or _line(membership, reports)
+    if line is None:
+        return previous
+    if previous.line is None:
+        kept = recovery.newest_protected(
+            membership, holdings, not_after=line.generation or Generation(0, 0)
+        )
+        previous = replace(previous, line=line, protected=kept, retained=kept)
+    current = {
+        generation
+        for generation in holdings.generations()
+        if generation.epoch == membership.epoch or generation == line.generation
+    }
+    protected = _newest(
+        [g for g in current if recovery.is_protected(membership, holdings, g)],
+        previous.protected,
+    )
+    retained = protected
+    if membership.redundancy is Redundancy.NONE:
+        retained = _newest(
+            [g for g in current if recovery.is_complete(membership, holdings, g)],
+            previous.retained,
+        )
+    # A daemon that restarted lists only what it has verified so far: what it does not list yet is
+    # not lost.
+    settled = {member: r.inventory for member, r in reports.items() if r.verified}
+    # What was protected once may be missing on a member (a corrupt slot) and still be the line: only
+    # newer generations can be given up.
+    floor = max((g for g in (retained, line.generation) if g is not None), default=None)
+    dead = {
+        g
+        for g in (*previous.dead, *recovery.dead_generations(membership, settled))
+        if floor is None or g > floor
+    }
+    return replace(previous, protected=protected, retained=retained, dead=tuple(sorted(dead)))
+
+
+def merge(known: Directive, heard: Directive) -> Directive:
+    """Both directives of one epoch together: each field at its furthest."""
+    return replace(
+        known,
+        line=known.line or heard.line,
+        protected=_newest([], known.protected, heard.protected),
+        retained=_newest([], known.retained, heard.retained),
+        dead=tuple(sorted({*known.dead, *heard.dead})),
+        rendezvous=heard.rendezvous or known.rendezvous,
+    )
+
+
+def told(
+    membership: Membership, directive: Directive, line: Line, retained: Generation | None
+) -> Directive:
+    """`directive` with what was announced earlier in this epoch."""
+    protected = retained if membership.redundancy is Redundancy.RAIM5 else None
+    return replace(
+        directive,
+        line=directive.line or line,
+        protected=_newest([], directive.protected, protected),
+        retained=_newest([], directive.retained, retained),
+    )
+
+
+def _remember(
+    membership: Membership, reports: Mapping[int, Report], previous: Directive
+) -> Directive:
+    """A leader that restarted learns from the reports what it has announced before."""
+    for report in reports.values():
+        if report.line is not None:
+            previous = told(membership, previous, report.line, report.retained)
+    return previous
+
+
+def _line(membership: Membership, reports: Mapping[int, Report]) -> Line | None:
+    members = [place.index for place in membership.members]
+    if any(m not in reports or not reports[m].verified for m in members):
+        return None
+    return recovery.recovery_line(membership, {m: reports[m].inventory for m in members})
+
+
+def _newest(found: list[Generation], *known: Generation | None) -> Generation | None:
+    return max([*found, *(g for g in known if g is not None)], default=None)

@@ -1,0 +1,315 @@
+"""What a daemon does on its own, level-triggered: verify, free, protect, rebuild.
+
+Each function looks at the whole state and starts what is missing; calling it once more changes
+nothing. So it does not matter which event woke the engine, or which message was lost.
+"""
+
+from __future__ import annotations
+
+from holdfast_core import recovery
+from holdfast_core.budget import parity_block_bytes
+from holdfast_core.values import Generation, Membership, Redundancy
+
+from holdfast_daemon.effects import (
+    AllocateArena,
+    BuildParity,
+    FetchManifest,
+    ForgetPeers,
+    FreeParity,
+    FreeSlot,
+    Rebuild,
+    RemoveArena,
+    Source,
+    VerifyParity,
+    VerifySnapshot,
+)
+from holdfast_daemon.engine.state import (
+    ArenaView,
+    JobMemory,
+    ParitySlot,
+    ParityState,
+    RebuildJob,
+    Slot,
+    SlotState,
+)
+
+
+def verify(memory: JobMemory) -> None:
+    """Start the verification of everything that was not verified in this epoch, newest first."""
+    waiting = [
+        (slot.generation, arena, slot)
+        for arena, slot in memory.slots()
+        if slot.state is SlotState.SEALED and not slot.verified and not slot.verifying
+    ]
+    for _, arena, slot in sorted(waiting, key=lambda item: str(item[0]), reverse=True):
+        verify_slot(memory, arena, slot)
+    for parity in memory.parities.values():
+        if parity.state is ParityState.READY and not parity.verified and not parity.verifying:
+            verify_parity(memory, parity)
+
+
+def verify_slot(memory: JobMemory, arena: ArenaView, slot: Slot) -> None:
+    if slot.manifest is None or slot.verifying:
+        return
+    slot.verifying = True
+    memory.out.append(VerifySnapshot(rank=arena.rank, slot=slot.index, manifest=slot.manifest))
+
+
+def verify_parity(memory: JobMemory, parity: ParitySlot) -> None:
+    if parity.generation is None or parity.verifying:
+        return
+    parity.verifying = True
+    memory.out.append(
+        VerifyParity(lane=parity.lane, slot=parity.index, generation=parity.generation)
+    )
+
+
+def free_slot(memory: JobMemory, arena: ArenaView, slot: Slot) -> None:
+    """Forget a sealed snapshot: unlinked first, then reusable."""
+    memory.out.append(FreeSlot(rank=arena.rank, layout_id=arena.layout_id, slot=slot.index))
+    slot.clear()
+
+
+def free_parity(memory: JobMemory, parity: ParitySlot) -> None:
+    memory.out.append(FreeParity(lane=parity.lane, slot=parity.index))
+    parity.clear()
+
+
+def release(memory: JobMemory) -> None:
+    """Free what the directive allows, and nothing else (invariant 2)."""
+    if memory.membership is None or memory.directive is None or memory.directive.line is None:
+        return
+    mine = set(memory.my_ranks())
+    for arena, slot in list(memory.slots()):
+        if slot.state is SlotState.SEALED and slot.generation is not None:
+            if arena.rank not in mine or not _is_kept(memory, slot.generation):
+                free_slot(memory, arena, slot)
+    for parity in memory.parities.values():
+        if parity.state is ParityState.READY and parity.generation is not None:
+            if not _is_kept(memory, parity.generation):
+                free_parity(memory, parity)
+    _remove_idle_arenas(memory)
+    kept = frozenset(p.generation for p in memory.parities.values() if p.generation is not None)
+    if kept != memory.peers_kept:
+        memory.peers_kept = kept
+        memory.out.append(ForgetPeers(keep=kept))
+
+
+def _is_kept(memory: JobMemory, generation: Generation) -> bool:
+    directive = memory.directive
+    assert directive is not None and directive.line is not None
+    if generation in directive.dead:
+        return False
+    if directive.retained is not None and generation < directive.retained:
+        return False
+    if generation.epoch < memory.epoch:
+        return generation in (directive.line.generation, directive.retained, directive.protected)
+    return True
+
+
+def _remove_idle_arenas(memory: JobMemory) -> None:
+    """Delete arenas of a layout that the rank no longer uses and that hold nothing."""
+    in_use = {(s.rank, s.layout_id) for s in memory.sessions.values()}
+    in_use |= {(rank, job.layout_id) for rank, job in memory.rebuilds.items()}
+    replaced = {rank for rank, _ in in_use}
+    mine = set(memory.my_ranks())
+    for key, arena in list(memory.arenas.items()):
+        if arena.ready and arena.idle and key not in in_use:
+            if arena.rank in replaced or arena.rank not in mine:
+                memory.out.append(RemoveArena(rank=arena.rank, layout_id=arena.layout_id))
+                del memory.arenas[key]
+
+
+def protect(memory: JobMemory, now: float) -> None:
+    """Start building this member's parity block for the newest generation its group has sealed."""
+    membership, directive = memory.membership, memory.directive
+    if membership is None or memory.me is None or memory.fenced:
+        return
+    if membership.redundancy is not Redundancy.RAIM5:
+        return
+    if directive is None or directive.line is None:
+        return
+    for lane in range(membership.nproc_per_node):
+        slots = memory.lane_slots(lane)
+        if any(p.state is ParityState.BUILDING for p in slots):
+            continue
+        if now < memory.retry_at.get(f"parity{lane}", 0.0):
+            continue
+        have = {p.generation for p in slots if p.state is ParityState.READY}
+        free = next((p for p in slots if p.state is ParityState.FREE), None)
+        generation = next(
+            (g for g in _protectable(memory, membership, lane) if g not in have), None
+        )
+        if free is None or generation is None:
+            continue
+        if have and generation < max(g for g in have if g is not None):
+            continue
+        sources = _sources(memory, membership, lane, generation)
+        if sources is None:
+            continue
+        free.state, free.generation = ParityState.BUILDING, generation
+        memory.out.append(
+            BuildParity(
+                lane=lane,
+                slot=free.index,
+                generation=generation,
+                group=membership.group_of(memory.me),
+                own_position=membership.group_of(memory.me).index(memory.me),
+                sources=sources,
+            )
+        )
+
+
+def _protectable(memory: JobMemory, membership: Membership, lane: int) -> list[Generation]:
+    """Generations that every member of the group has sealed in this lane, newest first."""
+    assert memory.me is not None and memory.directive is not None
+    held: set[Generation] | None = None
+    for member in membership.group_of(memory.me):
+        report = memory.reports.get(member)
+        rank = membership.rank_at(member, lane)
+        of_member = {
+            entry.generation
+            for entry in (report.inventory.snapshots if report else ())
+            if entry.rank == rank and _is_kept(memory, entry.generation)
+        }
+        held = of_member if held is None else held & of_member
+    return sorted(held or set(), reverse=True)
+
+
+def _sources(
+    memory: JobMemory, membership: Membership, lane: int, generation: Generation
+) -> tuple[Source, ...] | None:
+    """The other members' snapshots as their newest reports list them; None when one is missing."""
+    assert memory.me is not None
+    sources = []
+    for position, member in enumerate(membership.group_of(memory.me)):
+        if member == memory.me:
+            continue
+        rank = membership.rank_at(member, lane)
+        report = memory.reports.get(member)
+        entry = next(
+            (
+                e
+                for e in (report.inventory.snapshots if report else ())
+                if e.rank == rank and e.generation == generation
+            ),
+            None,
+        )
+        if entry is None:
+            return None
+        sources.append(
+            Source(
+                rank=rank,
+                position=position,
+                place=membership.place(member),
+                manifest_digest=entry.manifest_digest,
+                payload_bytes=entry.payload_bytes,
+            )
+        )
+    return tuple(sources)
+
+
+def anchor(memory: JobMemory) -> Generation | None:
+    """The generation that this member must hold: the line, or what has been protected since."""
+    directive = memory.directive
+    if directive is None or directive.line is None:
+        return None
+    known = [g for g in (directive.line.generation, directive.protected) if g is not None]
+    return max(known, default=None)
+
+
+def rebuild(memory: JobMemory, now: float) -> None:
+    """Recover what this member must hold and does not, step by step."""
+    membership, target = memory.membership, anchor(memory)
+    if membership is None or memory.me is None or memory.fenced or target is None:
+        return
+    for rank in memory.my_ranks():
+        job = memory.rebuilds.get(rank)
+        if job is not None and job.generation != target:
+            if not any(s.state is SlotState.REBUILDING for _, s in _slots_of(memory, rank)):
+                del memory.rebuilds[rank]
+                job = None
+        if job is None and memory.sealed(rank, target) is None:
+            _start_rebuild(memory, membership, rank, target, now)
+        elif job is not None and job.manifest is not None:
+            _continue_rebuild(memory, membership, rank, job)
+
+
+def _start_rebuild(
+    memory: JobMemory, membership: Membership, rank: int, target: Generation, now: float
+) -> None:
+    if now < memory.retry_at.get(f"rebuild{rank}", 0.0) or memory.me is None:
+        return
+    inventories = {member: report.inventory for member, report in memory.reports.items()}
+    holdings = recovery.Holdings.of(membership, inventories)
+    if not recovery.rebuildable(membership, holdings, rank, target):
+        return
+    lane = membership.lane_of(rank)
+    others = [m for m in membership.group_of(memory.me) if m != memory.me]
+    block = holdings.parities[(others[0], lane, target)]
+    digest = dict(block.sources)[rank]
+    memory.rebuilds[rank] = RebuildJob(generation=target, digest=digest)
+    memory.note("rebuild_started", rank=rank, generation=target)
+    memory.out.append(
+        FetchManifest(
+            rank=rank,
+            generation=target,
+            manifest_digest=digest,
+            peers=tuple(membership.place(m) for m in others),
+        )
+    )
+
+
+def _continue_rebuild(
+    memory: JobMemory, membership: Membership, rank: int, job: RebuildJob
+) -> None:
+    """With the manifest at hand: the arena, then a free slot, then the bytes."""
+    assert memory.me is not None and job.manifest is not None
+    if any(slot.state is SlotState.REBUILDING for _, slot in _slots_of(memory, rank)):
+        return
+    arena = memory.arenas[(rank, job.layout_id)]
+    slot = arena.free_slot() if arena.ready else None
+    if slot is None:
+        return
+    lane = membership.lane_of(rank)
+    group = membership.group_of(memory.me)
+    sources = _sources(memory, membership, lane, job.generation)
+    if sources is None:
+        return
+    slot.state, slot.generation = SlotState.REBUILDING, job.generation
+    slot.manifest, slot.encoded, slot.digest = job.manifest, job.encoded, job.digest
+    memory.out.append(
+        Rebuild(
+            rank=rank,
+            slot=slot.index,
+            manifest=job.manifest,
+            encoded=job.encoded,
+            own_position=group.index(memory.me),
+            sources=sources,
+        )
+    )
+
+
+def _slots_of(memory: JobMemory, rank: int) -> list[tuple[ArenaView, Slot]]:
+    return [(arena, slot) for arena, slot in memory.slots() if arena.rank == rank]
+
+
+def allocate(memory: JobMemory, arena: ArenaView, largest_slot_bytes: int) -> None:
+    """Ask for an arena, and for the parity blocks of its lane beside it."""
+    membership = memory.membership
+    assert membership is not None and memory.me is not None
+    parity_bytes = 0
+    if membership.redundancy is Redundancy.RAIM5:
+        n = len(membership.group_of(memory.me))
+        largest = max(largest_slot_bytes, arena.layout.slot_bytes)
+        parity_bytes = parity_block_bytes(largest, n, arena.layout.piece_bytes)
+    memory.arenas[(arena.rank, arena.layout_id)] = arena
+    memory.out.append(
+        AllocateArena(
+            rank=arena.rank,
+            layout=arena.encoded,
+            layout_id=arena.layout_id,
+            parity_lane=membership.lane_of(arena.rank),
+            parity_bytes=parity_bytes,
+        )
+    )

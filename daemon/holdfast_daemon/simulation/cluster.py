@@ -1,0 +1,434 @@
+"""The simulated cluster: nodes, a control loop, faults, and the checks of the invariants."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from holdfast_core import recovery
+from holdfast_core.values import Generation, Inventory, MemberPlace, Membership
+from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.simulation.clock import Clock, Network
+from holdfast_daemon.simulation.daemon import VirtualDaemon
+from holdfast_daemon.simulation.disk import Disk
+from holdfast_daemon.simulation.trainers import World, Worker
+
+FAULTS = (
+    "kill_rank",
+    "kill_daemon",
+    "kill_node",
+    "kill_control",
+    "pause_daemon",
+    "corrupt_arena",
+    "corrupt_parity",
+    "corrupt_manifest",
+    "cut_node",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """One schedule."""
+
+    seed: int
+    steps: int = 12
+    faults: int = 4
+    time_limit_s: float = 120.0
+
+
+class Cluster:
+    """Runs one schedule. `run` raises AssertionError when an invariant breaks."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        rng = random.Random(options.seed)  # noqa: S311 - reproducible schedules, not secrets
+        self.clock = Clock(rng)
+        self.network = Network(
+            self.clock,
+            loss=rng.choice((0.0, 0.0, 0.05, 0.2)),
+            repeat=rng.choice((0.0, 0.1)),
+            slow=rng.choice((0.0, 0.02, 0.1)),
+        )
+        self.members = rng.choice((2, 3, 4, 4, 5))
+        self.nproc = rng.choice((1, 1, 2))
+        self.group_size = self.members if self.members < 4 else rng.choice((2, self.members))
+        self.disks: dict[str, Disk] = {}
+        self.daemons: dict[str, VirtualDaemon] = {}
+        self.dead_nodes: set[str] = set()
+        self.membership: Membership | None = None
+        self.world: World | None = None
+        self.done = False
+        self.protected: Generation | None = None
+        """Newest generation that any leader has announced as protected."""
+        self.whole: set[tuple[int, ...]] = set()
+        """Parity groups that may lose a member now."""
+        self.counts: Counter[str] = Counter()
+        self.log: list[str] = []
+        self._nodes = 0
+        self._faults_left = options.faults
+        self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
+        self._flip_rate = rng.choice((0.0, 0.0, 0.03))
+        self._full: set[str] = set()
+        self._control_down_until = 0.0
+        self._suspects: dict[str, float] = {}
+        self._striking = False
+        for _ in range(self.members + options.faults + 2):
+            self._boot_new_node()
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to the last step through all faults."""
+        self._control()
+        self._random_fault()
+        while not self.done:
+            if not self.clock.step() or self.clock.now > self.options.time_limit_s:
+                raise AssertionError(f"no progress: {self.describe()}")
+
+    def describe(self) -> str:
+        lines = [
+            f"seed {self.options.seed} at {self.clock.now:.3f} s, {self.members} members × "
+            f"{self.nproc}, groups of {self.group_size}, protected {self.protected}",
+            *self.log[-40:],
+        ]
+        for node, daemon in sorted(self.daemons.items()):
+            memory = daemon.engine.memory
+            if memory.me is not None and daemon.alive:
+                lines.append(
+                    f"  {node} member {memory.me} epoch {memory.epoch}/{memory.epoch_seen} "
+                    f"verified {memory.verified} directive {memory.directive} rebuilds "
+                    f"{list(memory.rebuilds)} {memory.inventory()}"
+                )
+        return "\n".join(lines)
+
+    def say(self, text: str) -> None:
+        self.log.append(f"  {self.clock.now:8.4f} {text}")
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _boot_new_node(self) -> None:
+        node = f"n{self._nodes}"
+        self._nodes += 1
+        self.disks[node] = Disk(memory_id=f"memory of {node}")
+        self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
+
+    def _start_daemon(self, node: str) -> None:
+        if node not in self.dead_nodes and not self.daemons[node].alive:
+            self.say(f"daemon of {node} starts again")
+            self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
+            self._send_membership(node)
+
+    def reachable_daemon(self, a: str, b: str) -> VirtualDaemon | None:
+        """The daemon of node `b` as a connection from node `a` would find it."""
+        daemon = self.daemons.get(b)
+        if daemon is None or not daemon.alive or daemon.paused or b in self.dead_nodes:
+            return None
+        return daemon if self.network.reaches(a, b) else None
+
+    def lane_of(self, rank: int) -> int:
+        return rank % self.nproc
+
+    def disk_full(self, node: str) -> bool:
+        return node in self._full
+
+    def wire_flips(self) -> bool:
+        return self.clock.rng.random() < self._flip_rate
+
+    # --- control loop -----------------------------------------------------------------------------
+
+    def _control(self) -> None:
+        """Level-triggered: looks every 50 ms at what is there, and forms the next epoch if needed.
+        It forgets everything when it is killed, and learns the epoch from the daemons."""
+        if self.done:
+            return
+        self.clock.after(0.05, self._control)
+        if self.clock.now < self._control_down_until:
+            return
+        if self.membership is None:
+            known = [d.engine.memory.membership for d in self.daemons.values() if d.alive]
+            self.membership = max((m for m in known if m), key=lambda m: m.epoch, default=None)
+        if self.membership is None:
+            nodes = [n for n in sorted(self.daemons) if n not in self.dead_nodes]
+            self._publish(nodes[: self.members])
+            return
+        nodes = [place.node for place in self.membership.members]
+        lost = [n for n in nodes if self._is_lost(n)]
+        world_broken = self.world is None or any(
+            not worker.alive for worker in self.world.workers.values()
+        )
+        if not lost and not (world_broken and self._world_is_due()):
+            for node in nodes:
+                if self.daemons[node].engine.memory.epoch < self.membership.epoch:
+                    self._send_membership(node)
+            return
+        spares = [
+            n
+            for n in sorted(self.daemons)
+            if n not in nodes and n not in self.dead_nodes and n not in self.network.cut
+            and self.daemons[n].alive
+        ]
+        for node in lost:
+            spare = spares.pop(0)
+            self.say(f"{node} replaced by {spare}")
+            nodes[nodes.index(node)] = spare
+        self._publish(nodes)
+
+    def _world_is_due(self) -> bool:
+        """A broken world is replaced once; the next one gets time to form."""
+        assert self.membership is not None
+        if self.world is None or self.world.epoch < self.membership.epoch:
+            return self.world is None and self.clock.now > 5.0
+        return True
+
+    def _is_lost(self, node: str) -> bool:
+        """Dead nodes at once; cut or paused ones after a second without heartbeats."""
+        if node in self.dead_nodes:
+            return True
+        silent = node in self.network.cut or self.daemons[node].paused
+        if not silent:
+            self._suspects.pop(node, None)
+            return False
+        since = self._suspects.setdefault(node, self.clock.now)
+        return self.clock.now - since > 1.0
+
+    def _publish(self, nodes: list[str]) -> None:
+        groups = tuple(
+            tuple(range(i, min(i + self.group_size, self.members)))
+            for i in range(0, self.members, self.group_size)
+        )
+        if len(groups[-1]) == 1:
+            groups = (*groups[:-2], groups[-2] + groups[-1])
+        seen = max(d.engine.memory.epoch_seen for d in self.daemons.values())
+        epoch = max(seen, self.membership.epoch if self.membership else 0) + 1
+        self.membership = Membership(
+            job="job",
+            epoch=epoch,
+            members=tuple(
+                MemberPlace(
+                    index=i,
+                    node=node,
+                    memory_id=self.disks[node].memory_id,
+                    peer_address=node,
+                    bulk_address=node,
+                )
+                for i, node in enumerate(nodes)
+            ),
+            nproc_per_node=self.nproc,
+            groups=groups,
+        )
+        self.whole.clear()
+        self.say(f"epoch {epoch} on {nodes}")
+        if self.world is not None:
+            for worker in self.world.workers.values():
+                if worker.alive:
+                    worker.kill()
+        self.world = World(self, epoch, self.membership.world_size)
+        for place in self.membership.members:
+            self._send_membership(place.node)
+            for rank in self.membership.ranks_of(place.index):
+                self._start_worker(self.world, place.node, rank)
+
+    def _start_worker(self, world: World, node: str, rank: int) -> None:
+        def start() -> None:
+            if self.world is world and node not in self.dead_nodes:
+                Worker(world, node, rank)
+
+        self.clock.after(self.clock.rng.uniform(0.05, 0.3), start)
+
+    def _send_membership(self, node: str) -> None:
+        membership = self.membership
+        if membership is None or membership.member_on(node) is None:
+            return
+
+        def deliver() -> None:
+            daemon = self.daemons[node]
+            daemon.call(
+                lambda: daemon.carry_out(daemon.engine.set_membership(membership, self.clock.now))
+            )
+
+        self.network.send("control", node, deliver)
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def strike(self, node: str, effect: Effect, when: str) -> None:
+        """A fault may strike the node's daemon, or the node, at any effect."""
+        if self._striking or self._faults_left <= 0 or self.membership is None:
+            return
+        if self.clock.rng.random() >= self._strike_rate:
+            return
+        kind = self.clock.rng.choice(("kill_daemon", "kill_node"))
+        self._inject(kind, node, f"{when} {type(effect).__name__}")
+
+    def _random_fault(self) -> None:
+        """Between effects: all kinds, on any node."""
+        if self._faults_left <= 0 or self.done:
+            return
+        self.clock.after(self.clock.rng.uniform(0.05, 2.0), self._random_fault)
+        if self.membership is None or self.clock.now < 0.3:
+            return
+        node = self.clock.rng.choice(self.membership.members).node
+        self._inject(self.clock.rng.choice(FAULTS), node, "between effects")
+
+    def _inject(self, kind: str, node: str, when: str) -> None:
+        membership = self.membership
+        assert membership is not None
+        member = membership.member_on(node)
+        if member is None or node in self.dead_nodes:
+            return
+        loses_memory = kind in (
+            "kill_node", "corrupt_arena", "corrupt_parity", "corrupt_manifest", "pause_daemon",
+            "cut_node",
+        )
+        group = membership.group_of(member)
+        if loses_memory and group not in self.whole:
+            return
+        if kind in ("pause_daemon", "cut_node") and self._suspects:
+            return
+        self._faults_left -= 1
+        self.counts[kind] += 1
+        self.say(f"FAULT {kind} {node} (member {member}) {when}")
+        if loses_memory:
+            self.whole.discard(group)
+        self._striking = True
+        getattr(self, f"_{kind}")(node)
+        self._striking = False
+        self.check_line()
+
+    def _kill_rank(self, node: str) -> None:
+        if self.world is None:
+            return
+        mine = [w for w in self.world.workers.values() if w.node == node and w.alive]
+        if mine:
+            self.clock.rng.choice(mine).kill()
+
+    def _kill_daemon(self, node: str) -> None:
+        self.daemons[node].alive = False
+        self.clock.after(self.clock.rng.uniform(0.1, 1.5), lambda: self._start_daemon(node))
+
+    def _kill_node(self, node: str) -> None:
+        self.daemons[node].alive = False
+        self.dead_nodes.add(node)
+        self.disks[node] = Disk(memory_id="gone")
+        if self.world is not None:
+            for worker in self.world.workers.values():
+                if worker.node == node:
+                    worker.alive = False
+
+    def _kill_control(self, node: str) -> None:
+        self.membership = None if self.daemons[node].engine.memory.membership else self.membership
+        self._control_down_until = self.clock.now + self.clock.rng.uniform(0.1, 2.0)
+
+    def _pause_daemon(self, node: str) -> None:
+        daemon = self.daemons[node]
+        daemon.paused = True
+        self.clock.after(self.clock.rng.uniform(0.3, 6.0), daemon.resume)
+
+    def _cut_node(self, node: str) -> None:
+        self.network.cut.add(node)
+        self.clock.after(
+            self.clock.rng.uniform(0.3, 6.0), lambda: self.network.cut.discard(node)
+        )
+
+    def _corrupt_arena(self, node: str) -> None:
+        held = [
+            (arena, slot)
+            for arena in self.disks[node].arenas.values()
+            for slot in arena.manifests
+        ]
+        if held:
+            arena, slot = self.clock.rng.choice(held)
+            arena.slots[slot][self.clock.rng.randrange(4)] ^= 0x10
+        self._scrub(node)
+
+    def _corrupt_parity(self, node: str) -> None:
+        blocks = [p for p in self.disks[node].parities.values() if p.entry and p.block]
+        if blocks:
+            parity = self.clock.rng.choice(blocks)
+            parity.block[self.clock.rng.randrange(len(parity.block))] ^= 0x01
+        self._scrub(node)
+
+    def _corrupt_manifest(self, node: str) -> None:
+        """A flipped byte on the tmpfs; found when the next daemon adopts it."""
+        for arena in self.disks[node].arenas.values():
+            for slot, encoded in arena.manifests.items():
+                flipped = bytearray(encoded)
+                flipped[len(flipped) // 2] ^= 0x04
+                arena.manifests[slot] = bytes(flipped)
+        self._kill_daemon(node)
+
+    def _scrub(self, node: str) -> None:
+        """The background scrub comes by some time later."""
+
+        def scrub() -> None:
+            daemon = self.daemons[node]
+            daemon.call(lambda: daemon.carry_out(daemon.engine.scrub(self.clock.now)))
+
+        self.clock.after(self.clock.rng.uniform(0.05, 1.0), scrub)
+
+    # --- what is seen, and what must hold -----------------------------------------------------------
+
+    def heard(self, node: str, note: Note) -> None:
+        """A daemon says that something happened."""
+        if note.event == "protected" and self.membership and note.generation is not None:
+            memory = self.daemons[node].engine.memory
+            if memory.leads and memory.epoch == self.membership.epoch:
+                self.counts["protected"] += 1
+                if self.protected is None or note.generation > self.protected:
+                    self.protected = note.generation
+                self.check_protected(note.generation)
+        elif note.event in ("line", "corrupt", "corrupt_parity", "rebuilt", "fenced"):
+            self.counts[note.event] += 1
+            self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")
+
+    def check_protected(self, generation: Generation) -> None:
+        """What the leader calls protected must be on the disks; then each group may lose a member."""
+        assert self.membership is not None
+        holdings = recovery.Holdings.of(self.membership, self._inventories())
+        for group in self.membership.groups:
+            sound = all(
+                (rank, generation) in holdings.snapshots
+                for member in group
+                for rank in self.membership.ranks_of(member)
+            ) and all(
+                (member, lane, generation) in holdings.parities
+                for member in group
+                for lane in range(self.nproc)
+            )
+            if sound:
+                self.whole.add(group)
+
+    def check_line(self) -> None:
+        """Invariant 2: after any allowed fault the disks still hold a line, no older than what was
+        announced as protected."""
+        if self.protected is None or self.membership is None:
+            return
+        line = recovery.recovery_line(self.membership, self._inventories())
+        assert line.generation is not None and line.generation >= self.protected, (
+            f"invariant 2: line {line} after {self.protected} was protected\n{self.describe()}"
+        )
+
+    def resumed(self, epoch: int, line: Generation | None) -> None:
+        """All ranks of an epoch restored the same generation."""
+        self.counts["resumed"] += 1
+        self.say(f"epoch {epoch} resumes from {line}")
+        assert self.protected is None or (line is not None and line >= self.protected), (
+            f"resumed from {line} after {self.protected} was protected\n{self.describe()}"
+        )
+        # What comes after the line is another timeline now.
+        if line is not None:
+            self.protected = line if self.protected is None else min(self.protected, line)
+
+    def restore_failed(self, rank: int) -> None:
+        self.say(f"rank {rank} found a corrupt piece while restoring")
+
+    def finished(self, epoch: int, step: int) -> None:
+        self.say(f"epoch {epoch} finished step {step}")
+        self.done = True
+
+    def _inventories(self) -> dict[int, Inventory]:
+        assert self.membership is not None
+        return {
+            place.index: replace(self.disks[place.node].inventory(), writing=(), passed=())
+            for place in self.membership.members
+        }

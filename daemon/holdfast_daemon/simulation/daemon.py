@@ -1,0 +1,406 @@
+"""A daemon process in the simulation: the real engine over a virtual disk and network."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast_core import layouts, raim5
+from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.values import ParityEntry
+from holdfast_daemon.effects import (
+    AllocateArena,
+    ArenaReady,
+    BuildParity,
+    Completion,
+    Effect,
+    FetchManifest,
+    ForgetPeers,
+    FreeParity,
+    FreeSlot,
+    ManifestFetched,
+    Note,
+    ParityBuilt,
+    ParityVerified,
+    Rebuild,
+    Rebuilt,
+    RemoveArena,
+    SaveEpoch,
+    Seal,
+    Sealed,
+    SendDirective,
+    SendReport,
+    SendSuspect,
+    SnapshotVerified,
+    VerifyParity,
+    VerifySnapshot,
+)
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.simulation.disk import Disk, DiskParity
+
+if TYPE_CHECKING:
+    from holdfast_daemon.simulation.cluster import Cluster
+
+TICK_S = 0.25
+
+
+def xor(a: bytes, b: bytes) -> bytes:
+    """XOR of two byte strings, the shorter one extended with zeros."""
+    n = max(len(a), len(b))
+    return (int.from_bytes(a, "little") ^ int.from_bytes(b, "little")).to_bytes(n, "little")
+
+
+class VirtualDaemon:
+    """One incarnation of a daemon. Dead once `alive` is false; another takes over the disk."""
+
+    def __init__(self, cluster: Cluster, node: str, disk: Disk) -> None:
+        self.cluster, self.node, self.disk = cluster, node, disk
+        self.alive = True
+        self.paused = False
+        self._inbox: list[Callable[[], None]] = []
+        self._queue: deque[Effect] = deque()
+        self._busy = False
+        disk.incarnation += 1
+        self.engine = JobEngine(
+            job="job",
+            node=node,
+            memory_id=disk.memory_id,
+            incarnation=disk.incarnation,
+            settings=EngineSettings(),
+        )
+        self._adopt()
+        self._tick()
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        disk = self.disk
+        arenas = []
+        for (rank, _), arena in disk.arenas.items():
+            sealed = {}
+            for slot, encoded in list(arena.manifests.items()):
+                try:
+                    layouts.decode_manifest(encoded)
+                    sealed[slot] = encoded
+                except CorruptError:
+                    del arena.manifests[slot]
+            arenas.append((rank, arena.encoded, sealed))
+        membership, line, retained = disk.epoch or (None, None, None)
+        self.carry_out(
+            self.engine.adopt(
+                membership=membership,
+                line=line,
+                retained=retained,
+                arenas=arenas,
+                parities=[
+                    (lane, slot, parity.entry)
+                    for (lane, slot), parity in disk.parities.items()
+                    if parity.entry is not None
+                ],
+                now=self.cluster.clock.now,
+            )
+        )
+
+    def _tick(self) -> None:
+        if not self.alive:
+            return
+        self.call(lambda: self.carry_out(self.engine.tick(self.cluster.clock.now)))
+        self.cluster.clock.after(TICK_S, self._tick)
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run now, or when the process is continued (SIGSTOP keeps what arrives in the buffers)."""
+        if not self.alive:
+            return
+        if self.paused:
+            self._inbox.append(action)
+        else:
+            action()
+
+    def resume(self) -> None:
+        self.paused = False
+        waiting, self._inbox = self._inbox, []
+        for action in waiting:
+            if self.alive:
+                action()
+
+    # --- effects ----------------------------------------------------------------------------------
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """In the order the engine asked; the process may die before or after each of them."""
+        self._queue.extend(effects)
+        if self._busy:
+            return
+        self._busy = True
+        while self._queue and self.alive:
+            effect = self._queue.popleft()
+            self.cluster.strike(self.node, effect, "before")
+            if self.alive:
+                self._one(effect)
+                self.cluster.strike(self.node, effect, "after")
+        self._busy = False
+
+    def _one(self, effect: Effect) -> None:
+        match effect:
+            case SendReport() | SendDirective() | SendSuspect():
+                self._send(effect)
+            case Note():
+                self.cluster.heard(self.node, effect)
+            case Seal():
+                self._seal(effect)
+            case SaveEpoch() | FreeSlot() | RemoveArena() | FreeParity() | ForgetPeers():
+                self._at_once(effect)
+            case _:
+                self._background(effect)
+
+    def _at_once(
+        self, effect: SaveEpoch | FreeSlot | RemoveArena | FreeParity | ForgetPeers
+    ) -> None:
+        disk = self.disk
+        match effect:
+            case SaveEpoch():
+                disk.epoch = (effect.membership, effect.line, effect.retained)
+            case FreeSlot():
+                disk.arenas[(effect.rank, effect.layout_id)].manifests.pop(effect.slot, None)
+            case RemoveArena():
+                disk.arenas.pop((effect.rank, effect.layout_id), None)
+            case FreeParity():
+                disk.parities[(effect.lane, effect.slot)].entry = None
+            case ForgetPeers():
+                for key in [k for k in disk.peers if k[1] not in effect.keep]:
+                    del disk.peers[key]
+
+    def _seal(self, effect: Seal) -> None:
+        assert effect.manifest.generation.epoch == self.engine.memory.epoch, "old epoch sealed"
+        error = None
+        if self.cluster.disk_full(self.node):
+            error = StorageError("no space left on the tmpfs")
+        else:
+            arena = self.disk.arenas[(effect.rank, effect.layout_id)]
+            arena.manifests[effect.slot] = effect.encoded
+        event = Sealed(
+            rank=effect.rank,
+            slot=effect.slot,
+            generation=effect.manifest.generation,
+            error=error,
+        )
+        self.carry_out(self.engine.on_completion(event, self.cluster.clock.now))
+
+    def _background(self, effect: Effect) -> None:
+        if isinstance(effect, BuildParity):
+            # A block being built is scribbled over from the first byte on.
+            slot = self.disk.parities.setdefault((effect.lane, effect.slot), DiskParity())
+            assert slot.entry is None, "a sealed parity block was overwritten"
+            slot.block = bytearray(b"\xee" * 8)
+
+        def end() -> None:
+            self.cluster.strike(self.node, effect, "during")
+            if not self.alive:
+                return
+            event = self._result(effect)
+            self.carry_out(self.engine.on_completion(event, self.cluster.clock.now))
+
+        self.cluster.clock.after(
+            self.cluster.clock.rng.uniform(0.0005, 0.02), lambda: self.call(end)
+        )
+
+    def _result(self, effect: Effect) -> Completion:
+        match effect:
+            case AllocateArena():
+                self.disk.allocate(effect.rank, effect.layout)
+                return ArenaReady(rank=effect.rank, layout_id=effect.layout_id)
+            case BuildParity():
+                return self._build(effect)
+            case FetchManifest():
+                return self._fetch_manifest(effect)
+            case Rebuild():
+                return self._rebuild(effect)
+            case VerifySnapshot():
+                generation = effect.manifest.generation
+                ok = self.disk.payload(effect.rank, generation) is not None
+                return SnapshotVerified(
+                    rank=effect.rank, slot=effect.slot, generation=generation, ok=ok
+                )
+            case VerifyParity():
+                parity = self.disk.parities[(effect.lane, effect.slot)]
+                ok = layouts.piece_digests(bytes(parity.block), 64) == parity.digest
+                return ParityVerified(
+                    lane=effect.lane, slot=effect.slot, generation=effect.generation, ok=ok
+                )
+            case _:
+                raise AssertionError(f"not a background effect: {effect}")
+
+    def _build(self, effect: BuildParity) -> ParityBuilt:
+        block, suspect, error = b"", None, ""
+        sizes = [0] * len(effect.group)
+        for source in effect.sources:
+            sizes[source.position] = source.payload_bytes
+        kept = {}
+        for source in effect.sources:
+            held = self._pull(source.place.node, source.rank, effect.generation)
+            if held is None:
+                error = f"rank {source.rank} is not reachable"
+                break
+            data, manifest, layout = held
+            if layouts.manifest_digest(manifest) != source.manifest_digest:
+                error = f"rank {source.rank} holds another snapshot"
+                break
+            piece = layouts.decode_manifest(manifest)
+            chunk = next(
+                c
+                for c in raim5.contributions(effect.own_position, sizes, piece.piece_bytes)
+                if c.position == source.position
+            )
+            part = data[chunk.range.start : chunk.range.start + chunk.range.nbytes]
+            first = chunk.range.start // piece.piece_bytes
+            if self.cluster.wire_flips() or (
+                layouts.first_bad_piece(
+                    memoryview(part), piece.digests, piece.piece_bytes, first_piece=first
+                )
+                is not None
+            ):
+                error, suspect = "bytes do not match their manifest", source.rank
+                break
+            block = xor(block, part)
+            kept[(source.rank, effect.generation)] = (manifest, layout)
+        if error:
+            return ParityBuilt(
+                lane=effect.lane,
+                slot=effect.slot,
+                generation=effect.generation,
+                entry=None,
+                error=error,
+                suspect=suspect,
+            )
+        entry = ParityEntry(
+            lane=effect.lane,
+            generation=effect.generation,
+            group=effect.group,
+            sources=tuple(sorted((s.rank, s.manifest_digest) for s in effect.sources)),
+        )
+        self.disk.peers.update(kept)
+        self.disk.parities[(effect.lane, effect.slot)] = DiskParity(
+            bytearray(block), layouts.piece_digests(block, 64), entry
+        )
+        return ParityBuilt(
+            lane=effect.lane, slot=effect.slot, generation=effect.generation, entry=entry
+        )
+
+    def _fetch_manifest(self, effect: FetchManifest) -> ManifestFetched:
+        for place in effect.peers:
+            daemon = self.cluster.reachable_daemon(self.node, place.node)
+            held = daemon.disk.peers.get((effect.rank, effect.generation)) if daemon else None
+            if held and layouts.manifest_digest(held[0]) == effect.manifest_digest:
+                return ManifestFetched(
+                    rank=effect.rank,
+                    generation=effect.generation,
+                    manifest=held[0],
+                    layout=held[1],
+                )
+        return ManifestFetched(
+            rank=effect.rank,
+            generation=effect.generation,
+            manifest=b"",
+            layout=b"",
+            error="no peer keeps the manifest",
+        )
+
+    def _rebuild(self, effect: Rebuild) -> Rebuilt:
+        manifest = effect.manifest
+        sizes = [0] * (len(effect.sources) + 1)
+        sizes[effect.own_position] = manifest.payload_bytes
+        by_position = {source.position: source for source in effect.sources}
+        for source in effect.sources:
+            sizes[source.position] = source.payload_bytes
+        payload = bytearray(manifest.payload_bytes)
+        error = ""
+        for chunk in raim5.recovery(effect.own_position, sizes, manifest.piece_bytes):
+            owner = by_position[chunk.owner]
+            part = self._pull_parity(owner.place.node, manifest, effect)
+            for other in chunk.others:
+                source = by_position[other.position]
+                held = self._pull(source.place.node, source.rank, manifest.generation)
+                if held is None or part is None:
+                    error = f"rank {source.rank} is not reachable"
+                    break
+                start = other.range.start
+                part = xor(part, held[0][start : start + other.range.nbytes])
+            if part is None or error:
+                error = error or "a parity block is not reachable"
+                break
+            where = chunk.range
+            payload[where.start : where.start + where.nbytes] = part[: where.nbytes]
+        if not error and (
+            self.cluster.wire_flips()
+            or layouts.piece_digests(bytes(payload), manifest.piece_bytes) != manifest.digests
+        ):
+            error = "rebuilt bytes do not match the manifest"
+        if not error:
+            arena = self.disk.arenas[(effect.rank, manifest.layout_id)]
+            assert effect.slot not in arena.manifests, "a sealed slot was overwritten"
+            arena.slots[effect.slot][: len(payload)] = payload
+            arena.manifests[effect.slot] = effect.encoded
+        return Rebuilt(
+            rank=effect.rank, slot=effect.slot, generation=manifest.generation, error=error
+        )
+
+    def _pull_parity(self, node: str, manifest: layouts.Manifest, effect: Rebuild) -> bytes | None:
+        daemon = self.cluster.reachable_daemon(self.node, node)
+        if daemon is None:
+            return None
+        lane = self.cluster.lane_of(effect.rank)
+        for (held, _), parity in daemon.disk.parities.items():
+            if held == lane and parity.entry and parity.entry.generation == manifest.generation:
+                return bytes(parity.block)
+        return None
+
+    def _pull(
+        self, node: str, rank: int, generation: layouts.Generation
+    ) -> tuple[bytes, bytes, bytes] | None:
+        """(payload, manifest, layout) over the bulk path, as they are on the peer's disk."""
+        daemon = self.cluster.reachable_daemon(self.node, node)
+        if daemon is None or daemon.engine.memory.epoch > self.engine.memory.epoch:
+            return None
+        found = daemon.disk.find(rank, generation)
+        if found is None:
+            return None
+        arena, slot, encoded = found
+        size = layouts.decode_manifest(encoded).payload_bytes
+        return bytes(arena.slots[slot][:size]), encoded, arena.encoded
+
+    def _send(self, effect: SendReport | SendDirective | SendSuspect) -> None:
+        cluster, to = self.cluster, effect.to.node
+        epoch = self.engine.memory.epoch
+
+        def deliver() -> None:
+            daemon = cluster.daemons.get(to)
+            if daemon is None:
+                return
+            daemon.call(lambda: _receive(cluster, self, daemon, effect, epoch))
+
+        cluster.network.send(self.node, to, deliver)
+
+
+def _receive(
+    cluster: Cluster,
+    sender: VirtualDaemon,
+    receiver: VirtualDaemon,
+    effect: SendReport | SendDirective | SendSuspect,
+    epoch: int,
+) -> None:
+    now, engine = cluster.clock.now, receiver.engine
+    match effect:
+        case SendReport():
+            receiver.carry_out(engine.on_report(effect.report, now))
+        case SendDirective():
+            receiver.carry_out(engine.on_directive(effect.directive, now))
+        case SendSuspect():
+            receiver.carry_out(engine.on_suspect(epoch, effect.rank, effect.generation, now))
+    answer = engine.memory.epoch
+    cluster.network.send(
+        receiver.node,
+        sender.node,
+        lambda: sender.call(
+            lambda: sender.carry_out(sender.engine.on_peer_epoch(answer, cluster.clock.now))
+        ),
+    )

@@ -1,0 +1,255 @@
+"""Training worlds in the simulation: one worker per rank, in lock step, saving as the SDK does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast_core import layouts
+from holdfast_core.errors import (
+    HoldfastError,
+    SnapshotSkippedError,
+    StaleEpochError,
+    UnknownSessionError,
+    UnreachableError,
+)
+from holdfast_core.layouts import Layout
+from holdfast_core.values import Generation
+from holdfast_daemon.simulation.daemon import VirtualDaemon
+
+if TYPE_CHECKING:
+    from holdfast_daemon.simulation.cluster import Cluster
+
+PIECE_BYTES = 16
+POLL_S = 0.02
+
+
+def tensor_bytes_of(rank: int) -> int:
+    """Ranks are of unequal size, one of them empty but for its extras."""
+    return (rank * 37) % 101
+
+
+def extras_bytes_of(rank: int, generation: Generation) -> int:
+    return 4 + (rank + generation.step) % 7
+
+
+def content(rank: int, generation: Generation) -> bytes:
+    """What `rank` captures in `generation`; two timelines differ, so that mixing them shows."""
+    seed = rank * 1_000_003 + generation.step * 1009 + generation.epoch
+    size = tensor_bytes_of(rank) + extras_bytes_of(rank, generation)
+    return random.Random(seed).randbytes(size)  # noqa: S311 - a reproducible pattern, not a secret
+
+
+def layout_of(rank: int, world_size: int) -> bytes:
+    return layouts.encode_layout(
+        Layout(
+            rank=rank,
+            world_size=world_size,
+            topology="simulated",
+            entries=(),
+            extras_offset=tensor_bytes_of(rank),
+            extras_capacity=16,
+            piece_bytes=PIECE_BYTES,
+        )
+    )
+
+
+class World:
+    """The workers of one epoch. They restore together, step together and die alone."""
+
+    def __init__(self, cluster: Cluster, epoch: int, size: int) -> None:
+        self.cluster, self.epoch, self.size = cluster, epoch, size
+        self.workers: dict[int, Worker] = {}
+        self.restored: dict[int, Generation | None] = {}
+        self.step = 0
+
+    def arrived(self, rank: int, line: Generation | None) -> None:
+        """A worker restored. When all have, they must agree, and training goes on."""
+        self.restored[rank] = line
+        if len(self.restored) < self.size:
+            return
+        lines = set(self.restored.values())
+        assert len(lines) == 1, f"ranks of epoch {self.epoch} restored {lines}"
+        self.cluster.resumed(self.epoch, line)
+        self.step = line.step if line else 0
+        self._later()
+
+    def _later(self) -> None:
+        self.cluster.clock.after(self.cluster.clock.rng.uniform(0.02, 0.08), self._train)
+
+    def _train(self) -> None:
+        """One step, when every worker is alive: collectives hang otherwise."""
+        if not all(worker.running for worker in self.workers.values()):
+            if any(worker.paused for worker in self.workers.values()):
+                self._later()
+            return
+        self.step += 1
+        for worker in self.workers.values():
+            worker.save(Generation(self.epoch, self.step))
+        if self.step >= self.cluster.options.steps:
+            self.cluster.finished(self.epoch, self.step)
+        else:
+            self._later()
+
+
+class Worker:
+    """One trainer process."""
+
+    def __init__(self, world: World, node: str, rank: int) -> None:
+        self.world, self.node, self.rank = world, node, rank
+        self.alive = True
+        self.paused = False
+        self._session: str | None = None
+        self._opened_on: VirtualDaemon | None = None
+        self._copying = False
+        world.workers[rank] = self
+        self._poll(self._restore)
+
+    @property
+    def running(self) -> bool:
+        return self.alive and not self.paused
+
+    def kill(self) -> None:
+        """SIGKILL: the kernel closes the claim, and the daemon sees it."""
+        self.alive = False
+        session, daemon = self._session, self._opened_on
+        if session is not None and daemon is not None:
+            now = self.world.cluster.clock
+            daemon.call(
+                lambda: daemon.carry_out(
+                    daemon.engine.session_ended(session, clean=False, now=now.now)
+                )
+            )
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _poll(self, action: Callable[[VirtualDaemon], bool]) -> None:
+        """Try `action` until it says it is done, across restarts of the daemon."""
+        if not self.alive:
+            return
+        daemon = self.world.cluster.daemons.get(self.node)
+        done = False
+        if daemon is not None and daemon.alive and not daemon.paused and not self.paused:
+            try:
+                done = action(daemon)
+            except StaleEpochError:
+                return
+            except (UnreachableError, UnknownSessionError):
+                done = False
+        if not done:
+            self.world.cluster.clock.after(POLL_S, lambda: self._poll(action))
+
+    def _restore(self, daemon: VirtualDaemon) -> bool:
+        state = daemon.engine.restore_state(self.rank, self.world.epoch)
+        if not state.ready or state.line is None:
+            return False
+        generation = state.line.generation
+        if generation is not None:
+            assert state.slot is not None and state.slot.manifest is not None and state.arena
+            disk = daemon.disk.arenas[(self.rank, state.arena.layout_id)]
+            size = state.slot.manifest.payload_bytes
+            data = bytes(disk.slots[state.slot.index][:size])
+            if layouts.piece_digests(data, PIECE_BYTES) != state.slot.manifest.digests:
+                self.world.cluster.restore_failed(self.rank)
+                self.kill()
+                return True
+            assert data == content(self.rank, generation), (
+                f"rank {self.rank} restored wrong bytes for {generation}"
+            )
+        self.world.arrived(self.rank, generation)
+        self._poll(self._open)
+        return True
+
+    def _open(self, daemon: VirtualDaemon) -> bool:
+        cluster = self.world.cluster
+        if self._session is None or self._opened_on is not daemon:
+            try:
+                session, effects = daemon.engine.open(
+                    rank=self.rank,
+                    epoch=self.world.epoch,
+                    layout=layout_of(self.rank, self.world.size),
+                    largest_slot_bytes=4096,
+                    pid=1,
+                    now=cluster.clock.now,
+                )
+            except HoldfastError as error:
+                if isinstance(error, StaleEpochError):
+                    raise
+                return False
+            self._session, self._opened_on = session, daemon
+            daemon.carry_out(effects)
+            return False
+        if daemon.engine.opened(self._session) is None:
+            return False
+        daemon.carry_out(daemon.engine.claimed(self._session, cluster.clock.now))
+        return True
+
+    def save(self, generation: Generation) -> None:
+        """As the SDK: skip when the last save is still copying, never wait, never raise."""
+        daemon, session = self._opened_on, self._session
+        if daemon is None or session is None or self._copying:
+            return
+        if not daemon.alive:
+            self._session = None
+            self._poll(self._open)
+            return
+        if daemon.paused:
+            return
+        cluster = self.world.cluster
+        try:
+            slot, effects = daemon.engine.grant(
+                session, epoch=generation.epoch, step=generation.step, now=cluster.clock.now
+            )
+        except (SnapshotSkippedError, StaleEpochError, UnknownSessionError):
+            return
+        daemon.carry_out(effects)
+        if not daemon.alive:
+            return
+        data = content(self.rank, generation)
+        opened = daemon.engine.opened(session)
+        assert opened is not None
+        arena = daemon.disk.arenas[(self.rank, opened.arena.layout_id)]
+        assert slot not in arena.manifests, "a sealed slot was granted"
+        arena.slots[slot][: len(data) // 2] = data[: len(data) // 2]
+        self._copying = True
+        cluster.clock.after(
+            cluster.clock.rng.uniform(0.001, 0.06),
+            lambda: self._staged(daemon, session, generation, slot, data),
+        )
+
+    def _staged(
+        self,
+        daemon: VirtualDaemon,
+        session: str,
+        generation: Generation,
+        slot: int,
+        data: bytes,
+    ) -> None:
+        self._copying = False
+        if not self.alive:
+            return
+        arena = daemon.disk.arenas.get(
+            (self.rank, layouts.layout_id(layout_of(self.rank, self.world.size)))
+        )
+        if arena is not None and slot not in arena.manifests:
+            arena.slots[slot][: len(data)] = data
+
+        def commit() -> None:
+            try:
+                effects = daemon.engine.commit(
+                    session,
+                    epoch=generation.epoch,
+                    step=generation.step,
+                    slot=slot,
+                    payload_bytes=len(data),
+                    extras_bytes=len(data) - tensor_bytes_of(self.rank),
+                    digests=layouts.piece_digests(data, PIECE_BYTES),
+                    nan_units=(),
+                    now=self.world.cluster.clock.now,
+                )
+            except HoldfastError:
+                return
+            daemon.carry_out(effects)
+
+        daemon.call(commit)
