@@ -26,7 +26,7 @@ class InvalidJobError(HoldfastError):
 
 
 class ProtocolError(HoldfastError):
-    """A message that the protocol does not allow: wrong version, unknown session, malformed bytes."""
+    """A message that the protocol does not allow: wrong version, unknown session, bad bytes."""
 
     code = "protocol"
 

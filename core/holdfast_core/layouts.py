@@ -69,6 +69,9 @@ class Layout:
     extras_offset: int
     extras_capacity: int
     piece_bytes: int = PIECE_BYTES
+    largest_slot_bytes: int = 0
+    """Size of the largest slot of any rank of the job, set by the daemon when the session opens:
+    whoever rebuilds this rank elsewhere knows from it how much parity it will have to hold."""
 
     @property
     def slot_bytes(self) -> int:
@@ -81,10 +84,12 @@ class Layout:
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
 def piece_count(payload_bytes: int, piece_bytes: int) -> int:
+    """Number of pieces of a payload; the last may be short."""
     return -(-payload_bytes // piece_bytes)
 
 
@@ -108,8 +113,8 @@ def decode_layout(data: bytes) -> Layout:
     for entry in layout.entries:
         if entry.offset < end or entry.nbytes < 0 or entry.start < 0:
             raise LayoutMismatchError(
-                f"layout of rank {layout.rank}: {entry.tensor} at {entry.offset} overlaps the range "
-                f"before it, which ends at {end}"
+                f"layout of rank {layout.rank}: {entry.tensor} at {entry.offset} overlaps the "
+                f"range before it, which ends at {end}"
             )
         end = entry.offset + entry.nbytes
     if end > layout.extras_offset or layout.extras_capacity < 0 or layout.piece_bytes <= 0:

@@ -72,7 +72,7 @@ def owner_of(position: int, chunk: int, n: int) -> int:
 def contributions(
     owner: int, payload_bytes: Sequence[int], piece_bytes: int
 ) -> tuple[Contribution, ...]:
-    """The ranges that the member at `owner` must XOR into its parity block, one of each other member.
+    """The ranges that the member at `owner` must XOR into its parity block, one of each other.
 
     `payload_bytes[i]` is the payload size of the member at position i.
     """

@@ -142,7 +142,7 @@ class Manifest:
     extras_bytes: int
     piece_bytes: int
     digests: bytes
-    """xxh3-64 of each piece, 8 bytes little-endian each, ceil(payload_bytes / piece_bytes) of them."""
+    """xxh3-64 of each piece, ceil(payload_bytes / piece_bytes) of them, 8 bytes little-endian."""
     nan_units: tuple[str, ...] = ()
     """Units that held a NaN when they were captured (captured faithfully, counted)."""
 
@@ -186,8 +186,8 @@ class Inventory:
     writing: tuple[tuple[int, Generation], ...] = ()
     """(rank, generation) of granted slots that are not sealed yet."""
     passed: tuple[tuple[int, Generation], ...] = ()
-    """(rank, newest generation that the rank has asked to save): a generation up to this one that is
-    neither held nor being written will never be completed by that rank."""
+    """(rank, newest generation that the rank has asked to save): a generation up to this one that
+    is neither held nor being written will never be completed by that rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +205,7 @@ class Report:
     """False until everything the inventory lists was verified after the epoch began."""
     inventory: Inventory
     line: Line | None = None
-    """The line this daemon was told in this epoch, so that a leader that restarted keeps its word."""
+    """The line this daemon was told in this epoch: a leader that restarted keeps its word."""
     retained: Generation | None = None
     """What this daemon was told to retain in this epoch, for the same reason."""
 

@@ -34,6 +34,7 @@ class ReportMessage(_message.Message):
     INVENTORY_FIELD_NUMBER: _builtins.int
     LINE_FIELD_NUMBER: _builtins.int
     HAS_LINE_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     member: _builtins.int
@@ -45,6 +46,8 @@ class ReportMessage(_message.Message):
     def inventory(self) -> _values_pb2.Inventory: ...
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
+    @_builtins.property
+    def retained(self) -> _values_pb2.Generation: ...
     def __init__(
         self,
         *,
@@ -57,10 +60,11 @@ class ReportMessage(_message.Message):
         inventory: _values_pb2.Inventory | None = ...,
         line: _values_pb2.Line | None = ...,
         has_line: _builtins.bool = ...,
+        retained: _values_pb2.Generation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory", "line", b"line"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory", "line", b"line", "retained", b"retained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "sequence", b"sequence", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "retained", b"retained", "sequence", b"sequence", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,7 +134,7 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
     job.manifest, job.encoded, job.layout_id = manifest, event.manifest, arena_id
     if (event.rank, arena_id) not in memory.arenas:
         arena = ArenaView(rank=event.rank, layout_id=arena_id, layout=layout, encoded=event.layout)
-        upkeep.allocate(memory, arena, layout.slot_bytes)
+        upkeep.allocate(memory, arena)
 
 
 def _rebuilt(memory: JobMemory, event: Rebuilt, retry_at: float) -> None:

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
+from holdfast_core.layouts import (
+    decode_layout,
+    decode_manifest,
+    encode_layout,
+    layout_id,
+    manifest_digest,
+)
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -140,15 +146,16 @@ class Convergence:
             upkeep.verify_slot(self.memory, *held)
         return self._settle(now)
 
-    def scrub(self, now: float) -> list[Effect]:
-        """Look again at everything held; it stays in use meanwhile."""
+    def scrub(self, now: float, *, snapshot: bool, index: int, slot: int) -> list[Effect]:
+        """Look again at the snapshot of rank `index`, or the parity block of lane `index`, in slot
+        `slot`; it stays in use meanwhile."""
         memory = self.memory
-        for arena, slot in memory.slots():
-            if slot.state is SlotState.SEALED:
-                upkeep.verify_slot(memory, arena, slot)
-        for parity in memory.parities.values():
-            if parity.state is ParityState.READY:
-                upkeep.verify_parity(memory, parity)
+        for arena, held in memory.slots() if snapshot else ():
+            if (arena.rank, held.index) == (index, slot) and held.state is SlotState.SEALED:
+                upkeep.verify_slot(memory, arena, held)
+        parity = memory.parities.get((index, slot))
+        if not snapshot and parity is not None and parity.state is ParityState.READY:
+            upkeep.verify_parity(memory, parity)
         return self._settle(now)
 
     def on_completion(self, event: Completion, now: float) -> list[Effect]:
@@ -191,6 +198,8 @@ class Convergence:
             slot.verified = slot.verifying = False
         for parity in memory.parities.values():
             parity.verified = parity.verifying = False
+        for record in memory.ranks.values():
+            record.last_step, record.restored = 0, None
         memory.note("epoch_began", detail=str(membership.epoch))
 
     def _settle(self, now: float) -> list[Effect]:
@@ -307,6 +316,7 @@ class Convergence:
 
     def _arena(self, rank: int, encoded: bytes) -> ArenaView:
         layout = decode_layout(encoded)
+        encoded = encode_layout(layout)  # one spelling, whatever the sender's
         if layout.rank != rank:
             raise InvalidJobError(f"rank {rank} opens with the layout of rank {layout.rank}")
         return ArenaView(rank=rank, layout_id=layout_id(encoded), layout=layout, encoded=encoded)

@@ -20,7 +20,12 @@ from holdfast_core.errors import (
     UnknownSessionError,
     UnreachableError,
 )
-from holdfast_core.layouts import encode_manifest, manifest_digest
+from holdfast_core.layouts import (
+    decode_layout,
+    encode_layout,
+    encode_manifest,
+    manifest_digest,
+)
 from holdfast_core.values import Generation, Line, Manifest
 
 from holdfast_daemon.effects import Effect, Seal
@@ -104,7 +109,9 @@ class JobEngine(Convergence):
         memory = self.memory
         self._check_epoch(epoch, f"rank {rank}")
         self._check_rank(rank)
-        arena = self._arena(rank, layout)
+        plain = decode_layout(layout)
+        largest = max(largest_slot_bytes, plain.slot_bytes)
+        arena = self._arena(rank, encode_layout(replace(plain, largest_slot_bytes=largest)))
         record = memory.rank(rank)
         holder = record.session
         if holder is not None and holder.claimed:
@@ -124,9 +131,7 @@ class JobEngine(Convergence):
         )
         memory.sessions[session.id] = record.session = session
         upkeep.release(memory)
-        # Also where the arena exists: a rebuild that made it did not know the largest rank.
-        known = memory.arenas.get((rank, arena.layout_id), arena)
-        upkeep.allocate(memory, known, largest_slot_bytes)
+        upkeep.allocate(memory, memory.arenas.get((rank, arena.layout_id), arena))
         return session.id, self._settle(now)
 
     def opened(self, session_id: str) -> Opened | None:
@@ -309,11 +314,21 @@ class JobEngine(Convergence):
             memory.note("rank_lost", rank=session.rank, detail=f"process {session.pid} ended")
         return self._settle(now)
 
-    def progress(self, session_id: str, *, step: int, now: float) -> None:
-        """A sign of life of a rank."""
-        session = self._session(session_id)
-        record = self.memory.rank(session.rank)
-        record.last_step, record.last_sign = max(record.last_step, step), now
+    def progress(
+        self,
+        session_id: str,
+        *,
+        step: int,
+        now: float,
+        skipped: int = 0,
+        failed: int = 0,
+        failure: str = "",
+    ) -> None:
+        """A sign of life of a rank, and how its saves fare."""
+        record = self.memory.rank(self._session(session_id).rank)
+        if step > record.last_step:
+            record.last_step, record.last_sign = step, now
+        record.skipped, record.failed, record.failure = skipped, failed, failure
 
     def agent_waits(self, after_epoch: int) -> None:
         """This member's agent left the world of `after_epoch` and waits for the next one."""

@@ -127,6 +127,12 @@ class RankRecord:
     last_step: int = 0
     last_sign: float = 0.0
     seal_error: str = ""
+    skipped: int = 0
+    failed: int = 0
+    failure: str = ""
+    """Newest cause of a failed save, in the SDK's words."""
+    restored: tuple[Generation | None, str] | None = None
+    """What the rank was told to restore in this epoch, and from where."""
 
 
 @dataclass(slots=True)

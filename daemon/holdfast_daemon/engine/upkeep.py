@@ -294,14 +294,14 @@ def _slots_of(memory: JobMemory, rank: int) -> list[tuple[ArenaView, Slot]]:
     return [(arena, slot) for arena, slot in memory.slots() if arena.rank == rank]
 
 
-def allocate(memory: JobMemory, arena: ArenaView, largest_slot_bytes: int) -> None:
+def allocate(memory: JobMemory, arena: ArenaView) -> None:
     """Ask for an arena, and for the parity blocks of its lane beside it."""
     membership = memory.membership
     assert membership is not None and memory.me is not None
     parity_bytes = 0
     if membership.redundancy is Redundancy.RAIM5:
         n = len(membership.group_of(memory.me))
-        largest = max(largest_slot_bytes, arena.layout.slot_bytes)
+        largest = max(arena.layout.largest_slot_bytes, arena.layout.slot_bytes)
         parity_bytes = parity_block_bytes(largest, n, arena.layout.piece_bytes)
     memory.arenas[(arena.rank, arena.layout_id)] = arena
     memory.out.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -362,9 +363,20 @@ class Cluster:
 
         def scrub() -> None:
             daemon = self.daemons[node]
-            daemon.call(lambda: daemon.carry_out(daemon.engine.scrub(self.clock.now)))
+            memory = daemon.engine.memory
+            items = [(True, arena.rank, slot.index) for arena, slot in memory.slots()]
+            items += [(False, lane, slot) for lane, slot in memory.parities]
+            for snapshot, index, slot in items:
+                daemon.call(
+                    functools.partial(self._scrub_one, daemon, snapshot, index, slot)
+                )
 
         self.clock.after(self.clock.rng.uniform(0.05, 1.0), scrub)
+
+    def _scrub_one(self, daemon: VirtualDaemon, snapshot: bool, index: int, slot: int) -> None:
+        daemon.carry_out(
+            daemon.engine.scrub(self.clock.now, snapshot=snapshot, index=index, slot=slot)
+        )
 
     # --- what is seen, and what must hold -----------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from holdfast_core import layouts, raim5
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.values import ParityEntry
+from holdfast_core.values import Generation, Manifest, ParityEntry
 from holdfast_daemon.effects import (
     AllocateArena,
     ArenaReady,
@@ -344,7 +344,7 @@ class VirtualDaemon:
             rank=effect.rank, slot=effect.slot, generation=manifest.generation, error=error
         )
 
-    def _pull_parity(self, node: str, manifest: layouts.Manifest, effect: Rebuild) -> bytes | None:
+    def _pull_parity(self, node: str, manifest: Manifest, effect: Rebuild) -> bytes | None:
         daemon = self.cluster.reachable_daemon(self.node, node)
         if daemon is None:
             return None
@@ -355,7 +355,7 @@ class VirtualDaemon:
         return None
 
     def _pull(
-        self, node: str, rank: int, generation: layouts.Generation
+        self, node: str, rank: int, generation: Generation
     ) -> tuple[bytes, bytes, bytes] | None:
         """(payload, manifest, layout) over the bulk path, as they are on the peer's disk."""
         daemon = self.cluster.reachable_daemon(self.node, node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast_core import layouts
+from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout
 from holdfast_core.values import Generation, Inventory, Line, Membership, ParityEntry, SnapshotEntry
 
@@ -50,7 +51,7 @@ class Disk:
             for slot, encoded in arena.manifests.items():
                 try:
                     manifest = layouts.decode_manifest(encoded)
-                except layouts.CorruptError:
+                except CorruptError:
                     continue
                 if manifest.generation == generation:
                     return arena, slot, encoded
@@ -74,7 +75,7 @@ class Disk:
             for slot, encoded in arena.manifests.items():
                 try:
                     manifest = layouts.decode_manifest(encoded)
-                except layouts.CorruptError:
+                except CorruptError:
                     continue
                 data = bytes(arena.slots[slot][: manifest.payload_bytes])
                 if layouts.piece_digests(data, manifest.piece_bytes) == manifest.digests:

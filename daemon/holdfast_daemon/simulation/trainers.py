@@ -103,6 +103,7 @@ class Worker:
         self._session: str | None = None
         self._opened_on: VirtualDaemon | None = None
         self._copying = False
+        self._arena = ""
         world.workers[rank] = self
         self._poll(self._restore)
 
@@ -211,6 +212,7 @@ class Worker:
         assert opened is not None
         arena = daemon.disk.arenas[(self.rank, opened.arena.layout_id)]
         assert slot not in arena.manifests, "a sealed slot was granted"
+        self._arena = opened.arena.layout_id
         arena.slots[slot][: len(data) // 2] = data[: len(data) // 2]
         self._copying = True
         cluster.clock.after(
@@ -229,9 +231,7 @@ class Worker:
         self._copying = False
         if not self.alive:
             return
-        arena = daemon.disk.arenas.get(
-            (self.rank, layouts.layout_id(layout_of(self.rank, self.world.size)))
-        )
+        arena = daemon.disk.arenas.get((self.rank, self._arena))
         if arena is not None and slot not in arena.manifests:
             arena.slots[slot][: len(data)] = data
 

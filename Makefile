@@ -1,0 +1,175 @@
+# The front door. Every target sets up what it needs; `make` alone lists them.
+#
+# Third-party packages live in one environment outside the work tree, shared by all clones and named
+# by the hash of what it was made from; the clone's own .venv only points at it and at the sources.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PYTHON ?= python3
+HOLDFAST_CACHE ?= $(HOME)/.cache/holdfast
+PYTEST_WORKERS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/installed
+SOURCES := core protos daemon operator trainer_sdk
+CHECKED := $(wildcard $(SOURCES) tests benchmarks examples)
+STUBS := protos/holdfast_protos
+
+# The stamp holds the path of the shared environment; when that was deleted, install again.
+DEPS := $(file <$(STAMP))
+ifeq ($(wildcard $(DEPS)/pyvenv.cfg),)
+.PHONY: $(STAMP)
+endif
+
+# Requirements of the extras that the selection in $(1), a Python condition on `extra`, lets through.
+requirements = $(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*p["dependencies"], *(r for extra, rs in p["optional-dependencies"].items() if $(1) \
+	for r in rs if not r.startswith("holdfast[")), sep="\n")'
+
+# Prints where the Python before it has its packages.
+site = -c 'import site; print(site.getsitepackages()[0])'
+
+# Makes the environment $(2) empty, on top of the packages of the environment $(1).
+chain = "$(1)/bin/python" -m venv --without-pip "$(2)"; \
+	"$(1)/bin/python" $(site) > "$$("$(2)/bin/python" $(site))/deps.pth"
+
+##@ Everyday
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## "; print "make TARGET [ARGS=...]" } \
+		/^##@/ { print "\n" substr($$0, 5) } \
+		/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+
+.PHONY: install
+install: $(STAMP) ## Set up .venv (all other targets do this themselves)
+	@echo "Ready: .venv, with the packages in $$(<$(STAMP))"
+
+.PHONY: demo
+demo: $(STAMP) ## Watch a training job lose trainers, daemons and a node, and finish byte for byte
+	@mkdir -p build/demo
+	$(BIN)/holdfast demo --report build/demo/report.json $(ARGS)
+
+.PHONY: test
+test: $(STAMP) redis ## Run the tests; ARGS="tests/unit -k raim5" narrows them
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ARGS)
+
+.PHONY: check
+check: $(STAMP) ## Format, lint, types, import contracts, generated stubs
+	@echo "== format"; $(BIN)/python -m ruff format --check .
+	echo "== lint"; $(BIN)/python -m ruff check .
+	echo "== import contracts"; $(BIN)/lint-imports --no-logo
+	echo "== generated stubs"; drift=$$(mktemp -d); trap 'rm -rf "$$drift"' EXIT
+	$(call generate,$$drift)
+	for stub in "$$drift"/holdfast_protos/* $(STUBS)/*_pb2*; do  # both ways: missing, left over
+	  name=$${stub##*/}
+	  cmp "$$drift/holdfast_protos/$$name" "$(STUBS)/$$name" \
+	    || { echo "$$name is not what its .proto says: run 'make protos'" >&2; exit 1; }
+	done
+	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
+
+.PHONY: format
+format: $(STAMP) ## Rewrite the sources in the house format
+	@$(BIN)/python -m ruff check --fix-only --quiet .
+	$(BIN)/python -m ruff format .
+
+##@ Now and then
+
+.PHONY: bench
+bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--size-mib 256"
+	@mkdir -p build
+	$(call requirements,extra == "bench") > build/bench-requirements.txt
+	deps=$$(<$(STAMP))
+	key=$$({ echo "$$deps"; cat build/bench-requirements.txt; } | sha256sum | cut -c1-16)
+	bench="$(HOLDFAST_CACHE)/bench-$$key"
+	if [ ! -d "$$bench" ]; then
+	  exec 9>"$(HOLDFAST_CACHE)/lock"; flock 9
+	  if [ ! -d "$$bench" ]; then
+	    rm -rf "$$bench.new"
+	    $(call chain,$$deps,$$bench.new)
+	    "$$bench.new/bin/python" -m pip install --quiet --no-warn-script-location \
+	      -c constraints.txt -r build/bench-requirements.txt
+	    mv -T "$$bench.new" "$$bench"
+	  fi
+	  exec 9>&-
+	fi
+	PYTHONPATH=$$("$$bench/bin/python" $(site)) $(BIN)/python -m benchmarks.snapshot $(ARGS)
+
+.PHONY: protos
+protos: $(STAMP) ## Generate the stubs from the .proto files
+	@$(call generate,protos)
+
+.PHONY: clean
+clean: ## Delete everything that can be made again (the shared environment stays)
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	find $(CHECKED) -name __pycache__ -prune -exec rm -rf {} +
+
+# Writes the stubs of every .proto below the folder $(1).
+generate = $(BIN)/python -m grpc_tools.protoc -I protos \
+	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+	$(STUBS)/*.proto
+
+# The tests start their own redis-server on a free port.
+.PHONY: redis
+redis:
+	@if ! command -v redis-server >/dev/null; then
+	  if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+	    echo "The tests need redis-server: install it (Debian: apt-get install redis-server)." >&2
+	    exit 1
+	  fi
+	  apt-get update -qq
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server \
+	    >/dev/null
+	fi
+
+$(STAMP): constraints.txt pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+	  found=$$($(PYTHON) --version 2>&1) || found="not there"
+	  echo "Holdfast needs Python 3.11 or newer; $(PYTHON) is $$found." \
+	    "Say which to use: make PYTHON=python3.11 ..." >&2
+	  exit 1
+	}
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || {
+	  echo "$(PYTHON) cannot make environments: install its venv package" \
+	    "(Debian: apt-get install python3-venv)." >&2
+	  exit 1
+	}
+	mkdir -p build "$(HOLDFAST_CACHE)"
+	$(call requirements,extra != "bench") > build/requirements.txt
+	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
+	  | sha256sum | cut -c1-16)
+	deps="$(HOLDFAST_CACHE)/deps-$$key"
+	if [ ! -d "$$deps" ]; then
+	  exec 9>"$(HOLDFAST_CACHE)/lock"; flock 9  # another clone may be making the same one
+	  if [ ! -d "$$deps" ]; then
+	    echo "Installing third-party packages into $$deps, once (several GB, some minutes) ..."
+	    rm -rf "$$deps.new"
+	    $(PYTHON) -m venv "$$deps.new"
+	    "$$deps.new/bin/python" -m pip install --quiet -c constraints.txt -r build/requirements.txt
+	    mv -T "$$deps.new" "$$deps"
+	  fi
+	  exec 9>&-
+	fi
+	rm -rf .venv
+	$(call chain,$$deps,.venv)
+	for root in $(SOURCES); do echo "$(CURDIR)/$$root"; done > "$$($(BIN)/python $(site))/sources.pth"
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	for tool in "$$deps"/bin/*; do  # the shared tools, run by this clone's interpreter
+	  own="$(BIN)/$${tool##*/}"
+	  if [ -e "$$own" ]; then continue; fi
+	  if [ "$$(head -c 2 "$$tool")" = "#!" ]; then
+	    sed "1s|.*|#!$(CURDIR)/$(BIN)/python|" "$$tool" > "$$own"; chmod +x "$$own"
+	  else
+	    ln -s "$$tool" "$$own"
+	  fi
+	done
+	echo "$$deps" > $(STAMP)

@@ -1,0 +1,157 @@
+"""How often to snapshot and to persist: the intervals that minimise lost and added time.
+
+Young and Daly's first-order optimum as REFT appendix A uses it. Rates are failures per second of
+the whole that the argument names, times are seconds.
+
+An interval of 0 means "every step": saving costs nothing, so that nothing is gained by waiting.
+A rate of 0 gives infinity: what never fails needs no saving.
+"""
+
+from __future__ import annotations
+
+from math import expm1, inf, sqrt
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.groups import MIN_GROUP_SIZE
+
+DIFFERENCE_FROM = 0.25
+"""Expected number of lost nodes from which eq. 7 is computed as it is written."""
+
+
+def total_overhead_s(
+    *,
+    save_overhead_s: float,
+    interval_s: float,
+    total_s: float,
+    failure_rate_per_s: float,
+    restart_s: float,
+) -> float:
+    """Time that fault tolerance costs over a training of `total_s` (REFT appendix A, eq. 4).
+
+    O_total = O_save · T_total / T_save + O_restart · T_total · λ_fail, where O_restart is the work
+    lost on average, half an interval, and `restart_s` for rescheduling and loading.
+    """
+    _check(save_overhead_s=save_overhead_s, total_s=total_s, restart_s=restart_s)
+    _check(failure_rate_per_s=failure_rate_per_s)
+    if interval_s <= 0:
+        raise InvalidJobError(f"interval_s={interval_s}: an interval must be longer than 0")
+    restarts = total_s * failure_rate_per_s
+    return save_overhead_s * total_s / interval_s + (interval_s / 2 + restart_s) * restarts
+
+
+def optimal_interval_s(save_overhead_s: float, failure_rate_per_s: float) -> float:
+    """T_save = √(2 · O_save / λ_fail) (REFT appendix A, eq. 5; Young and Daly)."""
+    _check(save_overhead_s=save_overhead_s, failure_rate_per_s=failure_rate_per_s)
+    if save_overhead_s == 0:
+        return 0.0
+    return sqrt(2 * save_overhead_s / failure_rate_per_s) if failure_rate_per_s else inf
+
+
+def save_overhead_s(save_s: float, compute_s: float) -> float:
+    """What a save of `save_s` adds to a step that computes for `compute_s` (REFT app. A, eq. 8).
+
+    O_save = ½ (|T_ft - T_comp| + T_ft - T_comp): the part that computation does not hide.
+    """
+    _check(save_s=save_s, compute_s=compute_s)
+    return max(save_s - compute_s, 0.0)
+
+
+def group_loss_probability(node_loss_probability: float, n: int) -> float:
+    """Probability that two or more of the n nodes of a parity group are lost (REFT app. A, eq. 7).
+
+    λ_re_fail = 1 - (1 - λ)ⁿ - n λ (1 - λ)ⁿ⁻¹, where λ is the probability that a node is lost. For
+    small λ the terms of two and more lost nodes are summed instead: they are what is left, and the
+    difference would lose all its digits.
+
+    Args:
+        node_loss_probability: 0 to 1.
+        n: nodes of the group, at least 2.
+    """
+    if not 0 <= node_loss_probability <= 1:
+        raise InvalidJobError(
+            f"node_loss_probability={node_loss_probability}: a probability is from 0 to 1"
+        )
+    _check_nodes(n)
+    lost, kept = node_loss_probability, 1 - node_loss_probability
+    if n * lost >= DIFFERENCE_FROM:
+        return 1 - kept**n - n * lost * kept ** (n - 1)
+    term = n * (n - 1) / 2 * lost**2 * kept ** (n - 2)
+    total = 0.0
+    for k in range(2, n + 1):
+        total += term
+        term *= (n - k) / (k + 1) * lost / kept
+    return total
+
+
+def snapshot_interval_s(
+    *, snapshot_s: float, compute_s: float, node_failure_rate_per_s: float
+) -> float:
+    """The optimal time between snapshots in memory, T_re_sn (REFT appendix A, eq. 9).
+
+    0 when computation hides the whole snapshot: take one every step. With the time of a
+    checkpoint in place of a snapshot's, this is T_ckpt, the optimal interval of checkpoints
+    without redundancy (eq. 10).
+    """
+    return optimal_interval_s(save_overhead_s(snapshot_s, compute_s), node_failure_rate_per_s)
+
+
+def group_loss_rate_per_s(
+    node_failure_rate_per_s: float, n: int, *, exposure_s: float = 1.0
+) -> float:
+    """How often a parity group of n loses two nodes at once, which only storage can repair.
+
+    Eq. 7 of REFT appendix A turns the probability that a node is lost within a unit of time into
+    that of a group; the paper leaves the unit open. What matters is the time for which a group is
+    exposed: from the loss of a node until its snapshot is rebuilt and protected again.
+
+    Args:
+        exposure_s: that time; the default takes rates per second for probabilities, as eq. 11 does.
+    """
+    _check(node_failure_rate_per_s=node_failure_rate_per_s)
+    if exposure_s <= 0:
+        raise InvalidJobError(f"exposure_s={exposure_s}: give a time longer than 0")
+    node_loss_probability = -expm1(-node_failure_rate_per_s * exposure_s)
+    return group_loss_probability(node_loss_probability, n) / exposure_s
+
+
+def checkpoint_interval_s(
+    *,
+    snapshot_s: float,
+    compute_s: float,
+    node_failure_rate_per_s: float,
+    n: int,
+    exposure_s: float = 1.0,
+) -> float:
+    """The optimal time between copies to durable storage, T_re_ckpt (REFT appendix A, eq. 11).
+
+    Storage is needed only when two nodes of a parity group of n are lost at once, so the rate is
+    that of `group_loss_rate_per_s`.
+    """
+    rate_per_s = group_loss_rate_per_s(node_failure_rate_per_s, n, exposure_s=exposure_s)
+    return optimal_interval_s(save_overhead_s(snapshot_s, compute_s), rate_per_s)
+
+
+def steps_of(interval_s: float, step_s: float) -> int:
+    """The interval in whole steps, at least 1: what `spec.snapshot.interval.steps` takes.
+
+    Raises:
+        InvalidJobError: when `step_s` is not longer than 0 or the interval has no end.
+    """
+    _check(interval_s=interval_s)
+    if step_s <= 0 or interval_s == inf:
+        raise InvalidJobError(
+            f"interval_s={interval_s} and step_s={step_s} do not give a number of steps; "
+            f"give a step longer than 0 and a failure rate above 0"
+        )
+    return max(1, round(interval_s / step_s))
+
+
+def _check_nodes(n: int) -> None:
+    if n < MIN_GROUP_SIZE:
+        raise InvalidJobError(f"n={n}: a parity group has at least {MIN_GROUP_SIZE} nodes")
+
+
+def _check(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise InvalidJobError(f"{name}={value}: give a number of at least 0")

@@ -1,0 +1,38 @@
+"""Amounts of memory as people write them (Kubernetes quantities) and as people read them."""
+
+from __future__ import annotations
+
+import re
+
+from holdfast_core.errors import InvalidJobError
+
+_TEXT = re.compile(r"([0-9]+)(?:\.([0-9]+))?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
+_FACTORS: dict[str, int] = {
+    "": 1,
+    **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTP", start=1)},
+    **{prefix: 1000**power for power, prefix in enumerate("kMGTP", start=1)},
+}
+GIB = 1024**3
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of a quantity: `200Gi`, `1.5G`, `1073741824`; fractions of a byte round up.
+
+    Raises:
+        InvalidJobError: when `text` is not a quantity.
+    """
+    match = _TEXT.fullmatch(str(text))
+    if match is None:
+        raise InvalidJobError(
+            f"{text!r} is not an amount of memory; write bytes or use Ki, Mi, Gi, Ti, Pi (powers "
+            f"of 1024) or k, M, G, T, P (powers of 1000), like 200Gi"
+        )
+    whole, fraction, suffix = match[1], match[2] or "", match[3] or ""
+    scaled = int(whole + fraction) * _FACTORS[suffix]
+    unit: int = 10 ** len(fraction)
+    return -(-scaled // unit)
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` in GiB and exactly: `1.50 GiB (1610612736 bytes)`."""
+    return f"{nbytes / GIB:.2f} GiB ({nbytes} bytes)"

@@ -1,0 +1,98 @@
+"""`holdfast-daemon`: parses the command line, runs a node until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from holdfast_core.errors import HoldfastError
+from holdfast_daemon.logs import configure
+from holdfast_daemon.node import Node
+from holdfast_daemon.settings import DaemonSettings
+
+EPILOG = """
+The daemon owns --root: arenas, manifests and parity are files below it, on a tmpfs, and a daemon
+that starts again adopts them. Trainers talk to ROOT/daemon.sock.
+
+  holdfast-daemon --root /dev/shm/holdfast --node a --host 10.0.0.5 --control operator:7700 \\
+                  --budget 214748364800
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="holdfast-daemon",
+        description="Hold sharded snapshots of training state in this node's memory, with parity "
+        "for other nodes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--root", type=Path, required=True, help="directory on the node's tmpfs")
+    add("--node", required=True, help="name of this node")
+    add("--host", default="127.0.0.1", help="address that peers reach (default 127.0.0.1)")
+    add("--peer-port", type=int, default=0, help="gRPC between daemons (default: any)")
+    add("--bulk-port", type=int, default=0, help="zero-copy TCP between daemons (default: any)")
+    add("--control", default="", help="HOST:PORT of the control loop")
+    add("--budget", type=int, default=4 << 30, help="bytes for arenas and parity (default 4 GiB)")
+    add("--metrics-port", type=int, default=None, help="/metrics and /healthz; 0 for any port")
+    add("--metrics-host", default="", help="where these listen (default: --host)")
+    add("--redis", default="", metavar="URL", help="shared catalogue (default: in memory)")
+    add("--threads", type=int, default=4, help="threads for parity, rebuilds and checks")
+    add("--scrub-interval", type=float, default=600.0, metavar="S", help="seconds between checks")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-format", default="json", choices=["json", "text"])
+    add("--log-file", type=Path, default=None, help="instead of standard error")
+    return parser
+
+
+async def _run(settings: DaemonSettings) -> None:
+    node = Node(settings)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await node.start()
+        # What is loaded by now stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        await stop.wait()
+    finally:
+        await node.stop()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a daemon; 0 after SIGTERM, 2 when it cannot start with these settings."""
+    options = _parser().parse_args(arguments)
+    configure(options.log_level, options.log_file, format=options.log_format)
+    logging.getLogger("grpc").setLevel(logging.WARNING)
+    try:
+        settings = DaemonSettings(
+            root=options.root,
+            node=options.node,
+            host=options.host,
+            peer_port=options.peer_port,
+            bulk_port=options.bulk_port,
+            control=options.control,
+            budget_bytes=options.budget,
+            metrics_host=options.metrics_host,
+            metrics_port=options.metrics_port,
+            redis_url=options.redis,
+            threads=options.threads,
+            scrub_interval_s=options.scrub_interval,
+        )
+        asyncio.run(_run(settings))
+    except HoldfastError as error:
+        print(f"holdfast-daemon: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,197 @@
+"""Arenas: the files that trainers copy their snapshots into, and the manifests that seal them.
+
+`<rank>-<layout id>/layout.json` is written last, so that an arena exists exactly when it is usable;
+`slot-<n>.manifest` is written last, so that a snapshot exists exactly when all of it does. Neither
+is ever changed in place. This module reserves no budget and takes no lock: `job_storage` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.errors import CorruptError, HoldfastError, StorageError
+from holdfast_core.layouts import (
+    SLOTS_PER_ARENA,
+    Layout,
+    decode_layout,
+    decode_manifest,
+    layout_id,
+)
+from holdfast_core.values import Manifest
+from holdfast_daemon.files import Files, map_shared, replace, storage_errors
+
+LAYOUT_FILE = "layout.json"
+ARENA_FILE = "arena"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sealed:
+    """A sealed slot: its manifest, and the bytes that the manifest's digest is of."""
+
+    manifest: Manifest
+    encoded: bytes
+
+
+class Arena:
+    """One rank's region of shared memory, made for one layout."""
+
+    def __init__(self, directory: Path, encoded_layout: bytes, layout: Layout) -> None:
+        self.directory = directory
+        self.encoded_layout = encoded_layout
+        self.layout = layout
+        self.layout_id = layout_id(encoded_layout)
+        self.sealed: dict[int, Sealed] = {}
+        self._view: memoryview | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.layout.rank
+
+    @property
+    def path(self) -> Path:
+        """The file whose descriptor is passed to the trainer."""
+        return self.directory / ARENA_FILE
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.arena_bytes
+
+    def slot_start(self, slot: int) -> int:
+        """First byte of `slot` in the arena."""
+        if not 0 <= slot < SLOTS_PER_ARENA:
+            raise StorageError(f"an arena has slots 0 to {SLOTS_PER_ARENA - 1}, not {slot}")
+        return slot * self.layout.slot_bytes
+
+    def slot_view(self, slot: int) -> memoryview:
+        """All bytes of `slot`, shared with the trainer's mapping."""
+        start = self.slot_start(slot)
+        if self._view is None:
+            with storage_errors(f"mapping {self.path}"):
+                self._view = map_shared(self.path)
+        return self._view[start : start + self.layout.slot_bytes]
+
+    def manifest_path(self, slot: int) -> Path:
+        return self.directory / f"slot-{slot}.manifest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedArena:
+    """An arena that a starting daemon found, with what was sealed in it."""
+
+    rank: int
+    layout: Layout
+    layout_id: str
+    sealed: Mapping[int, Sealed]
+    """By slot."""
+
+
+class ArenaFiles:
+    """The arenas of one job, below `<job>/arenas`."""
+
+    def __init__(self, directory: Path, job: str, files: Files) -> None:
+        self._directory = directory
+        self._job = job
+        self._files = files
+
+    def allocate(self, rank: int, encoded_layout: bytes) -> Arena:
+        """A fresh arena; OSError when there is no memory, and nothing is left behind then."""
+        layout = decode_layout(encoded_layout)
+        if layout.rank != rank:
+            raise CorruptError(f"the layout for rank {rank} is of rank {layout.rank}")
+        name = f"{rank}-{layout_id(encoded_layout)}"
+        arena = Arena(self._directory / name, encoded_layout, layout)
+        try:
+            self._files.mkdir(arena.directory)
+            self._files.allocate(arena.path, 0, arena.nbytes)
+            replace(self._files, arena.directory / LAYOUT_FILE, encoded_layout)
+        except OSError:
+            with suppress(OSError):
+                self._files.remove_tree(arena.directory)
+            raise
+        return arena
+
+    def remove(self, arena: Arena) -> None:
+        """Delete the arena: what is sealed in it first, then its layout, then its memory."""
+        for slot in sorted(arena.sealed):
+            self.free(arena, slot)
+        self._files.unlink(arena.directory / LAYOUT_FILE)
+        self._files.unlink(arena.path)
+        self._files.rmdir(arena.directory)
+
+    def seal(self, arena: Arena, slot: int, sealed: Sealed) -> None:
+        _check_fits(self._job, arena, slot, sealed.manifest)
+        replace(self._files, arena.manifest_path(slot), sealed.encoded)
+        arena.sealed[slot] = sealed
+
+    def free(self, arena: Arena, slot: int) -> None:
+        self._files.unlink(arena.manifest_path(slot))
+        arena.sealed.pop(slot, None)
+
+    def adopt(self) -> tuple[list[Arena], list[str]]:
+        """Every arena that is whole, with what is whole in it, and what was not, in words.
+
+        Whatever is not whole is removed: it was never promised to anyone.
+        """
+        arenas: list[Arena] = []
+        problems: list[str] = []
+        if self._directory.is_dir():
+            for directory in sorted(self._directory.iterdir()):
+                try:
+                    arena = _read_arena(directory)
+                except (HoldfastError, OSError) as error:
+                    problems.append(f"arena {directory.name} removed: {error}")
+                    self._files.remove_tree(directory)
+                    continue
+                problems.extend(self._adopt_slots(arena))
+                arenas.append(arena)
+        return arenas, problems
+
+    def _adopt_slots(self, arena: Arena) -> list[str]:
+        problems = []
+        slots = {arena.manifest_path(slot): slot for slot in range(SLOTS_PER_ARENA)}
+        for path in sorted(arena.directory.iterdir()):
+            if path in slots:
+                try:
+                    encoded = path.read_bytes()
+                    manifest = decode_manifest(encoded)
+                    _check_fits(self._job, arena, slots[path], manifest)
+                    arena.sealed[slots[path]] = Sealed(manifest=manifest, encoded=encoded)
+                    continue
+                except (HoldfastError, OSError) as error:
+                    problems.append(f"{arena.directory.name}/{path.name} removed: {error}")
+            elif path.name in (LAYOUT_FILE, ARENA_FILE):
+                continue
+            self._files.unlink(path)
+        return problems
+
+
+def _read_arena(directory: Path) -> Arena:
+    try:
+        encoded = (directory / LAYOUT_FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise StorageError("its allocation or removal was interrupted") from error
+    layout = decode_layout(encoded)
+    arena = Arena(directory, encoded, layout)
+    if directory.name != f"{arena.rank}-{arena.layout_id}":
+        raise CorruptError("its layout is not the one that it is named after")
+    found = arena.path.stat().st_size
+    if found != arena.nbytes:
+        raise CorruptError(f"its file has {found} bytes and its layout {arena.nbytes}")
+    return arena
+
+
+def _check_fits(job: str, arena: Arena, slot: int, manifest: Manifest) -> None:
+    arena.slot_start(slot)
+    if (manifest.job, manifest.rank, manifest.layout_id) != (job, arena.rank, arena.layout_id):
+        raise CorruptError(
+            f"the manifest is of job {manifest.job} rank {manifest.rank} layout "
+            f"{manifest.layout_id}, not of job {job} rank {arena.rank} layout {arena.layout_id}"
+        )
+    if manifest.payload_bytes > arena.layout.slot_bytes:
+        raise CorruptError(
+            f"the manifest has {manifest.payload_bytes} bytes of payload, the slot "
+            f"{arena.layout.slot_bytes}"
+        )

@@ -1,0 +1,176 @@
+"""Sends bytes of sealed snapshots and parity blocks to other daemons, without copying them.
+
+One thread per connection, each in `sendfile` from the arena's file; the kernel does the work. Their
+number is bounded, and a connection beyond it is closed at once: were it queued, two daemons that
+wait for each other's queues would wait for ever. The server trusts nobody: it finds bytes only
+through the resolver.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from contextlib import suppress
+
+from holdfast_core.errors import HoldfastError, ProtocolError, StorageError, UnreachableError
+from holdfast_daemon.bulk import (
+    REQUEST_BYTES,
+    Located,
+    Request,
+    Resolver,
+    decode_request,
+    encode_error,
+    encode_ok,
+    job_name_bytes,
+    receive,
+    set_timeouts,
+)
+
+CONNECTIONS_MAX = 256
+"""Connections served at once: a thread each, which costs a few tens of kilobytes while it waits."""
+
+STALL_S = 60.0
+"""A connection is closed after this long without progress, or without a request: its other end may
+have vanished without a word."""
+
+_log = logging.getLogger(__name__)
+
+
+class BulkServer:
+    """Listens from construction; serves from `start` to `close`."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        resolver: Resolver,
+        *,
+        connections_max: int = CONNECTIONS_MAX,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._resolver = resolver
+        self._connections_max = connections_max
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._closing = False
+        self.sent_bytes = 0
+        self.malformed = 0
+        """Connections that were closed because they did not keep to the protocol."""
+        self.refused = 0
+        """Connections that were closed because there were too many."""
+        try:
+            self._listener = socket.create_server((host, port), backlog=CONNECTIONS_MAX)
+        except OSError as error:
+            raise UnreachableError(
+                f"bulk service cannot listen on {host}:{port}: {error.strerror}"
+            ) from error
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._acceptor = threading.Thread(target=self._accept, name="bulk-accept", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """`host:port` where the service listens."""
+        return f"{self.host}:{self.port}"
+
+    def start(self) -> None:
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """End every connection and wait for its thread. Harmless when repeated."""
+        with self._lock:
+            self._closing = True
+            connections = dict(self._connections)
+        for connection in [self._listener, *connections]:
+            # Unlike close(), this wakes a thread that is blocked in the connection.
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in [self._acceptor, *connections.values()]:
+            if thread.is_alive():
+                thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                _log.warning("bulk service could not accept a connection: %s", error)
+                continue
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="bulk-serve", daemon=True
+            )
+            with self._lock:
+                full = len(self._connections) >= self._connections_max
+                if full or self._closing:
+                    self.refused += full
+                    connection.close()
+                    continue
+                self._connections[connection] = thread
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            set_timeouts(connection, self._stall_s)
+            while (request := self._next_request(connection)) is not None:
+                self._answer(connection, request)
+        except ProtocolError as error:
+            _log.warning("bulk connection closed: %s", error)
+            with self._lock:
+                self.malformed += 1
+        except OSError:
+            # The other end went away or stalled; it knows, and asks again if it still wants to.
+            _log.debug("bulk connection ended", exc_info=True)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+    def _next_request(self, connection: socket.socket) -> Request | None:
+        """The next request, or None when the other end is done."""
+        head = bytearray(REQUEST_BYTES)
+        first = connection.recv_into(head, 1)
+        if first == 0:
+            return None
+        receive(connection, memoryview(head)[1:])
+        job = bytearray(job_name_bytes(bytes(head)))
+        receive(connection, memoryview(job))
+        return decode_request(bytes(head), bytes(job))
+
+    def _answer(self, connection: socket.socket, request: Request) -> None:
+        try:
+            located = self._resolver.locate(request)
+            if request.nbytes > located.available:
+                raise StorageError(
+                    f"{request.nbytes} bytes at {request.offset} asked for, {located.available} "
+                    f"are there"
+                )
+            descriptor = _open(located)
+        except HoldfastError as error:
+            connection.sendall(encode_error(request.epoch, error))
+            return
+        try:
+            connection.sendall(encode_ok(request), socket.MSG_MORE if request.nbytes else 0)
+            self._send(connection, descriptor, located.offset, request.nbytes)
+        finally:
+            os.close(descriptor)
+
+    def _send(self, connection: socket.socket, descriptor: int, offset: int, nbytes: int) -> None:
+        while nbytes:
+            sent = os.sendfile(connection.fileno(), descriptor, offset, nbytes)
+            if sent == 0:
+                raise OSError(f"a located file ended {nbytes} bytes too early")
+            offset, nbytes = offset + sent, nbytes - sent
+            with self._lock:
+                self.sent_bytes += sent
+
+
+def _open(located: Located) -> int:
+    try:
+        return os.open(located.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"{located.path.name} is no longer there: {error.strerror}") from error

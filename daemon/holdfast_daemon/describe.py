@@ -1,0 +1,164 @@
+"""What a daemon says of a job: to the control loop, to the catalogue, to people."""
+
+from __future__ import annotations
+
+from holdfast_core.values import Generation, Redundancy
+from holdfast_daemon.engine.state import JobMemory, RankRecord, SlotState
+from holdfast_daemon.host import JobHost
+from holdfast_protos import codec, control_pb2
+
+
+def newest_complete(memory: JobMemory) -> Generation | None:
+    """The newest generation that all ranks of this member have committed."""
+    held = [
+        {
+            slot.generation
+            for arena, slot in memory.slots()
+            if arena.rank == rank and slot.state is SlotState.SEALED and slot.generation
+        }
+        for rank in memory.my_ranks()
+    ]
+    return max(set.intersection(*held), default=None) if held else None
+
+
+def rank_state(memory: JobMemory, rank: int, record: RankRecord) -> str:
+    """HEALTHY, SNAPSHOTTING, UNHEALTHY or OFFLINE (REFT §4.2)."""
+    if record.lost_in == memory.epoch:
+        return "OFFLINE"
+    if record.session is None or memory.fenced:
+        return "UNHEALTHY"
+    writing = any(
+        arena.rank == rank and slot.state in (SlotState.GRANTED, SlotState.SEALING)
+        for arena, slot in memory.slots()
+    )
+    return "SNAPSHOTTING" if writing else "HEALTHY"
+
+
+def problem(memory: JobMemory) -> str:
+    """Why nothing is protected, in words; empty when all is well."""
+    if memory.membership is None or memory.me is None:
+        return "this node is no member of the job"
+    if memory.fenced:
+        return f"fenced: epoch {memory.epoch_seen} has begun without this daemon"
+    directive = memory.directive
+    if directive is None or directive.line is None:
+        return "the recovery line of this epoch is not decided yet"
+    failures = [r.failure for r in memory.ranks.values() if r.failure]
+    if failures:
+        return failures[0]
+    if memory.membership.redundancy is Redundancy.NONE:
+        return "the job has no redundancy: a lost node loses its snapshots"
+    if directive.protected is None:
+        return "no generation is protected yet"
+    return ""
+
+
+def job_state(host: JobHost) -> control_pb2.JobState:
+    """The heartbeat's word on one job."""
+    memory = host.engine.memory
+    directive = memory.directive
+    line = directive.line if directive else None
+    return control_pb2.JobState(
+        job=memory.job,
+        epoch=memory.epoch,
+        membership=codec.membership_to_proto(memory.membership) if memory.membership else None,
+        verified=memory.verified,
+        line=codec.optional_line_to_proto(line),
+        has_line=line is not None,
+        protected=codec.optional_generation_to_proto(directive.protected if directive else None),
+        complete=codec.optional_generation_to_proto(newest_complete(memory)),
+        ranks=[_rank(host, rank) for rank in memory.my_ranks()],
+        agent_waiting=memory.agent_waiting,
+        rebuilding=bool(memory.rebuilds),
+        problem=problem(memory),
+        skipped=sum(record.skipped for record in memory.ranks.values()),
+        failed=sum(record.failed for record in memory.ranks.values()),
+        arena_bytes=host.storage.arena_bytes,
+        parity_bytes=host.storage.parity_bytes,
+    )
+
+
+def _rank(host: JobHost, rank: int) -> control_pb2.RankState:
+    memory = host.engine.memory
+    record = memory.rank(rank)
+    restored, source = record.restored or (None, "")
+    return control_pb2.RankState(
+        rank=rank,
+        state=rank_state(memory, rank, record),
+        step=record.last_step,
+        idle_s=max(0.0, host.now - record.last_sign),
+        pid=record.session.pid if record.session else 0,
+        lost=record.lost_in == memory.epoch,
+        restored=codec.optional_generation_to_proto(restored),
+        restored_from=source,
+    )
+
+
+def as_json(host: JobHost) -> dict[str, object]:
+    """Everything known of one job, for `status` and the catalogue, as JSON values."""
+    memory = host.engine.memory
+    directive = memory.directive
+    line = directive.line if directive else None
+    return {
+        "job": memory.job,
+        "epoch": memory.epoch,
+        "member": memory.me,
+        "leads": memory.leads,
+        "fenced": memory.fenced,
+        "verified": memory.verified,
+        "line": str(line.generation) if line and line.generation else None,
+        "line_reason": line.reason if line else None,
+        "protected": str(directive.protected) if directive and directive.protected else None,
+        "problem": problem(memory),
+        "rebuilding": sorted(memory.rebuilds),
+        "arena_bytes": host.storage.arena_bytes,
+        "parity_bytes": host.storage.parity_bytes,
+        "ranks": [
+            {
+                "rank": rank,
+                "state": rank_state(memory, rank, memory.rank(rank)),
+                "step": memory.rank(rank).last_step,
+                "skipped": memory.rank(rank).skipped,
+                "failed": memory.rank(rank).failed,
+            }
+            for rank in memory.my_ranks()
+        ],
+        "stages": _stages(memory),
+        "slots": [
+            {
+                "rank": arena.rank,
+                "slot": slot.index,
+                "state": slot.state.value,
+                "generation": str(slot.generation) if slot.generation else None,
+                "verified": slot.verified,
+            }
+            for arena, slot in memory.slots()
+        ],
+        "parity": [
+            {
+                "lane": parity.lane,
+                "slot": parity.index,
+                "state": parity.state.value,
+                "generation": str(parity.generation) if parity.generation else None,
+            }
+            for parity in memory.parities.values()
+        ],
+    }
+
+
+def _stages(memory: JobMemory) -> dict[str, dict[str, str]]:
+    """Rank → stage → newest generation that reached it."""
+    protected = memory.directive.protected if memory.directive else None
+    stages: dict[str, dict[str, str]] = {}
+    for rank in memory.my_ranks():
+        committed = max(
+            (
+                slot.generation
+                for arena, slot in memory.slots()
+                if arena.rank == rank and slot.state is SlotState.SEALED and slot.generation
+            ),
+            default=None,
+        )
+        reached = {"committed": committed, "protected": protected}
+        stages[str(rank)] = {name: str(g) for name, g in reached.items() if g is not None}
+    return stages

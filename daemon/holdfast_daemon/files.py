@@ -1,0 +1,157 @@
+"""The few file operations that storage is made of.
+
+Everything that changes a file goes through `Files`, one system-level step a call, so that tests can
+stop the world between any two steps and look at what a restarted daemon would adopt. This module
+knows paths and bytes only; what they mean is decided in `storage` and the modules beside it.
+
+There is no fsync: the files lie on tmpfs, which outlives a process and not a machine.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from holdfast_core.errors import CorruptError, StorageError
+
+FILL_BYTES = 4 * 1024 * 1024
+"""Zeros written by one call when memory is pre-faulted: large enough to be cheap, small enough to
+stay in cache as a source. `pwrite` releases the GIL; `madvise(MADV_POPULATE_WRITE)` would not."""
+
+PAGE_BYTES = 4096
+TEMPORARY = ".tmp"
+_ZEROS = bytes(FILL_BYTES)
+
+
+class Files(Protocol):
+    """Steps that change the file system. All raise OSError."""
+
+    def mkdir(self, path: Path) -> None:
+        """Make `path` and its parents; nothing happens when it exists."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Create or replace `path` with `data`; not atomic."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Put `source` in the place of `target`, atomically."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove the file `path`; nothing happens when it is missing."""
+
+    def rmdir(self, path: Path) -> None:
+        """Remove the empty directory `path`."""
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove `path` and everything below it; nothing happens when it is missing."""
+
+    def allocate(self, path: Path, start: int, nbytes: int) -> None:
+        """Extend `path` (created when missing) by [start, start + nbytes), backed by memory that is
+        charged to this process and already faulted in."""
+
+    def truncate(self, path: Path, nbytes: int) -> None:
+        """Cut `path` to `nbytes`."""
+
+
+class RealFiles:
+    """`Files` on the operating system."""
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def rmdir(self, path: Path) -> None:
+        path.rmdir()
+
+    def remove_tree(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+    def allocate(self, path: Path, start: int, nbytes: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # All of it first, so that a lack of memory shows before the slow part.
+            os.posix_fallocate(descriptor, start, nbytes)
+            for at in range(start, start + nbytes, FILL_BYTES):
+                size = min(FILL_BYTES, start + nbytes - at)
+                _write_at(descriptor, memoryview(_ZEROS)[:size], at)
+        finally:
+            os.close(descriptor)
+
+    def truncate(self, path: Path, nbytes: int) -> None:
+        os.truncate(path, nbytes)
+
+
+def replace(files: Files, path: Path, data: bytes) -> None:
+    """Make `path` hold `data`; whoever looks sees the old content or the new, never a mixture."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        files.write(temporary, data)
+        files.rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            files.unlink(temporary)
+        raise
+
+
+def sign(body: bytes) -> bytes:
+    """`body` as a file that proves itself: its xxh3-64 in 16 hex digits, a newline, then it."""
+    return xxhash.xxh3_64_hexdigest(body).encode() + b"\n" + body
+
+
+def signed_body(data: bytes, what: str) -> bytes:
+    """The body that `sign` was given; raises CorruptError when the checksum does not match."""
+    head, _, body = data.partition(b"\n")
+    if xxhash.xxh3_64_hexdigest(body).encode() != head:
+        raise CorruptError(f"{what} does not match its own checksum")
+    return body
+
+
+@contextmanager
+def storage_errors(what: str) -> Iterator[None]:
+    """Translate OSError: `what` is the attempt in words, such as "sealing slot 1 of rank 0"."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what} failed: {error.strerror or error}") from error
+
+
+def map_shared(path: Path) -> memoryview:
+    """All bytes of `path`, writable, shared with every other mapping of it.
+
+    The mapping lives as long as a view of it does. Files that are mapped are never cut below a size
+    that they were sealed with, so that a reader cannot run into a missing page.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        return memoryview(mmap.mmap(descriptor, size)) if size else memoryview(bytearray())
+    finally:
+        os.close(descriptor)
+
+
+def touch(view: memoryview) -> None:
+    """Enter every page of a mapping into the page table: its first use is then as fast as any."""
+    if len(view):
+        np.frombuffer(view, dtype=np.uint8)[::PAGE_BYTES].max()
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

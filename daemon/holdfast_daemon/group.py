@@ -1,0 +1,157 @@
+"""The members of a parity group as a source of manifests and bytes, within one epoch.
+
+What a build or a rebuild needs of others, asked with the epoch that the work belongs to: a peer in
+a newer epoch refuses, and so does the work itself once its own daemon has entered one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableError
+from holdfast_core.layouts import decode_manifest, layout_id, manifest_digest
+from holdfast_core.values import Generation, MemberPlace, Membership
+from holdfast_daemon.bulk import Kind, Request
+from holdfast_daemon.effects import Source
+from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.parity import Stream
+
+
+class PeerClient(Protocol):
+    """Small questions to other daemons. Called from several threads at once."""
+
+    def fetch_manifest(
+        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+    ) -> tuple[bytes, bytes]:
+        """(manifest, layout), encoded, of a snapshot that the daemon holds or keeps; both are empty
+        when it has neither. Raises HoldfastError."""
+
+
+class BulkOpener(Protocol):
+    """Bulk bytes of other daemons: `bulk_client.BulkClient`."""
+
+    def open(self, address: str, request: Request) -> Stream:
+        """Raises HoldfastError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochScope:
+    """The epoch that a piece of work belongs to. Thread-safe."""
+
+    membership: Membership | None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raises StaleEpochError once a newer epoch has begun."""
+        if self.ended.is_set():
+            raise StaleEpochError("a newer epoch has begun")
+
+    def current(self) -> Membership:
+        """Raises StaleEpochError when there is no epoch, or a newer one has begun."""
+        self.check()
+        if self.membership is None:
+            raise StaleEpochError("this daemon has no membership of the job")
+        return self.membership
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFetch:
+    """`parity.Fetch` over the bulk services of a parity group."""
+
+    bulk: BulkOpener
+    job: str
+    epoch: int
+    generation: Generation
+    lane: int
+    sources: Mapping[int, Source]
+    """By position."""
+
+    def open(self, position: int, kind: Kind, offset: int, nbytes: int) -> Stream:
+        source = self.sources[position]
+        request = Request(
+            job=self.job,
+            epoch=self.epoch,
+            kind=kind,
+            index=source.rank if kind is Kind.SNAPSHOT else self.lane,
+            generation=self.generation,
+            offset=offset,
+            nbytes=nbytes,
+        )
+        return self.bulk.open(source.place.bulk_address, request)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Asks the members of a parity group for what they hold of one job."""
+
+    storage: JobStorage
+    """What is kept here already need not be asked for."""
+    bulk: BulkOpener
+    peers: PeerClient
+
+    def describe(
+        self, sources: Iterable[Source], generation: Generation, scope: EpochScope
+    ) -> dict[int, tuple[bytes, bytes]]:
+        """(manifest, layout) of each source by position: what is kept here, else what it says."""
+        described = {}
+        for source in sources:
+            kept = self.storage.describe(source.rank, generation)
+            if kept is None or manifest_digest(kept[0]) != source.manifest_digest:
+                kept = self.ask(
+                    (source.place,), source.rank, generation, source.manifest_digest, scope
+                )
+            described[source.position] = kept
+        return described
+
+    def ask(
+        self,
+        places: Iterable[MemberPlace],
+        rank: int,
+        generation: Generation,
+        digest: int,
+        scope: EpochScope,
+    ) -> tuple[bytes, bytes]:
+        """(manifest, layout) from the first of `places` that has exactly what is asked for.
+
+        Raises:
+            UnreachableError: none has, with what each of them said.
+            StaleEpochError: a newer epoch has begun.
+        """
+        membership = scope.current()
+        why = []
+        for place in places:
+            scope.check()
+            try:
+                manifest, layout = self.peers.fetch_manifest(
+                    place, membership.job, membership.epoch, rank, generation
+                )
+                if not manifest:
+                    why.append(f"{place.node} does not have it")
+                elif manifest_digest(manifest) != digest:
+                    why.append(f"{place.node} has another one")
+                elif layout_id(layout) != decode_manifest(manifest).layout_id:
+                    why.append(f"{place.node} has another layout")
+                else:
+                    return manifest, layout
+            except HoldfastError as error:
+                why.append(f"{place.node}: {error}")
+        raise UnreachableError(
+            f"no manifest of rank {rank} generation {generation}: {'; '.join(why) or 'no peer'}"
+        )
+
+    def fetch_from(
+        self, sources: Iterable[Source], scope: EpochScope, generation: Generation, lane: int
+    ) -> GroupFetch:
+        """The bytes of `sources`, and of the parity blocks of `lane` beside them."""
+        membership = scope.current()
+        return GroupFetch(
+            bulk=self.bulk,
+            job=membership.job,
+            epoch=membership.epoch,
+            generation=generation,
+            lane=lane,
+            sources={source.position: source for source in sources},
+        )

@@ -1,0 +1,196 @@
+"""One job on this node: its engine, and the hands that carry out what the engine asks.
+
+`JobHost` runs on the daemon's event loop. It adds no decisions: events go in, effects come out and
+are carried out in order; background effects come back as completions. Whoever waits for something
+asks the engine again after each change (`changed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.layouts import encode_layout
+from holdfast_daemon.effects import (
+    Completion,
+    Effect,
+    ForgetPeers,
+    FreeParity,
+    FreeSlot,
+    Note,
+    RemoveArena,
+    SaveEpoch,
+    Seal,
+    Sealed,
+    SendDirective,
+    SendReport,
+    SendSuspect,
+)
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.job_storage import AdoptedJob, JobStorage
+from holdfast_daemon.worker import EffectWorker
+
+TICK_S = 0.25
+IDLE_TICK_S = 1.0
+
+
+class Outbox(Protocol):
+    """Sends to other daemons, best effort; the newest message of a kind wins."""
+
+    def send(self, effect: SendReport | SendDirective | SendSuspect, host: JobHost) -> None: ...
+
+
+class Observer(Protocol):
+    """Hears what happened, for logs, metrics and the catalogue."""
+
+    def note(self, host: JobHost, note: Note) -> None: ...
+
+    def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None: ...
+
+
+class JobHost:
+    """Runs one job's engine. All methods are for the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        engine: JobEngine,
+        storage: JobStorage,
+        worker: EffectWorker,
+        outbox: Outbox,
+        observer: Observer,
+        on_change: Callable[[JobHost], None],
+    ) -> None:
+        self.engine, self.storage, self.worker = engine, storage, worker
+        self.job = engine.memory.job
+        self._outbox, self._observer = outbox, observer
+        self._on_change = on_change
+        self._queue: deque[Effect] = deque()
+        self._busy = False
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self.dropped = False
+
+    def start(self, adopted: AdoptedJob) -> None:
+        """Take over what an earlier daemon left, and begin to tick."""
+        self.carry_out(
+            self.engine.adopt(
+                membership=adopted.membership,
+                line=adopted.line,
+                retained=adopted.retained,
+                arenas=[
+                    (
+                        arena.rank,
+                        encode_layout(arena.layout),
+                        {slot: sealed.encoded for slot, sealed in arena.sealed.items()},
+                    )
+                    for arena in adopted.arenas
+                ],
+                parities=[(p.lane, p.slot, p.record.entry) for p in adopted.parities],
+                now=self.now,
+            )
+        )
+        self._tick()
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """In the order the engine asked; what they cause is appended, not nested."""
+        self._queue.extend(effects)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._queue and not self.dropped:
+                self._one(self._queue.popleft())
+        finally:
+            self._busy = False
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change(self)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return after the next change, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def agent_waits(self, after_epoch: int) -> None:
+        """The member's agent left the world of `after_epoch`; the control loop must hear of it."""
+        if after_epoch == self.engine.memory.epoch and not self.engine.memory.agent_waiting:
+            self.engine.agent_waits(after_epoch)
+            self.carry_out([])
+
+    def drop(self) -> None:
+        """The job has ended: free everything it holds."""
+        self.stop()
+        self.dropped = True
+        self.storage.drop()
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Stop ticking and let running transfers give up; what is sealed stays."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.worker.abandon()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if self.dropped:
+            return
+        self.carry_out(self.engine.tick(self.now))
+        pause = IDLE_TICK_S if self.engine.settled else TICK_S
+        self._timer = self._loop.call_later(pause, self._tick)
+
+    def _one(self, effect: Effect) -> None:
+        match effect:
+            case SendReport() | SendDirective() | SendSuspect():
+                self._outbox.send(effect, self)
+            case Note():
+                self._observer.note(self, effect)
+            case Seal():
+                self._seal(effect)
+            case SaveEpoch() | FreeSlot() | RemoveArena() | FreeParity() | ForgetPeers():
+                try:
+                    self.worker.apply(effect)
+                except HoldfastError as error:
+                    self._observer.storage_failed(self, effect, error)
+            case _:
+                future = self.worker.submit(effect)
+                future.add_done_callback(self._background_ended)
+
+    def _seal(self, effect: Seal) -> None:
+        error = None
+        try:
+            self.worker.apply(effect)
+        except HoldfastError as failure:
+            error = failure
+        self._complete(
+            Sealed(
+                rank=effect.rank,
+                slot=effect.slot,
+                generation=effect.manifest.generation,
+                error=error,
+            )
+        )
+
+    def _background_ended(self, future: Future[Completion]) -> None:
+        """Called on a worker's thread."""
+        if future.cancelled():
+            return
+        with suppress(RuntimeError):  # the loop is closed: the daemon is ending
+            self._loop.call_soon_threadsafe(self._complete, future.result())
+
+    def _complete(self, event: Completion) -> None:
+        if not self.dropped:
+            self.carry_out(self.engine.on_completion(event, self.now))

@@ -1,0 +1,124 @@
+"""`/metrics`, `/healthz` and `/readyz` of a daemon, on a thread of their own.
+
+A thread, because health must be answered when the daemon's event loop is stuck: that is what the
+question is for. So nothing here may call into the loop; what it needs it is given as callables that
+read a value and return at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+HEARTBEAT_AGE_S_MAX = 10.0
+"""A daemon whose event loop has not turned for this long is not healthy."""
+
+REQUEST_TIMEOUT_S = 5.0
+"""A client that does not finish its request in this time is dropped, so that none can hold a
+thread."""
+
+Readiness = Callable[[], str]
+"""Why the daemon is not ready, in words for people; empty when it is."""
+
+
+class HttpServer:
+    """The server; a context manager that has stopped, and freed its port, when it is left."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        heartbeat_age_s: Callable[[], float],
+        not_ready: Readiness,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """Binds at once.
+
+        `heartbeat_age_s` tells the seconds since the event loop last turned.
+
+        Raises:
+            OSError: when the port is taken.
+        """
+        routes: dict[str, Callable[[str], tuple[int, str, bytes]]] = {
+            "/metrics": lambda accept: _metrics(registry, accept),
+            "/healthz": lambda accept: _health(heartbeat_age_s()),
+            "/readyz": lambda accept: _readiness(not_ready()),
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = REQUEST_TIMEOUT_S
+
+            def do_GET(self) -> None:
+                route = routes.get(self.path.partition("?")[0])
+                if route is None:
+                    status, content_type, body = _text(404, "not found: try /metrics")
+                else:
+                    status, content_type, body = route(self.headers.get("Accept", ""))
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """A scrape every few seconds is not news."""
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.25,), name="http", daemon=True
+        )
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on: the chosen one when 0 was asked for."""
+        return int(self._server.server_address[1])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops and frees the port. Harmless when never started."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _metrics(registry: CollectorRegistry, accept: str) -> tuple[int, str, bytes]:
+    encode, content_type = choose_encoder(accept)
+    return 200, content_type, encode(registry)
+
+
+def _health(age_s: float) -> tuple[int, str, bytes]:
+    if age_s <= HEARTBEAT_AGE_S_MAX:
+        return _text(200, "ok")
+    return _text(503, f"the event loop has not turned for {age_s:.1f} s")
+
+
+def _readiness(reason: str) -> tuple[int, str, bytes]:
+    return _text(503, reason) if reason else _text(200, "ok")
+
+
+def _text(status: int, message: str) -> tuple[int, str, bytes]:
+    return status, "text/plain; charset=utf-8", message.encode() + b"\n"

@@ -1,0 +1,352 @@
+"""Everything that one job keeps on this node.
+
+`JobStorage` joins arenas, parity blocks, kept manifests and the newest membership, and accounts for
+their memory. It carries out what the engine decided and decides nothing; it answers the bulk server
+where bytes lie. Thread-safe: short steps share one lock, allocations another, so that pre-faulting
+gigabytes never delays a seal or a transfer.
+
+`adopt` must be called once, before anything else.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from holdfast_core.errors import CorruptError, HoldfastError, MemoryBudgetError, StorageError
+from holdfast_core.layouts import decode_layout, layout_id
+from holdfast_core.values import Generation, Line, Manifest, Membership
+from holdfast_daemon.arenas import AdoptedArena, Arena, ArenaFiles, Sealed
+from holdfast_daemon.blocks import ParityBlocks, ParityRecord, encode_record
+from holdfast_daemon.files import replace, sign, signed_body, storage_errors
+from holdfast_daemon.kept import KeptManifests
+from holdfast_daemon.storage import NodeStorage
+
+EPOCH_FILE = "epoch.json"
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedEpoch:
+    """What epoch.json holds: fencing must survive a restart of the daemon."""
+
+    membership: Membership
+    line: Line | None
+    retained: Generation | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedParity:
+    """A sealed parity block that a starting daemon found."""
+
+    lane: int
+    slot: int
+    record: ParityRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedJob:
+    """What a starting daemon found of a job. Nothing of it is verified yet."""
+
+    membership: Membership | None
+    """None when there is none, or none that can be read."""
+    line: Line | None
+    retained: Generation | None
+    arenas: tuple[AdoptedArena, ...]
+    parities: tuple[AdoptedParity, ...]
+    problems: tuple[str, ...]
+    """What was damaged and removed, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """Where a snapshot or a parity block lies: `nbytes` bytes of `path`, from `offset`."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class JobStorage:
+    """The files of one job, below `<root>/jobs/<job>`."""
+
+    def __init__(self, node: NodeStorage, job: str) -> None:
+        self.job = job
+        self.directory = node.job_directory(job)
+        self._node = node
+        self._files = node.files
+        self._arenas: dict[tuple[int, str], Arena] = {}
+        self._arena_files = ArenaFiles(self.directory / "arenas", job, self._files)
+        self._blocks = ParityBlocks(self.directory / "parity", self._files)
+        self._kept = KeptManifests(self.directory / "peers", self._files)
+        self._lock = threading.RLock()
+        self._allocating = threading.Lock()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory that the arenas take."""
+        with self._lock:
+            return sum(arena.nbytes for arena in self._arenas.values())
+
+    @property
+    def parity_bytes(self) -> int:
+        """Memory that the parity blocks take."""
+        with self._lock:
+            return self._blocks.nbytes
+
+    # --- the start of a daemon -------------------------------------------------------------------
+
+    def adopt(self) -> AdoptedJob:
+        """Take over what an earlier daemon left: sealed things only; the rest is removed."""
+        with self._lock, storage_errors(f"adopting job {self.job}"):
+            arenas, problems = self._arena_files.adopt()
+            self._arenas = {(arena.rank, arena.layout_id): arena for arena in arenas}
+            problems += self._blocks.adopt()
+            self._kept.adopt()
+            self._node.budget.adopt(self.arena_bytes + self.parity_bytes)
+            saved = self._load_epoch(problems)
+            return AdoptedJob(
+                membership=saved.membership if saved else None,
+                line=saved.line if saved else None,
+                retained=saved.retained if saved else None,
+                arenas=tuple(
+                    AdoptedArena(
+                        rank=arena.rank,
+                        layout=arena.layout,
+                        layout_id=arena.layout_id,
+                        sealed=dict(arena.sealed),
+                    )
+                    for arena in arenas
+                ),
+                parities=tuple(
+                    AdoptedParity(lane=lane, slot=slot, record=record)
+                    for (lane, slot), record in sorted(self._blocks.records.items())
+                ),
+                problems=tuple(problems),
+            )
+
+    def save_epoch(
+        self, membership: Membership, line: Line | None, retained: Generation | None = None
+    ) -> None:
+        saved = SavedEpoch(membership=membership, line=line, retained=retained)
+        body = msgspec.json.encode(saved, order="deterministic")
+        with self._lock, storage_errors(f"saving epoch {membership.epoch} of job {self.job}"):
+            self._files.mkdir(self.directory)
+            replace(self._files, self.directory / EPOCH_FILE, sign(body))
+
+    # --- arenas ----------------------------------------------------------------------------------
+
+    def allocate(
+        self, rank: int, layout: bytes, *, parity_lane: int = 0, parity_bytes: int = 0
+    ) -> Arena:
+        """The arena of `rank` for `layout`, made and pre-faulted when there is none, and the two
+        parity blocks of `parity_lane` with at least `parity_bytes` each.
+
+        Raises:
+            MemoryBudgetError: beyond the budget, or the file system is full; nothing is kept then.
+            CorruptError, LayoutMismatchError: `layout` is not a layout of `rank`.
+            StorageError: the file system failed.
+        """
+        with self._allocating:
+            decoded = decode_layout(layout)
+            with self._lock:
+                known = self._arenas.get((rank, layout_id(layout)))
+                needed = self._blocks.missing_bytes(parity_lane, parity_bytes)
+            needed += 0 if known else decoded.arena_bytes
+            self._node.budget.reserve(needed, f"rank {rank} of job {self.job}")
+            try:
+                return self._allocate(known, rank, layout, parity_lane, parity_bytes)
+            except BaseException:
+                self._node.budget.release(needed)
+                raise
+
+    def arena(self, rank: int, layout: str) -> Arena:
+        """The arena of `rank` with layout id `layout`; StorageError when there is none."""
+        with self._lock:
+            arena = self._arenas.get((rank, layout))
+        if arena is None:
+            raise StorageError(f"job {self.job} has no arena of rank {rank} with layout {layout}")
+        return arena
+
+    def seal(self, rank: int, layout: str, slot: int, manifest: Manifest, encoded: bytes) -> None:
+        """From here on the snapshot exists."""
+        with self._lock, storage_errors(f"sealing slot {slot} of rank {rank} of job {self.job}"):
+            sealed = Sealed(manifest=manifest, encoded=encoded)
+            self._arena_files.seal(self.arena(rank, layout), slot, sealed)
+
+    def free_slot(self, rank: int, layout: str, slot: int) -> None:
+        """From here on the snapshot no longer exists. Harmless when there is none."""
+        with self._lock, storage_errors(f"freeing slot {slot} of rank {rank} of job {self.job}"):
+            arena = self._arenas.get((rank, layout))
+            if arena is not None:
+                self._arena_files.free(arena, slot)
+
+    def remove_arena(self, rank: int, layout: str) -> None:
+        """Delete the arena and all that is in it. Harmless when there is none."""
+        with self._lock, storage_errors(f"removing an arena of rank {rank} of job {self.job}"):
+            arena = self._arenas.get((rank, layout))
+            if arena is not None:
+                self._arena_files.remove(arena)
+                del self._arenas[rank, layout]
+                self._node.budget.release(arena.nbytes)
+
+    # --- parity ----------------------------------------------------------------------------------
+
+    def block_view(self, lane: int, slot: int) -> memoryview:
+        """All bytes of a parity block; StorageError when there is none."""
+        with self._lock:
+            return self._blocks.view(lane, slot)
+
+    def parity_record(self, lane: int, slot: int) -> ParityRecord:
+        """What is sealed in a parity block; StorageError when nothing is."""
+        with self._lock:
+            record = self._blocks.records.get((lane, slot))
+        if record is None:
+            raise StorageError(f"parity block {slot} of lane {lane} of job {self.job} is free")
+        return record
+
+    def seal_parity(self, slot: int, record: ParityRecord) -> None:
+        """From here on the parity block exists."""
+        lane = record.entry.lane
+        with self._lock, storage_errors(f"sealing parity {slot} of lane {lane} of {self.job}"):
+            self._blocks.seal(slot, record)
+
+    def free_parity(self, lane: int, slot: int) -> None:
+        """From here on the parity block does not exist; its memory stays."""
+        with self._lock, storage_errors(f"freeing parity {slot} of lane {lane} of {self.job}"):
+            self._blocks.free(lane, slot)
+
+    # --- what others ask for ---------------------------------------------------------------------
+
+    def locate_snapshot(self, rank: int, generation: Generation) -> Extent:
+        """Where the payload of a sealed snapshot lies; StorageError when it is not held."""
+        arena, slot, sealed = self._sealed(rank, generation)
+        return Extent(
+            path=arena.path,
+            offset=arena.slot_start(slot),
+            nbytes=sealed.manifest.payload_bytes,
+        )
+
+    def locate_parity(self, lane: int, generation: Generation) -> Extent:
+        """Where a sealed parity block lies; StorageError when it is not held."""
+        with self._lock:
+            for (at_lane, slot), record in self._blocks.records.items():
+                if at_lane == lane and record.entry.generation == generation:
+                    path = self._blocks.path(lane, slot)
+                    return Extent(path=path, offset=0, nbytes=record.nbytes)
+        raise StorageError(f"job {self.job} has no parity of lane {lane} for {generation} here")
+
+    def describe(self, rank: int, generation: Generation) -> tuple[bytes, bytes] | None:
+        """(manifest, layout), encoded, of a snapshot that is held or kept here; None otherwise."""
+        try:
+            arena, _, sealed = self._sealed(rank, generation)
+        except StorageError:
+            with self._lock:
+                return self._kept.get(rank, generation)
+        return sealed.encoded, arena.encoded_layout
+
+    def keep(self, manifest: bytes, layout: bytes) -> None:
+        """Keep another member's manifest and layout, so that it can be told what it had."""
+        with self._lock, storage_errors(f"keeping a manifest for job {self.job}"):
+            self._kept.keep(manifest, layout)
+
+    def forget(self, keep: Set[Generation]) -> None:
+        """Delete kept manifests of generations that are not in `keep`."""
+        with self._lock, storage_errors(f"forgetting manifests of job {self.job}"):
+            self._kept.forget(keep)
+
+    def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
+        """The slot is sealed and its file still says so.
+
+        Raises:
+            StorageError: nothing is sealed there.
+            CorruptError: the file is not what was sealed.
+        """
+        with self._lock, storage_errors(f"reading the manifest of slot {slot} of rank {rank}"):
+            arena = self.arena(rank, layout)
+            sealed = arena.sealed.get(slot)
+            if sealed is None:
+                raise StorageError(f"slot {slot} of rank {rank} of job {self.job} is free")
+            if arena.manifest_path(slot).read_bytes() != sealed.encoded:
+                raise CorruptError(f"the manifest file of slot {slot} of rank {rank} was changed")
+
+    def check_entry_file(self, lane: int, slot: int) -> None:
+        """The same for a parity block's entry."""
+        with self._lock, storage_errors(f"reading the entry of parity {slot} of lane {lane}"):
+            record = self.parity_record(lane, slot)
+            if self._blocks.entry_path(lane, slot).read_bytes() != encode_record(record):
+                raise CorruptError(f"the entry file of parity {slot} of lane {lane} was changed")
+
+    def drop(self) -> None:
+        """Free all that the job holds; what is sealed goes first, the epoch last."""
+        with self._allocating, self._lock, storage_errors(f"dropping job {self.job}"):
+            for rank, layout in sorted(self._arenas):
+                self.remove_arena(rank, layout)
+            for lane, slot in sorted(self._blocks.records):
+                self._blocks.free(lane, slot)
+            freed = self._blocks.nbytes
+            self._files.remove_tree(self.directory / "parity")
+            self._files.remove_tree(self.directory / "peers")
+            self._node.budget.release(freed)
+            self._blocks = ParityBlocks(self.directory / "parity", self._files)
+            self._files.remove_tree(self.directory)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _allocate(
+        self, known: Arena | None, rank: int, layout: bytes, lane: int, parity_bytes: int
+    ) -> Arena:
+        arena = known
+        try:
+            if arena is None:
+                arena = self._arena_files.allocate(rank, layout)
+            self._blocks.grow(lane, parity_bytes)
+        except OSError as error:
+            if arena is not None and known is None:
+                with suppress(OSError):
+                    self._arena_files.remove(arena)
+            self._raise_full(error, rank, layout, parity_bytes)
+        with self._lock:
+            self._arenas[rank, arena.layout_id] = arena
+        return arena
+
+    def _raise_full(self, error: OSError, rank: int, layout: bytes, parity_bytes: int) -> NoReturn:
+        what = f"allocating the arena of rank {rank} of job {self.job}"
+        if error.errno not in _FULL:
+            raise StorageError(f"{what} failed: {error.strerror}") from error
+        needed = decode_layout(layout).arena_bytes + 2 * parity_bytes
+        free = self._node.free_bytes()
+        raise MemoryBudgetError(
+            f"{what} needs {needed} bytes with its parity, and {self._node.root} has {free} left "
+            f"although the budget allows more: mount a larger tmpfs or lower the budget",
+            needed_bytes=needed,
+            available_bytes=free,
+        ) from error
+
+    def _sealed(self, rank: int, generation: Generation) -> tuple[Arena, int, Sealed]:
+        with self._lock:
+            for arena in self._arenas.values():
+                if arena.rank == rank:
+                    for slot, sealed in arena.sealed.items():
+                        if sealed.manifest.generation == generation:
+                            return arena, slot, sealed
+        raise StorageError(f"job {self.job} has no snapshot {generation} of rank {rank} here")
+
+    def _load_epoch(self, problems: list[str]) -> SavedEpoch | None:
+        path = self.directory / EPOCH_FILE
+        self._files.unlink(path.with_name(f"{EPOCH_FILE}.tmp"))
+        try:
+            body = signed_body(path.read_bytes(), EPOCH_FILE)
+            return msgspec.json.decode(body, type=SavedEpoch)
+        except FileNotFoundError:
+            return None
+        except (HoldfastError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            problems.append(f"{EPOCH_FILE} ignored: {error}")
+            return None

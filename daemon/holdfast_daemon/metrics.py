@@ -1,0 +1,192 @@
+"""The daemon's metrics: one list of definitions, and the counters made from it.
+
+Exists as data so that the exposition, the documentation and the dashboards are generated from one
+list and cannot disagree. Every label has a bounded set of values: jobs are forgotten when they end
+(`Metrics.forget_job`), and causes are the codes of errors, never their messages.
+
+Must not: hold what anything decides by. Metrics are written, and read by people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from holdfast_core.errors import InvalidJobError
+
+PREFIX = "holdfast_"
+
+_DURATION_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class MetricType(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Definition:
+    """One metric, as data."""
+
+    name: str
+    """Without the prefix `holdfast_`; a counter's exposition adds `_total`."""
+    type: MetricType
+    help: str
+    unit: str = ""
+    """`bytes`, `seconds`, or nothing for a plain count."""
+    labels: tuple[str, ...] = ()
+    values: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(label, the values it may take) for labels whose values are known beforehand."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, in `unit`."""
+
+    def __post_init__(self) -> None:
+        if self.unit and not self.name.endswith(f"_{self.unit}"):
+            raise InvalidJobError(f"metric {self.name} must end in its unit, {self.unit}")
+        if bool(self.buckets) != (self.type is MetricType.HISTOGRAM):
+            raise InvalidJobError(f"metric {self.name}: a histogram, and nothing else, has buckets")
+        for label, _ in self.values:
+            if label not in self.labels:
+                raise InvalidJobError(f"metric {self.name} has no label {label}")
+
+    @property
+    def exposed_name(self) -> str:
+        """The name in the exposition."""
+        suffix = "_total" if self.type is MetricType.COUNTER else ""
+        return f"{PREFIX}{self.name}{suffix}"
+
+
+def _counter(
+    name: str, help: str, *labels: str, unit: str = "", **values: tuple[str, ...]
+) -> Definition:
+    return Definition(
+        name=name,
+        type=MetricType.COUNTER,
+        help=help,
+        unit=unit,
+        labels=(*labels, *values),
+        values=tuple(values.items()),
+    )
+
+
+def _gauge(
+    name: str, help: str, *labels: str, unit: str = "", **values: tuple[str, ...]
+) -> Definition:
+    return Definition(
+        name=name,
+        type=MetricType.GAUGE,
+        help=help,
+        unit=unit,
+        labels=(*labels, *values),
+        values=tuple(values.items()),
+    )
+
+
+def _durations(
+    name: str, help: str, *labels: str, buckets: tuple[float, ...] = _DURATION_BUCKETS_S
+) -> Definition:
+    return Definition(
+        name=name,
+        type=MetricType.HISTOGRAM,
+        help=help,
+        unit="seconds",
+        labels=labels,
+        buckets=buckets,
+    )
+
+
+_STAGES = ("staged", "committed", "protected", "persisted")
+_TRAFFIC = ("parity", "rebuild", "manifest")
+_BYTES_KIND = ("arena", "piece", "parity", "manifest", "wire")
+_OUTCOME = ("sent", "failed")
+
+DEFINITIONS: tuple[Definition, ...] = (
+    _counter("snapshots", "Snapshots of a rank that reached a stage.", "job", stage=_STAGES),
+    _gauge("generation_step", "Step of the newest generation at a stage.", "job", stage=_STAGES),
+    _counter("saves_skipped", "Saves that were not taken; training went on.", "job", "cause"),
+    _counter("saves_failed", "Saves that were begun and lost.", "job", "cause"),
+    _counter(
+        "restores",
+        "Restores of a rank, by where its bytes came from.",
+        "job",
+        source=("local", "parity", "durable", "none"),
+    ),
+    _gauge("sessions_open", "Ranks with an open session.", "job"),
+    _gauge("epoch", "Newest membership epoch.", "job"),
+    _counter("stale_epoch_refusals", "Messages refused for an ended epoch.", "job"),
+    _gauge("arena_bytes", "Memory allocated for arenas.", "job", unit="bytes"),
+    _gauge("parity_bytes", "Memory allocated for parity blocks.", "job", unit="bytes"),
+    _gauge("memory_budget_bytes", "Memory that this daemon may use.", unit="bytes"),
+    _gauge("memory_used_bytes", "Memory that this daemon has allocated.", unit="bytes"),
+    _counter("sent_bytes", "Bytes served to peers.", "job", unit="bytes", kind=_TRAFFIC),
+    _counter("received_bytes", "Bytes pulled from peers.", "job", unit="bytes", kind=_TRAFFIC),
+    _durations("encode_seconds", "Making one parity block, transfers included.", "job"),
+    _durations("rebuild_seconds", "Rebuilding one lost snapshot.", "job"),
+    _durations("verify_seconds", "Verifying one sealed snapshot or parity block.", "job"),
+    _durations("seal_seconds", "Writing one manifest.", "job"),
+    _counter("scrubbed_bytes", "Bytes checked by the background scrub.", "job", unit="bytes"),
+    _counter("scrub_errors", "Mismatches found by the background scrub.", "job"),
+    _counter("corrupt", "Bytes that did not match their checksum.", "job", kind=_BYTES_KIND),
+    _counter("reports", "Reports to the leader and the group.", "job", outcome=_OUTCOME),
+    _counter("directives", "Directives of a leader to its members.", "job", outcome=_OUTCOME),
+    _counter("catalogue_dropped", "Words to the catalogue that were given up."),
+    _durations("loop_lag_seconds", "Delay of the daemon's event loop.", buckets=_LAG_BUCKETS_S),
+)
+
+
+class Metrics:
+    """The metrics of one daemon, in a registry of its own."""
+
+    def __init__(self, definitions: Iterable[Definition] = DEFINITIONS) -> None:
+        self.registry = CollectorRegistry()
+        self._definitions = {definition.name: definition for definition in definitions}
+        self._collectors = {
+            name: _make(definition, self.registry) for name, definition in self._definitions.items()
+        }
+
+    def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
+        """Adds to the counter `name`."""
+        counter = self._find(name, MetricType.COUNTER, labels)
+        assert isinstance(counter, Counter)
+        counter.inc(amount)
+
+    def set(self, name: str, value: float, /, **labels: str) -> None:
+        """Sets the gauge `name`."""
+        gauge = self._find(name, MetricType.GAUGE, labels)
+        assert isinstance(gauge, Gauge)
+        gauge.set(value)
+
+    def observe(self, name: str, value: float, /, **labels: str) -> None:
+        """Adds an observation, in the definition's unit, to the histogram `name`."""
+        histogram = self._find(name, MetricType.HISTOGRAM, labels)
+        assert isinstance(histogram, Histogram)
+        histogram.observe(value)
+
+    def forget_job(self, job: str) -> None:
+        """Removes every series of a job that has ended."""
+        for name, definition in self._definitions.items():
+            if "job" in definition.labels:
+                self._collectors[name].remove_by_labels({"job": job})
+
+    def _find(self, name: str, type: MetricType, labels: dict[str, str]) -> MetricWrapperBase:
+        definition = self._definitions[name]
+        assert definition.type is type, f"{name} is a {definition.type}, not a {type}"
+        for label, allowed in definition.values:
+            assert labels.get(label) in allowed, f"{name}: {label} is one of {', '.join(allowed)}"
+        collector = self._collectors[name]
+        return collector.labels(**labels) if definition.labels else collector
+
+
+def _make(definition: Definition, registry: CollectorRegistry) -> MetricWrapperBase:
+    name, labels = PREFIX + definition.name, definition.labels
+    if definition.type is MetricType.COUNTER:
+        return Counter(name, definition.help, labels, registry=registry)
+    if definition.type is MetricType.GAUGE:
+        return Gauge(name, definition.help, labels, registry=registry)
+    return Histogram(name, definition.help, labels, registry=registry, buckets=definition.buckets)

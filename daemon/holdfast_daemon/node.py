@@ -1,0 +1,375 @@
+"""The daemon: wires storage, services, engines and the control stream of one node together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import grpc.aio
+
+from holdfast_core.errors import StaleEpochError, StorageError
+from holdfast_daemon import describe
+from holdfast_daemon.bulk import Kind, Located, Request
+from holdfast_daemon.bulk_client import BulkClient
+from holdfast_daemon.bulk_server import BulkServer
+from holdfast_daemon.catalogue import Catalogue, MemoryCatalogue
+from holdfast_daemon.catalogue_redis import RedisCatalogue, RedisSettings
+from holdfast_daemon.control import ControlClient
+from holdfast_daemon.descriptors import DescriptorServer
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.state import ParityState, SlotState
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.http import HttpServer
+from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.logs import bind
+from holdfast_daemon.metrics import Metrics
+from holdfast_daemon.observe import NodeObserver
+from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
+from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, Target, TargetKind
+from holdfast_daemon.settings import DaemonSettings
+from holdfast_daemon.storage import NodeStorage
+from holdfast_daemon.trainer_service import Claims, TrainerService
+from holdfast_daemon.worker import EffectWorker
+from holdfast_protos import codec, control_pb2, peer_pb2_grpc, trainer_pb2_grpc
+
+PULSE_S = 1.0
+BULK_TIMEOUT_S = 20.0
+STOP_GRACE_S = 0.5
+JOBS_REMEMBERED = 1000
+"""Ended jobs whose names are remembered, so that a late agent is told that its job is over."""
+
+_log = bind(logging.getLogger(__name__))
+
+
+class Node:
+    """One daemon, from `start` to `stop`. Runs on the current event loop."""
+
+    def __init__(self, settings: DaemonSettings) -> None:
+        self._settings = settings
+        self.storage = NodeStorage(settings.root, settings.budget_bytes)
+        self.metrics = Metrics()
+        self.hosts: dict[str, JobHost] = {}
+        self._ended: dict[str, None] = {}
+        self._lock = threading.Lock()
+        self._epochs: dict[str, int] = {}
+        """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
+        self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="effect")
+        self._bulk = BulkServer(settings.host, settings.bulk_port, self)
+        self._bulk_client = BulkClient(BULK_TIMEOUT_S)
+        self._fetcher = ManifestFetcher()
+        self._catalogue = self._make_catalogue()
+        self._observer = NodeObserver(self.metrics, self._catalogue)
+        self._outbox = PeerOutbox(self._send_failed)
+        self._claims = Claims()
+        self._descriptors = DescriptorServer(
+            settings.root / "arena.sock",
+            self._claims.resolve,
+            self._claims.closed,
+            on_granted=self._claims.granted,
+        )
+        self._scrub = ScrubPlan(
+            ScrubSettings(
+                interval_s=settings.scrub_interval_s, rate_bytes_s=settings.scrub_rate_bytes_s
+            )
+        )
+        self._servers: list[grpc.aio.Server] = []
+        self._peer_address = ""
+        self._control: ControlClient | None = None
+        self._http: HttpServer | None = None
+        self._pulse: asyncio.Task[None] | None = None
+        self._turned_at = time.monotonic()
+        self._started_at = time.monotonic()
+
+    async def start(self) -> None:
+        """Adopt what is there, then serve.
+
+        Raises:
+            StorageError, UnreachableError: a socket, port or directory cannot be used.
+        """
+        settings = self._settings
+        if not self.storage.is_tmpfs:
+            _log.warning("root_is_not_tmpfs", root=str(settings.root))
+        await self._catalogue.start()
+        for job in self.storage.jobs():
+            self._adopt(job)
+        self._bulk.start()
+        await self._descriptors.start()
+        await self._serve()
+        if settings.metrics_port is not None:
+            self._http = HttpServer(
+                self.metrics.registry,
+                heartbeat_age_s=lambda: time.monotonic() - self._turned_at,
+                not_ready=self._not_ready,
+                host=settings.metrics_host or settings.host,
+                port=settings.metrics_port,
+            )
+            self._http.start()
+        if settings.control:
+            self._control = ControlClient(
+                settings.control, heartbeat=self.heartbeat, receive=self._receive
+            )
+            self._control.start()
+        self._pulse = asyncio.get_running_loop().create_task(self._beat())
+        _log.info(
+            "daemon_started",
+            node=settings.node,
+            memory_id=self.storage.memory_id,
+            incarnation=self.storage.incarnation,
+            peer=self._peer_address,
+            bulk=self._bulk.address,
+            metrics_port=self._http.port if self._http else None,
+            budget_bytes=settings.budget_bytes,
+            adopted_jobs=sorted(self.hosts),
+        )
+
+    async def stop(self) -> None:
+        """End cleanly. What is sealed stays on the tmpfs for the next daemon."""
+        if self._pulse is not None:
+            self._pulse.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._pulse
+        if self._control is not None:
+            await self._control.close()
+        for host in self.hosts.values():
+            host.stop()
+        for server in self._servers:
+            await server.stop(STOP_GRACE_S)
+        await self._descriptors.close()
+        await self._outbox.close()
+        await self._catalogue.close()
+        if self._http is not None:
+            self._http.close()
+        self._bulk.close()
+        self._bulk_client.close()
+        self._fetcher.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self.storage.close()
+        _log.info("daemon_stopped", node=self._settings.node)
+
+    # --- what the threads of the bulk service ask --------------------------------------------------
+
+    def locate(self, request: Request) -> Located:
+        """`bulk.Resolver`: where requested bytes lie. Called from many threads."""
+        with self._lock:
+            epoch = self._epochs.get(request.job)
+        host = self.hosts.get(request.job)
+        if host is None or epoch is None:
+            raise StorageError(f"job {request.job} is not on node {self._settings.node}")
+        if request.epoch < epoch:
+            raise StaleEpochError(
+                f"a daemon of epoch {request.epoch} asks for bytes; the epoch is {epoch}"
+            )
+        if request.kind is Kind.SNAPSHOT:
+            extent = host.storage.locate_snapshot(request.index, request.generation)
+        else:
+            extent = host.storage.locate_parity(request.index, request.generation)
+        offset = min(request.offset, extent.nbytes)
+        return Located(
+            path=extent.path, offset=extent.offset + offset, available=extent.nbytes - offset
+        )
+
+    # --- control ------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> control_pb2.Heartbeat:
+        """What the control loop is told of this node."""
+        return control_pb2.Heartbeat(
+            protocol_version=codec.PROTOCOL_VERSION,
+            node=self._settings.node,
+            memory_id=self.storage.memory_id,
+            incarnation=self.storage.incarnation,
+            peer_address=self._peer_address,
+            bulk_address=self._bulk.address,
+            memory_budget_bytes=self._settings.budget_bytes,
+            memory_used_bytes=self.storage.reserved_bytes,
+            jobs=[describe.job_state(host) for host in self.hosts.values()],
+            trainer_socket=str(self._settings.root / "daemon.sock"),
+        )
+
+    def _receive(self, message: control_pb2.ControlMessage) -> None:
+        if message.HasField("membership"):
+            membership = codec.membership_from_proto(message.membership)
+            host = self.hosts.get(membership.job)
+            if host is None:
+                if membership.member_on(self._settings.node) is None:
+                    return
+                host = self._adopt(membership.job)
+            host.carry_out(host.engine.set_membership(membership, host.now))
+            if host.engine.memory.me is None:
+                self._drop(membership.job)
+        elif message.HasField("drop"):
+            self._ended[message.drop.job] = None
+            while len(self._ended) > JOBS_REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+            self._drop(message.drop.job)
+
+    def _adopt(self, job: str) -> JobHost:
+        storage = JobStorage(self.storage, job)
+        adopted = storage.adopt()
+        for problem in adopted.problems:
+            _log.warning("adoption_problem", job=job, detail=problem)
+        engine = JobEngine(
+            job=job,
+            node=self._settings.node,
+            memory_id=self.storage.memory_id,
+            incarnation=self.storage.incarnation,
+            settings=EngineSettings(),
+        )
+        worker = EffectWorker(
+            storage,
+            bulk=self._bulk_client,
+            peers=self._fetcher,
+            executor=self._executor,
+            membership=adopted.membership,
+        )
+        host = JobHost(
+            engine=engine,
+            storage=storage,
+            worker=worker,
+            outbox=self._outbox,
+            observer=self._observer,
+            on_change=self._job_changed,
+        )
+        self.hosts[job] = host
+        self._ended.pop(job, None)
+        host.start(adopted)
+        return host
+
+    def _drop(self, job: str) -> None:
+        host = self.hosts.pop(job, None)
+        if host is None:
+            return
+        host.drop()
+        with self._lock:
+            self._epochs.pop(job, None)
+        self._observer.forget(job)
+        _log.info("job_dropped", job=job)
+        self._wake_control()
+
+    def _job_changed(self, host: JobHost) -> None:
+        with self._lock:
+            self._epochs[host.job] = host.engine.memory.epoch
+        self._wake_control()
+
+    def _wake_control(self) -> None:
+        if self._control is not None:
+            self._control.wake()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        settings = self._settings
+        trainers = grpc.aio.server()
+        trainer_pb2_grpc.add_TrainerServicer_to_server(
+            TrainerService(
+                host_of=self.hosts.get,
+                hosts=lambda: self.hosts,
+                ended=lambda job: job in self._ended,
+                claims=self._claims,
+                arena_socket=settings.root / "arena.sock",
+                node_host=settings.host,
+                status=self._status,
+            ),
+            trainers,
+        )
+        socket = settings.root / "daemon.sock"
+        socket.unlink(missing_ok=True)
+        trainers.add_insecure_port(f"unix:{socket}")
+        peers = grpc.aio.server()
+        peer_pb2_grpc.add_PeerServicer_to_server(PeerService(self.hosts.get), peers)
+        port = peers.add_insecure_port(f"{settings.host}:{settings.peer_port}")
+        self._peer_address = f"{settings.host}:{port}"
+        self._servers = [trainers, peers]
+        for server in self._servers:
+            await server.start()
+
+    async def _beat(self) -> None:
+        """Once a second: gauges, the catalogue, the scrub, and the sign that the loop turns."""
+        while True:
+            before = time.monotonic()
+            self._turned_at = before
+            self._observer.refresh(
+                self.hosts, self.storage.reserved_bytes, self._settings.budget_bytes
+            )
+            self._scrub_next(before)
+            await asyncio.sleep(PULSE_S)
+            lag_s = time.monotonic() - before - PULSE_S
+            self.metrics.observe("loop_lag_seconds", max(0.0, lag_s))
+
+    def _scrub_next(self, now: float) -> None:
+        targets = {
+            target: host for host in self.hosts.values() for target in _scrub_targets(host)
+        }
+        target = self._scrub.next(now, targets)
+        if target is None:
+            return
+        host = targets[target]
+        self.metrics.add("scrubbed_bytes", target.nbytes, job=host.job)
+        host.carry_out(
+            host.engine.scrub(
+                host.now,
+                snapshot=target.kind is TargetKind.SNAPSHOT,
+                index=target.index,
+                slot=target.slot,
+            )
+        )
+
+    def _status(self) -> dict[str, object]:
+        return {
+            "node": self._settings.node,
+            "memory_id": self.storage.memory_id,
+            "incarnation": self.storage.incarnation,
+            "uptime_s": round(time.monotonic() - self._started_at, 1),
+            "memory_budget_bytes": self._settings.budget_bytes,
+            "memory_used_bytes": self.storage.reserved_bytes,
+            "control_connected": bool(self._control and self._control.connected),
+            "sent_bytes": self._bulk.sent_bytes,
+            "jobs": {job: describe.as_json(host) for job, host in self.hosts.items()},
+        }
+
+    def _not_ready(self) -> str:
+        waiting = [job for job, host in self.hosts.items() if not host.engine.memory.verified]
+        return f"still verifying what jobs {waiting} hold" if waiting else ""
+
+    def _send_failed(self, kind: str, reason: str) -> None:
+        _log.debug("peer_message_lost", kind=kind, cause=reason)
+
+    def _make_catalogue(self) -> Catalogue:
+        if not self._settings.redis_url:
+            return MemoryCatalogue(self._settings.node, time.time)
+        return RedisCatalogue(
+            RedisSettings(url=self._settings.redis_url),
+            node=self._settings.node,
+            source=lambda: {job: describe.as_json(host) for job, host in self.hosts.items()},
+            dropped=lambda count: self.metrics.add("catalogue_dropped", count),
+        )
+
+
+def _scrub_targets(host: JobHost) -> list[Target]:
+    memory = host.engine.memory
+    snapshots = [
+        Target(
+            kind=TargetKind.SNAPSHOT,
+            index=arena.rank,
+            slot=slot.index,
+            generation=slot.generation,
+            nbytes=slot.manifest.payload_bytes,
+        )
+        for arena, slot in memory.slots()
+        if slot.state is SlotState.SEALED and slot.generation and slot.manifest
+    ]
+    parities = [
+        Target(
+            kind=TargetKind.PARITY,
+            index=parity.lane,
+            slot=parity.index,
+            generation=parity.generation,
+            nbytes=0,
+        )
+        for parity in memory.parities.values()
+        if parity.state is ParityState.READY and parity.generation
+    ]
+    return [*snapshots, *parities]

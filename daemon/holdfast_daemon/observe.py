@@ -1,0 +1,139 @@
+"""Turns what the engines note into logs, metrics and the catalogue's events."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from holdfast_core.errors import HoldfastError
+from holdfast_daemon import describe
+from holdfast_daemon.catalogue import Catalogue, RankHealth, Stage
+from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.logs import bind
+from holdfast_daemon.metrics import Metrics
+
+_log = bind(logging.getLogger(__name__))
+
+_QUIET = frozenset({"committed", "parity_built", "protected", "dead"})
+"""What happens at every step is logged at debug level; metrics count it."""
+
+_BAD = frozenset(
+    {
+        "corrupt",
+        "corrupt_parity",
+        "rank_lost",
+        "fenced",
+        "arena_refused",
+        "seal_failed",
+        "rebuild_failed",
+        "parity_failed",
+        "membership_for_other_memory",
+    }
+)
+
+_STORY = frozenset(
+    {
+        "epoch_began",
+        "line",
+        "rank_lost",
+        "rebuild_started",
+        "rebuilt",
+        "corrupt",
+        "corrupt_parity",
+        "fenced",
+        "arena_refused",
+        "session_opened",
+    }
+)
+"""What the catalogue's event stream tells."""
+
+
+class NodeObserver:
+    """Implements `host.Observer` for all jobs of a daemon."""
+
+    def __init__(self, metrics: Metrics, catalogue: Catalogue) -> None:
+        self._metrics, self._catalogue = metrics, catalogue
+
+    def note(self, host: JobHost, note: Note) -> None:
+        fields = {
+            "job": host.job,
+            "epoch": host.engine.memory.epoch,
+            "rank": note.rank,
+            "generation": str(note.generation) if note.generation else None,
+            "detail": note.detail or None,
+        }
+        said: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        if note.event in _BAD:
+            _log.warning(note.event, **said)
+        elif note.event in _QUIET:
+            _log.debug(note.event, **said)
+        else:
+            _log.info(note.event, **said)
+        self._count(host, note)
+        if note.event in _STORY:
+            self._catalogue.publish_event(
+                host.job, {"event": note.event, "time": time.time(), **said}
+            )
+
+    def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:
+        _log.error(
+            "storage_failed", job=host.job, effect=type(effect).__name__, cause=str(error)
+        )
+
+    def refresh(self, hosts: dict[str, JobHost], used_bytes: int, budget_bytes: int) -> None:
+        """Gauges and the catalogue's whole states, at heartbeat pace."""
+        metrics = self._metrics
+        metrics.set("memory_used_bytes", used_bytes)
+        metrics.set("memory_budget_bytes", budget_bytes)
+        for job, host in hosts.items():
+            memory = host.engine.memory
+            metrics.set("epoch", memory.epoch, job=job)
+            metrics.set("sessions_open", len(memory.sessions), job=job)
+            metrics.set("arena_bytes", host.storage.arena_bytes, job=job)
+            metrics.set("parity_bytes", host.storage.parity_bytes, job=job)
+            complete = describe.newest_complete(memory)
+            if complete is not None:
+                metrics.set("generation_step", complete.step, job=job, stage="committed")
+            if memory.directive and memory.directive.protected:
+                step = memory.directive.protected.step
+                metrics.set("generation_step", step, job=job, stage="protected")
+            self._catalogue.publish_snapshot(job, describe.as_json(host))
+            for rank in memory.my_ranks():
+                state = describe.rank_state(memory, rank, memory.rank(rank))
+                self._catalogue.publish_rank_state(job, rank, RankHealth(state))
+
+    def forget(self, job: str) -> None:
+        self._metrics.forget_job(job)
+        self._catalogue.forget_job(job)
+
+    def _count(self, host: JobHost, note: Note) -> None:
+        job, metrics = host.job, self._metrics
+        match note.event:
+            case "committed":
+                metrics.add("snapshots", job=job, stage="committed")
+                if note.rank is not None and note.generation is not None:
+                    self._catalogue.publish_stage(job, note.rank, note.generation, Stage.COMMITTED)
+            case "protected":
+                ranks = host.engine.memory.my_ranks()
+                metrics.add("snapshots", len(ranks), job=job, stage="protected")
+                for rank in ranks:
+                    if note.generation is not None:
+                        self._catalogue.publish_stage(job, rank, note.generation, Stage.PROTECTED)
+            case "skipped":
+                metrics.add("saves_skipped", job=job, cause="no_free_slot")
+            case "dead":
+                metrics.add("saves_skipped", job=job, cause="incomplete")
+            case "seal_failed":
+                metrics.add("saves_failed", job=job, cause="storage")
+            case "arena_refused":
+                metrics.add("saves_failed", job=job, cause="memory_budget")
+            case "corrupt":
+                metrics.add("corrupt", job=job, kind="arena")
+            case "corrupt_parity":
+                metrics.add("corrupt", job=job, kind="parity")
+            case "fenced":
+                metrics.add("stale_epoch_refusals", job=job)
+
+

@@ -1,0 +1,198 @@
+"""Between daemons, small messages: the peer service, the outbox, and questions from threads.
+
+Messages are best effort. The outbox keeps one message per receiver, job and kind, the newest: a
+slow peer costs neither memory nor order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableError
+from holdfast_core.values import Generation, MemberPlace
+from holdfast_daemon.effects import SendDirective, SendReport, SendSuspect
+from holdfast_daemon.host import JobHost
+from holdfast_protos import codec, peer_pb2, peer_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SEND_TIMEOUT_S = 2.0
+FETCH_TIMEOUT_S = 5.0
+
+Message = peer_pb2.ReportMessage | peer_pb2.DirectiveMessage | peer_pb2.SuspectMessage
+
+
+class PeerOutbox:
+    """Sends reports, directives and suspicions; implements `host.Outbox`."""
+
+    def __init__(self, on_failed: Callable[[str, str], None]) -> None:
+        """`on_failed(kind, reason)` counts what did not arrive."""
+        self._on_failed = on_failed
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._pending: dict[tuple[str, str, str], tuple[Message, JobHost]] = {}
+        self._sending: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, effect: SendReport | SendDirective | SendSuspect, host: JobHost) -> None:
+        message: Message
+        match effect:
+            case SendReport():
+                message = codec.report_to_proto(effect.report)
+            case SendDirective():
+                message = codec.directive_to_proto(effect.directive)
+            case SendSuspect():
+                message = peer_pb2.SuspectMessage(
+                    job=host.job,
+                    epoch=host.engine.memory.epoch,
+                    rank=effect.rank,
+                    generation=codec.generation_to_proto(effect.generation),
+                )
+        address = effect.to.peer_address
+        self._pending[(address, host.job, type(effect).__name__)] = (message, host)
+        if address not in self._sending:
+            self._sending.add(address)
+            task = asyncio.get_running_loop().create_task(self._drain(address))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close(grace=None)
+
+    async def _drain(self, address: str) -> None:
+        try:
+            while key := next((k for k in self._pending if k[0] == address), None):
+                message, host = self._pending.pop(key)
+                await self._deliver(address, message, host)
+        finally:
+            self._sending.discard(address)
+
+    async def _deliver(self, address: str, message: Message, host: JobHost) -> None:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address)
+        stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(channel)
+        try:
+            match message:
+                case peer_pb2.ReportMessage():
+                    reply = await stub.Report(message, timeout=SEND_TIMEOUT_S)
+                case peer_pb2.DirectiveMessage():
+                    reply = await stub.Direct(message, timeout=SEND_TIMEOUT_S)
+                case peer_pb2.SuspectMessage():
+                    reply = await stub.Suspect(message, timeout=SEND_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            self._on_failed(type(message).__name__, error.code().name)
+            return
+        if reply.epoch > host.engine.memory.epoch and not host.dropped:
+            host.carry_out(host.engine.on_peer_epoch(reply.epoch, host.now))
+
+
+class PeerService(peer_pb2_grpc.PeerServicer):
+    """What other daemons may tell and ask this one."""
+
+    def __init__(self, host_of: Callable[[str], JobHost | None]) -> None:
+        self._host_of = host_of
+
+    async def Report(
+        self, request: peer_pb2.ReportMessage, context: Context
+    ) -> peer_pb2.PeerReply:
+        host = self._host_of(request.job)
+        if host is None:
+            return peer_pb2.PeerReply(epoch=0)
+        host.carry_out(host.engine.on_report(codec.report_from_proto(request), host.now))
+        return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
+
+    async def Direct(
+        self, request: peer_pb2.DirectiveMessage, context: Context
+    ) -> peer_pb2.PeerReply:
+        host = self._host_of(request.job)
+        if host is None:
+            return peer_pb2.PeerReply(epoch=0)
+        host.carry_out(host.engine.on_directive(codec.directive_from_proto(request), host.now))
+        return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
+
+    async def Suspect(
+        self, request: peer_pb2.SuspectMessage, context: Context
+    ) -> peer_pb2.PeerReply:
+        host = self._host_of(request.job)
+        if host is None:
+            return peer_pb2.PeerReply(epoch=0)
+        generation = codec.generation_from_proto(request.generation)
+        host.carry_out(
+            host.engine.on_suspect(request.epoch, request.rank, generation, host.now)
+        )
+        return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
+
+    async def FetchManifest(
+        self, request: peer_pb2.FetchManifestRequest, context: Context
+    ) -> peer_pb2.FetchManifestReply:
+        host = self._host_of(request.job)
+        if host is None:
+            return peer_pb2.FetchManifestReply()
+        if request.epoch < host.engine.memory.epoch:
+            error = StaleEpochError(
+                f"a daemon of epoch {request.epoch} asks for a manifest; the epoch is "
+                f"{host.engine.memory.epoch}"
+            )
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                str(error),
+                trailing_metadata=codec.error_to_metadata(error),
+            )
+        found = host.storage.describe(
+            request.rank, codec.generation_from_proto(request.generation)
+        )
+        manifest, layout = found or (b"", b"")
+        return peer_pb2.FetchManifestReply(manifest=manifest, layout=layout)
+
+
+class ManifestFetcher:
+    """`group.PeerClient` over gRPC, for the threads that build and rebuild."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def fetch_manifest(
+        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+    ) -> tuple[bytes, bytes]:
+        """(manifest, layout), encoded; both empty when the peer has neither.
+
+        Raises:
+            UnreachableError, StaleEpochError.
+        """
+        with self._lock:
+            channel = self._channels.get(place.peer_address)
+            if channel is None:
+                channel = grpc.insecure_channel(place.peer_address)
+                self._channels[place.peer_address] = channel
+        request = peer_pb2.FetchManifestRequest(
+            job=job, epoch=epoch, rank=rank, generation=codec.generation_to_proto(generation)
+        )
+        try:
+            reply = peer_pb2_grpc.PeerStub(channel).FetchManifest(request, timeout=FETCH_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise _translated(error, place) from error
+        return reply.manifest, reply.layout
+
+    def close(self) -> None:
+        with self._lock:
+            for channel in self._channels.values():
+                channel.close()
+            self._channels.clear()
+
+
+def _translated(error: grpc.RpcError, place: MemberPlace) -> HoldfastError:
+    details = error.details() if isinstance(error, grpc.Call) else str(error)
+    metadata = error.trailing_metadata() if isinstance(error, grpc.Call) else None
+    ours = codec.error_from_metadata(metadata, details or "")
+    return ours or UnreachableError(f"daemon of {place.node} at {place.peer_address}: {details}")

@@ -1,0 +1,88 @@
+"""Plans the background check of everything that is held: what to verify next, and when.
+
+Memory rots while nobody looks; a damaged block that is found during a recovery is found too late.
+Pure: it is told the time and what is held, and it reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.values import Generation
+
+
+class TargetKind(StrEnum):
+    SNAPSHOT = "snapshot"
+    PARITY = "parity"
+
+
+@dataclass(frozen=True, order=True, kw_only=True, slots=True)
+class Target:
+    """Something sealed that can be verified."""
+
+    kind: TargetKind
+    index: int
+    """The rank of a snapshot, the lane of a parity block."""
+    slot: int
+    generation: Generation
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScrubSettings:
+    """How often, and how gently; both must be positive, else InvalidJobError."""
+
+    interval_s: float
+    """Everything held is verified this often, unless the rate does not allow it."""
+    rate_bytes_s: float
+    """Bytes verified in a second at most, so that checks leave memory bandwidth to training."""
+
+    def __post_init__(self) -> None:
+        if self.interval_s <= 0 or self.rate_bytes_s <= 0:
+            raise InvalidJobError(
+                f"scrub interval {self.interval_s} s and rate {self.rate_bytes_s} bytes/s must be "
+                f"positive"
+            )
+
+
+class ScrubPlan:
+    """Hands out one target after another, the longest unverified first.
+
+    What appears counts as verified when it is first seen: it was checked when it was sealed,
+    rebuilt or adopted.
+    """
+
+    def __init__(self, settings: ScrubSettings) -> None:
+        self._settings = settings
+        self._verified_at: dict[Target, float] = {}
+        self._idle_from = float("-inf")
+        """The rate allows nothing more before this time."""
+
+    def next(self, now: float, held: Iterable[Target]) -> Target | None:
+        """What to verify now, or None when nothing is due or the rate allows nothing yet.
+
+        `now` is a monotonic time in seconds. A target that is handed out counts as verified.
+        """
+        known = self._verified_at
+        self._verified_at = {target: known.get(target, now) for target in sorted(held)}
+        if now < self._idle_from or not self._verified_at:
+            return None
+        target = min(self._verified_at, key=lambda t: (self._verified_at[t], t))
+        if now < self._due_at(target):
+            return None
+        self._verified_at[target] = now
+        self._idle_from = now + target.nbytes / self._settings.rate_bytes_s
+        return target
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until `next` can have something, if what is held does not change."""
+        if not self._verified_at:
+            return self._settings.interval_s
+        due = min(self._due_at(target) for target in self._verified_at)
+        return max(due, self._idle_from, now) - now
+
+    def _due_at(self, target: Target) -> float:
+        return self._verified_at[target] + self._settings.interval_s

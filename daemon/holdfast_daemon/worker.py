@@ -1,0 +1,312 @@
+"""Carries out the engine's effects on bytes: storage at once, the rest in the background.
+
+One `EffectWorker` per job. It decides nothing: an effect says what, this module how. A background
+effect runs on a thread of the daemon's executor and ends in exactly one completion event, whatever
+happens to it; the caller brings that event back to the engine.
+
+Work of an epoch that has ended gives up at its next stride: its peers would refuse it anyway.
+Checks and allocations are not of an epoch and run to their end, because a check that gave up would
+look like damage. A slot or block belongs to its effect until the completion event: the engine must
+not use it for anything else before.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Executor, Future
+
+from holdfast_core.errors import CorruptError, HoldfastError, StorageError
+from holdfast_core.layouts import decode_manifest
+from holdfast_core.values import Membership, ParityEntry
+from holdfast_daemon.blocks import ParityRecord
+from holdfast_daemon.effects import (
+    AllocateArena,
+    ArenaReady,
+    BuildParity,
+    Completion,
+    FetchManifest,
+    ForgetPeers,
+    FreeParity,
+    FreeSlot,
+    ManifestFetched,
+    ParityBuilt,
+    ParityVerified,
+    Rebuild,
+    Rebuilt,
+    RemoveArena,
+    SaveEpoch,
+    Seal,
+    SnapshotVerified,
+    VerifyParity,
+    VerifySnapshot,
+)
+from holdfast_daemon.group import BulkOpener, EpochScope, Group, PeerClient
+from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.parity import (
+    Effort,
+    SourceCorruptError,
+    build,
+    common_piece_bytes,
+    rebuild,
+    verify,
+)
+
+AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers
+Background = AllocateArena | BuildParity | FetchManifest | Rebuild | VerifySnapshot | VerifyParity
+
+_log = logging.getLogger(__name__)
+
+
+class EffectWorker:
+    """Carries out the effects of one job's engine. `apply` is for one thread, the daemon's loop."""
+
+    def __init__(
+        self,
+        storage: JobStorage,
+        *,
+        bulk: BulkOpener,
+        peers: PeerClient,
+        executor: Executor,
+        membership: Membership | None = None,
+        effort: Effort | None = None,
+    ) -> None:
+        """
+        Args:
+            storage: Already adopted.
+            executor: Threads that background effects run on; shared by the jobs of a daemon.
+            membership: What was adopted, so that work can begin before the next `SaveEpoch`.
+            effort: Threads and memory of one build, rebuild or check.
+        """
+        self._storage = storage
+        self._group = Group(storage=storage, bulk=bulk, peers=peers)
+        self._executor = executor
+        self._effort = effort or Effort()
+        self._scope = EpochScope(membership=membership)
+
+    def apply(self, effect: AtOnce) -> None:
+        """Carry out an effect that is finished before the next one begins.
+
+        Raises:
+            StorageError: the file system failed; what the effect was to change is unchanged.
+        """
+        storage = self._storage
+        match effect:
+            case SaveEpoch():
+                storage.save_epoch(effect.membership, effect.line, effect.retained)
+                self._enter(effect.membership)
+            case Seal():
+                storage.seal(
+                    effect.rank, effect.layout_id, effect.slot, effect.manifest, effect.encoded
+                )
+            case FreeSlot():
+                storage.free_slot(effect.rank, effect.layout_id, effect.slot)
+            case RemoveArena():
+                storage.remove_arena(effect.rank, effect.layout_id)
+            case FreeParity():
+                storage.free_parity(effect.lane, effect.slot)
+            case ForgetPeers():
+                storage.forget(effect.keep)
+
+    def submit(self, effect: Background) -> Future[Completion]:
+        """Carry out a background effect; the future always ends in its completion event."""
+        return self._executor.submit(self._run, effect, self._scope)
+
+    def abandon(self) -> None:
+        """Let running transfers give up: the job was dropped, or the daemon stops."""
+        self._scope.ended.set()
+
+    def _enter(self, membership: Membership) -> None:
+        before = self._scope
+        same = before.membership is not None and before.membership.epoch == membership.epoch
+        self._scope = (
+            EpochScope(membership=membership, ended=before.ended)
+            if same
+            else EpochScope(membership=membership)
+        )
+        if not same:
+            before.ended.set()
+
+    def _run(self, effect: Background, scope: EpochScope) -> Completion:
+        try:
+            return self._carry_out(effect, scope)
+        except HoldfastError as error:
+            return _failure(effect, error)
+        except OSError as error:
+            return _failure(effect, StorageError(f"{type(effect).__name__} failed: {error}"))
+        except Exception as error:
+            # A defect of ours. The engine waits for this effect; a job that protects nothing more
+            # because one event never came would be worse than one failure that is counted.
+            _log.exception("%s failed unexpectedly", type(effect).__name__)
+            return _failure(effect, HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
+
+    def _carry_out(self, effect: Background, scope: EpochScope) -> Completion:
+        match effect:
+            case AllocateArena():
+                return self._allocate(effect)
+            case BuildParity():
+                return self._build(effect, scope)
+            case FetchManifest():
+                return self._fetch_manifest(effect, scope)
+            case Rebuild():
+                return self._rebuild(effect, scope)
+            case VerifySnapshot():
+                return self._verify_snapshot(effect)
+            case VerifyParity():
+                return self._verify_parity(effect)
+
+    def _allocate(self, effect: AllocateArena) -> ArenaReady:
+        self._storage.allocate(
+            effect.rank,
+            effect.layout,
+            parity_lane=effect.parity_lane,
+            parity_bytes=effect.parity_bytes,
+        )
+        return ArenaReady(rank=effect.rank, layout_id=effect.layout_id)
+
+    def _build(self, effect: BuildParity, scope: EpochScope) -> ParityBuilt:
+        scope.check()
+        self._storage.free_parity(effect.lane, effect.slot)
+        block = self._storage.block_view(effect.lane, effect.slot)
+        described = self._group.describe(effect.sources, effect.generation, scope)
+        manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
+        nbytes, digests = build(
+            block,
+            owner=effect.own_position,
+            n=len(effect.group),
+            sources=manifests,
+            fetch=self._group.fetch_from(effect.sources, scope, effect.generation, effect.lane),
+            check=scope.check,
+            effort=self._effort,
+        )
+        entry = ParityEntry(
+            lane=effect.lane,
+            generation=effect.generation,
+            group=effect.group,
+            sources=tuple(sorted((s.rank, s.manifest_digest) for s in effect.sources)),
+        )
+        # The manifests first: whoever is told of the block may need them next.
+        for manifest, layout in described.values():
+            self._storage.keep(manifest, layout)
+        scope.check()
+        record = ParityRecord(
+            entry=entry,
+            nbytes=nbytes,
+            piece_bytes=common_piece_bytes(manifests),
+            digests=digests,
+            payload_bytes=tuple(sorted((m.rank, m.payload_bytes) for m in manifests.values())),
+        )
+        self._storage.seal_parity(effect.slot, record)
+        return ParityBuilt(
+            lane=effect.lane, slot=effect.slot, generation=effect.generation, entry=entry
+        )
+
+    def _fetch_manifest(self, effect: FetchManifest, scope: EpochScope) -> ManifestFetched:
+        manifest, layout = self._group.ask(
+            effect.peers, effect.rank, effect.generation, effect.manifest_digest, scope
+        )
+        return ManifestFetched(
+            rank=effect.rank, generation=effect.generation, manifest=manifest, layout=layout
+        )
+
+    def _rebuild(self, effect: Rebuild, scope: EpochScope) -> Rebuilt:
+        lane = scope.current().lane_of(effect.rank)
+        manifest = effect.manifest
+        self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
+        slot = self._storage.arena(effect.rank, manifest.layout_id).slot_view(effect.slot)
+        described = self._group.describe(effect.sources, manifest.generation, scope)
+        rebuild(
+            slot[: manifest.payload_bytes],
+            lost=effect.own_position,
+            manifest=manifest,
+            sources={position: decode_manifest(m) for position, (m, _) in described.items()},
+            fetch=self._group.fetch_from(effect.sources, scope, manifest.generation, lane),
+            check=scope.check,
+            effort=self._effort,
+        )
+        scope.check()
+        self._storage.seal(effect.rank, manifest.layout_id, effect.slot, manifest, effect.encoded)
+        return Rebuilt(rank=effect.rank, slot=effect.slot, generation=manifest.generation)
+
+    def _verify_snapshot(self, effect: VerifySnapshot) -> SnapshotVerified:
+        manifest = effect.manifest
+        arena = self._storage.arena(effect.rank, manifest.layout_id)
+        self._storage.check_manifest_file(effect.rank, manifest.layout_id, effect.slot)
+        bad = verify(
+            arena.slot_view(effect.slot)[: manifest.payload_bytes],
+            manifest.digests,
+            manifest.piece_bytes,
+            threads=self._effort.threads,
+        )
+        if bad is not None:
+            raise CorruptError(
+                f"piece {bad} of rank {effect.rank} generation {manifest.generation} does not "
+                f"match its manifest"
+            )
+        return SnapshotVerified(
+            rank=effect.rank, slot=effect.slot, generation=manifest.generation, ok=True
+        )
+
+    def _verify_parity(self, effect: VerifyParity) -> ParityVerified:
+        record = self._storage.parity_record(effect.lane, effect.slot)
+        if record.entry.generation != effect.generation:
+            raise StorageError(
+                f"parity block {effect.slot} of lane {effect.lane} holds generation "
+                f"{record.entry.generation}, not {effect.generation}"
+            )
+        self._storage.check_entry_file(effect.lane, effect.slot)
+        bad = verify(
+            self._storage.block_view(effect.lane, effect.slot)[: record.nbytes],
+            record.digests,
+            record.piece_bytes,
+            threads=self._effort.threads,
+        )
+        if bad is not None:
+            raise CorruptError(
+                f"piece {bad} of parity block {effect.slot} of lane {effect.lane} does not match "
+                f"its entry"
+            )
+        return ParityVerified(
+            lane=effect.lane, slot=effect.slot, generation=effect.generation, ok=True
+        )
+
+
+def _failure(effect: Background, error: HoldfastError) -> Completion:
+    """The completion event of `effect` that says that it failed, and why."""
+    why = str(error)
+    match effect:
+        case AllocateArena():
+            return ArenaReady(rank=effect.rank, layout_id=effect.layout_id, error=error)
+        case BuildParity():
+            suspect = error.rank if isinstance(error, SourceCorruptError) else None
+            return ParityBuilt(
+                lane=effect.lane,
+                slot=effect.slot,
+                generation=effect.generation,
+                entry=None,
+                error=why,
+                suspect=suspect,
+            )
+        case FetchManifest():
+            return ManifestFetched(
+                rank=effect.rank,
+                generation=effect.generation,
+                manifest=b"",
+                layout=b"",
+                error=why,
+            )
+        case Rebuild():
+            generation = effect.manifest.generation
+            return Rebuilt(rank=effect.rank, slot=effect.slot, generation=generation, error=why)
+        case VerifySnapshot():
+            generation = effect.manifest.generation
+            return SnapshotVerified(
+                rank=effect.rank, slot=effect.slot, generation=generation, ok=False, detail=why
+            )
+        case VerifyParity():
+            return ParityVerified(
+                lane=effect.lane,
+                slot=effect.slot,
+                generation=effect.generation,
+                ok=False,
+                detail=why,
+            )

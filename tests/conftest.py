@@ -1,0 +1,33 @@
+"""What all tests share: reproducible Hypothesis runs, and tests that need a GPU skip by name.
+
+Fixtures of one part live beside that part's tests, not here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run: a failure here is a failure everywhere. To search for new ones:
+# `make test ARGS="--hypothesis-profile=explore"`.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
+settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none; imports torch only if there are such tests."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _cuda_is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _cuda_is_available() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.jobs import (
+    DEFAULT_RULES,
+    Action,
+    MoETrainingJob,
+    On,
+    PolicyType,
+    check_supported,
+    parse_job,
+)
+from holdfast_core.topology import Topology
+from holdfast_core.values import Redundancy
+
+
+def document(**spec: Any) -> dict[str, Any]:
+    """A small valid job with `spec` over it."""
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "nodes": 4,
+            "parallelism": {"dp": 4, "ep": 2},
+            "trainer": {
+                "template": {
+                    "spec": {
+                        "containers": [
+                            {
+                                "name": "trainer",
+                                "image": "registry/trainer:1",
+                                "command": ["python", "train.py"],
+                                "args": ["--steps", "10"],
+                                "env": [
+                                    {"name": "SEED", "value": "7"},
+                                    {"name": "EMPTY"},
+                                    {"name": "TOKEN", "valueFrom": {"secretKeyRef": {}}},
+                                ],
+                            }
+                        ]
+                    }
+                }
+            },
+            **spec,
+        },
+    }
+
+
+FULL = document(
+    suspend=True,
+    nodes=16,
+    minNodes=12,
+    nprocPerNode=8,
+    parallelism={"dp": 16, "tp": 2, "pp": 4, "ep": 8},
+    model={"numExperts": 64, "numMoELayers": 32},
+    snapshot={"policy": {"type": "Sparse"}, "interval": {"steps": 2}, "memoryPerNode": "200Gi"},
+    redundancy={
+        "type": "RAIM5",
+        "raim5": {"groupSize": 4, "spreadTopologyKey": "topology.kubernetes.io/rack"},
+    },
+    persistence={
+        "uri": "s3://bucket/run1",
+        "interval": {"minutes": 30},
+        "keep": 3,
+        "secretRef": {"name": "creds"},
+    },
+    failurePolicy={
+        "maxRestarts": 20,
+        "restartWindowSeconds": 3600,
+        "spares": 2,
+        "detection": {"heartbeatSeconds": 1, "missedHeartbeats": 5, "hangSeconds": 600},
+        "rules": [
+            {"on": "ExitCode", "values": [42], "action": "RestartInPlace"},
+            {"on": "Disruption", "action": "ReplaceNode", "countTowardsMax": False},
+            {"on": "NodeLost", "action": "ReplaceNode"},
+            {"on": "NoReplacement", "afterSeconds": 300, "action": "Shrink"},
+            {"on": "Any", "action": "RestartInPlace"},
+        ],
+    },
+)
+
+
+def test_a_small_job_gets_sensible_defaults() -> None:
+    job = parse_job(document())
+    spec = job.spec
+    assert (spec.suspend, spec.min_nodes, spec.nproc_per_node, spec.model) == (False, None, 1, None)
+    assert spec.snapshot.policy.type is PolicyType.FULL
+    assert spec.snapshot.interval.steps == 1
+    assert spec.redundancy.type is Redundancy.RAIM5
+    assert spec.persistence is None
+    assert (spec.failure_policy.max_restarts, spec.failure_policy.spares) == (20, 0)
+    assert spec.failure_policy.rules == DEFAULT_RULES
+    detection = spec.failure_policy.detection
+    assert (detection.heartbeat_seconds, detection.missed_heartbeats) == (1.0, 5)
+    assert detection.hang_seconds == 600.0
+    check_supported(job)
+
+
+def test_accessors_say_what_the_rest_of_holdfast_asks() -> None:
+    job = parse_job(document())
+    assert job.key == "default.tiny"
+    assert job.world_size == 4
+    assert job.topology() == Topology(dp=4, ep=2)
+    assert job.group_size == 4
+    assert job.spread_topology_key == "kubernetes.io/hostname"
+    assert job.memory_per_node_bytes is None
+    assert job.command == ("python", "train.py", "--steps", "10")
+    assert job.env == {"SEED": "7", "EMPTY": ""}
+
+
+def test_every_field_of_the_schema_can_be_given() -> None:
+    job = parse_job(FULL)
+    assert job.topology() == Topology(dp=16, tp=2, pp=4, ep=8)
+    assert job.memory_per_node_bytes == 200 * 1024**3
+    assert job.spread_topology_key == "topology.kubernetes.io/rack"
+    assert job.group_size == 4
+    assert job.spec.model is not None
+    assert job.spec.model.num_moe_layers == 32
+    assert job.spec.persistence is not None
+    assert job.spec.persistence.secret_ref is not None
+    shrink = job.spec.failure_policy.rules[3]
+    assert (shrink.on, shrink.after_seconds, shrink.action) == (
+        On.NO_REPLACEMENT,
+        300.0,
+        Action.SHRINK,
+    )
+
+
+@pytest.mark.parametrize("source", [document(), FULL], ids=["small", "full"])
+def test_an_encoded_job_is_a_document_of_the_same_job(source: dict[str, Any]) -> None:
+    job = parse_job(source)
+    assert parse_job(msgspec.to_builtins(job)) == job
+    assert msgspec.json.decode(msgspec.json.encode(job), type=MoETrainingJob) == job
+
+
+def test_parsing_leaves_the_document_as_it_was() -> None:
+    source = document()
+    source["status"] = {"phase": "Running"}
+    source["metadata"]["resourceVersion"] = "5"
+    before = msgspec.json.encode(source)
+    parse_job(source)
+    assert msgspec.json.encode(source) == before
+
+
+def test_what_an_api_server_adds_is_ignored_or_kept() -> None:
+    source = document()
+    source["status"] = {"phase": "Running"}
+    source["metadata"] |= {
+        "namespace": "team-a",
+        "uid": "1b7f",
+        "generation": 3,
+        "resourceVersion": "17",
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "managedFields": [{}],
+        "finalizers": ["holdfast.dev/memory"],
+        "labels": {"team": "a"},
+        "annotations": {"note": "b"},
+    }
+    job = parse_job(source)
+    assert job.key == "team-a.tiny"
+    assert (job.metadata.uid, job.metadata.generation) == ("1b7f", 3)
+    assert job.metadata.labels == {"team": "a"}
+
+
+def test_small_jobs_have_small_groups_and_jobs_without_redundancy_none() -> None:
+    two = parse_job(document(nodes=2, parallelism={"dp": 2}))
+    assert two.group_size == 2
+    none = parse_job(document(redundancy={"type": "None"}))
+    assert none.group_size == 1
+    one = parse_job(document(nodes=1, parallelism={"dp": 1}, redundancy={"type": "None"}))
+    assert one.world_size == 1
+
+
+def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
+    with pytest.raises(InvalidJobError) as caught:
+        check_supported(parse_job(FULL))
+    assert str(caught.value).splitlines() == [
+        "job default.tiny asks for what this version cannot do, 4 problems:",
+        '  spec.snapshot.policy.type = "Sparse": this version captures every unit in every '
+        "snapshot; use Full",
+        '  spec.persistence = "s3://bucket/run1": this version keeps snapshots in memory only; '
+        "remove the field and save checkpoints from the trainer",
+        "  spec.minNodes = 12: this version cannot train on fewer nodes than spec.nodes; remove "
+        "the field or give 16",
+        '  spec.failurePolicy.rules[3].action = "Shrink": this version cannot train on fewer '
+        "nodes than spec.nodes; use Fail, or give the job spares",
+    ]
+
+
+@pytest.mark.parametrize("policy", ["PartialExperts", "Selective", "Sparse"])
+def test_each_policy_but_full_is_not_supported_yet(policy: str) -> None:
+    job = parse_job(document(snapshot={"policy": {"type": policy}}))
+    with pytest.raises(InvalidJobError, match=r"spec\.snapshot\.policy\.type.*; use Full"):
+        check_supported(job)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.quantities import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        (1073741824, 1073741824),
+        ("1Ki", 1024),
+        ("200Gi", 200 * 1024**3),
+        ("2Ti", 2 * 1024**4),
+        ("1Pi", 1024**5),
+        ("1k", 1000),
+        ("3M", 3_000_000),
+        ("1.5G", 1_500_000_000),
+        ("0.5Mi", 524288),
+        ("0.1", 1),
+        ("1.0001Ki", 1025),
+        ("2T", 2 * 10**12),
+        ("2P", 2 * 10**15),
+    ],
+)
+def test_quantities_are_bytes(text: str | int, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Gi", "1 Gi", "-1", "1K", "1m", "1gi", "1e3", ".5Gi", "1.Gi", "1GiB", -1, "١Gi"]
+)
+def test_other_text_is_refused_with_what_to_write(text: str | int) -> None:
+    with pytest.raises(InvalidJobError, match="is not an amount of memory; write bytes or use Ki"):
+        parse_bytes(text)
+
+
+def test_bytes_are_shown_in_gib_and_exactly() -> None:
+    assert format_bytes(1610612736) == "1.50 GiB (1610612736 bytes)"

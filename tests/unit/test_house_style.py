@@ -1,0 +1,161 @@
+"""The house rules that no linter knows: size, docstrings, names, who reads the environment.
+
+An exception is listed here with its reason, or it does not exist. A listed exception that is no
+longer needed fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_ROOTS = ("core", "protos", "daemon", "operator", "trainer_sdk")
+OTHER_ROOTS = ("tests", "benchmarks", "examples")
+
+MODULE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+
+LONG_MODULES: dict[str, str] = {}
+"""Path → why it is better long."""
+
+LONG_FUNCTIONS: dict[str, str] = {}
+"""`path:qualified name` → why it is better long."""
+
+LEFTOVERS = tuple(first + second for first, second in (("TO", "DO"), ("FIX", "ME"), ("XX", "X")))
+
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _modules(*roots: str) -> list[Path]:
+    return sorted(
+        path
+        for root in roots
+        for path in (ROOT / root).rglob("*.py")
+        if not path.stem.endswith(("_pb2", "_pb2_grpc"))  # generated
+    )
+
+
+SOURCES = _modules(*SOURCE_ROOTS)
+EVERYTHING = _modules(*SOURCE_ROOTS, *OTHER_ROOTS)
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def _functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, int]]:
+    """(qualified name, lines) of each function below `node`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, FUNCTION | ast.ClassDef):
+            name = f"{within}{child.name}"
+            if not isinstance(child, ast.ClassDef):
+                yield name, (child.end_lineno or child.lineno) - child.lineno + 1
+            yield from _functions(child, f"{name}.")
+        else:
+            yield from _functions(child, within)
+
+
+def _none(found: list[str], rule: str) -> None:
+    assert not found, "\n  ".join([f"{rule}:", *found])
+
+
+def _check_lengths(lines: dict[str, int], maximum: int, exceptions: dict[str, str]) -> None:
+    long = {name: count for name, count in lines.items() if count > maximum}
+    _none(
+        [f"{name}: {count} lines" for name, count in long.items() if name not in exceptions],
+        f"at most {maximum} lines: split by what it decides or touches, or list it with a reason",
+    )
+    _none([name for name in exceptions if name not in long], "no longer needs its exception")
+
+
+def test_modules_are_short() -> None:
+    lines = {_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in EVERYTHING}
+    _check_lengths(lines, MODULE_LINES_MAX, LONG_MODULES)
+
+
+def test_functions_are_short() -> None:
+    lines = {
+        f"{_name(path)}:{name}": count
+        for path in EVERYTHING
+        for name, count in _functions(_tree(path))
+    }
+    _check_lengths(lines, FUNCTION_LINES_MAX, LONG_FUNCTIONS)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    """Tests are exempt: they mirror the module that they test, and their names are sentences."""
+    paths = [*SOURCES, *_modules("benchmarks", "examples")]
+    _none([_name(path) for path in paths if not ast.get_docstring(_tree(path))], "no docstring")
+
+
+def test_everything_public_in_core_says_what_it_does() -> None:
+    undocumented = [
+        f"{_name(path)}:{node.lineno} {node.name}"
+        for path in _modules("core")
+        for node in _tree(path).body
+        if isinstance(node, FUNCTION | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    _none(undocumented, "public in core without a docstring")
+
+
+def test_no_package_takes_the_name_of_the_standard_operator_module() -> None:
+    """Our source root `operator/` must not become importable, nor a test folder beside it."""
+    stdlib = Path(sysconfig.get_path("stdlib")).resolve()
+    assert Path(str(operator.__file__)).resolve().parent == stdlib
+    inits = [path for root in ("operator", "tests") for path in (ROOT / root).rglob("__init__.py")]
+    shadows = [path for path in inits if path.parent.name == "operator"]
+    below_roots = [path for root in SOURCE_ROOTS for path in (ROOT / root).rglob("operator")]
+    shadows += [path for path in below_roots if path.is_dir()]
+    _none([_name(path) for path in shadows], "hides the standard library's operator")
+
+
+def test_tests_are_no_packages() -> None:
+    _none([_name(path) for path in (ROOT / "tests").rglob("__init__.py")], "delete it")
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv"}
+    match node:
+        case ast.Attribute(value=ast.Name(id="os"), attr=attr):
+            return attr in names
+        case ast.ImportFrom(module="os", names=imported):
+            return any(alias.name in names for alias in imported)
+        case _:
+            return False
+
+
+@pytest.mark.parametrize("root", SOURCE_ROOTS)
+def test_one_module_of_each_application_reads_the_environment(root: str) -> None:
+    readers = [
+        _name(path)
+        for path in _modules(root)
+        if any(_reads_environment(node) for node in ast.walk(_tree(path)))
+    ]
+    strangers = [name for name in readers if not name.endswith("/_environment.py")]
+    _none(strangers, "only a module named _environment reads the environment")
+    assert len(readers) <= 1, readers
+
+
+def test_nothing_is_left_for_later() -> None:
+    found = [
+        f"{_name(path)}:{number}: {word}"
+        for path in EVERYTHING
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        for word in LEFTOVERS
+        if word in line
+    ]
+    _none(found, "finish it, or file an issue")
