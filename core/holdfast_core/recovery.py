@@ -72,11 +72,14 @@ def is_protected(membership: Membership, holdings: Holdings, generation: Generat
 def rebuildable(
     membership: Membership, holdings: Holdings, rank: int, generation: Generation
 ) -> bool:
-    """Whether the other members of the rank's parity group can rebuild its snapshot."""
+    """Whether the other members of the rank's parity group, all of which hold their own snapshots,
+    can rebuild its snapshot."""
     if membership.redundancy is not Redundancy.RAIM5:
         return False
     member, lane = membership.member_of(rank), membership.lane_of(rank)
     others = [m for m in membership.group_of(member) if m != member]
+    if any((membership.rank_at(m, lane), generation) not in holdings.snapshots for m in others):
+        return False
     blocks = [
         _parity_of(membership, holdings, owner, lane, generation, lost_rank=rank)
         for owner in others

@@ -57,6 +57,8 @@ class BulkServer:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._closing = False
         self.sent_bytes = 0
+        self.accepted = 0
+        """Connections that were served."""
         self.malformed = 0
         """Connections that were closed because they did not keep to the protocol."""
         self.refused = 0
@@ -111,6 +113,7 @@ class BulkServer:
                     connection.close()
                     continue
                 self._connections[connection] = thread
+                self.accepted += 1
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -20,7 +20,7 @@ from holdfast_protos import control_pb2, control_pb2_grpc
 
 HEARTBEAT_S = 1.0
 SOON_S = 0.02
-"""Evidence is sent this long after it was seen, so that one heartbeat carries what comes together."""
+"""Evidence is sent this long after it was seen: one heartbeat carries what comes together."""
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.1, 2.0
 
 _log = bind(logging.getLogger(__name__))

@@ -49,8 +49,8 @@ class SaveEpoch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seal:
-    """Write a slot's manifest (temporary file, rename): the snapshot exists from here on → `Sealed`,
-    before the next effect begins."""
+    """Write a slot's manifest (temporary file, rename): the snapshot exists from here on
+    → `Sealed`, before the next effect begins."""
 
     rank: int
     layout_id: str

@@ -45,9 +45,9 @@ class EpochScope:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
-        """Raises StaleEpochError once a newer epoch has begun."""
+        """Raises StaleEpochError once the epoch has ended."""
         if self.ended.is_set():
-            raise StaleEpochError("a newer epoch has begun")
+            raise StaleEpochError("the epoch that this work belongs to has ended")
 
     def current(self) -> Membership:
         """Raises StaleEpochError when there is no epoch, or a newer one has begun."""

@@ -32,7 +32,7 @@ from holdfast_daemon.effects import (
     SendReport,
     SendSuspect,
 )
-from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.job_storage import AdoptedJob, JobStorage
 from holdfast_daemon.worker import EffectWorker
 

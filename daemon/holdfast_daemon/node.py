@@ -150,7 +150,7 @@ class Node:
         self.storage.close()
         _log.info("daemon_stopped", node=self._settings.node)
 
-    # --- what the threads of the bulk service ask --------------------------------------------------
+    # --- what the threads of the bulk service ask -------------------------------------------------
 
     def locate(self, request: Request) -> Located:
         """`bulk.Resolver`: where requested bytes lie. Called from many threads."""
@@ -172,7 +172,7 @@ class Node:
             path=extent.path, offset=extent.offset + offset, available=extent.nbytes - offset
         )
 
-    # --- control ------------------------------------------------------------------------------------
+    # --- control ----------------------------------------------------------------------------------
 
     def heartbeat(self) -> control_pb2.Heartbeat:
         """What the control loop is told of this node."""
@@ -300,9 +300,7 @@ class Node:
             self.metrics.observe("loop_lag_seconds", max(0.0, lag_s))
 
     def _scrub_next(self, now: float) -> None:
-        targets = {
-            target: host for host in self.hosts.values() for target in _scrub_targets(host)
-        }
+        targets = {target: host for host in self.hosts.values() for target in _scrub_targets(host)}
         target = self._scrub.next(now, targets)
         if target is None:
             return

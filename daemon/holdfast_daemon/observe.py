@@ -78,9 +78,7 @@ class NodeObserver:
             )
 
     def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:
-        _log.error(
-            "storage_failed", job=host.job, effect=type(effect).__name__, cause=str(error)
-        )
+        _log.error("storage_failed", job=host.job, effect=type(effect).__name__, cause=str(error))
 
     def refresh(self, hosts: dict[str, JobHost], used_bytes: int, budget_bytes: int) -> None:
         """Gauges and the catalogue's whole states, at heartbeat pace."""
@@ -135,5 +133,3 @@ class NodeObserver:
                 metrics.add("corrupt", job=job, kind="parity")
             case "fenced":
                 metrics.add("stale_epoch_refusals", job=job)
-
-

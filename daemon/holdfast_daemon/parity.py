@@ -389,13 +389,12 @@ class _Segment:
 def _over_segments(
     nbytes: int, grid_bytes: int, threads: int, run: Callable[[int, int], _Result]
 ) -> list[_Result]:
-    """`run(start, end)` over [0, nbytes) in up to `threads` segments of whole strides of the grid,
-    at the same time; the first error that any of them raised."""
+    """`run(start, end)` over [0, nbytes) at once in up to `threads` segments on the grid."""
     strides = -(-nbytes // grid_bytes)
-    count = max(min(threads, strides), 1)
-    bounds = [min(strides * i // count * grid_bytes, nbytes) for i in range(count + 1)]
-    if count == 1:
+    count = min(threads, strides)
+    if count <= 1:
         return [run(0, nbytes)]
+    bounds = [min(strides * i // count * grid_bytes, nbytes) for i in range(count + 1)]
     with ThreadPoolExecutor(count - 1, thread_name_prefix="parity") as pool:
         others = [pool.submit(run, bounds[i], bounds[i + 1]) for i in range(1, count)]
         return [run(bounds[0], bounds[1]), *(other.result() for other in others)]

@@ -102,9 +102,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     def __init__(self, host_of: Callable[[str], JobHost | None]) -> None:
         self._host_of = host_of
 
-    async def Report(
-        self, request: peer_pb2.ReportMessage, context: Context
-    ) -> peer_pb2.PeerReply:
+    async def Report(self, request: peer_pb2.ReportMessage, context: Context) -> peer_pb2.PeerReply:
         host = self._host_of(request.job)
         if host is None:
             return peer_pb2.PeerReply(epoch=0)
@@ -127,9 +125,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if host is None:
             return peer_pb2.PeerReply(epoch=0)
         generation = codec.generation_from_proto(request.generation)
-        host.carry_out(
-            host.engine.on_suspect(request.epoch, request.rank, generation, host.now)
-        )
+        host.carry_out(host.engine.on_suspect(request.epoch, request.rank, generation, host.now))
         return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
 
     async def FetchManifest(
@@ -148,9 +144,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 str(error),
                 trailing_metadata=codec.error_to_metadata(error),
             )
-        found = host.storage.describe(
-            request.rank, codec.generation_from_proto(request.generation)
-        )
+        found = host.storage.describe(request.rank, codec.generation_from_proto(request.generation))
         manifest, layout = found or (b"", b"")
         return peer_pb2.FetchManifestReply(manifest=manifest, layout=layout)
 

@@ -230,9 +230,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             )
         )
         while True:
-            digest = host.engine.committed(
-                request.session, epoch=request.epoch, step=request.step
-            )
+            digest = host.engine.committed(request.session, epoch=request.epoch, step=request.step)
             if digest is not None:
                 return trainer_pb2.CommitReply(manifest_digest=digest)
             await host.changed(ASK_AGAIN_S)
@@ -241,9 +239,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Abort(self, request: trainer_pb2.AbortRequest, context: Any) -> Any:
         host = self._host_of_session(request.session)
         host.carry_out(
-            host.engine.abort(
-                request.session, epoch=request.epoch, step=request.step, now=host.now
-            )
+            host.engine.abort(request.session, epoch=request.epoch, step=request.step, now=host.now)
         )
         return trainer_pb2.AbortReply()
 
@@ -334,9 +330,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
         host = self._host(request.job)
-        host.carry_out(
-            host.engine.publish_store(request.epoch, request.store_address, host.now)
-        )
+        host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
         return trainer_pb2.PublishStoreReply()
 
     async def Status(self, request: trainer_pb2.StatusRequest, context: Any) -> Any:

@@ -92,8 +92,9 @@ class EffectWorker:
         storage = self._storage
         match effect:
             case SaveEpoch():
-                storage.save_epoch(effect.membership, effect.line, effect.retained)
+                # Also when it cannot be saved: the engine is in the new epoch either way.
                 self._enter(effect.membership)
+                storage.save_epoch(effect.membership, effect.line, effect.retained)
             case Seal():
                 storage.seal(
                     effect.rank, effect.layout_id, effect.slot, effect.manifest, effect.encoded

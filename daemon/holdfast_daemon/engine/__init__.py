@@ -5,7 +5,8 @@ of an effect, time) and returns the effects to carry out. It touches nothing its
 socket, no file, so that the simulator runs this very code.
 """
 
+from holdfast_daemon.engine.answers import Opened, RestoreState, WorldState
 from holdfast_daemon.engine.convergence import EngineSettings
-from holdfast_daemon.engine.job import JobEngine, Opened, RestoreState, WorldState
+from holdfast_daemon.engine.job import JobEngine
 
 __all__ = ["EngineSettings", "JobEngine", "Opened", "RestoreState", "WorldState"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
-
 from holdfast_daemon.effects import (
     ArenaReady,
     Completion,
@@ -65,7 +64,7 @@ def _sealed(memory: JobMemory, event: Sealed) -> None:
     found = _find(memory, event)
     if found is None:
         return
-    arena, slot = found
+    _, slot = found
     if event.error is None:
         slot.state, slot.verified = SlotState.SEALED, True
         memory.note("committed", rank=event.rank, generation=event.generation)

@@ -25,7 +25,6 @@ from holdfast_core.values import (
     ParityEntry,
     Report,
 )
-
 from holdfast_daemon.effects import Completion, Effect, SaveEpoch, SendDirective, SendReport
 from holdfast_daemon.engine import completions, leader, upkeep
 from holdfast_daemon.engine.state import ArenaView, JobMemory, ParityState, SlotState
@@ -53,9 +52,9 @@ class Convergence:
         self._settings = settings
         self._sent: Report | None = None
         self._sent_directive: Directive | None = None
-        self._sent_at = float("-inf")
+        self._sent_at = self._latest = float("-inf")
 
-    # --- what happened: membership and peers ----------------------------------------------------
+    # --- what happened: membership and peers ------------------------------------------------------
 
     def adopt(
         self,
@@ -67,8 +66,11 @@ class Convergence:
         parities: Sequence[tuple[int, int, ParityEntry]],
         now: float,
     ) -> list[Effect]:
-        """Take over what an earlier daemon left: `arenas` are (rank, encoded layout, {slot: encoded
-        manifest}), `parities` are (lane, slot, entry). Nothing counts as held before it is verified.
+        """Take over what an earlier daemon left. Nothing counts as held before it is verified.
+
+        Args:
+            arenas: (rank, encoded layout, {slot: encoded manifest}) of each.
+            parities: (lane, slot, entry) of each.
         """
         memory = self.memory
         for rank, encoded, sealed in arenas:
@@ -94,8 +96,8 @@ class Convergence:
         return self._settle(now)
 
     def set_membership(self, membership: Membership, now: float) -> list[Effect]:
-        """A membership from the control loop. Older ones, and ones that name another memory for this
-        node, are ignored."""
+        """A membership from the control loop. Older ones, and ones that name another memory for
+        this node, are ignored."""
         memory = self.memory
         known = memory.membership
         mine = membership.member_on(memory.node)
@@ -110,9 +112,7 @@ class Convergence:
             memory.membership = membership
             self._sent = self._sent_directive = None
             memory.out.append(
-                SaveEpoch(
-                    membership=membership, line=self._line(), retained=self._retained()
-                )
+                SaveEpoch(membership=membership, line=self._line(), retained=self._retained())
             )
         return self._settle(now)
 
@@ -171,7 +171,7 @@ class Convergence:
             self._sent = self._sent_directive = None
         return self._settle(now)
 
-    # --- inside -------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     @property
     def settled(self) -> bool:
@@ -209,6 +209,10 @@ class Convergence:
 
     def _settle_into(self, now: float) -> None:
         memory = self.memory
+        if now < self._latest:  # a clock that jumped back must not stretch a pause
+            memory.retry_at.clear()
+            self._sent_at = float("-inf")
+        self._latest = now
         if memory.membership is None:
             return
         if memory.me is None:

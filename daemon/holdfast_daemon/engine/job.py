@@ -7,12 +7,11 @@ that was lost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast_core.errors import (
     CorruptError,
     InvalidJobError,
-    NoRecoveryLineError,
     RankInUseError,
     SnapshotSkippedError,
     StaleEpochError,
@@ -26,49 +25,12 @@ from holdfast_core.layouts import (
     encode_manifest,
     manifest_digest,
 )
-from holdfast_core.values import Generation, Line, Manifest
-
+from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.effects import Effect, Seal
-from holdfast_daemon.engine import upkeep
+from holdfast_daemon.engine import answers, upkeep
+from holdfast_daemon.engine.answers import Opened, RestoreState, WorldState
 from holdfast_daemon.engine.convergence import Convergence
-from holdfast_daemon.engine.state import ArenaView, RankRecord, Session, Slot, SlotState
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """A session whose arena is allocated."""
-
-    session: Session
-    arena: ArenaView
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestoreState:
-    """How far a restore is. `ready` with a slot, or ready with none for a fresh start."""
-
-    phase: str
-    detail: str
-    done: int = 0
-    total: int = 0
-    line: Line | None = None
-    arena: ArenaView | None = None
-    slot: Slot | None = None
-    source: str = "none"
-
-    @property
-    def ready(self) -> bool:
-        return self.phase == "ready"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorldState:
-    """The training world of the current epoch, as a member's agent sees it."""
-
-    epoch: int
-    node_rank: int
-    nodes: int
-    store_address: str
-    serves_store: bool
+from holdfast_daemon.engine.state import ArenaView, RankRecord, Session, SlotState
 
 
 class JobEngine(Convergence):
@@ -350,55 +312,17 @@ class JobEngine(Convergence):
 
         Raises:
             StaleEpochError: the epoch has ended.
+            NoRecoveryLineError: training has gone on without this rank's restore.
         """
-        memory = self.memory
         self._check_epoch(epoch, f"rank {rank}")
         self._check_rank(rank)
-        membership, line = memory.membership, self._line()
-        assert membership is not None
-        if line is None:
-            return RestoreState(
-                phase="inventories",
-                detail="waiting for every daemon to verify what it holds",
-                done=sum(report.verified for report in memory.reports.values()),
-                total=len(membership.members),
-            )
-        if line.generation is None:
-            return RestoreState(phase="ready", detail=line.reason, line=line)
-        retained = memory.directive.retained if memory.directive else None
-        if retained is not None and retained > line.generation:
-            raise NoRecoveryLineError(
-                f"rank {rank} restores too late: the line {line.generation} of epoch {epoch} was "
-                f"replaced by {retained}"
-            )
-        held = memory.sealed(rank, line.generation)
-        if held is None or not held[1].verified:
-            return RestoreState(
-                phase="rebuild", detail=f"generation {line.generation} from parity", line=line
-            )
-        arena, slot = held
-        source = "parity" if slot.rebuilt_in == epoch else "local"
-        return RestoreState(
-            phase="ready", detail=line.reason, line=line, arena=arena, slot=slot, source=source
-        )
+        return answers.restore_state(self.memory, rank)
 
     def world_state(self, after_epoch: int) -> WorldState | None:
         """The world of an epoch newer than `after_epoch`, or None while there is none."""
-        memory = self.memory
-        if memory.membership is None or memory.me is None or memory.epoch <= after_epoch:
-            return None
-        if memory.fenced or memory.directive is None:
-            return None
-        position = memory.membership.position(memory.me)
-        return WorldState(
-            epoch=memory.epoch,
-            node_rank=position,
-            nodes=len(memory.membership.members),
-            store_address=memory.directive.rendezvous,
-            serves_store=position == 0 and not memory.directive.rendezvous,
-        )
+        return answers.world_state(self.memory, after_epoch)
 
-    # --- inside -------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _check_epoch(self, epoch: int, who: str) -> None:
         memory = self.memory

@@ -44,8 +44,8 @@ def lead(membership: Membership, reports: Mapping[int, Report], previous: Direct
     # A daemon that restarted lists only what it has verified so far: what it does not list yet is
     # not lost.
     settled = {member: r.inventory for member, r in reports.items() if r.verified}
-    # What was protected once may be missing on a member (a corrupt slot) and still be the line: only
-    # newer generations can be given up.
+    # What was protected once may be missing on a member (a corrupt slot) and still be the line:
+    # only newer generations can be given up.
     floor = max((g for g in (retained, line.generation) if g is not None), default=None)
     dead = {
         g

@@ -1,7 +1,7 @@
 """The engine's memory of one job on this node: arenas, slots, parity blocks, sessions, reports.
 
-Plain mutable records with the questions that follow from their own fields. What changes them and why
-is in the modules beside this one; what is on disk behind them is the adapters' business.
+Plain mutable records with the questions that follow from their own fields. What changes them, and
+why, is in the modules beside this one; what is on disk behind them is the adapters' business.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from holdfast_core.values import (
     Report,
     SnapshotEntry,
 )
-
 from holdfast_daemon.effects import Effect, Note
 
 PARITY_SLOTS = 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 from holdfast_core import recovery
 from holdfast_core.budget import parity_block_bytes
 from holdfast_core.values import Generation, Membership, Redundancy
-
 from holdfast_daemon.effects import (
     AllocateArena,
     BuildParity,
@@ -81,13 +80,14 @@ def release(memory: JobMemory) -> None:
         return
     mine = set(memory.my_ranks())
     for arena, slot in list(memory.slots()):
-        if slot.state is SlotState.SEALED and slot.generation is not None:
-            if arena.rank not in mine or not _is_kept(memory, slot.generation):
-                free_slot(memory, arena, slot)
+        if slot.state is not SlotState.SEALED or slot.generation is None:
+            continue
+        if arena.rank not in mine or not _is_kept(memory, slot.generation):
+            free_slot(memory, arena, slot)
     for parity in memory.parities.values():
-        if parity.state is ParityState.READY and parity.generation is not None:
-            if not _is_kept(memory, parity.generation):
-                free_parity(memory, parity)
+        ready = parity.state is ParityState.READY and parity.generation is not None
+        if ready and not _is_kept(memory, parity.generation):
+            free_parity(memory, parity)
     _remove_idle_arenas(memory)
     kept = frozenset(p.generation for p in memory.parities.values() if p.generation is not None)
     if kept != memory.peers_kept:
@@ -95,7 +95,9 @@ def release(memory: JobMemory) -> None:
         memory.out.append(ForgetPeers(keep=kept))
 
 
-def _is_kept(memory: JobMemory, generation: Generation) -> bool:
+def _is_kept(memory: JobMemory, generation: Generation | None) -> bool:
+    if generation is None:
+        return False
     directive = memory.directive
     assert directive is not None and directive.line is not None
     if generation in directive.dead:
@@ -114,10 +116,11 @@ def _remove_idle_arenas(memory: JobMemory) -> None:
     replaced = {rank for rank, _ in in_use}
     mine = set(memory.my_ranks())
     for key, arena in list(memory.arenas.items()):
-        if arena.ready and arena.idle and key not in in_use:
-            if arena.rank in replaced or arena.rank not in mine:
-                memory.out.append(RemoveArena(rank=arena.rank, layout_id=arena.layout_id))
-                del memory.arenas[key]
+        if not arena.ready or not arena.idle or key in in_use:
+            continue
+        if arena.rank in replaced or arena.rank not in mine:
+            memory.out.append(RemoveArena(rank=arena.rank, layout_id=arena.layout_id))
+            del memory.arenas[key]
 
 
 def protect(memory: JobMemory, now: float) -> None:
@@ -133,7 +136,7 @@ def protect(memory: JobMemory, now: float) -> None:
         slots = memory.lane_slots(lane)
         if any(p.state is ParityState.BUILDING for p in slots):
             continue
-        if now < memory.retry_at.get(f"parity{lane}", 0.0):
+        if now < memory.retry_at.get(f"parity{lane}", now):
             continue
         have = {p.generation for p in slots if p.state is ParityState.READY}
         free = next((p for p in slots if p.state is ParityState.FREE), None)
@@ -225,10 +228,10 @@ def rebuild(memory: JobMemory, now: float) -> None:
         return
     for rank in memory.my_ranks():
         job = memory.rebuilds.get(rank)
-        if job is not None and job.generation != target:
-            if not any(s.state is SlotState.REBUILDING for _, s in _slots_of(memory, rank)):
-                del memory.rebuilds[rank]
-                job = None
+        busy = any(s.state is SlotState.REBUILDING for _, s in _slots_of(memory, rank))
+        if job is not None and job.generation != target and not busy:
+            del memory.rebuilds[rank]
+            job = None
         if job is None and memory.sealed(rank, target) is None:
             _start_rebuild(memory, membership, rank, target, now)
         elif job is not None and job.manifest is not None:
@@ -238,7 +241,7 @@ def rebuild(memory: JobMemory, now: float) -> None:
 def _start_rebuild(
     memory: JobMemory, membership: Membership, rank: int, target: Generation, now: float
 ) -> None:
-    if now < memory.retry_at.get(f"rebuild{rank}", 0.0) or memory.me is None:
+    if now < memory.retry_at.get(f"rebuild{rank}", now) or memory.me is None:
         return
     inventories = {member: report.inventory for member, report in memory.reports.items()}
     holdings = recovery.Holdings.of(membership, inventories)

@@ -43,9 +43,7 @@ def main() -> int:
         cluster.run()
         print("\n".join(cluster.log))
         return 0
-    total = run_schedules(
-        options.first, options.count, steps=options.steps, faults=options.faults
-    )
+    total = run_schedules(options.first, options.count, steps=options.steps, faults=options.faults)
     print(f"{options.count} schedules, seeds {options.first}..{options.first + options.count - 1}")
     for name, count in sorted(total.items()):
         print(f"  {name:20} {count}")

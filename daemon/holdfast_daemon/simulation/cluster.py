@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from holdfast_core import recovery
 from holdfast_core.values import Generation, Inventory, MemberPlace, Membership
-from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.effects import Note
 from holdfast_daemon.simulation.clock import Clock, Network
 from holdfast_daemon.simulation.daemon import VirtualDaemon
 from holdfast_daemon.simulation.disk import Disk
-from holdfast_daemon.simulation.trainers import World, Worker
-
-FAULTS = (
-    "kill_rank",
-    "kill_daemon",
-    "kill_node",
-    "kill_control",
-    "pause_daemon",
-    "corrupt_arena",
-    "corrupt_parity",
-    "corrupt_manifest",
-    "cut_node",
-)
+from holdfast_daemon.simulation.faults import FAULTS, Faults
+from holdfast_daemon.simulation.trainers import Worker, World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +23,17 @@ class Options:
     seed: int
     steps: int = 12
     faults: int = 4
+    kinds: tuple[str, ...] = FAULTS
+    """Kinds of faults that may strike."""
     time_limit_s: float = 120.0
 
 
-class Cluster:
+class Cluster(Faults):
     """Runs one schedule. `run` raises AssertionError when an invariant breaks."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        rng = random.Random(options.seed)  # noqa: S311 - reproducible schedules, not secrets
+        rng = random.Random(options.seed)
         self.clock = Clock(rng)
         self.network = Network(
             self.clock,
@@ -55,6 +45,7 @@ class Cluster:
         self.nproc = rng.choice((1, 1, 2))
         self.group_size = self.members if self.members < 4 else rng.choice((2, self.members))
         self.disks: dict[str, Disk] = {}
+        self.clock_offset: dict[str, float] = {}
         self.daemons: dict[str, VirtualDaemon] = {}
         self.dead_nodes: set[str] = set()
         self.membership: Membership | None = None
@@ -68,6 +59,7 @@ class Cluster:
         self.log: list[str] = []
         self._nodes = 0
         self._faults_left = options.faults
+        self._kinds = options.kinds
         self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
         self._flip_rate = rng.choice((0.0, 0.0, 0.03))
         self._full: set[str] = set()
@@ -112,9 +104,10 @@ class Cluster:
         node = f"n{self._nodes}"
         self._nodes += 1
         self.disks[node] = Disk(memory_id=f"memory of {node}")
+        self.clock_offset[node] = self.clock.rng.uniform(-1e6, 1e6)
         self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
 
-    def _start_daemon(self, node: str) -> None:
+    def start_daemon(self, node: str) -> None:
         if node not in self.dead_nodes and not self.daemons[node].alive:
             self.say(f"daemon of {node} starts again")
             self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
@@ -166,7 +159,9 @@ class Cluster:
         spares = [
             n
             for n in sorted(self.daemons)
-            if n not in nodes and n not in self.dead_nodes and n not in self.network.cut
+            if n not in nodes
+            and n not in self.dead_nodes
+            and n not in self.network.cut
             and self.daemons[n].alive
         ]
         for node in lost:
@@ -186,12 +181,14 @@ class Cluster:
         """Dead nodes at once; cut or paused ones after a second without heartbeats."""
         if node in self.dead_nodes:
             return True
-        silent = node in self.network.cut or self.daemons[node].paused
-        if not silent:
+        if not self._is_silent(node):
             self._suspects.pop(node, None)
             return False
         since = self._suspects.setdefault(node, self.clock.now)
         return self.clock.now - since > 1.0
+
+    def _is_silent(self, node: str) -> bool:
+        return node in self.network.cut or self.daemons[node].paused
 
     def _publish(self, nodes: list[str]) -> None:
         groups = tuple(
@@ -245,140 +242,12 @@ class Cluster:
         def deliver() -> None:
             daemon = self.daemons[node]
             daemon.call(
-                lambda: daemon.carry_out(daemon.engine.set_membership(membership, self.clock.now))
+                lambda: daemon.carry_out(daemon.engine.set_membership(membership, daemon.now))
             )
 
         self.network.send("control", node, deliver)
 
-    # --- faults -----------------------------------------------------------------------------------
-
-    def strike(self, node: str, effect: Effect, when: str) -> None:
-        """A fault may strike the node's daemon, or the node, at any effect."""
-        if self._striking or self._faults_left <= 0 or self.membership is None:
-            return
-        if self.clock.rng.random() >= self._strike_rate:
-            return
-        kind = self.clock.rng.choice(("kill_daemon", "kill_node"))
-        self._inject(kind, node, f"{when} {type(effect).__name__}")
-
-    def _random_fault(self) -> None:
-        """Between effects: all kinds, on any node."""
-        if self._faults_left <= 0 or self.done:
-            return
-        self.clock.after(self.clock.rng.uniform(0.05, 2.0), self._random_fault)
-        if self.membership is None or self.clock.now < 0.3:
-            return
-        node = self.clock.rng.choice(self.membership.members).node
-        self._inject(self.clock.rng.choice(FAULTS), node, "between effects")
-
-    def _inject(self, kind: str, node: str, when: str) -> None:
-        membership = self.membership
-        assert membership is not None
-        member = membership.member_on(node)
-        if member is None or node in self.dead_nodes:
-            return
-        loses_memory = kind in (
-            "kill_node", "corrupt_arena", "corrupt_parity", "corrupt_manifest", "pause_daemon",
-            "cut_node",
-        )
-        group = membership.group_of(member)
-        if loses_memory and group not in self.whole:
-            return
-        if kind in ("pause_daemon", "cut_node") and self._suspects:
-            return
-        self._faults_left -= 1
-        self.counts[kind] += 1
-        self.say(f"FAULT {kind} {node} (member {member}) {when}")
-        if loses_memory:
-            self.whole.discard(group)
-        self._striking = True
-        getattr(self, f"_{kind}")(node)
-        self._striking = False
-        self.check_line()
-
-    def _kill_rank(self, node: str) -> None:
-        if self.world is None:
-            return
-        mine = [w for w in self.world.workers.values() if w.node == node and w.alive]
-        if mine:
-            self.clock.rng.choice(mine).kill()
-
-    def _kill_daemon(self, node: str) -> None:
-        self.daemons[node].alive = False
-        self.clock.after(self.clock.rng.uniform(0.1, 1.5), lambda: self._start_daemon(node))
-
-    def _kill_node(self, node: str) -> None:
-        self.daemons[node].alive = False
-        self.dead_nodes.add(node)
-        self.disks[node] = Disk(memory_id="gone")
-        if self.world is not None:
-            for worker in self.world.workers.values():
-                if worker.node == node:
-                    worker.alive = False
-
-    def _kill_control(self, node: str) -> None:
-        self.membership = None if self.daemons[node].engine.memory.membership else self.membership
-        self._control_down_until = self.clock.now + self.clock.rng.uniform(0.1, 2.0)
-
-    def _pause_daemon(self, node: str) -> None:
-        daemon = self.daemons[node]
-        daemon.paused = True
-        self.clock.after(self.clock.rng.uniform(0.3, 6.0), daemon.resume)
-
-    def _cut_node(self, node: str) -> None:
-        self.network.cut.add(node)
-        self.clock.after(
-            self.clock.rng.uniform(0.3, 6.0), lambda: self.network.cut.discard(node)
-        )
-
-    def _corrupt_arena(self, node: str) -> None:
-        held = [
-            (arena, slot)
-            for arena in self.disks[node].arenas.values()
-            for slot in arena.manifests
-        ]
-        if held:
-            arena, slot = self.clock.rng.choice(held)
-            arena.slots[slot][self.clock.rng.randrange(4)] ^= 0x10
-        self._scrub(node)
-
-    def _corrupt_parity(self, node: str) -> None:
-        blocks = [p for p in self.disks[node].parities.values() if p.entry and p.block]
-        if blocks:
-            parity = self.clock.rng.choice(blocks)
-            parity.block[self.clock.rng.randrange(len(parity.block))] ^= 0x01
-        self._scrub(node)
-
-    def _corrupt_manifest(self, node: str) -> None:
-        """A flipped byte on the tmpfs; found when the next daemon adopts it."""
-        for arena in self.disks[node].arenas.values():
-            for slot, encoded in arena.manifests.items():
-                flipped = bytearray(encoded)
-                flipped[len(flipped) // 2] ^= 0x04
-                arena.manifests[slot] = bytes(flipped)
-        self._kill_daemon(node)
-
-    def _scrub(self, node: str) -> None:
-        """The background scrub comes by some time later."""
-
-        def scrub() -> None:
-            daemon = self.daemons[node]
-            memory = daemon.engine.memory
-            items = [(True, arena.rank, slot.index) for arena, slot in memory.slots()]
-            items += [(False, lane, slot) for lane, slot in memory.parities]
-            for snapshot, index, slot in items:
-                daemon.call(
-                    functools.partial(self._scrub_one, daemon, snapshot, index, slot)
-                )
-
-        self.clock.after(self.clock.rng.uniform(0.05, 1.0), scrub)
-
-    def _scrub_one(self, daemon: VirtualDaemon, snapshot: bool, index: int, slot: int) -> None:
-        daemon.carry_out(
-            daemon.engine.scrub(self.clock.now, snapshot=snapshot, index=index, slot=slot)
-        )
-
-    # --- what is seen, and what must hold -----------------------------------------------------------
+    # --- what is seen, and what must hold ---------------------------------------------------------
 
     def heard(self, node: str, note: Note) -> None:
         """A daemon says that something happened."""
@@ -394,7 +263,7 @@ class Cluster:
             self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")
 
     def check_protected(self, generation: Generation) -> None:
-        """What the leader calls protected must be on the disks; then each group may lose a member."""
+        """What the leader calls protected is on the disks: each group may lose a member again."""
         assert self.membership is not None
         holdings = recovery.Holdings.of(self.membership, self._inventories())
         for group in self.membership.groups:
@@ -407,7 +276,9 @@ class Cluster:
                 for member in group
                 for lane in range(self.nproc)
             )
-            if sound:
+            # A silent member may be replaced at any time: it counts as lost already.
+            silent = any(self._is_silent(self.membership.place(m).node) for m in group)
+            if sound and not silent:
                 self.whole.add(group)
 
     def check_line(self) -> None:

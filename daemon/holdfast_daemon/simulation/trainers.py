@@ -38,7 +38,7 @@ def content(rank: int, generation: Generation) -> bytes:
     """What `rank` captures in `generation`; two timelines differ, so that mixing them shows."""
     seed = rank * 1_000_003 + generation.step * 1009 + generation.epoch
     size = tensor_bytes_of(rank) + extras_bytes_of(rank, generation)
-    return random.Random(seed).randbytes(size)  # noqa: S311 - a reproducible pattern, not a secret
+    return random.Random(seed).randbytes(size)
 
 
 def layout_of(rank: int, world_size: int) -> bytes:
@@ -116,10 +116,9 @@ class Worker:
         self.alive = False
         session, daemon = self._session, self._opened_on
         if session is not None and daemon is not None:
-            now = self.world.cluster.clock
             daemon.call(
                 lambda: daemon.carry_out(
-                    daemon.engine.session_ended(session, clean=False, now=now.now)
+                    daemon.engine.session_ended(session, clean=False, now=daemon.now)
                 )
             )
 
@@ -163,7 +162,6 @@ class Worker:
         return True
 
     def _open(self, daemon: VirtualDaemon) -> bool:
-        cluster = self.world.cluster
         if self._session is None or self._opened_on is not daemon:
             try:
                 session, effects = daemon.engine.open(
@@ -172,7 +170,7 @@ class Worker:
                     layout=layout_of(self.rank, self.world.size),
                     largest_slot_bytes=4096,
                     pid=1,
-                    now=cluster.clock.now,
+                    now=daemon.now,
                 )
             except HoldfastError as error:
                 if isinstance(error, StaleEpochError):
@@ -183,7 +181,7 @@ class Worker:
             return False
         if daemon.engine.opened(self._session) is None:
             return False
-        daemon.carry_out(daemon.engine.claimed(self._session, cluster.clock.now))
+        daemon.carry_out(daemon.engine.claimed(self._session, daemon.now))
         return True
 
     def save(self, generation: Generation) -> None:
@@ -200,7 +198,7 @@ class Worker:
         cluster = self.world.cluster
         try:
             slot, effects = daemon.engine.grant(
-                session, epoch=generation.epoch, step=generation.step, now=cluster.clock.now
+                session, epoch=generation.epoch, step=generation.step, now=daemon.now
             )
         except (SnapshotSkippedError, StaleEpochError, UnknownSessionError):
             return
@@ -246,7 +244,7 @@ class Worker:
                     extras_bytes=len(data) - tensor_bytes_of(self.rank),
                     digests=layouts.piece_digests(data, PIECE_BYTES),
                     nan_units=(),
-                    now=self.world.cluster.clock.now,
+                    now=daemon.now,
                 )
             except HoldfastError:
                 return

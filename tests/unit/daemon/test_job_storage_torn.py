@@ -272,7 +272,7 @@ with t.opened(Path(sys.argv[1])) as (job, _, _):
 
 
 def test_a_killed_daemon_leaves_only_whole_things(root: Path) -> None:
-    for _ in range(3):
+    for _ in range(2):
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent)],
             stdout=subprocess.PIPE,

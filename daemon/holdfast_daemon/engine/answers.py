@@ -1,0 +1,101 @@
+"""Answers to what trainers and agents wait for, read off the engine's memory.
+
+Adapters ask again after each change, so that a waiting request never hangs on an event that was
+lost. Nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.errors import NoRecoveryLineError
+from holdfast_core.values import Line
+from holdfast_daemon.engine.state import ArenaView, JobMemory, Session, Slot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A session whose arena is allocated."""
+
+    session: Session
+    arena: ArenaView
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreState:
+    """How far a restore is. `ready` with a slot, or ready with none for a fresh start."""
+
+    phase: str
+    detail: str
+    done: int = 0
+    total: int = 0
+    line: Line | None = None
+    arena: ArenaView | None = None
+    slot: Slot | None = None
+    source: str = "none"
+
+    @property
+    def ready(self) -> bool:
+        return self.phase == "ready"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldState:
+    """The training world of the current epoch, as a member's agent sees it."""
+
+    epoch: int
+    node_rank: int
+    nodes: int
+    store_address: str
+    serves_store: bool
+
+
+def restore_state(memory: JobMemory, rank: int) -> RestoreState:
+    """Where `rank` starts in this epoch, or how far finding out has come.
+
+    Raises:
+        NoRecoveryLineError: training has gone on without this rank's restore.
+    """
+    membership, line = memory.membership, memory.directive.line if memory.directive else None
+    assert membership is not None
+    if line is None:
+        return RestoreState(
+            phase="inventories",
+            detail="waiting for every daemon to verify what it holds",
+            done=sum(report.verified for report in memory.reports.values()),
+            total=len(membership.members),
+        )
+    if line.generation is None:
+        return RestoreState(phase="ready", detail=line.reason, line=line)
+    retained = memory.directive.retained if memory.directive else None
+    if retained is not None and retained > line.generation:
+        raise NoRecoveryLineError(
+            f"rank {rank} restores too late: the line {line.generation} of epoch {memory.epoch} "
+            f"was replaced by {retained}"
+        )
+    held = memory.sealed(rank, line.generation)
+    if held is None or not held[1].verified:
+        return RestoreState(
+            phase="rebuild", detail=f"generation {line.generation} from parity", line=line
+        )
+    arena, slot = held
+    source = "parity" if slot.rebuilt_in == memory.epoch else "local"
+    return RestoreState(
+        phase="ready", detail=line.reason, line=line, arena=arena, slot=slot, source=source
+    )
+
+
+def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
+    """The world of an epoch newer than `after_epoch`, or None while there is none."""
+    if memory.membership is None or memory.me is None or memory.epoch <= after_epoch:
+        return None
+    if memory.fenced or memory.directive is None:
+        return None
+    position = memory.membership.position(memory.me)
+    return WorldState(
+        epoch=memory.epoch,
+        node_rank=position,
+        nodes=len(memory.membership.members),
+        store_address=memory.directive.rendezvous,
+        serves_store=position == 0 and not memory.directive.rendezvous,
+    )

@@ -1,0 +1,188 @@
+"""The faults of the simulation: each strikes one node, between effects or right at one."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+
+from holdfast_core.values import Membership
+from holdfast_daemon.effects import Effect
+from holdfast_daemon.simulation.clock import Clock, Network
+from holdfast_daemon.simulation.daemon import VirtualDaemon
+from holdfast_daemon.simulation.disk import Disk
+from holdfast_daemon.simulation.trainers import World
+
+FAULTS = (
+    "kill_rank",
+    "kill_daemon",
+    "kill_node",
+    "kill_control",
+    "pause_daemon",
+    "corrupt_arena",
+    "corrupt_parity",
+    "corrupt_manifest",
+    "cut_node",
+    "jump_clock",
+    "fill_tmpfs",
+)
+
+
+class Faults:
+    """The part of a simulated cluster that breaks it. A group that may not lose a member now is
+    spared: what RAIM5 does not promise is not asked of it."""
+
+    clock: Clock
+    network: Network
+    membership: Membership | None
+    world: World | None
+    done: bool
+    daemons: dict[str, VirtualDaemon]
+    disks: dict[str, Disk]
+    dead_nodes: set[str]
+    clock_offset: dict[str, float]
+    whole: set[tuple[int, ...]]
+    counts: Counter[str]
+    say: Callable[[str], None]
+    check_line: Callable[[], None]
+    start_daemon: Callable[[str], None]
+    _striking: bool
+    _kinds: tuple[str, ...]
+    _faults_left: int
+    _strike_rate: float
+    _suspects: dict[str, float]
+    _full: set[str]
+    _control_down_until: float
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def strike(self, node: str, effect: Effect, when: str) -> None:
+        """A fault may strike the node's daemon, or the node, at any effect."""
+        if self._striking or self._faults_left <= 0 or self.membership is None:
+            return
+        if self.clock.rng.random() >= self._strike_rate:
+            return
+        kind = self.clock.rng.choice(("kill_daemon", "kill_node"))
+        if kind not in self._kinds:
+            return
+        self._inject(kind, node, f"{when} {type(effect).__name__}")
+
+    def _random_fault(self) -> None:
+        """Between effects: all kinds, on any node."""
+        if self._faults_left <= 0 or self.done:
+            return
+        self.clock.after(self.clock.rng.uniform(0.05, 2.0), self._random_fault)
+        if self.membership is None or self.clock.now < 0.3:
+            return
+        node = self.clock.rng.choice(self.membership.members).node
+        self._inject(self.clock.rng.choice(self._kinds), node, "between effects")
+
+    def _inject(self, kind: str, node: str, when: str) -> None:
+        membership = self.membership
+        assert membership is not None
+        member = membership.member_on(node)
+        if member is None or node in self.dead_nodes:
+            return
+        loses_memory = kind in (
+            "kill_node",
+            "corrupt_arena",
+            "corrupt_parity",
+            "corrupt_manifest",
+            "pause_daemon",
+            "cut_node",
+        )
+        group = membership.group_of(member)
+        if loses_memory and group not in self.whole:
+            return
+        if kind in ("pause_daemon", "cut_node") and self._suspects:
+            return
+        self._faults_left -= 1
+        self.counts[kind] += 1
+        self.say(f"FAULT {kind} {node} (member {member}) {when}")
+        if loses_memory:
+            self.whole.discard(group)
+        self._striking = True
+        getattr(self, f"_{kind}")(node)
+        self._striking = False
+        self.check_line()
+
+    def _kill_rank(self, node: str) -> None:
+        if self.world is None:
+            return
+        mine = [w for w in self.world.workers.values() if w.node == node and w.alive]
+        if mine:
+            self.clock.rng.choice(mine).kill()
+
+    def _kill_daemon(self, node: str) -> None:
+        self.daemons[node].alive = False
+        self.clock.after(self.clock.rng.uniform(0.1, 1.5), lambda: self.start_daemon(node))
+
+    def _kill_node(self, node: str) -> None:
+        self.daemons[node].alive = False
+        self.dead_nodes.add(node)
+        self.disks[node] = Disk(memory_id="gone")
+        if self.world is not None:
+            for worker in self.world.workers.values():
+                if worker.node == node:
+                    worker.alive = False
+
+    def _kill_control(self, node: str) -> None:
+        self.membership = None if self.daemons[node].engine.memory.membership else self.membership
+        self._control_down_until = self.clock.now + self.clock.rng.uniform(0.1, 2.0)
+
+    def _pause_daemon(self, node: str) -> None:
+        daemon = self.daemons[node]
+        daemon.paused = True
+        self.clock.after(self.clock.rng.uniform(0.3, 6.0), daemon.resume)
+
+    def _cut_node(self, node: str) -> None:
+        self.network.cut.add(node)
+        self.clock.after(self.clock.rng.uniform(0.3, 6.0), lambda: self.network.cut.discard(node))
+
+    def _jump_clock(self, node: str) -> None:
+        self.clock_offset[node] += self.clock.rng.choice((-1e5, -3.0, 3.0, 1e5))
+
+    def _fill_tmpfs(self, node: str) -> None:
+        self._full.add(node)
+        self.clock.after(self.clock.rng.uniform(0.1, 2.0), lambda: self._full.discard(node))
+
+    def _corrupt_arena(self, node: str) -> None:
+        held = [
+            (arena, slot) for arena in self.disks[node].arenas.values() for slot in arena.manifests
+        ]
+        if held:
+            arena, slot = self.clock.rng.choice(held)
+            arena.slots[slot][self.clock.rng.randrange(4)] ^= 0x10
+        self._scrub(node)
+
+    def _corrupt_parity(self, node: str) -> None:
+        blocks = [p for p in self.disks[node].parities.values() if p.entry and p.block]
+        if blocks:
+            parity = self.clock.rng.choice(blocks)
+            parity.block[self.clock.rng.randrange(len(parity.block))] ^= 0x01
+        self._scrub(node)
+
+    def _corrupt_manifest(self, node: str) -> None:
+        """A flipped byte on the tmpfs; found when the next daemon adopts it."""
+        for arena in self.disks[node].arenas.values():
+            for slot, encoded in arena.manifests.items():
+                flipped = bytearray(encoded)
+                flipped[len(flipped) // 2] ^= 0x04
+                arena.manifests[slot] = bytes(flipped)
+        self._kill_daemon(node)
+
+    def _scrub(self, node: str) -> None:
+        """The background scrub comes by some time later."""
+
+        def scrub() -> None:
+            daemon = self.daemons[node]
+            memory = daemon.engine.memory
+            items = [(True, arena.rank, slot.index) for arena, slot in memory.slots()]
+            items += [(False, lane, slot) for lane, slot in memory.parities]
+            for snapshot, index, slot in items:
+                daemon.call(functools.partial(self._scrub_one, daemon, snapshot, index, slot))
+
+        self.clock.after(self.clock.rng.uniform(0.05, 1.0), scrub)
+
+    def _scrub_one(self, daemon: VirtualDaemon, snapshot: bool, index: int, slot: int) -> None:
+        daemon.carry_out(daemon.engine.scrub(daemon.now, snapshot=snapshot, index=index, slot=slot))

@@ -1,0 +1,31 @@
+"""Each kind of fault alone, many times, so that a rare one is not lost among the frequent ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from holdfast_daemon.simulation.cluster import Cluster, Options
+from holdfast_daemon.simulation.faults import FAULTS
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_job_survives_this_fault_whenever_it_strikes(kind: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(60):
+        cluster = Cluster(Options(seed=seed, steps=8, faults=3, kinds=(kind,)))
+        cluster.run()
+        counts.update(cluster.counts)
+    print(f"seeds 0..59, only {kind}: {dict(counts)}")
+    assert counts[kind] > 30
+    assert sum(counts[other] for other in FAULTS if other != kind) == 0
+
+
+def test_a_schedule_is_the_same_every_time() -> None:
+    logs = []
+    for _ in range(2):
+        cluster = Cluster(Options(seed=7, steps=8, faults=4))
+        cluster.run()
+        logs.append(cluster.log)
+    assert logs[0] == logs[1]

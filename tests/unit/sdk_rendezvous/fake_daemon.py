@@ -1,0 +1,71 @@
+"""A daemon that knows nothing but worlds: one node, whose epochs the test begins."""
+
+from __future__ import annotations
+
+import threading
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+
+
+class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
+    """Serves JoinWorld and PublishStore at `socket` until `stop`."""
+
+    def __init__(self, socket: Path) -> None:
+        self.changed = threading.Condition()
+        self.epoch, self.finished = 0, False
+        self.stores: dict[int, str] = {}
+        self.left: list[int] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
+        trainer_pb2_grpc.add_TrainerServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{socket}")
+        self._server.start()
+
+    def begin(self, epoch: int) -> None:
+        with self.changed:
+            self.epoch = epoch
+            self.changed.notify_all()
+
+    def finish(self) -> None:
+        with self.changed:
+            self.finished = True
+            self.changed.notify_all()
+
+    def wait(self, condition: Any, timeout_s: float = 60.0) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout_s)
+
+    def stop(self) -> None:
+        with self.changed:
+            self.finished = True
+            self.changed.notify_all()
+        self._server.stop(0).wait()
+
+    def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> trainer_pb2.World:
+        with self.changed:
+            if not request.peek:
+                self.left.append(request.after_epoch)
+                self.changed.notify_all()
+            self.changed.wait_for(
+                lambda: self.finished or self.epoch > request.after_epoch, request.wait_s
+            )
+            ready = self.epoch > request.after_epoch
+            return trainer_pb2.World(
+                ready=ready,
+                epoch=self.epoch,
+                nodes=1,
+                serves_store=True,
+                node_host="127.0.0.1",
+                finished=self.finished,
+            )
+
+    def PublishStore(
+        self, request: trainer_pb2.PublishStoreRequest, context: Any
+    ) -> trainer_pb2.PublishStoreReply:
+        with self.changed:
+            self.stores[request.epoch] = request.store_address
+            self.changed.notify_all()
+        return trainer_pb2.PublishStoreReply()
