@@ -14,11 +14,11 @@ from holdfast_daemon.simulation.faults import FAULTS
 def test_a_job_survives_this_fault_whenever_it_strikes(kind: str) -> None:
     counts: Counter[str] = Counter()
     for seed in range(60):
-        cluster = Cluster(Options(seed=seed, steps=8, faults=3, kinds=(kind,)))
+        cluster = Cluster(Options(seed=seed, steps=16, faults=3, kinds=(kind,)))
         cluster.run()
         counts.update(cluster.counts)
     print(f"seeds 0..59, only {kind}: {dict(counts)}")
-    assert counts[kind] > 30
+    assert counts[kind] > 20
     assert sum(counts[other] for other in FAULTS if other != kind) == 0
 
 

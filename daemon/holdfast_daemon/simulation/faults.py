@@ -71,7 +71,7 @@ class Faults:
         """Between effects: all kinds, on any node."""
         if self._faults_left <= 0 or self.done:
             return
-        self.clock.after(self.clock.rng.uniform(0.05, 2.0), self._random_fault)
+        self.clock.after(self.clock.rng.uniform(0.05, 0.8), self._random_fault)
         if self.membership is None or self.clock.now < 0.3:
             return
         node = self.clock.rng.choice(self.membership.members).node
