@@ -37,7 +37,7 @@ from holdfast_daemon.worker import EffectWorker
 from holdfast_protos import codec, control_pb2, peer_pb2_grpc, trainer_pb2_grpc
 
 PULSE_S = 1.0
-BULK_TIMEOUT_S = 20.0
+BULK_TIMEOUT_S = 5.0
 STOP_GRACE_S = 0.5
 JOBS_REMEMBERED = 1000
 """Ended jobs whose names are remembered, so that a late agent is told that its job is over."""
