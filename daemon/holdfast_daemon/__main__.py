@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
@@ -51,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _run(settings: DaemonSettings) -> None:
-    node = Node(settings)
+async def _run(settings: DaemonSettings, make_node: Callable[[DaemonSettings], Node]) -> None:
+    node = make_node(settings)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,7 +68,9 @@ async def _run(settings: DaemonSettings) -> None:
         await node.stop()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(
+    arguments: list[str] | None = None, make_node: Callable[[DaemonSettings], Node] = Node
+) -> int:
     """Run a daemon; 0 after SIGTERM, 2 when it cannot start with these settings."""
     options = _parser().parse_args(arguments)
     configure(options.log_level, options.log_file, format=options.log_format)
@@ -87,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
             threads=options.threads,
             scrub_interval_s=options.scrub_interval,
         )
-        asyncio.run(_run(settings))
+        asyncio.run(_run(settings, make_node))
     except HoldfastError as error:
         print(f"holdfast-daemon: {error}", file=sys.stderr)
         return 2

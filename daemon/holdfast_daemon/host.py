@@ -17,6 +17,7 @@ from typing import Protocol
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import encode_layout
+from holdfast_daemon.descriptors import claim_is_free
 from holdfast_daemon.effects import (
     Completion,
     Effect,
@@ -90,6 +91,7 @@ class JobHost:
                         arena.rank,
                         encode_layout(arena.layout),
                         {slot: sealed.encoded for slot, sealed in arena.sealed.items()},
+                        not self._claim_is_free(arena.rank, arena.layout_id),
                     )
                     for arena in adopted.arenas
                 ],
@@ -148,9 +150,15 @@ class JobHost:
     def _tick(self) -> None:
         if self.dropped:
             return
+        for arena in self.engine.adopted_claims:
+            if self._claim_is_free(arena.rank, arena.layout_id):
+                self.carry_out(self.engine.claim_ended(arena, self.now))
         self.carry_out(self.engine.tick(self.now))
         pause = IDLE_TICK_S if self.engine.settled else TICK_S
         self._timer = self._loop.call_later(pause, self._tick)
+
+    def _claim_is_free(self, rank: int, layout_id: str) -> bool:
+        return claim_is_free(self.storage.arena(rank, layout_id).path)
 
     def _one(self, effect: Effect) -> None:
         match effect:

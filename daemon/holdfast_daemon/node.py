@@ -12,6 +12,7 @@ from contextlib import suppress
 import grpc.aio
 
 from holdfast_core.errors import StaleEpochError, StorageError
+from holdfast_core.values import Membership
 from holdfast_daemon import describe
 from holdfast_daemon.bulk import Kind, Located, Request
 from holdfast_daemon.bulk_client import BulkClient
@@ -218,14 +219,23 @@ class Node:
             incarnation=self.storage.incarnation,
             settings=EngineSettings(),
         )
+        host = self._make_host(engine, storage, adopted.membership)
+        self.hosts[job] = host
+        self._ended.pop(job, None)
+        host.start(adopted)
+        return host
+
+    def _make_host(
+        self, engine: JobEngine, storage: JobStorage, membership: Membership | None
+    ) -> JobHost:
         worker = EffectWorker(
             storage,
             bulk=self._bulk_client,
             peers=self._fetcher,
             executor=self._executor,
-            membership=adopted.membership,
+            membership=membership,
         )
-        host = JobHost(
+        return JobHost(
             engine=engine,
             storage=storage,
             worker=worker,
@@ -233,10 +243,6 @@ class Node:
             observer=self._observer,
             on_change=self._job_changed,
         )
-        self.hosts[job] = host
-        self._ended.pop(job, None)
-        host.start(adopted)
-        return host
 
     def _drop(self, job: str) -> None:
         host = self.hosts.pop(job, None)

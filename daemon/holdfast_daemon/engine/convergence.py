@@ -62,21 +62,25 @@ class Convergence:
         membership: Membership | None,
         line: Line | None,
         retained: Generation | None,
-        arenas: Sequence[tuple[int, bytes, dict[int, bytes]]],
+        arenas: Sequence[tuple[int, bytes, dict[int, bytes], bool]],
         parities: Sequence[tuple[int, int, ParityEntry]],
         now: float,
     ) -> list[Effect]:
         """Take over what an earlier daemon left. Nothing counts as held before it is verified.
 
         Args:
-            arenas: (rank, encoded layout, {slot: encoded manifest}) of each.
+            arenas: (rank, encoded layout, {slot: encoded manifest}, whether a living process holds
+                the claim) of each.
             parities: (lane, slot, entry) of each.
         """
         memory = self.memory
-        for rank, encoded, sealed in arenas:
+        for rank, encoded, sealed, claimed in arenas:
             arena = self._arena(rank, encoded)
             arena.ready = True
             memory.arenas[(rank, arena.layout_id)] = arena
+            for slot in arena.slots if claimed else ():
+                # Whichever slot the earlier daemon granted: its trainer may still be writing.
+                slot.state = SlotState.GRANTED
             for index, data in sealed.items():
                 manifest = decode_manifest(data)
                 slot = arena.slots[index]
@@ -93,6 +97,23 @@ class Convergence:
             self._enter(membership)
             if line is not None and memory.directive is not None:
                 memory.directive = leader.told(membership, memory.directive, line, retained)
+        return self._settle(now)
+
+    @property
+    def adopted_claims(self) -> list[ArenaView]:
+        """Arenas that a trainer of an earlier daemon held when this one started, and that no
+        session of ours has claimed since."""
+        return [
+            arena
+            for arena in self.memory.arenas.values()
+            if any(s.state is SlotState.GRANTED and s.generation is None for s in arena.slots)
+        ]
+
+    def claim_ended(self, arena: ArenaView, now: float) -> list[Effect]:
+        """The trainer of an earlier daemon is gone: its slots can be used again."""
+        for slot in arena.slots:
+            if slot.state is SlotState.GRANTED and slot.generation is None:
+                slot.clear()
         return self._settle(now)
 
     def set_membership(self, membership: Membership, now: float) -> list[Effect]:

@@ -50,6 +50,7 @@ class Cluster(Faults):
         self.dead_nodes: set[str] = set()
         self.membership: Membership | None = None
         self.world: World | None = None
+        self.workers: list[Worker] = []
         self.done = False
         self.protected: Generation | None = None
         """Newest generation that any leader has announced as protected."""
@@ -119,6 +120,13 @@ class Cluster(Faults):
         if daemon is None or not daemon.alive or daemon.paused or b in self.dead_nodes:
             return None
         return daemon if self.network.reaches(a, b) else None
+
+    def is_claimed(self, node: str, rank: int) -> bool:
+        """Whether a living process holds the lock of the rank's arena on this node."""
+        return any(
+            worker.node == node and worker.rank == rank and worker.alive and worker.claimed
+            for worker in self.workers
+        )
 
     def lane_of(self, rank: int) -> int:
         return rank % self.nproc
@@ -215,12 +223,17 @@ class Cluster(Faults):
             nproc_per_node=self.nproc,
             groups=groups,
         )
-        self.whole.clear()
+        moved = {
+            place.index
+            for place in (self.membership.members if self.membership else ())
+            if place.node != nodes[place.index]
+        }
+        # A group whose members all keep their memory keeps its promise across epochs.
+        self.whole = {group for group in self.whole if not moved & set(group)}
         self.say(f"epoch {epoch} on {nodes}")
-        if self.world is not None:
-            for worker in self.world.workers.values():
-                if worker.alive:
-                    worker.kill()
+        for worker in self.workers:
+            # Agents end the old world's workers soon, not at once: until then they may write.
+            self.clock.after(self.clock.rng.uniform(0.0, 0.2), worker.kill)
         self.world = World(self, epoch, self.membership.world_size)
         for place in self.membership.members:
             self._send_membership(place.node)
@@ -230,7 +243,8 @@ class Cluster(Faults):
     def _start_worker(self, world: World, node: str, rank: int) -> None:
         def start() -> None:
             if self.world is world and node not in self.dead_nodes:
-                Worker(world, node, rank)
+                self.workers = [worker for worker in self.workers if worker.alive]
+                self.workers.append(Worker(world, node, rank))
 
         self.clock.after(self.clock.rng.uniform(0.05, 0.3), start)
 

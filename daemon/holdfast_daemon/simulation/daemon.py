@@ -81,7 +81,7 @@ class VirtualDaemon(Transfers):
                     sealed[slot] = encoded
                 except CorruptError:
                     del arena.manifests[slot]
-            arenas.append((rank, arena.encoded, sealed))
+            arenas.append((rank, arena.encoded, sealed, self.cluster.is_claimed(self.node, rank)))
         membership, line, retained = disk.epoch or (None, None, None)
         self.carry_out(
             self.engine.adopt(
@@ -101,8 +101,14 @@ class VirtualDaemon(Transfers):
     def _tick(self) -> None:
         if not self.alive:
             return
-        self.call(lambda: self.carry_out(self.engine.tick(self.now)))
+        self.call(self._look)
         self.cluster.clock.after(TICK_S, self._tick)
+
+    def _look(self) -> None:
+        for arena in self.engine.adopted_claims:
+            if not self.cluster.is_claimed(self.node, arena.rank):
+                self.carry_out(self.engine.claim_ended(arena, self.now))
+        self.carry_out(self.engine.tick(self.now))
 
     def call(self, action: Callable[[], None]) -> None:
         """Run now, or when the process is continued (SIGSTOP keeps what arrives in the buffers)."""

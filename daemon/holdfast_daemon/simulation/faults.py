@@ -11,7 +11,7 @@ from holdfast_daemon.effects import Effect
 from holdfast_daemon.simulation.clock import Clock, Network
 from holdfast_daemon.simulation.daemon import VirtualDaemon
 from holdfast_daemon.simulation.disk import Disk
-from holdfast_daemon.simulation.trainers import World
+from holdfast_daemon.simulation.trainers import Worker, World
 
 FAULTS = (
     "kill_rank",
@@ -36,6 +36,7 @@ class Faults:
     network: Network
     membership: Membership | None
     world: World | None
+    workers: list[Worker]
     done: bool
     daemons: dict[str, VirtualDaemon]
     disks: dict[str, Disk]
@@ -121,10 +122,9 @@ class Faults:
         self.daemons[node].alive = False
         self.dead_nodes.add(node)
         self.disks[node] = Disk(memory_id="gone")
-        if self.world is not None:
-            for worker in self.world.workers.values():
-                if worker.node == node:
-                    worker.alive = False
+        for worker in self.workers:
+            if worker.node == node:
+                worker.alive = False
 
     def _kill_control(self, node: str) -> None:
         self.membership = None if self.daemons[node].engine.memory.membership else self.membership

@@ -100,6 +100,8 @@ class Worker:
         self.world, self.node, self.rank = world, node, rank
         self.alive = True
         self.paused = False
+        self.claimed = False
+        """Whether this process holds the lock of its arena."""
         self._session: str | None = None
         self._opened_on: VirtualDaemon | None = None
         self._copying = False
@@ -113,7 +115,9 @@ class Worker:
 
     def kill(self) -> None:
         """SIGKILL: the kernel closes the claim, and the daemon sees it."""
-        self.alive = False
+        if not self.alive:
+            return
+        self.alive = self.claimed = False
         session, daemon = self._session, self._opened_on
         if session is not None and daemon is not None:
             daemon.call(
@@ -181,6 +185,10 @@ class Worker:
             return False
         if daemon.engine.opened(self._session) is None:
             return False
+        others = [w for w in self.world.cluster.workers if w.rank == self.rank and w is not self]
+        if any(w.node == self.node and w.claimed for w in others):
+            return False  # the kernel refuses the lock while the old process lives
+        self.claimed = True
         daemon.carry_out(daemon.engine.claimed(self._session, daemon.now))
         return True
 
@@ -190,7 +198,7 @@ class Worker:
         if daemon is None or session is None or self._copying:
             return
         if not daemon.alive:
-            self._session = None
+            self._session, self.claimed = None, False
             self._poll(self._open)
             return
         if daemon.paused:
@@ -230,7 +238,8 @@ class Worker:
         if not self.alive:
             return
         arena = daemon.disk.arenas.get((self.rank, self._arena))
-        if arena is not None and slot not in arena.manifests:
+        if arena is not None:
+            # A process that lives writes, whatever has been decided without it.
             arena.slots[slot][: len(data)] = data
 
         def commit() -> None:
