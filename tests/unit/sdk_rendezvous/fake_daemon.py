@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
 

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast._environment import read_environment
+from holdfast_core.errors import InvalidJobError
+
+PUBLIC_MODULES = {"testing", "rendezvous", "launch"}
+
+
+def test_everything_public_is_in_the_package_itself() -> None:
+    assert holdfast.__all__ == sorted(holdfast.__all__)
+    assert all(hasattr(holdfast, name) for name in holdfast.__all__)
+    modules = {module.name for module in pkgutil.iter_modules(holdfast.__path__)}
+    assert {name for name in modules if not name.startswith("_")} == PUBLIC_MODULES
+    here = {name for name in vars(holdfast) if not name.startswith("_")}
+    assert here - set(holdfast.__all__) <= PUBLIC_MODULES
+
+
+def test_the_environment_says_which_rank_this_is_and_where_the_daemon_is() -> None:
+    found = read_environment(
+        {
+            "HOLDFAST_SOCKET": "/run/holdfast/daemon.sock",
+            "HOLDFAST_JOB": "moe",
+            "RANK": "3",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "MASTER_ADDR": "node0",
+            "MASTER_PORT": "29500",
+            "HOLDFAST_COPY_THREADS": "4",
+        }
+    )
+    assert found.socket == Path("/run/holdfast/daemon.sock")
+    assert (found.job, found.rank, found.world_size, found.local_rank) == ("moe", 3, 8, 1)
+    assert (found.store_address, found.copy_threads) == ("node0:29500", 4)
+
+
+def test_an_empty_environment_is_one_unprotected_rank() -> None:
+    found = read_environment({})
+    assert (found.socket, found.rank, found.world_size, found.copy_threads) == (None, 0, 1, None)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "one"}, {"WORLD_SIZE": "-1"}, {"HOLDFAST_SOCKET": "/x"}]
+)
+def test_a_broken_environment_is_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(InvalidJobError):
+        read_environment(variables)
+
+
+def test_settings_validate_themselves() -> None:
+    for wrong in ({"copy_threads": 0}, {"nan_check_every": -1}, {"start_wait_s": -1.0}):
+        with pytest.raises(InvalidJobError, match=next(iter(wrong))):
+            holdfast.Settings(**wrong)

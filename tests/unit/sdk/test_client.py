@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from holdfast._client import Commit, Event, GrpcClient, Report, Stage
+from holdfast_core.errors import (
+    HoldfastError,
+    MemoryBudgetError,
+    ProtocolError,
+    StaleEpochError,
+    UnreachableError,
+    VersionMismatchError,
+)
+from holdfast_core.layouts import Layout, encode_layout, encode_manifest
+from holdfast_core.values import Generation, Manifest
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+
+WAIT_S = 10.0
+LAYOUT = Layout(
+    rank=3,
+    world_size=4,
+    topology="dp4·ep1·tp1·pp1",
+    entries=(),
+    extras_offset=0,
+    extras_capacity=4096,
+)
+MANIFEST = Manifest(
+    job="moe",
+    rank=3,
+    world_size=4,
+    generation=Generation(1, 9),
+    layout_id="x",
+    payload_bytes=1,
+    extras_offset=0,
+    extras_bytes=1,
+    piece_bytes=LAYOUT.piece_bytes,
+    digests=bytes(8),
+)
+
+
+class Trainer(trainer_pb2_grpc.TrainerServicer):
+    """Answers as a daemon would, or with `error`."""
+
+    def __init__(self) -> None:
+        self.error: HoldfastError | None = None
+        self.version = codec.PROTOCOL_VERSION
+        self.seen: list[Any] = []
+        self.fresh = False
+        self.ended = threading.Event()
+
+    def _enter(self, request: Any, context: grpc.ServicerContext) -> None:
+        self.seen.append(request)
+        if self.error is not None:
+            context.set_trailing_metadata(codec.error_to_metadata(self.error))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(self.error))
+
+    def Hello(self, request: Any, context: Any) -> trainer_pb2.HelloReply:
+        self._enter(request, context)
+        return trainer_pb2.HelloReply(protocol_version=self.version, epoch=2, world_size=4)
+
+    def Restore(self, request: Any, context: Any) -> Iterator[trainer_pb2.RestoreProgress]:
+        self._enter(request, context)
+        yield trainer_pb2.RestoreProgress(phase="rebuild", done=1, total=2, detail="rank 3")
+        decision = trainer_pb2.RestoreDecision(line=trainer_pb2.RestoreDecision().line)
+        if not self.fresh:
+            decision.line.generation.epoch, decision.line.generation.step = 1, 9
+            decision.manifest = encode_manifest(MANIFEST)
+            decision.layout = encode_layout(LAYOUT)
+            decision.slot, decision.token, decision.source = 2, "t", "parity"
+        yield trainer_pb2.RestoreProgress(phase="ready", decision=decision)
+
+    def Open(self, request: Any, context: Any) -> trainer_pb2.OpenReply:
+        self._enter(request, context)
+        return trainer_pb2.OpenReply(session="s", token="t", arena_bytes=12288, slot_bytes=4096)
+
+    def Grant(self, request: Any, context: Any) -> trainer_pb2.GrantReply:
+        self._enter(request, context)
+        if request.step == 1:
+            return trainer_pb2.GrantReply(slot=0)
+        return trainer_pb2.GrantReply(skipped="protection is behind")
+
+    def Commit(self, request: Any, context: Any) -> trainer_pb2.CommitReply:
+        self._enter(request, context)
+        return trainer_pb2.CommitReply()
+
+    def Progress(self, request: Any, context: Any) -> trainer_pb2.ProgressReply:
+        self._enter(request, context)
+        return trainer_pb2.ProgressReply()
+
+    def Watch(self, request: Any, context: Any) -> Iterator[trainer_pb2.WatchEvent]:
+        self._enter(request, context)
+        generation = codec.generation_to_proto(Generation(2, 5))
+        yield trainer_pb2.WatchEvent(protected=generation)
+        yield trainer_pb2.WatchEvent(dead=generation)
+        yield trainer_pb2.WatchEvent(unprotectable=generation)
+        yield trainer_pb2.WatchEvent()  # of a newer daemon
+        yield trainer_pb2.WatchEvent(epoch_ended=3)
+        if request.session == "endless":
+            context.add_callback(self.ended.set)
+            self.ended.wait(WAIT_S)
+
+
+@pytest.fixture
+def service() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def client(service: Trainer, tmp_path: Path) -> Iterator[GrpcClient]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    trainer_pb2_grpc.add_TrainerServicer_to_server(service, server)
+    server.add_insecure_port(f"unix:{tmp_path}/daemon.sock")
+    server.start()
+    client = GrpcClient(tmp_path / "daemon.sock", "moe", 3, "node0:1", WAIT_S)
+    yield client
+    client.close()
+    service.ended.set()
+    server.stop(None).wait(WAIT_S)
+
+
+def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> None:
+    hello = client.hello()
+    assert (hello.epoch, hello.world_size) == (2, 4)
+    assert service.seen[-1].store_address == "node0:1"
+    opened = client.open(2, b"layout", 99, WAIT_S)
+    assert (opened.session, opened.arena_bytes) == ("s", 12288)
+    assert service.seen[-1].largest_slot_bytes == 99
+    assert client.grant("s", 2, 1).slot == 0
+    skipped = client.grant("s", 2, 2)
+    assert (skipped.slot, skipped.skipped) == (-1, "protection is behind")
+    client.commit(
+        Commit(
+            session="s",
+            epoch=2,
+            step=1,
+            slot=0,
+            payload_bytes=5,
+            extras_bytes=1,
+            digests=b"12345678",
+            nan_units=("layer0/gate",),
+        )
+    )
+    assert list(service.seen[-1].nan_units) == ["layer0/gate"]
+    client.progress(
+        Report(session="s", step=1, skipped=2, failed=3, failure="f", step_s=0.1, staged_s=0.2)
+    )
+    assert (service.seen[-1].failed, service.seen[-1].failure) == (3, "f")
+
+
+def test_a_restore_tells_its_progress_and_ends_in_a_decision(
+    client: GrpcClient, service: Trainer
+) -> None:
+    progress: list[str] = []
+    decision = client.restore(2, WAIT_S, progress.append)
+    assert progress == ["rebuild 1/2 rank 3"]
+    assert (decision.manifest, decision.layout) == (MANIFEST, LAYOUT)
+    assert (decision.slot, decision.token, decision.source) == (2, "t", "parity")
+    service.fresh = True
+    assert client.restore(2, WAIT_S, progress.append).manifest is None
+
+
+def test_news_arrives_until_the_session_ends(client: GrpcClient) -> None:
+    generation = Generation(2, 5)
+    assert list(client.watch("s")) == [
+        Event(stage=Stage.PROTECTED, generation=generation),
+        Event(stage=Stage.DEAD, generation=generation),
+        Event(stage=Stage.UNPROTECTABLE, generation=generation),
+        Event(stage=Stage.EPOCH_ENDED, epoch=3),
+    ]
+
+
+def test_closing_the_client_ends_a_watch(client: GrpcClient) -> None:
+    news = client.watch("endless")
+    assert next(news).stage is Stage.PROTECTED
+    client.close()
+    with pytest.raises(UnreachableError):
+        list(news)
+    with pytest.raises(UnreachableError):
+        client.hello()
+
+
+def test_an_error_of_the_daemon_comes_back_as_its_kind(
+    client: GrpcClient, service: Trainer
+) -> None:
+    service.error = StaleEpochError("epoch 1 has ended")
+    with pytest.raises(StaleEpochError, match="epoch 1 has ended"):
+        client.hello()
+    with pytest.raises(StaleEpochError):
+        list(client.watch("s"))
+    with pytest.raises(StaleEpochError):
+        client.restore(1, WAIT_S, lambda message: None)
+    service.error = MemoryBudgetError("too big", needed_bytes=9, available_bytes=4)
+    with pytest.raises(MemoryBudgetError) as caught:
+        client.open(1, b"", 1, WAIT_S)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (9, 4)
+
+
+def test_another_version_is_refused(client: GrpcClient, service: Trainer) -> None:
+    service.version = codec.PROTOCOL_VERSION + 1
+    with pytest.raises(VersionMismatchError):
+        client.hello()
+
+
+def test_what_the_daemon_does_not_offer_is_an_error_of_ours(client: GrpcClient) -> None:
+    with pytest.raises(ProtocolError, match="UNIMPLEMENTED"):
+        client.close_session("s")
+
+
+def test_a_daemon_that_is_not_there_is_unreachable(tmp_path: Path) -> None:
+    client = GrpcClient(tmp_path / "none.sock", "moe", 0, "", WAIT_S)
+    with pytest.raises(UnreachableError, match="UNAVAILABLE"):
+        client.hello()
+    client.close()

@@ -1,0 +1,159 @@
+"""Two ranks over gloo, each with a fake daemon over the same directory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+import holdfast
+from holdfast.testing import FakeDaemon
+from holdfast_core.errors import CorruptError, NoRecoveryLineError, ReplicaMismatchError
+from holdfast_core.layouts import decode_layout
+from holdfast_core.values import Generation
+
+WAIT_S = 60
+WORLD = 2
+
+
+class MoE(nn.Module):
+    """One layer: a dense part that replicas share, and stacked experts."""
+
+    def __init__(self, seed: int, experts_seed: int, *, experts_width: int = 300) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList([nn.Linear(700, 700)])
+        torch.manual_seed(experts_seed)
+        self.moe = nn.ModuleDict({"experts": nn.ParameterDict()})
+        self.moe["experts"]["w"] = nn.Parameter(torch.randn(2, experts_width, 300))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1 * step)
+    optimizer.step()
+
+
+def open_session(
+    rank: int,
+    directory: str,
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    ep: int,
+    epoch: int = 1,
+    **more: Any,
+) -> holdfast.Session:
+    return holdfast.init(
+        model=model,
+        optimizer=optimizer,
+        topology=holdfast.Topology(dp=WORLD, ep=ep),
+        daemon=FakeDaemon(directory, rank=rank, world_size=WORLD, epoch=epoch, **more),
+        settings=holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S),
+    )
+
+
+def save_and_restore(rank: int, directory: str, ep: int) -> None:
+    model = MoE(1, 10 + (rank if ep == 2 else 0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = open_session(rank, directory, model, optimizer, ep=ep)
+    assert session.restore() is None
+    session.save(1).committed.result(WAIT_S)  # the state appears only afterwards
+    for step in (2, 3):
+        train(model, optimizer, step)
+        session.save(step).committed.result(WAIT_S)
+    session.close()
+
+    other = MoE(7, 8 + rank)
+    again = torch.optim.AdamW(other.parameters())
+    resumed = open_session(rank, directory, other, again, ep=ep, epoch=2)
+    assert resumed.restore() == 3
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert optimizer.state[p].keys() == again.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, again.state[q][key]), (name, key)
+    resumed.close()
+
+
+def mismatch(rank: int, directory: str) -> None:
+    model = MoE(1, 10 + rank)  # the experts differ, the topology says that they are replicas
+    session = open_session(rank, directory, model, torch.optim.SGD(model.parameters()), ep=1)
+    for step in (1, 2):
+        error = session.save(step).committed.exception(WAIT_S)
+        assert isinstance(error, ReplicaMismatchError), error
+        assert "layer0/expert0" in str(error)
+        assert "[0, 1]" in str(error)
+    assert isinstance(session.problem, ReplicaMismatchError)
+    session.close()
+
+
+def one_rank_is_corrupt(rank: int, directory: str) -> None:
+    model = MoE(1, 10 + rank)
+    optimizer = torch.optim.SGD(model.parameters())
+    session = open_session(rank, directory, model, optimizer, ep=2)
+    session.save(1).committed.result(WAIT_S)
+    session.close()
+    daemon = FakeDaemon(directory, rank=rank)
+    home, _, _ = daemon.sealed()[Generation(1, 1)]
+    layout = decode_layout((home / "layout.json").read_bytes())
+    if rank == 1:
+        daemon.corrupt(Generation(1, 1), layout.entries[0].offset)
+    dist.barrier()
+    resumed = open_session(rank, directory, model, optimizer, ep=2, epoch=2)
+    with pytest.raises(CorruptError, match=r"failed on ranks \[1\] of 2: rank 1: .*piece 0"):
+        resumed.restore()
+    resumed.close()
+
+
+def ranks_disagree(rank: int, directory: str) -> None:
+    model = MoE(1, 10 + rank)
+    optimizer = torch.optim.SGD(model.parameters())
+    session = open_session(rank, directory, model, optimizer, ep=2)
+    for step in (1, 2):
+        session.save(step).committed.result(WAIT_S)
+    session.close()
+    line = Generation(1, 1 + rank)
+    resumed = open_session(rank, directory, model, optimizer, ep=2, epoch=2, line=line)
+    with pytest.raises(NoRecoveryLineError, match=r"0: '1\.1', 1: '1\.2'"):
+        resumed.restore()
+    resumed.close()
+
+
+def everything(rank: int, directory: str, init_file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=WORLD)
+    cases: dict[str, Callable[[int, str], None]] = {
+        "experts of their own": lambda r, d: save_and_restore(r, d, ep=2),
+        "all replicas": lambda r, d: save_and_restore(r, d, ep=1),
+        "mismatch": mismatch,
+        "corrupt": one_rank_is_corrupt,
+        "disagree": ranks_disagree,
+    }
+    for name, case in cases.items():
+        home = Path(directory) / name.replace(" ", "-")
+        home.mkdir(exist_ok=True)
+        try:
+            case(rank, str(home))
+        except BaseException:
+            print(f"rank {rank}, {name}:\n{traceback.format_exc()}", flush=True)
+            raise
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_share_the_capture_and_restore_together_or_not_at_all(tmp_path: Path) -> None:
+    """One pair of processes for all cases: starting torch takes longer than they do."""
+    spawn(everything, (str(tmp_path), str(tmp_path / "store")), nprocs=WORLD)
+    halves = [FakeDaemon(tmp_path / "all-replicas", rank=rank).sealed() for rank in range(WORLD)]
+    payloads = [sealed[Generation(1, 3)][2].payload_bytes for sealed in halves]
+    whole = 3 * (700 * 701 + 2 * 300 * 300) * 4
+    assert all(abs(payload - whole / 2) < whole / 10 for payload in payloads), (payloads, whole)

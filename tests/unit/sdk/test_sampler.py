@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from holdfast import RecoverableSampler
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
+
+
+@given(st.integers(4, 40), st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
+def test_an_epoch_is_divided_over_the_ranks(
+    samples: int, replicas: int, seed: int, shuffle: bool, drop_last: bool
+) -> None:
+    ranks = [
+        list(
+            RecoverableSampler(
+                range(samples),
+                rank=rank,
+                replicas=replicas,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+            )
+        )
+        for rank in range(replicas)
+    ]
+    assert len({len(one) for one in ranks}) == 1
+    together = [index for one in ranks for index in one]
+    if drop_last:
+        assert len(together) == len(set(together)) == samples // replicas * replicas
+    else:
+        assert set(together) == set(range(samples))
+        assert len(together) < samples + replicas
+
+
+@given(st.integers(1, 60), st.integers(1, 7))
+def test_a_restored_sampler_goes_on_exactly_where_training_was(stop: int, batch: int) -> None:
+    def consume(sampler: RecoverableSampler, batches: int) -> list[list[int]]:
+        seen: list[list[int]] = []
+        while len(seen) < batches:
+            indices = list(sampler)
+            for at in range(0, len(indices), batch):
+                if len(seen) == batches:
+                    break
+                seen.append(indices[at : at + batch])
+                sampler.advance(len(seen[-1]))
+        return seen
+
+    undisturbed = consume(RecoverableSampler(range(23), seed=1), stop + 9)
+    before = RecoverableSampler(range(23), seed=1)
+    assert consume(before, stop) == undisturbed[:stop]
+    after = RecoverableSampler(range(23), seed=1)
+    after.load_state_dict(before.state_dict())
+    assert consume(after, 9) == undisturbed[stop:]
+
+
+def test_epochs_are_shuffled_differently() -> None:
+    sampler = RecoverableSampler(range(50), seed=3, counting=True)
+    first, second = list(sampler), list(sampler)
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert sampler.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_resumes_with_and_without_workers(workers: int) -> None:
+    data = TensorDataset(torch.arange(20))
+
+    def batches(sampler: RecoverableSampler, count: int) -> list[list[int]]:
+        found = []
+        for (batch,) in DataLoader(data, 4, sampler=sampler, num_workers=workers):
+            found.append(batch.tolist())
+            sampler.advance(len(batch))
+            if len(found) == count:
+                break
+        return found
+
+    whole = batches(RecoverableSampler(data, seed=2), 5)
+    sampler = RecoverableSampler(data, seed=2)
+    assert batches(sampler, 2) == whole[:2]
+    again = RecoverableSampler(data, seed=2)
+    again.load_state_dict(sampler.state_dict())
+    assert len(again) == 12
+    assert batches(again, 3) == whole[2:]
+
+
+def test_wrong_use_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="rank=2"):
+        RecoverableSampler(range(4), rank=2, replicas=2)
+    with pytest.raises(InvalidJobError, match="without any"):
+        RecoverableSampler(range(1), replicas=2, drop_last=True)
+    sampler = RecoverableSampler(range(4))
+    with pytest.raises(InvalidJobError, match=r"advance\(5\)"):
+        sampler.advance(5)
+    other = RecoverableSampler(range(5), seed=1)
+    with pytest.raises(LayoutMismatchError, match="samples is 5, in the snapshot 4; sampler seed"):
+        other.load_state_dict(sampler.state_dict())

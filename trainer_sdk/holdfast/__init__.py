@@ -1,0 +1,71 @@
+"""Holdfast keeps Mixture-of-Experts training alive.
+
+    session = holdfast.init(model=model, optimizer=optimizer,
+                            stateful={"sampler": sampler}, topology=holdfast.Topology(dp=4, ep=4))
+    start = session.restore()                # last completed step, or None
+    for step in range((start or 0) + 1, steps + 1):
+        train_one_step()
+        handle = session.save(step)          # .staged, .committed, .protected: futures
+    session.close()
+
+This module is the whole public API; `holdfast.testing` has a daemon for tests.
+"""
+
+from holdfast._extras import UnsupportedValueError
+from holdfast._handles import SaveHandle
+from holdfast._init import init
+from holdfast._mesh import topology_from_device_mesh
+from holdfast._sampler import RecoverableSampler
+from holdfast._session import Session
+from holdfast._settings import Settings
+from holdfast_core.errors import (
+    CorruptError,
+    HoldfastError,
+    InvalidJobError,
+    LayoutMismatchError,
+    MemoryBudgetError,
+    NoRecoveryLineError,
+    ProtocolError,
+    RankInUseError,
+    ReplicaMismatchError,
+    SnapshotSkippedError,
+    StaleEpochError,
+    StepOrderError,
+    StorageError,
+    UnknownSessionError,
+    UnreachableError,
+    VersionMismatchError,
+)
+from holdfast_core.sharding import ShardStrategy
+from holdfast_core.topology import Topology
+from holdfast_core.units import UnitKey, UnitKind
+
+__all__ = [
+    "CorruptError",
+    "HoldfastError",
+    "InvalidJobError",
+    "LayoutMismatchError",
+    "MemoryBudgetError",
+    "NoRecoveryLineError",
+    "ProtocolError",
+    "RankInUseError",
+    "RecoverableSampler",
+    "ReplicaMismatchError",
+    "SaveHandle",
+    "Session",
+    "Settings",
+    "ShardStrategy",
+    "SnapshotSkippedError",
+    "StaleEpochError",
+    "StepOrderError",
+    "StorageError",
+    "Topology",
+    "UnitKey",
+    "UnitKind",
+    "UnknownSessionError",
+    "UnreachableError",
+    "UnsupportedValueError",
+    "VersionMismatchError",
+    "init",
+    "topology_from_device_mesh",
+]

@@ -1,0 +1,216 @@
+"""This rank's arena in this process: a mapping of the descriptor that the daemon passed.
+
+`mmap.mmap` would duplicate the descriptor, and a duplicate in a forked data-loader worker keeps the
+arena claimed after the trainer has died. So the mapping is made with libc, is not inherited by
+children (MADV_DONTFORK), and children close the descriptor and the connection as they start.
+
+Nobody may touch `address` or a view after `close`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import weakref
+from pathlib import Path
+
+from holdfast_core.errors import (
+    CorruptError,
+    ProtocolError,
+    StorageError,
+    UnreachableError,
+    by_code,
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_ANSWER_BYTES_MAX = 4096
+
+_open: weakref.WeakSet[Arena | ArenaReader] = weakref.WeakSet()
+
+
+class ArenaReader:
+    """Reads an arena without mapping it: mapping pages that are read once costs more than copying
+    them."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        _open.add(self)
+
+    def read(self, into: memoryview, start: int) -> None:
+        """Fill `into` from byte `start`.
+
+        Raises:
+            StorageError: when the arena ends before, or cannot be read.
+        """
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self._descriptor, [into[done:] if done else into], start + done)
+            except OSError as error:
+                raise StorageError(f"the arena cannot be read: {error.strerror}") from error
+            if not count:
+                raise StorageError(f"the arena ends at byte {start + done}; more was promised")
+            done += count
+
+    def close(self) -> None:
+        """Repeating it is harmless."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        _open.discard(self)
+
+    def _forget_in_child(self) -> None:
+        self.close()
+
+
+class Arena:
+    """Bytes [0, nbytes) of an arena, mapped shared and writable, every page present.
+
+    Raises:
+        StorageError: when the kernel refuses the mapping, or the file is shorter than it.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        nbytes: int,
+        connection: socket.socket | None = None,
+    ) -> None:
+        self.nbytes = nbytes
+        self.address = 0
+        self._descriptor = descriptor
+        self._connection = connection
+        try:
+            self._map(nbytes)
+        except StorageError:
+            self._close_files()
+            raise
+        _open.add(self)
+
+    def _map(self, nbytes: int) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if nbytes < 1 or size < nbytes:
+            raise StorageError(
+                f"the arena has {size} bytes where {nbytes} were promised; "
+                f"do SDK and daemon have the same version?"
+            )
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        address = _libc.mmap(None, nbytes, prot, flags, self._descriptor, 0)
+        if address is None or address == _MAP_FAILED:
+            reason = os.strerror(ctypes.get_errno())
+            raise StorageError(f"cannot map {nbytes} bytes of the arena: {reason}")
+        self.address = address
+        _libc.madvise(address, nbytes, mmap.MADV_DONTFORK)
+
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """Bytes [start, start + nbytes) of the mapping, without a copy."""
+        assert self.address and 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes)
+        return memoryview((ctypes.c_ubyte * nbytes).from_address(self.address + start)).cast("B")
+
+    def close(self) -> None:
+        """Unmap and give up the claim. Repeating it is harmless."""
+        if self.address:
+            _libc.munmap(self.address, self.nbytes)
+            self.address = 0
+        self._close_files()
+        _open.discard(self)
+
+    def _close_files(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _forget_in_child(self) -> None:
+        self.address = 0  # not inherited
+        self._close_files()
+
+
+def _forget_all_in_child() -> None:
+    for arena in list(_open):
+        arena._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)
+
+
+def claim_arena(arena_socket: Path, token: str, nbytes: int, *, timeout_s: float) -> Arena:
+    """The arena of `nbytes` that `token` entitles to write, from the daemon's arena socket.
+
+    The connection stays open as long as the arena: its end tells the daemon that this process is
+    gone.
+
+    Raises:
+        UnreachableError: when the socket does not answer in `timeout_s`.
+        RankInUseError: when another living process holds the arena.
+        HoldfastError: whatever else the daemon answers.
+    """
+    descriptor, connection = _receive(arena_socket, token, timeout_s)
+    return Arena(descriptor, nbytes, connection)
+
+
+def read_arena(arena_socket: Path, token: str, *, timeout_s: float) -> ArenaReader:
+    """The arena that `token` entitles to read. Raises as `claim_arena` does."""
+    descriptor, connection = _receive(arena_socket, token, timeout_s)
+    connection.close()
+    return ArenaReader(descriptor)
+
+
+def _receive(arena_socket: Path, token: str, timeout_s: float) -> tuple[int, socket.socket]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(str(arena_socket))
+        connection.sendall(token.encode() + b"\n")
+        answer, descriptors, _, _ = socket.recv_fds(
+            connection, _ANSWER_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
+        )
+        while answer.startswith(b"error") and not answer.endswith(b"\n"):
+            more = connection.recv(_ANSWER_BYTES_MAX)
+            answer += more or b"\n"
+    except OSError as error:
+        connection.close()
+        raise UnreachableError(
+            f"arena socket {arena_socket} does not answer: {error or type(error).__name__}"
+        ) from error
+    if answer == b"ok\n" and descriptors:
+        return descriptors[0], connection
+    connection.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    word, _, rest = answer.decode(errors="replace").strip().partition(" ")
+    if word == "error":
+        code, _, message = rest.partition(" ")
+        raise by_code(code, message)
+    raise ProtocolError(f"arena socket {arena_socket} answered {answer[:80]!r}")
+
+
+def check_slot(slot: int, slot_bytes: int, arena_bytes: int) -> int:
+    """Where `slot` starts in an arena, when it lies in it.
+
+    Raises:
+        CorruptError: when it does not.
+    """
+    start = slot * slot_bytes
+    if slot < 0 or start + slot_bytes > arena_bytes:
+        raise CorruptError(
+            f"slot {slot} of {slot_bytes} bytes does not lie in an arena of {arena_bytes} bytes"
+        )
+    return start

@@ -1,0 +1,359 @@
+"""What there is to capture: the tensors of a model and its optimizers, unit by unit.
+
+`LiveState` finds them, notices cheaply when they change, and makes room for a snapshot's optimizer
+state before a restore. Stacked expert weights, and the optimizer state of the same shape, appear as
+one tensor for each expert: views, never copies. Tied weights appear once. Sharded tensors (DTensor,
+FSDP2) appear as their local shard, which no other rank is assumed to hold.
+
+It must not copy a byte, save for what `_copy` asks of it: staging for tensors that are not
+contiguous, and clones of buffers, which forward passes change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from holdfast._conventions import Place, UnitNamer, place_tensor
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.layouts import TensorRole
+from holdfast_core.topology import Topology
+from holdfast_core.units import UnitKey, UnitKind
+
+_MASTER_KEYS = frozenset(
+    {"master", "master_weight", "master_weights", "master_param", "fp32_param", "main_param"}
+)
+_ORPHAN = "optimizer/"
+"""Begins the names of parameters that only an optimizer holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Source:
+    """One tensor of one unit, live."""
+
+    unit: UnitKey
+    name: str
+    """Unique in the model: `blocks.3.moe.w1[5]` for expert 5 of a stack, `….weight:exp_avg` for an
+    optimizer state."""
+    role: TensorRole
+    tensor: torch.Tensor
+    """The local bytes; a view of the live tensor, detached."""
+    private: bool
+    """No other rank holds these bytes."""
+    eager: bool = False
+    """Copied to `staging` within `save`, because a forward pass may change it."""
+    staging: torch.Tensor | None = None
+    """Contiguous copy of a tensor that is not contiguous, or is eager."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def flat(self) -> torch.Tensor:
+        """The bytes to copy: uint8 [nbytes], sharing memory with the tensor or its staging."""
+        tensor = self.tensor if self.staging is None else self.staging
+        return tensor.reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchor:
+    """Where an optimizer state of the given base name belongs."""
+
+    optimizer: int
+    parameter: torch.Tensor
+    index: int | None
+    """Which slice of a stacked parameter; None for the whole."""
+    place: Place
+
+
+class LiveState:
+    """The model and its optimizers, as units.
+
+    Args:
+        optimizers: anything with torch's `state` and `param_groups`.
+        rank: this rank in `topology`, which says which experts it holds.
+        units: see `holdfast.init`.
+        private: names (of tensors, optimizer states as `name:key`) that no other rank holds.
+
+    Raises:
+        InvalidJobError: when the model has no parameters or a name is ambiguous.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        topology: Topology,
+        rank: int,
+        *,
+        units: UnitNamer | None = None,
+        private: frozenset[str] = frozenset(),
+    ) -> None:
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self._ep_index = topology.coordinates(rank).ep
+        self._units = units
+        self._private = private
+        self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
+        self._module_groups: list[Mapping[str, nn.Module | None]] = []
+        self._kept: list[object] = []
+        self._ids: list[int] | None = None
+        self._known: list[torch.Tensor] = []
+        self._sharded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._addresses: list[int] = []
+        self._lengths: list[int] = []
+        self.anchors: dict[str, Anchor] = {}
+        """By base name: of each parameter, and of each slice of a stacked one."""
+        self.names: dict[int, str] = {}
+        """id of each parameter → its name."""
+        if next(model.parameters(), None) is None:
+            raise InvalidJobError("the model has no parameters; pass the module that is trained")
+
+    # --- finding ----------------------------------------------------------------------------------
+
+    def changed(self) -> bool:
+        """Whether any tensor moved, grew, appeared or went since `discover`. Takes a fraction of a
+        microsecond a tensor, because it runs in every `save`."""
+        known = self._known
+        return (
+            list(map(id, self._objects())) != self._ids
+            or [tensor.data_ptr() for tensor in known] != self._addresses
+            or [tensor.numel() for tensor in known] != self._lengths
+            or any(_raw(sharded) is not local for sharded, local in self._sharded)
+        )
+
+    def _objects(self) -> Iterator[object]:
+        """Everything that `discover` looks at, in a fixed order, without descending into Python."""
+        groups = (*self._parameter_groups, *self._module_groups)
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        for values in (*(group.values() for group in groups), *map(_tensors_in, states)):
+            yield from values
+
+    def _remember(self) -> None:
+        modules = list(self.model.modules())
+        self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
+        self._module_groups = [m._modules for m in modules if m._modules]
+        # Kept alive, so that no new object can be mistaken for an old one.
+        self._kept = [*self._objects()]
+        self._ids = list(map(id, self._kept))
+        self._known = [_raw(item) for item in self._kept if isinstance(item, torch.Tensor)]
+        self._sharded = [(item, _raw(item)) for item in self._kept if isinstance(item, DTensor)]
+        self._addresses = [tensor.data_ptr() for tensor in self._known]
+        self._lengths = [tensor.numel() for tensor in self._known]
+
+    def discover(self) -> tuple[Source, ...]:
+        """All tensors, by name of the model's order.
+
+        Raises:
+            InvalidJobError: when two tensors would get one name.
+        """
+        self.anchors.clear()
+        self.names.clear()
+        modules = dict(self.model.named_modules())
+        found = [
+            *self._parameters(modules),
+            *self._foreign_parameters(),
+            *self._states(),
+            *self._buffers(modules),
+        ]
+        seen: set[str] = set()
+        for source in found:
+            if source.name in seen:
+                raise InvalidJobError(
+                    f"two tensors are called {source.name!r}; is a parameter in two optimizers?"
+                )
+            seen.add(source.name)
+        self._remember()
+        return tuple(found)
+
+    def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        owner = {
+            id(p): index
+            for index, optimizer in enumerate(self.optimizers)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        for name, parameter in self.model.named_parameters():
+            local = local_of(parameter)
+            place = self._place(name, parameter, local, modules)
+            self.names[id(parameter)] = place.name
+            yield from self._add(owner.get(id(parameter), -1), parameter, place)
+
+    def _add(
+        self, optimizer: int, parameter: torch.Tensor, place: Place, role: TensorRole | None = None
+    ) -> Iterator[Source]:
+        """The sources of one parameter, and the anchors for its states."""
+        local, kind = local_of(parameter), role or TensorRole.COMPUTE
+        self.anchors[place.name] = Anchor(optimizer, parameter, None, place)
+        if not place.stacked:
+            yield self._source(place.unit, place.name, kind, local, parameter)
+            return
+        for i in range(local.shape[0]):
+            unit, name = _slice_of(place, i)
+            self.anchors[name] = Anchor(optimizer, parameter, i, place)
+            yield self._source(unit, name, kind, local[i], parameter)
+
+    def _foreign_parameters(self) -> Iterator[Source]:
+        """Parameters that optimizers hold and the model does not: usually float32 masters.
+
+        When an optimizer's parameters match the model's one by one in shape, they are its masters;
+        otherwise they are private tensors without a layer.
+        """
+        own = list(self.model.parameters())
+        for index, optimizer in enumerate(self.optimizers):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            foreign = [p for p in params if id(p) not in self.names]
+            match = [p for p in own if p.requires_grad]
+            masters = len(match) == len(foreign) and all(
+                a.shape == b.shape for a, b in zip(match, foreign, strict=True)
+            )
+            for i, parameter in enumerate(foreign):
+                if masters:
+                    base = self.anchors[self.names[id(match[i])]].place
+                    place = Place(base.unit, f"{base.name}/master", base.stacked)
+                else:
+                    name = f"{_ORPHAN}{index}/parameter{i}"
+                    place = Place(UnitKey(None, UnitKind.OTHER), name)
+                self.names[id(parameter)] = place.name
+                yield from self._add(index, parameter, place, TensorRole.MASTER)
+
+    def _states(self) -> Iterator[Source]:
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self.names.get(id(parameter))
+                if name is None:
+                    raise InvalidJobError(
+                        "an optimizer holds state for a tensor that is neither in the model nor in "
+                        "its parameter groups; restore the groups or clear that state"
+                    )
+                place = self.anchors[name].place
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and isinstance(key, str):
+                        yield from self._state(parameter, place, key, value)
+
+    def _state(
+        self, parameter: torch.Tensor, place: Place, key: str, value: torch.Tensor
+    ) -> Iterator[Source]:
+        role = TensorRole.MASTER if key in _MASTER_KEYS else TensorRole.OPTIMIZER
+        local = local_of(value)
+        first = local_of(parameter).shape[:1]
+        if place.stacked and local.ndim and local.shape[:1] == first:
+            for i in range(local.shape[0]):
+                unit, name = _slice_of(place, i)
+                yield self._source(unit, f"{name}:{key}", role, local[i], value, parameter)
+        else:
+            yield self._source(place.unit, f"{place.name}:{key}", role, local, value, parameter)
+
+    def _buffers(self, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
+        seen: set[int] = set()
+        for path, module in modules.items():
+            for key, buffer in module._buffers.items():
+                if buffer is None or key in module._non_persistent_buffers_set:
+                    continue
+                if id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                local = local_of(buffer)
+                name = f"{path}.{key}" if path else key
+                place = self._place(name, buffer, local, modules)
+                yield Source(
+                    unit=place.unit,
+                    name=f"{place.name}(buffer)",
+                    role=TensorRole.BUFFER,
+                    tensor=local,
+                    private=True,  # running statistics differ between data-parallel replicas
+                    eager=True,
+                    staging=torch.empty_like(local, memory_format=torch.contiguous_format),
+                )
+
+    def _place(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        local: torch.Tensor,
+        modules: Mapping[str, nn.Module],
+    ) -> Place:
+        first = _first_of_sharded_stack(tensor)
+        place = place_tensor(name, local, modules, ep_index=self._ep_index, first_in_stack=first)
+        unit = self._units(name, tensor) if self._units is not None else None
+        return place if unit is None else Place(unit, place.name)
+
+    def is_private(self, name: str) -> bool:
+        """Whether no other rank holds the tensor `name`, which need not exist yet. Unknown names
+        are: nobody can be offered what nobody can place."""
+        base = name.partition(":")[0]
+        anchor = self.anchors.get(base)
+        if anchor is None or name in self._private or base.startswith(_ORPHAN):
+            return True
+        return _is_sharded(anchor.parameter)
+
+    def _source(
+        self,
+        unit: UnitKey,
+        name: str,
+        role: TensorRole,
+        local: torch.Tensor,
+        *holders: torch.Tensor,
+    ) -> Source:
+        staging = None
+        if not local.is_contiguous():
+            staging = torch.empty_like(local, memory_format=torch.contiguous_format)
+        private = name in self._private or any(_is_sharded(holder) for holder in holders)
+        orphan = name.startswith(_ORPHAN)
+        return Source(
+            unit=unit,
+            name=name,
+            role=role,
+            tensor=local,
+            private=private or orphan,
+            staging=staging,
+        )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor` that are on this rank, detached and sharing memory."""
+    return _raw(tensor).detach()
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    # The public `to_local` builds an autograd node, 100 times slower; this runs in `save`.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors_in(state: Mapping[object, object]) -> Iterator[object]:
+    return (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(
+        not placement.is_replicate() and tensor.device_mesh.size(dim) > 1
+        for dim, placement in enumerate(tensor.placements)
+    )
+
+
+def _first_of_sharded_stack(tensor: torch.Tensor) -> int | None:
+    """Global index of the first slice of a DTensor that is sharded along its first dimension."""
+    if not isinstance(tensor, DTensor) or not any(p.is_shard(0) for p in tensor.placements):
+        return None
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    first, length = 0, tensor.shape[0]
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(0):
+            chunk = -(-length // tensor.device_mesh.size(dim))
+            first += coordinate[dim] * chunk
+            length = min(chunk, max(length - coordinate[dim] * chunk, 0))
+    return first
+
+
+def _slice_of(place: Place, i: int) -> tuple[UnitKey, str]:
+    """Unit and name of slice `i` of a stacked tensor."""
+    unit = place.unit
+    assert unit.expert is not None
+    expert = unit.expert + i
+    return UnitKey(unit.layer, unit.kind, expert), f"{place.name}[{expert}]"

@@ -1,0 +1,345 @@
+"""The daemon as a session sees it: a Protocol, and its implementation over gRPC.
+
+Every failure leaves here as a HoldfastError: what the daemon raised comes back as the same kind
+(`holdfast-code`), and an unreachable daemon is an UnreachableError. Nothing above this module knows
+gRPC. Bytes of tensors never pass through the calls: they go into the arena, which `claim` maps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import grpc
+
+from holdfast._arena import Arena, ArenaReader, claim_arena, read_arena
+from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
+from holdfast_core.layouts import Layout, decode_layout, decode_manifest
+from holdfast_core.values import Generation, Line, Manifest
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+
+_RECONNECT_MS_MAX = 1000
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """Which epoch this worker belongs to."""
+
+    epoch: int
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Where this rank starts."""
+
+    line: Line
+    manifest: Manifest | None = None
+    layout: Layout | None = None
+    slot: int = 0
+    source: str = "none"
+    """`local`, `parity` or `none`."""
+    token: str = ""
+    arena_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A session with the daemon."""
+
+    session: str
+    token: str
+    arena_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """A slot to write into, or why there is none now."""
+
+    slot: int = -1
+    skipped: str = ""
+
+
+class Stage(StrEnum):
+    """What the daemon tells about generations and the epoch."""
+
+    PROTECTED = "protected"
+    DEAD = "dead"
+    UNPROTECTABLE = "unprotectable"
+    EPOCH_ENDED = "epoch_ended"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """News of a generation, or of the epoch's end (`epoch` is the one that replaced it)."""
+
+    stage: Stage
+    generation: Generation | None = None
+    epoch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A staged snapshot."""
+
+    session: str
+    epoch: int
+    step: int
+    slot: int
+    payload_bytes: int
+    extras_bytes: int
+    digests: bytes
+    nan_units: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What the SDK saw of itself."""
+
+    session: str
+    step: int
+    skipped: int
+    failed: int
+    failure: str
+    step_s: float
+    staged_s: float
+
+
+class DaemonClient(Protocol):
+    """What a session asks of its node's daemon. Every method raises HoldfastError only."""
+
+    def hello(self) -> Hello:
+        """Raises StaleEpochError for a worker of a training world that has ended."""
+
+    def restore(self, epoch: int, timeout_s: float, on_progress: Callable[[str], None]) -> Decision:
+        """Blocks until the epoch's line is decided and this rank's snapshot is ready."""
+
+    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
+        """Allocates the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
+
+    def claim(self, token: str, nbytes: int, timeout_s: float) -> Arena:
+        """Maps the arena that the token of `open` entitles to write."""
+
+    def reader(self, token: str, timeout_s: float) -> ArenaReader:
+        """The arena that the token of `restore` entitles to read."""
+
+    def grant(self, session: str, epoch: int, step: int) -> Grant:
+        """Asks for a slot."""
+
+    def commit(self, commit: Commit) -> None:
+        """Returns when the manifest is sealed."""
+
+    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
+        """Gives a granted slot back."""
+
+    def watch(self, session: str) -> Iterator[Event]:
+        """News, until the session ends."""
+
+    def progress(self, report: Report) -> None:
+        """For heartbeats and metrics."""
+
+    def close_session(self, session: str) -> None:
+        """Ends the session; snapshots stay."""
+
+    def close(self) -> None:
+        """Ends the connection and whatever waits on it."""
+
+
+class GrpcClient:
+    """A daemon behind the Unix socket at `socket`."""
+
+    def __init__(
+        self, socket: Path, job: str, rank: int, store_address: str, timeout_s: float
+    ) -> None:
+        self._job = job
+        self._rank = rank
+        self._store_address = store_address
+        self._timeout_s = timeout_s
+        self._socket = socket
+        self._arena_socket = socket.parent / "arena.sock"
+        self._channel = grpc.insecure_channel(
+            f"unix:{socket}",
+            options=[
+                ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS_MAX),
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.enable_http_proxy", 0),
+            ],
+        )
+        self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
+
+    def hello(self) -> Hello:
+        request = trainer_pb2.HelloRequest(
+            protocol_version=codec.PROTOCOL_VERSION,
+            job=self._job,
+            rank=self._rank,
+            store_address=self._store_address,
+        )
+        reply = self._call(lambda: self._stub.Hello(request, timeout=self._timeout_s))
+        codec.check_version(reply.protocol_version, f"the daemon at {self._socket}")
+        if reply.arena_socket:
+            self._arena_socket = Path(reply.arena_socket)
+        return Hello(epoch=reply.epoch, world_size=reply.world_size)
+
+    def restore(self, epoch: int, timeout_s: float, on_progress: Callable[[str], None]) -> Decision:
+        request = trainer_pb2.RestoreRequest(job=self._job, rank=self._rank, epoch=epoch)
+
+        def run() -> Decision:
+            for message in self._stub.Restore(request, timeout=timeout_s):
+                if message.HasField("decision"):
+                    return _decision(message.decision)
+                on_progress(
+                    f"{message.phase} {message.done}/{message.total} {message.detail}".strip()
+                )
+            raise ProtocolError("the daemon ended a restore without a decision")
+
+        return self._call(run)
+
+    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
+        request = trainer_pb2.OpenRequest(
+            job=self._job,
+            rank=self._rank,
+            epoch=epoch,
+            layout=layout,
+            largest_slot_bytes=largest_slot_bytes,
+            pid=os.getpid(),
+        )
+        reply = self._call(lambda: self._stub.Open(request, timeout=timeout_s))
+        return Opened(
+            session=reply.session,
+            token=reply.token,
+            arena_bytes=reply.arena_bytes,
+            slot_bytes=reply.slot_bytes,
+        )
+
+    def claim(self, token: str, nbytes: int, timeout_s: float) -> Arena:
+        return claim_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
+
+    def reader(self, token: str, timeout_s: float) -> ArenaReader:
+        return read_arena(self._arena_socket, token, timeout_s=timeout_s)
+
+    def grant(self, session: str, epoch: int, step: int) -> Grant:
+        request = trainer_pb2.GrantRequest(session=session, epoch=epoch, step=step)
+        reply = self._call(lambda: self._stub.Grant(request, timeout=self._timeout_s))
+        if reply.WhichOneof("outcome") == "slot":
+            return Grant(slot=reply.slot)
+        return Grant(skipped=reply.skipped or "the daemon has no slot")
+
+    def commit(self, commit: Commit) -> None:
+        request = trainer_pb2.CommitRequest(
+            session=commit.session,
+            epoch=commit.epoch,
+            step=commit.step,
+            slot=commit.slot,
+            payload_bytes=commit.payload_bytes,
+            extras_bytes=commit.extras_bytes,
+            digests=commit.digests,
+            nan_units=commit.nan_units,
+        )
+        self._call(lambda: self._stub.Commit(request, timeout=self._timeout_s))
+
+    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
+        request = trainer_pb2.AbortRequest(session=session, epoch=epoch, step=step, reason=reason)
+        self._call(lambda: self._stub.Abort(request, timeout=self._timeout_s))
+
+    def watch(self, session: str) -> Iterator[Event]:
+        try:
+            for message in self._stub.Watch(trainer_pb2.WatchRequest(session=session)):
+                event = _event(message)
+                if event is not None:
+                    yield event
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        except ValueError as error:  # what gRPC raises on a channel that was closed
+            raise UnreachableError(f"the connection to {self._socket} is closed") from error
+
+    def progress(self, report: Report) -> None:
+        request = trainer_pb2.ProgressReport(
+            session=report.session,
+            step=report.step,
+            skipped=report.skipped,
+            failed=report.failed,
+            failure=report.failure,
+            step_s=report.step_s,
+            staged_s=report.staged_s,
+        )
+        self._call(lambda: self._stub.Progress(request, timeout=self._timeout_s))
+
+    def close_session(self, session: str) -> None:
+        request = trainer_pb2.CloseRequest(session=session)
+        self._call(lambda: self._stub.Close(request, timeout=self._timeout_s))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        except ValueError as error:  # what gRPC raises on a channel that was closed
+            raise UnreachableError(f"the connection to {self._socket} is closed") from error
+
+    def _translate(self, error: grpc.RpcError) -> HoldfastError:
+        metadata, details, code = None, str(error), None
+        if isinstance(error, grpc.Call):
+            with suppress(Exception):  # a call that never began has none of these
+                metadata, details, code = (
+                    error.trailing_metadata(),
+                    error.details() or "",
+                    error.code(),
+                )
+        ours = codec.error_from_metadata(metadata, details)
+        if ours is not None:
+            return ours
+        name = code.name if code is not None else type(error).__name__
+        if code in _UNREACHABLE:
+            return UnreachableError(f"the daemon at {self._socket} does not answer: {name}")
+        return ProtocolError(f"the daemon at {self._socket} failed a call: {name}: {details}")
+
+
+_UNREACHABLE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+
+
+def _decision(message: trainer_pb2.RestoreDecision) -> Decision:
+    line = codec.line_from_proto(message.line)
+    if line.generation is None:
+        return Decision(line=line)
+    return Decision(
+        line=line,
+        manifest=decode_manifest(message.manifest),
+        layout=decode_layout(message.layout),
+        slot=message.slot,
+        source=message.source,
+        token=message.token,
+        arena_bytes=message.arena_bytes,
+    )
+
+
+def _event(message: trainer_pb2.WatchEvent) -> Event | None:
+    match message.WhichOneof("event"):
+        case "protected":
+            stage, generation = Stage.PROTECTED, message.protected
+        case "dead":
+            stage, generation = Stage.DEAD, message.dead
+        case "unprotectable":
+            stage, generation = Stage.UNPROTECTABLE, message.unprotectable
+        case "epoch_ended":
+            return Event(stage=Stage.EPOCH_ENDED, epoch=message.epoch_ended)
+        case _:
+            return None  # of a newer daemon
+    return Event(stage=stage, generation=codec.generation_from_proto(generation))

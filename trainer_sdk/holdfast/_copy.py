@@ -1,0 +1,278 @@
+"""The copy engine: one copy per byte, hashed or verified while the piece is in cache.
+
+Capture copies each piece of a slot from the live tensors and hashes it; restore verifies each piece
+and copies it out. Threads stay for the life of the engine and take blocks of pieces in turn;
+memmove and xxh3 both run without the interpreter's lock. Measured: two threads reach the speed of a
+plain memcpy, one 1.2 times that.
+
+Everything that can be worked out beforehand is in the `CopyPlan`. This module knows nothing of
+units, ranks or daemons.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from holdfast._arena import ArenaReader
+from holdfast._devices import Device, DeviceMove, Fence
+
+BLOCK_PIECES = 16
+"""Pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
+
+_memmove = ctypes.memmove
+
+HostMove = tuple[int, int, int]
+"""(first byte in the slot, address of the tensor's bytes, number of bytes), within one piece."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyPlan:
+    """What to copy between a slot and live tensors."""
+
+    piece_bytes: int
+    host_moves: tuple[tuple[HostMove, ...], ...]
+    """For each piece the ranges of tensors in host memory."""
+    device_moves: tuple[tuple[DeviceMove, ...], ...]
+    """For each block of pieces the ranges of tensors on a device; empty without any."""
+    staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """(contiguous staging tensor, live tensor) for tensors that are not contiguous."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        host = sum(move[2] for moves in self.host_moves for move in moves)
+        return host + sum(move.nbytes for moves in self.device_moves for move in moves)
+
+
+class BadPieceError(Exception):
+    """A piece does not match its checksum; the caller knows what lies in it."""
+
+    def __init__(self, piece: int) -> None:
+        super().__init__(f"piece {piece} does not match its checksum")
+        self.piece = piece
+
+
+class CopyEngine:
+    """Copies with `threads` threads: its own and the one that calls."""
+
+    def __init__(self, threads: int, device: Device) -> None:
+        self._device = device
+        self._helpers = [_Helper(index) for index in range(threads - 1)]
+
+    def capture(
+        self,
+        plan: CopyPlan,
+        address: int,
+        slot: memoryview,
+        extras: bytes,
+        offset: int,
+        fence: Fence,
+    ) -> bytes:
+        """Fill the slot at `address` and hash its payload.
+
+        Args:
+            slot: the bytes at `address`; the payload ends after the extras.
+            extras: goes to `offset`.
+            fence: what the copies must come after on the device.
+
+        Returns:
+            xxh3-64 of each piece of the payload, 8 bytes little-endian each.
+        """
+        with torch.no_grad():
+            for staging, live in plan.staged:
+                staging.copy_(live)
+        end = offset + len(extras)
+        slot[offset:end] = extras
+        size = plan.piece_bytes
+        count = -(-end // size)
+        digests = np.zeros(count, dtype="<u8")
+        waits = self._device.download(plan.device_moves, slot, fence)
+        moves_of, none = plan.host_moves, ()
+
+        def block(first: int) -> None:
+            if waits:
+                waits[min(first // BLOCK_PIECES, len(waits) - 1)]()
+            for piece in range(first, min(first + BLOCK_PIECES, count)):
+                for start, source, nbytes in moves_of[piece] if piece < len(moves_of) else none:
+                    _memmove(address + start, source, nbytes)
+                at = piece * size
+                digests[piece] = xxh3_64_intdigest(slot[at : min(at + size, end)])
+
+        self._run(block, count)
+        return digests.tobytes()
+
+    def restore(
+        self, plan: CopyPlan, reader: ArenaReader, start: int, payload_bytes: int, digests: bytes
+    ) -> None:
+        """Read the payload, verify each piece, and copy it into the live tensors.
+
+        A piece is read into a buffer of its own size, so that it is still in cache when it is
+        hashed and copied, and no byte reaches a tensor before it is verified.
+
+        Args:
+            start: of the payload within the arena.
+
+        Raises:
+            BadPieceError: for a piece that does not match; tensors are then partly written.
+        """
+        size = plan.piece_bytes
+        count = -(-payload_bytes // size)
+        expected = np.frombuffer(digests, dtype="<u8").tolist()
+        moves_of, device_moves, none = plan.host_moves, plan.device_moves, ()
+        # What goes to a device is sent block by block, so a block of it must stay.
+        room = BLOCK_PIECES * size if device_moves else size
+        buffers = threading.local()
+
+        def block(first: int) -> None:
+            if not hasattr(buffers, "tensor"):
+                buffers.tensor = self._device.buffer(room)
+                buffers.view = buffers.tensor.numpy().data
+                buffers.address = buffers.tensor.data_ptr()
+            for piece in range(first, min(first + BLOCK_PIECES, count)):
+                at = piece * size
+                base = at - first * size if device_moves else 0
+                read = buffers.view[base : base + min(size, payload_bytes - at)]
+                reader.read(read, start + at)
+                if xxh3_64_intdigest(read) != expected[piece]:
+                    raise BadPieceError(piece)
+                source = buffers.address + base - at
+                for first_byte, target, nbytes in (
+                    moves_of[piece] if piece < len(moves_of) else none
+                ):
+                    _memmove(target, source + first_byte, nbytes)
+            index = first // BLOCK_PIECES
+            if index < len(device_moves):
+                self._device.upload(device_moves[index], buffers.tensor, first * size)
+
+        self._run(block, count)
+
+    def each(self, work: Callable[[int], None], count: int) -> None:
+        """Call `work` for 0 … count - 1 on all threads; raises what one of them raised."""
+        self._run(work, count, 1)
+
+    def close(self) -> None:
+        """End the threads."""
+        for helper in self._helpers:
+            helper.end()
+
+    def _run(self, block: Callable[[int], None], count: int, stride: int = BLOCK_PIECES) -> None:
+        """Call `block` for each first piece of a block, on all threads; raise what one raised."""
+        todo = iter(range(0, count, stride))
+        failures: list[BaseException] = []
+        lock = threading.Lock()
+
+        def drain() -> None:
+            while not failures:
+                with lock:
+                    first = next(todo, None)
+                if first is None:
+                    return
+                try:
+                    block(first)
+                except BaseException as error:
+                    failures.append(error)
+
+        helpers = self._helpers if count > stride else []
+        finished = [helper.start(drain) for helper in helpers]
+        drain()
+        for event in finished:
+            event.wait()
+        if failures:
+            raise failures[0]
+
+
+class _Helper:
+    """A thread that runs one callable after another."""
+
+    def __init__(self, index: int) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(
+            target=self._loop, name=f"holdfast-copy-{index}", daemon=True
+        )
+        self._thread.start()
+
+    def start(self, work: Callable[[], None]) -> threading.Event:
+        finished = threading.Event()
+        self._work.put((work, finished))
+        return finished
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, finished = item
+            work()
+            finished.set()
+
+
+def plan_copy(
+    ranges: Sequence[tuple[int, int, torch.Tensor]],
+    staged: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    piece_bytes: int,
+) -> CopyPlan:
+    """The plan for `ranges`: (first byte in the slot, first byte in the tensor, uint8 tensor).
+
+    Each uint8 tensor holds exactly the bytes to move, flat and contiguous; the first byte in the
+    tensor is for messages only. Ranges that are neighbours in the slot and in memory become one.
+    """
+    host: list[tuple[int, int, int]] = []
+    device: list[DeviceMove] = []
+    for slot_start, _, flat in sorted(ranges, key=lambda item: item[0]):
+        nbytes = flat.numel()
+        if not nbytes:
+            continue
+        if flat.device.type != "cpu":
+            device.append(DeviceMove(slot_start, nbytes, flat))
+            continue
+        address = flat.data_ptr()
+        if host and host[-1][0] + host[-1][2] == slot_start and sum(host[-1][1:]) == address:
+            start, first, length = host[-1]
+            host[-1] = (start, first, length + nbytes)
+        else:
+            host.append((slot_start, address, nbytes))
+    return CopyPlan(
+        piece_bytes=piece_bytes,
+        host_moves=_by_piece(host, piece_bytes),
+        device_moves=_by_block(device, piece_bytes * BLOCK_PIECES),
+        staged=tuple(staged),
+    )
+
+
+def _by_piece(moves: Sequence[HostMove], piece_bytes: int) -> tuple[tuple[HostMove, ...], ...]:
+    if not moves:
+        return ()
+    last = max((start + nbytes - 1) // piece_bytes for start, _, nbytes in moves)
+    pieces: list[list[HostMove]] = [[] for _ in range(last + 1)]
+    for start, address, nbytes in moves:
+        at, end = start, start + nbytes
+        while at < end:
+            stop = min(end, (at // piece_bytes + 1) * piece_bytes)
+            pieces[at // piece_bytes].append((at, address + at - start, stop - at))
+            at = stop
+    return tuple(tuple(piece) for piece in pieces)
+
+
+def _by_block(moves: Sequence[DeviceMove], block_bytes: int) -> tuple[tuple[DeviceMove, ...], ...]:
+    if not moves:
+        return ()
+    last = max((move.start + move.nbytes - 1) // block_bytes for move in moves)
+    blocks: list[list[DeviceMove]] = [[] for _ in range(last + 1)]
+    for move in moves:
+        at, end = move.start, move.start + move.nbytes
+        while at < end:
+            stop = min(end, (at // block_bytes + 1) * block_bytes)
+            part = move.flat[at - move.start : stop - move.start]
+            blocks[at // block_bytes].append(DeviceMove(at, stop - at, part))
+            at = stop
+    return tuple(tuple(block) for block in blocks)

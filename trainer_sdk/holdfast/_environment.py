@@ -1,0 +1,68 @@
+"""The only module of the SDK that reads the environment.
+
+torchrun says which rank this is, the job's runner says where the daemon is. Explicit arguments of
+`holdfast.init` beat what is found here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.errors import InvalidJobError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """What the environment says about this process."""
+
+    socket: Path | None
+    """`HOLDFAST_SOCKET`: the daemon's Unix socket; None when nothing protects this process."""
+    job: str
+    """`HOLDFAST_JOB`."""
+    rank: int
+    """`RANK`."""
+    world_size: int
+    """`WORLD_SIZE`."""
+    local_rank: int
+    """`LOCAL_RANK`."""
+    store_address: str
+    """`MASTER_ADDR:MASTER_PORT` of the training world's store; empty outside torchrun."""
+    copy_threads: int | None
+    """`HOLDFAST_COPY_THREADS`."""
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """The environment of this process, or `variables` instead.
+
+    Raises:
+        InvalidJobError: when a number is none, or a daemon is named without a job.
+    """
+    found = os.environ if variables is None else variables
+    socket, job = found.get("HOLDFAST_SOCKET", ""), found.get("HOLDFAST_JOB", "")
+    if socket and not job:
+        raise InvalidJobError(
+            f"HOLDFAST_SOCKET={socket} names a daemon, but HOLDFAST_JOB is not set; set both"
+        )
+    address, port = found.get("MASTER_ADDR", ""), found.get("MASTER_PORT", "")
+    threads = found.get("HOLDFAST_COPY_THREADS")
+    return Environment(
+        socket=Path(socket) if socket else None,
+        job=job,
+        rank=_number(found, "RANK", 0),
+        world_size=_number(found, "WORLD_SIZE", 1),
+        local_rank=_number(found, "LOCAL_RANK", 0),
+        store_address=f"{address}:{port}" if address and port else "",
+        copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
+    )
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidJobError(f"{name}={text!r} is not a number; set it to 0 or more")
+    return int(text)

@@ -1,0 +1,126 @@
+"""Talk between the ranks of the training world: tables before the first save, bytes in a restore.
+
+Over a gloo group of the session's own, so that its collectives never meet those of training. What
+travels is bytes; nothing is unpickled. A world of one needs no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from holdfast_core.errors import UnreachableError
+
+
+class Broadcast(Protocol):
+    """Sends a tensor from one rank of a group to the others."""
+
+    def __call__(self, buffer: torch.Tensor, source: int) -> None:
+        """Fill `buffer` on every member from rank `source`."""
+
+
+class Exchange(Protocol):
+    """Collectives; every rank of the world makes the same calls in the same order."""
+
+    @property
+    def together(self) -> bool:
+        """Whether there is anyone to talk to."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """`data` of each rank. Raises UnreachableError when a rank does not take part."""
+
+    def subgroups(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
+        """A broadcast for each of `groups` that this rank is in, one after the other."""
+
+
+class Alone:
+    """A world of one rank, or of ranks that cannot talk."""
+
+    together = False
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def subgroups(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
+        del groups, device
+        return iter(())
+
+
+class GlooExchange:
+    """All ranks of torch's default process group. Making one is itself a collective."""
+
+    together = True
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group = _new_group(None, "gloo", self._timeout)
+        self._rank = dist.get_rank()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        with _translated():
+            size = torch.tensor([len(data)])
+            sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+            dist.all_gather(sizes, size, group=self._group)
+            longest = max(int(one) for one in sizes)
+            own = torch.zeros(max(longest, 1), dtype=torch.uint8)
+            if data:
+                own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            all_data = [torch.zeros_like(own) for _ in sizes]
+            dist.all_gather(all_data, own, group=self._group)
+        return [
+            one[: int(size)].numpy().tobytes() for one, size in zip(all_data, sizes, strict=True)
+        ]
+
+    def subgroups(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
+        # The backend of training for its devices; gloo, whatever training uses, for host memory.
+        backend = "gloo" if device.type == "cpu" else None
+        for ranks in groups:
+            with _translated():
+                group = _new_group(list(ranks), backend, self._timeout)
+            if self._rank not in ranks:
+                continue
+
+            def broadcast(
+                buffer: torch.Tensor, source: int, group: dist.ProcessGroup = group
+            ) -> None:
+                with _translated():
+                    dist.broadcast(buffer, src=source, group=group)
+
+            yield ranks, broadcast
+            dist.destroy_process_group(group)
+
+
+def _new_group(
+    ranks: list[int] | None, backend: str | None, timeout: timedelta
+) -> dist.ProcessGroup:
+    group: Any = dist.new_group(ranks, backend=backend, timeout=timeout)
+    return cast(dist.ProcessGroup, group)  # a constant instead, on ranks that are not in it
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise UnreachableError(
+            f"a collective of the session failed, so some rank of the training world does not take "
+            f"part: {error}"
+        ) from error
+
+
+def make_exchange(world_size: int, timeout_s: float) -> Exchange:
+    """How the ranks of this world talk; collective when there is a process group."""
+    if world_size > 1 and dist.is_available() and dist.is_initialized():
+        return GlooExchange(timeout_s)
+    return Alone()

@@ -1,0 +1,62 @@
+"""What `save` returns: one future for each stage that a snapshot reaches."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from holdfast_core.errors import HoldfastError
+
+
+class SaveHandle:
+    """The fate of one snapshot.
+
+    Each future's result is the step. A snapshot that was skipped or failed puts the reason, a
+    HoldfastError, into those that it did not reach; nothing is ever raised into training.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.staged: Future[int] = Future()
+        """The bytes are in the arena: tensors may change again."""
+        self.committed: Future[int] = Future()
+        """The daemon sealed the manifest: the snapshot survives this process."""
+        self.protected: Future[int] = Future()
+        """Parity is on other nodes, job-wide: the snapshot survives the loss of this node."""
+        self._stages = (self.staged, self.committed, self.protected)
+        self._lock = threading.Lock()
+        for future in self._stages:
+            future.set_running_or_notify_cancel()  # a stage cannot be cancelled by who waits for it
+
+    @property
+    def error(self) -> HoldfastError | None:
+        """Why the snapshot did not reach a stage; None when all is well so far."""
+        for future in self._stages:
+            if future.done() and (error := future.exception()) is not None:
+                assert isinstance(error, HoldfastError)
+                return error
+        return None
+
+    def _reach(self, last: Future[int]) -> None:
+        """Mark `last` and every stage before it as reached. For the session only."""
+        with self._lock:
+            for future in self._stages[: self._stages.index(last) + 1]:
+                if not future.done():
+                    future.set_result(self.step)
+
+    def _fail(self, error: HoldfastError) -> None:
+        """Put `error` into every stage that was not reached. For the session only."""
+        with self._lock:
+            for future in self._stages:
+                if not future.done():
+                    future.set_exception(error)
+
+    def __repr__(self) -> str:
+        names = ("staged", "committed", "protected")
+        reached = [
+            name
+            for name, future in zip(names, self._stages, strict=True)
+            if future.done() and future.exception() is None
+        ]
+        fate = f"error={self.error!r}" if self.error else f"reached={reached}"
+        return f"SaveHandle(step={self.step}, {fate})"

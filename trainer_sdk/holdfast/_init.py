@@ -1,0 +1,104 @@
+"""Wires a session from its parts: where the daemon is, which rank this is, what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from holdfast._capture import LiveState, local_of
+from holdfast._client import DaemonClient, GrpcClient
+from holdfast._collect import Stateful
+from holdfast._conventions import UnitNamer
+from holdfast._devices import device_of
+from holdfast._environment import Environment, read_environment
+from holdfast._exchange import make_exchange
+from holdfast._nodaemon import UnprotectedSession
+from holdfast._session import ProtectedSession, Session
+from holdfast._settings import Settings
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.topology import Topology
+
+
+def init(
+    *,
+    model: nn.Module,
+    optimizer: Any,
+    stateful: Mapping[str, Stateful] | None = None,
+    topology: Topology | None = None,
+    units: UnitNamer | None = None,
+    private: Collection[str] = (),
+    settings: Settings | None = None,
+    socket: Path | str | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    daemon: DaemonClient | None = None,
+) -> Session:
+    """A session for this rank. Every rank calls it, after `init_process_group` where there is one.
+
+    Without a daemon (no `HOLDFAST_SOCKET`, `socket` or `daemon`) the session says once that nothing
+    is protected, and training runs as before.
+
+    Args:
+        model: what is trained; also wrapped by DDP or FSDP2.
+        optimizer: a torch optimizer, or several in a list; a hook on `step` waits until a save is
+            staged.
+        stateful: what else a restore must bring back (scheduler, sampler, …), by name.
+        topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
+        units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
+            numbered children of a module called `experts`, or slices of stacked weights
+            `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
+        private: names of tensors that no other rank holds although the topology says so, such as
+            the states of a sharded optimizer (`layer.weight:exp_avg`).
+        settings: see `Settings`.
+        socket: the daemon's Unix socket, instead of `HOLDFAST_SOCKET`.
+        job: instead of `HOLDFAST_JOB`.
+        rank: instead of the process group's, or `RANK`.
+        daemon: a client to use as it is, such as `holdfast.testing.FakeDaemon`.
+
+    Raises:
+        InvalidJobError: when the topology does not fit the training world, or arguments contradict.
+    """
+    environment = read_environment()
+    path = Path(socket) if socket is not None else environment.socket
+    if daemon is None and path is None:
+        return UnprotectedSession()
+    own_rank, world_size = _world(environment, rank)
+    chosen = topology if topology is not None else Topology(dp=world_size)
+    chosen.check_world(world_size)
+    tuned = settings if settings is not None else Settings()
+    if settings is None and environment.copy_threads is not None:
+        tuned = replace(tuned, copy_threads=environment.copy_threads)
+    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    live = LiveState(model, optimizers, chosen, own_rank, units=units, private=frozenset(private))
+    client = daemon
+    if client is None:
+        name = job if job is not None else environment.job
+        if not name or path is None:
+            raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
+        client = GrpcClient(path, name, own_rank, environment.store_address, tuned.rpc_timeout_s)
+    return ProtectedSession(
+        live=live,
+        stateful=stateful or {},
+        topology=chosen,
+        rank=own_rank,
+        client=client,
+        exchange=make_exchange(world_size, tuned.exchange_timeout_s),
+        device=device_of([local_of(parameter) for parameter in model.parameters()]),
+        settings=tuned,
+    )
+
+
+def _world(environment: Environment, rank: int | None) -> tuple[int, int]:
+    """(rank, world size): the process group's where there is one, else the environment's."""
+    if dist.is_available() and dist.is_initialized():
+        if rank not in (None, dist.get_rank()):
+            raise InvalidJobError(
+                f"rank={rank}, but the process group says {dist.get_rank()}; leave rank out"
+            )
+        return dist.get_rank(), dist.get_world_size()
+    return environment.rank if rank is None else rank, environment.world_size

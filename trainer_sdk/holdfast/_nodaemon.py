@@ -1,0 +1,52 @@
+"""The session where no daemon is named: training runs as before, and nothing is protected."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast._handles import SaveHandle
+from holdfast._session import Session
+from holdfast._tally import Counters
+from holdfast_core.errors import HoldfastError, SnapshotSkippedError
+
+_log = logging.getLogger("holdfast")
+
+_WHY = "HOLDFAST_SOCKET is not set: no daemon protects this process"
+
+
+class UnprotectedSession(Session):
+    """Says once that nothing is protected."""
+
+    def __init__(self) -> None:
+        self._counters = Counters()
+        _log.warning("%s; training runs without snapshots", _WHY)
+
+    @property
+    def epoch(self) -> int:
+        return 0
+
+    @property
+    def problem(self) -> HoldfastError | None:
+        return SnapshotSkippedError(_WHY)
+
+    @property
+    def counters(self) -> Counters:
+        return self._counters
+
+    def restore(self) -> int | None:
+        return None
+
+    def save(self, step: int) -> SaveHandle:
+        handle = SaveHandle(step)
+        handle._fail(SnapshotSkippedError(_WHY))
+        self._counters.skipped += 1
+        return handle
+
+    def prepare(self) -> None:
+        return None
+
+    def wait_staged(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,190 @@
+"""Which bytes this rank captures, and where they lie in its slot.
+
+The base plan comes from the tables of all ranks, exchanged once: `holdfast_core.sharding` divides
+what replicas share. Later changes of the state (an optimizer that fills its state step by step, a
+tensor that grows) must not need a collective, because ranks notice them at different times; they
+follow rules that replicas apply alike without talking: an optimizer state is divided like the
+parameter that it belongs to, and anything else goes whole to the rank that its name hashes to.
+
+Nothing here reads or writes bytes of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from holdfast._capture import Source
+from holdfast._copy import CopyPlan, plan_copy
+from holdfast._extras import dtype_name
+from holdfast_core.layouts import (
+    PAGE_BYTES,
+    PIECE_BYTES,
+    TENSOR_ALIGNMENT,
+    Entry,
+    Layout,
+    round_up,
+)
+from holdfast_core.sharding import Shard, ShardStrategy, plan_shards
+from holdfast_core.topology import Topology
+from holdfast_core.units import TensorSize
+
+EXTRAS_SPARE_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BasePlan:
+    """Who captures what, agreed by all ranks once."""
+
+    rank: int
+    topology: Topology
+    tables: Mapping[str, TensorSize]
+    """This rank's tensors when the plan was agreed."""
+    shards: Mapping[int, Mapping[str, tuple[tuple[int, int], ...]]]
+    """For each replica: tensor → (start, bytes) of the ranges that it captures."""
+    largest_slot_bytes: int = 0
+    alone: bool = field(default=False)
+    """True without a process group: this rank captures all that it holds."""
+
+
+def table_of(sources: Sequence[Source]) -> tuple[TensorSize, ...]:
+    """What planning needs to know of `sources`."""
+    return tuple(
+        TensorSize(
+            unit=source.unit,
+            tensor=source.name,
+            role=source.role,
+            dtype=dtype_name(source.tensor.dtype),
+            shape=tuple(source.tensor.shape),
+            nbytes=source.nbytes,
+            private=source.private,
+        )
+        for source in sources
+    )
+
+
+def plan_alone(rank: int, topology: Topology) -> BasePlan:
+    """The plan of a rank that captures everything it holds."""
+    return BasePlan(rank=rank, topology=topology, tables={}, shards={}, alone=True)
+
+
+def plan_together(
+    rank: int,
+    topology: Topology,
+    tables: Mapping[int, Sequence[TensorSize]],
+    extras_bytes: Mapping[int, int],
+    strategy: ShardStrategy,
+) -> BasePlan:
+    """The plan that all ranks compute from the same exchanged tables.
+
+    Raises:
+        ReplicaMismatchError: when declared replicas hold different tensors.
+    """
+    plan = plan_shards(tables, topology, strategy)
+    largest = max(
+        layout_of(r, topology, tables[r], plan.shards[r], extras_bytes[r]).slot_bytes
+        for r in tables
+    )
+    return BasePlan(
+        rank=rank,
+        topology=topology,
+        tables={size.tensor: size for size in tables[rank]},
+        shards={r: _ranges(plan.shards[r]) for r in topology.dense_replicas(rank)},
+        largest_slot_bytes=largest,
+    )
+
+
+def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]:
+    """What this rank captures of `table`, by unit, tensor and start."""
+    shards = []
+    for size in sorted(table, key=lambda size: (size.unit, size.tensor)):
+        for start, nbytes in _own_ranges(base, size):
+            shards.append(Shard(unit=size.unit, tensor=size.tensor, start=start, nbytes=nbytes))
+    return tuple(shards)
+
+
+def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]:
+    whole = ((0, size.nbytes),)
+    if base.alone or size.private:
+        return whole
+    if base.tables.get(size.tensor) == size:
+        return base.shards[base.rank].get(size.tensor, ())
+    topology = base.topology
+    replicas = (
+        topology.expert_replicas(base.rank)
+        if size.is_expert
+        else topology.dense_replicas(base.rank)
+    )
+    parameter = base.tables.get(size.tensor.partition(":")[0])
+    if parameter is not None and parameter.shape == size.shape and parameter.nbytes:
+        # Elements of the state follow the elements of its parameter.
+        ranges = base.shards[base.rank].get(parameter.tensor, ())
+        return tuple(
+            (start * size.nbytes // parameter.nbytes, nbytes * size.nbytes // parameter.nbytes)
+            for start, nbytes in ranges
+        )
+    owner = replicas[xxhash.xxh3_64_intdigest(size.tensor.encode()) % len(replicas)]
+    return whole if owner == base.rank else ()
+
+
+def layout_of(
+    rank: int,
+    topology: Topology,
+    table: Sequence[TensorSize],
+    shards: Sequence[Shard],
+    extras_bytes: int,
+) -> Layout:
+    """The layout of a slot that holds `shards` and extras of about `extras_bytes`."""
+    sizes = {size.tensor: size for size in table}
+    entries, end = [], 0
+    for shard in shards:
+        size = sizes[shard.tensor]
+        offset = round_up(end, TENSOR_ALIGNMENT)
+        end = offset + shard.nbytes
+        entries.append(
+            Entry(
+                unit=str(shard.unit),
+                tensor=shard.tensor,
+                role=size.role,
+                dtype=size.dtype,
+                shape=size.shape,
+                start=shard.start,
+                nbytes=shard.nbytes,
+                offset=offset,
+            )
+        )
+    extras_offset = round_up(end, TENSOR_ALIGNMENT)
+    room = round_up(extras_offset + extras_bytes * 5 // 4 + EXTRAS_SPARE_BYTES, PAGE_BYTES)
+    return Layout(
+        rank=rank,
+        world_size=topology.world_size,
+        topology=str(topology),
+        entries=tuple(entries),
+        extras_offset=extras_offset,
+        extras_capacity=room - extras_offset,
+        piece_bytes=PIECE_BYTES,
+    )
+
+
+def moves_of(layout: Layout, sources: Sequence[Source]) -> CopyPlan:
+    """The copies between a slot of `layout` and `sources`, which it was made for."""
+    by_name = {source.name: source for source in sources}
+    ranges: list[tuple[int, int, torch.Tensor]] = []
+    staged = []
+    for source in sources:
+        if source.staging is not None and not source.eager:
+            staged.append((source.staging, source.tensor))
+    for entry in layout.entries:
+        part = by_name[entry.tensor].flat()[entry.start : entry.start + entry.nbytes]
+        ranges.append((entry.offset, entry.start, part))
+    return plan_copy(ranges, staged, layout.piece_bytes)
+
+
+def _ranges(shards: Sequence[Shard]) -> dict[str, tuple[tuple[int, int], ...]]:
+    ranges: dict[str, tuple[tuple[int, int], ...]] = {}
+    for shard in shards:
+        ranges[shard.tensor] = (*ranges.get(shard.tensor, ()), (shard.start, shard.nbytes))
+    return ranges

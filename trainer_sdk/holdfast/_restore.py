@@ -1,0 +1,294 @@
+"""A restore: own bytes from the arena, shared bytes from the ranks that captured them.
+
+Three agreements of all ranks, so that every rank restores the same generation or every rank raises:
+after each knows what it is to restore, after its own bytes are verified and copied, and at the end.
+A rank that fails takes part in the next agreement before it raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast._arena import ArenaReader, check_slot
+from holdfast._capture import LiveState, Source
+from holdfast._client import DaemonClient, Decision, Hello
+from holdfast._collect import Stateful, devices_of, put_back
+from holdfast._copy import BadPieceError, CopyEngine, plan_copy
+from holdfast._exchange import Exchange
+from holdfast._extras import decode_extras
+from holdfast._fit import Offer, check_cover, make_room, own_offers, wanted_by
+from holdfast._scatter import scatter
+from holdfast._settings import Settings
+from holdfast_core.errors import (
+    CorruptError,
+    HoldfastError,
+    InvalidJobError,
+    LayoutMismatchError,
+    NoRecoveryLineError,
+    UnreachableError,
+    by_code,
+)
+from holdfast_core.layouts import Layout, first_bad_piece
+from holdfast_core.topology import Topology
+from holdfast_core.values import Manifest
+
+_log = logging.getLogger("holdfast")
+_RETRY_S = 0.2
+_T = TypeVar("_T")
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says in an agreement."""
+
+    code: str = ""
+    """Of the error; empty when all is well."""
+    message: str = ""
+    generation: str = ""
+    """`epoch.step`; empty for a fresh start."""
+    offers: tuple[Offer, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """How a restore ended."""
+
+    epoch: int
+    step: int | None
+    source: str
+
+
+@dataclass(slots=True)
+class _Found:
+    """What this rank is to restore."""
+
+    manifest: Manifest
+    layout: Layout
+    reader: ArenaReader
+    start: int
+    """Of the slot within the arena."""
+    extras: dict[str, Any]
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """One rank's part in restores."""
+
+    client: DaemonClient
+    live: LiveState
+    stateful: Mapping[str, Stateful]
+    topology: Topology
+    rank: int
+    exchange: Exchange
+    engine: CopyEngine
+    settings: Settings
+
+    def run(self) -> Restored:
+        """See `Session.restore`."""
+        found: _Found | None = None
+        epoch = 0
+        offers: tuple[Offer, ...] = ()
+        error: HoldfastError | None = None
+        try:
+            hello = self._hello()
+            epoch = hello.epoch
+            found = self._find(epoch)
+            if found is not None and self.exchange.together:
+                offers = own_offers(found.layout, self.live, self.topology, self.rank)
+        except HoldfastError as raised:
+            error = raised
+        try:
+            return self._together(epoch, found, offers, error)
+        finally:
+            if found is not None:
+                found.reader.close()
+
+    def _together(
+        self,
+        epoch: int,
+        found: _Found | None,
+        offers: tuple[Offer, ...],
+        error: HoldfastError | None,
+    ) -> Restored:
+        generation = "" if found is None else str(found.manifest.generation)
+        standings = self._agree(error, generation=generation, offers=offers)
+        if found is None:
+            _log.info("epoch %d starts fresh", epoch)
+            return Restored(epoch=epoch, step=None, source="none")
+        all_offers = [standing.offers for standing in standings]
+        chosen = found
+        sources, error = _attempt(lambda: self._copy_own(chosen, all_offers))
+        self._agree(error, generation=generation)
+        assert sources is not None
+        scatter(self.exchange, all_offers, sources, self.rank)
+        _, error = _attempt(lambda: self._finish(chosen, sources))
+        self._agree(error, generation=generation)
+        step = found.manifest.generation.step
+        _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
+        return Restored(epoch=epoch, step=step, source=found.source)
+
+    # --- what to restore --------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        """Raises UnreachableError when the daemon does not answer in `restore_timeout_s`."""
+        deadline = time.monotonic() + self.settings.restore_timeout_s
+        while True:
+            try:
+                hello = self.client.hello()
+                break
+            except UnreachableError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                _log.info("waiting for the daemon: %s", error)
+                time.sleep(_RETRY_S)
+        if hello.world_size and hello.world_size != self.topology.world_size:
+            raise InvalidJobError(
+                f"the daemon knows a training world of {hello.world_size} ranks, {self.topology} "
+                f"describes {self.topology.world_size}"
+            )
+        return hello
+
+    def _find(self, epoch: int) -> _Found | None:
+        deadline = time.monotonic() + self.settings.restore_timeout_s
+        while True:
+            try:
+                left_s = max(deadline - time.monotonic(), 0.1)
+                decision = self.client.restore(epoch, left_s, lambda m: _log.info("restore: %s", m))
+                break
+            except UnreachableError as error:  # the daemon restarts
+                if time.monotonic() >= deadline:
+                    raise
+                _log.info("asking the daemon again where to start: %s", error)
+                time.sleep(_RETRY_S)
+        _log.info("recovery line: %s", decision.line.reason)
+        manifest, layout = decision.manifest, decision.layout
+        if decision.line.generation is None or manifest is None or layout is None:
+            return None
+        if manifest.generation != decision.line.generation or manifest.rank != self.rank:
+            raise CorruptError(
+                f"the daemon offers generation {manifest.generation} of rank {manifest.rank} to "
+                f"rank {self.rank} for the line {decision.line.generation}"
+            )
+        if layout.topology != str(self.topology):
+            raise LayoutMismatchError(
+                f"the snapshot was taken with topology {layout.topology}, this session has "
+                f"{self.topology}; restore with the same parallelism"
+            )
+        return self._read(decision, manifest, layout)
+
+    def _read(self, decision: Decision, manifest: Manifest, layout: Layout) -> _Found:
+        end = manifest.extras_offset + manifest.extras_bytes
+        if end != manifest.payload_bytes or end > layout.slot_bytes:
+            raise CorruptError(f"the manifest of rank {self.rank} does not fit its layout")
+        start = check_slot(decision.slot, layout.slot_bytes, decision.arena_bytes)
+        reader = self.client.reader(decision.token, self.settings.rpc_timeout_s)
+        try:
+            first = manifest.extras_offset // manifest.piece_bytes
+            low = first * manifest.piece_bytes
+            tail = memoryview(bytearray(end - low))
+            reader.read(tail, start + low)
+            bad = first_bad_piece(tail, manifest.digests, manifest.piece_bytes, first_piece=first)
+            if bad is not None:
+                raise self._corrupt(layout, manifest, bad)
+            extras = decode_extras(tail[manifest.extras_offset - low :])
+        except HoldfastError:
+            reader.close()
+            raise
+        return _Found(manifest, layout, reader, start, extras, decision.source)
+
+    # --- bytes ------------------------------------------------------------------------------------
+
+    def _copy_own(
+        self, found: _Found, all_offers: Sequence[tuple[Offer, ...]]
+    ) -> dict[str, Source]:
+        """Make room, verify this rank's payload and copy it out; the live sources by name."""
+        wanted = wanted_by(self.rank, found.layout, all_offers)
+        check_cover(wanted)
+        sources = make_room(self.live, wanted, devices_of(found.extras))
+        ranges = [
+            (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
+            for entry in found.layout.entries
+        ]
+        manifest = found.manifest
+        plan = plan_copy(ranges, (), manifest.piece_bytes)
+        try:
+            self.engine.restore(
+                plan, found.reader, found.start, manifest.payload_bytes, manifest.digests
+            )
+        except BadPieceError as error:
+            raise self._corrupt(found.layout, manifest, error.piece) from error
+        return sources
+
+    def _finish(self, found: _Found, sources: Mapping[str, Source]) -> None:
+        for source in sources.values():
+            if source.staging is not None:
+                source.tensor.copy_(source.staging)
+        put_back(self.live, self.stateful, found.extras)
+
+    def _corrupt(self, layout: Layout, manifest: Manifest, piece: int) -> CorruptError:
+        low = piece * manifest.piece_bytes
+        high = low + manifest.piece_bytes
+        units = dict.fromkeys(
+            entry.unit
+            for entry in layout.entries
+            if entry.offset < high and entry.offset + entry.nbytes > low
+        )
+        if high > manifest.extras_offset:
+            units["extras"] = None
+        return CorruptError(
+            f"rank {self.rank}, generation {manifest.generation}: piece {piece} does not match its "
+            f"checksum; it holds {', '.join(units)}"
+        )
+
+    # --- agreement --------------------------------------------------------------------------------
+
+    def _agree(
+        self, error: HoldfastError | None, *, generation: str, offers: tuple[Offer, ...] = ()
+    ) -> list[Standing]:
+        """Collective: raises on every rank when one failed, or they were told different lines."""
+        own = Standing(
+            code="" if error is None else error.code,
+            message="" if error is None else str(error),
+            generation=generation,
+            offers=offers,
+        )
+        texts = self.exchange.gather(msgspec.json.encode(own))
+        standings = [msgspec.json.decode(text, type=Standing) for text in texts]
+        failed = {r: said for r, said in enumerate(standings) if said.code}
+        if failed:
+            if len(standings) == 1 and error is not None:
+                raise error
+            first = failed[min(failed)]
+            raise by_code(
+                first.code,
+                f"restore failed on ranks {sorted(failed)} of {len(standings)}: rank "
+                f"{min(failed)}: {first.message}",
+            ) from error
+        if len({said.generation for said in standings}) > 1:
+            told = {r: said.generation or "a fresh start" for r, said in enumerate(standings)}
+            raise NoRecoveryLineError(f"ranks were told different recovery lines: {told}")
+        return standings
+
+
+def _part(source: Source, start: int, nbytes: int) -> Any:
+    return source.flat()[start : start + nbytes]
+
+
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, HoldfastError | None]:
+    """The result, or the error, so that this rank can tell the others before it raises."""
+    try:
+        return work(), None
+    except HoldfastError as error:
+        return None, error
+    except Exception as error:  # of the user's load_state_dict, or of torch
+        failure = LayoutMismatchError(
+            f"the state cannot be loaded: {type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        return None, failure

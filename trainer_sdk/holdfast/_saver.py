@@ -1,0 +1,320 @@
+"""The background half of a session: one thread that takes snapshots, one after another.
+
+It agrees with the other ranks, opens the session with the daemon, asks for slots, copies, commits,
+and opens again when the daemon was lost. Whatever fails ends in the handle of that save, is counted
+and logged once per cause; nothing is ever raised into training (invariant 3).
+
+Three things live on this thread alone: the plan, the connection's arena and the copy engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from holdfast._capture import Source
+from holdfast._client import Commit, DaemonClient, Event, Stage
+from holdfast._copy import CopyEngine
+from holdfast._devices import Device
+from holdfast._exchange import Exchange
+from holdfast._handles import SaveHandle
+from holdfast._link import Link
+from holdfast._nans import units_with_nan
+from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, table_of
+from holdfast._replicas import agree, state_of
+from holdfast._settings import Settings
+from holdfast._tally import Tally
+from holdfast._tasks import Task
+from holdfast_core.errors import (
+    HoldfastError,
+    ReplicaMismatchError,
+    SnapshotSkippedError,
+    StaleEpochError,
+)
+from holdfast_core.topology import Topology
+from holdfast_core.values import Generation
+
+_log = logging.getLogger("holdfast")
+
+
+class Saver:
+    """Owns the worker thread from construction to `close`."""
+
+    def __init__(
+        self,
+        client: DaemonClient,
+        exchange: Exchange,
+        device: Device,
+        engine: CopyEngine,
+        topology: Topology,
+        rank: int,
+        settings: Settings,
+    ) -> None:
+        self._exchange = exchange
+        self._engine = engine
+        self._topology = topology
+        self._rank = rank
+        self._settings = settings
+        self._client = client
+        self.tally = Tally()
+        self.problem: HoldfastError | None = None
+        """Why no save of this session can succeed any more."""
+        self._link = Link(client, device, settings, self._on_event)
+        self._base: BasePlan | None = None
+        self._sources: Sequence[Source] = ()
+        self._saves = 0
+        self._awaiting: dict[Generation, SaveHandle] = {}
+        self._lock = threading.Lock()
+        self._reported_s = 0.0
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._current: Task | None = None
+        self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
+        self._thread.start()
+
+    # --- called by the training thread ------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int | None:
+        return self._link.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._link.epoch = epoch
+
+    @property
+    def busy(self) -> bool:
+        """Whether the worker has not yet done with the tensors of the last task."""
+        return self._current is not None and not self._current.let_go.is_set()
+
+    def submit(self, task: Task) -> None:
+        """Take `task`; only when not `busy`."""
+        self._current = task
+        self._tasks.put(task)
+
+    def wait_staged(self) -> None:
+        """Return when tensors may change."""
+        task = self._current
+        if task is None or task.over:
+            return
+        if not task.wait(self._settings.start_wait_s):
+            what = "open the session" if not self._link.is_open else "grant a slot"
+            self.refuse(
+                task.handle,
+                SnapshotSkippedError(
+                    f"the daemon did not {what} within start_wait_s={self._settings.start_wait_s}; "
+                    f"training went on"
+                ),
+            )
+
+    def refuse(self, handle: SaveHandle, error: HoldfastError) -> None:
+        """Put `error` into `handle` and count it. Any thread."""
+        self.tally.refuse(handle.step, error)
+        handle._fail(error)
+
+    def close(self, timeout_s: float) -> None:
+        """End after the task in progress, within about `timeout_s`."""
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
+            self._client.close()  # ends the call that it waits for
+            self._thread.join(timeout_s)
+        with self._lock:
+            waiting = list(self._awaiting.values())
+            self._awaiting.clear()
+        for handle in waiting:
+            handle._fail(SnapshotSkippedError("the session was closed before this was protected"))
+        self._client.close()
+        self._engine.close()
+
+    # --- the worker -------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=self._report_due_s())
+            except queue.Empty:
+                self._report()
+                continue
+            if task is None:
+                break
+            self._take(task)
+            self._report()
+        self._link.end()
+
+    def _take(self, task: Task) -> None:
+        try:
+            self._save(task)
+        except HoldfastError as error:
+            self._give_up(task, error)
+        except Exception as error:
+            _log.debug("unexpected failure of a save", exc_info=True)
+            name = type(error).__name__
+            self._give_up(task, SnapshotSkippedError(f"the save failed with {name}: {error}"))
+        finally:
+            task.release(over=True)
+            task.ended.set()
+
+    def _give_up(self, task: Task, error: HoldfastError) -> None:
+        if isinstance(error, StaleEpochError | ReplicaMismatchError):
+            self.problem = error
+        self._link.heed(error)
+        task.release(over=True)
+        if task.handle.error is None:
+            self.refuse(task.handle, error)
+
+    def _save(self, task: Task) -> None:
+        if task.sources is not None:
+            self._sources = task.sources
+        if self.problem is not None:
+            raise self.problem
+        if self._base is None:
+            self._agree(task)
+        self._open(task)
+        if not task.copies:
+            task.handle._reach(task.handle.staged)
+            return
+        step, link = task.handle.step, self._link
+        grant = link.grant(step)
+        if not task.hold():
+            link.abort(step, "training went on before the copy began")
+            return
+        try:
+            commit = self._copy(task, grant)
+        except BaseException as error:
+            link.abort(step, f"{type(error).__name__}: {error}")
+            raise
+        task.release(over=True)
+        task.handle._reach(task.handle.staged)
+        self.tally.counters.staged_s = time.monotonic() - task.began_s
+        self._commit(task, commit)
+
+    def _agree(self, task: Task) -> None:
+        """Exchange tables with the other ranks, and compare what the topology calls replicas."""
+        check = self._settings.check_replicas and self._exchange.together
+        engine = self._engine if check and task.hold() else None
+        try:
+            statement = state_of(
+                task.handle.step,
+                self._sources,
+                len(task.extras),
+                self._topology,
+                self._rank,
+                engine,
+            )
+        finally:
+            task.release(over=False)
+        self._base = agree(
+            self._exchange, statement, self._topology, self._rank, self._settings.strategy
+        )
+
+    def _open(self, task: Task) -> None:
+        """Have a session whose layout fits the task."""
+        link = self._link
+        fits = link.layout is not None and len(task.extras) <= link.layout.extras_capacity
+        if task.sources is None and fits and link.is_open:
+            return
+        assert self._base is not None
+        table = table_of(self._sources)
+        shards = own_shards(self._base, table)
+        layout = layout_of(self._rank, self._topology, table, shards, len(task.extras))
+        old = link.layout
+        if fits and old is not None and old.entries == layout.entries:
+            layout = old  # only addresses changed
+        largest = max(self._base.largest_slot_bytes, layout.slot_bytes)
+        again = not link.is_open
+        link.open(layout, largest)
+        if again:
+            self.tally.forgive()
+        link.plan = moves_of(layout, self._sources)
+
+    def _copy(self, task: Task, slot: int) -> Commit:
+        link = self._link
+        assert link.layout is not None and link.plan is not None
+        address, view = link.slot(slot)
+        digests = self._engine.capture(
+            link.plan, address, view, task.extras, link.layout.extras_offset, task.fence
+        )
+        return Commit(
+            session=link.session,
+            epoch=link.epoch or 0,
+            step=task.handle.step,
+            slot=slot,
+            payload_bytes=link.layout.extras_offset + len(task.extras),
+            extras_bytes=len(task.extras),
+            digests=digests,
+        )
+
+    def _commit(self, task: Task, commit: Commit) -> None:
+        handle, link, every = task.handle, self._link, self._settings.nan_check_every
+        nan_units: tuple[str, ...] = ()
+        if every and self._saves % every == 0 and link.layout is not None:
+            nan_units = units_with_nan(link.layout, link.slot(commit.slot)[1])
+            if nan_units:
+                _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
+        self._saves += 1
+        generation = Generation(commit.epoch, commit.step)
+        with self._lock:
+            self._awaiting[generation] = handle
+        try:
+            link.commit(commit, nan_units)
+        except HoldfastError as error:
+            with self._lock:
+                self._awaiting.pop(generation, None)
+            link.abort(commit.step, f"{error.code}: the commit failed")
+            raise
+        handle._reach(handle.committed)
+        self.tally.commit()
+
+    def _on_event(self, event: Event) -> None:
+        """News from the daemon, on the watching thread."""
+        if event.stage is Stage.EPOCH_ENDED:
+            self.problem = StaleEpochError(
+                f"epoch {self._link.epoch} has ended, epoch {event.epoch} replaced it; this "
+                f"process saves nothing more"
+            )
+            _log.warning("%s", self.problem)
+            return
+        assert event.generation is not None
+        with self._lock:
+            reached = {
+                generation: handle
+                for generation, handle in self._awaiting.items()
+                if generation == event.generation
+                or (event.stage is not Stage.DEAD and generation < event.generation)
+            }
+            for generation in reached:
+                del self._awaiting[generation]
+        for generation, handle in reached.items():
+            if event.stage is Stage.PROTECTED:
+                handle._reach(handle.protected)
+            elif event.stage is Stage.DEAD:
+                why = f"generation {generation} will not be completed by all ranks"
+                handle._fail(SnapshotSkippedError(why))
+            else:
+                handle._reach(handle.committed)  # the news may be faster than Commit's answer
+                why = f"generation {generation} is complete, but the job has no redundancy"
+                handle._fail(SnapshotSkippedError(why))
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def _report_due_s(self) -> float | None:
+        if not self.tally.news or not self._link.is_open:
+            return None
+        elapsed = time.monotonic() - self._reported_s
+        return max(self._settings.report_interval_s - elapsed, 0.001)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        due = now - self._reported_s >= self._settings.report_interval_s
+        if not (due and self.tally.news and self._link.is_open):
+            return
+        self._reported_s = now
+        problem = "" if self.problem is None else str(self.problem)
+        try:
+            self._client.progress(self.tally.report(self._link.session, problem))
+        except HoldfastError as error:
+            self._link.heed(error)

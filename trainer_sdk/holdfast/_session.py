@@ -1,0 +1,248 @@
+"""The session that a training script talks to, and the one behind a daemon.
+
+`Session` is the whole surface; `_nodaemon` has the other implementation. Everything here runs on
+the training thread: it must be quick in `save`, and it never raises there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from holdfast._capture import LiveState, Source
+from holdfast._client import DaemonClient
+from holdfast._collect import Stateful, collect
+from holdfast._copy import CopyEngine
+from holdfast._devices import Device
+from holdfast._exchange import Exchange
+from holdfast._extras import encode_extras
+from holdfast._handles import SaveHandle
+from holdfast._restore import Restore
+from holdfast._saver import Saver
+from holdfast._settings import Settings
+from holdfast._tally import Counters
+from holdfast._tasks import Task
+from holdfast_core.errors import HoldfastError, SnapshotSkippedError, StepOrderError
+from holdfast_core.topology import Topology
+
+_log = logging.getLogger("holdfast")
+
+
+class Session(ABC):
+    """One rank's protection, from `holdfast.init` to `close`. A context manager that closes."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The membership epoch of this training world; 0 before it is known or without a daemon."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> HoldfastError | None:
+        """Why no save can succeed any more; None when all is well."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> Counters:
+        """How many saves were committed, skipped and failed, and the newest cause."""
+
+    @abstractmethod
+    def restore(self) -> int | None:
+        """Load the recovery line into the model, the optimizers and the stateful objects.
+
+        Every rank calls it, once, before training. All ranks restore the same step, or all raise.
+        Tensors are copies; optimizer state that does not exist yet is allocated.
+
+        Returns:
+            The last completed step, or None for a fresh start.
+
+        Raises:
+            LayoutMismatchError: a tensor differs in name, shape or dtype from the snapshot's.
+            CorruptError: bytes do not match their checksums. The state is then undefined.
+            NoRecoveryLineError: ranks were told different generations.
+            UnreachableError: the daemon or another rank did not answer in time.
+            StaleEpochError: this process belongs to a training world that has ended.
+        """
+
+    @abstractmethod
+    def save(self, step: int) -> SaveHandle:
+        """Begin to capture the state after `step` completed steps; returns at once, never raises.
+
+        Tensors may not change until the handle's `staged`; the hook on the optimizer's `step` sees
+        to that. Buffers and extras are copied before this returns.
+        """
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Allocate the arena now rather than in the background of the first save.
+
+        Every rank calls it, after the first optimizer step. Returns when the session is open, or
+        when that failed, which is logged.
+        """
+
+    @abstractmethod
+    def wait_staged(self) -> None:
+        """Return when tensors may change. For loops without a torch optimizer."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the save in progress and end the session. Snapshots stay with the daemon."""
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ProtectedSession(Session):
+    """A session with a daemon."""
+
+    def __init__(
+        self,
+        *,
+        live: LiveState,
+        stateful: Mapping[str, Stateful],
+        topology: Topology,
+        rank: int,
+        client: DaemonClient,
+        exchange: Exchange,
+        device: Device,
+        settings: Settings,
+    ) -> None:
+        self._live = live
+        self._stateful = dict(stateful)
+        self._settings = settings
+        self._device = device
+        self._engine = CopyEngine(settings.copy_threads, device)
+        self._saver = Saver(client, exchange, device, self._engine, topology, rank, settings)
+        self._restore = Restore(
+            client=client,
+            live=live,
+            stateful=self._stateful,
+            topology=topology,
+            rank=rank,
+            exchange=exchange,
+            engine=self._engine,
+            settings=settings,
+        )
+        self._stale = True
+        self._sources: Sequence[Source] | None = None
+        self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._last_step: int | None = None
+        self._last_save_s = 0.0
+        self._closed = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step)
+            for optimizer in live.optimizers
+            if isinstance(optimizer, torch.optim.Optimizer)
+        ]
+
+    @property
+    def epoch(self) -> int:
+        return self._saver.epoch or 0
+
+    @property
+    def problem(self) -> HoldfastError | None:
+        return self._saver.problem
+
+    @property
+    def counters(self) -> Counters:
+        return self._saver.tally.counters
+
+    def restore(self) -> int | None:
+        self.wait_staged()
+        self._stale = True
+        outcome = self._restore.run()
+        self._saver.epoch = outcome.epoch
+        self._last_step = outcome.step
+        return outcome.step
+
+    def save(self, step: int) -> SaveHandle:
+        handle = SaveHandle(step)
+        try:
+            self._save(handle)
+        except HoldfastError as error:
+            self._saver.refuse(handle, error)
+        except Exception as error:
+            _log.debug("unexpected failure of save(%d)", step, exc_info=True)
+            why = f"save({step}) failed with {type(error).__name__}: {error}"
+            self._saver.refuse(handle, SnapshotSkippedError(why))
+        return handle
+
+    def _save(self, handle: SaveHandle) -> None:
+        if self._closed:
+            raise SnapshotSkippedError("the session is closed")
+        last, step = self._last_step, handle.step
+        if last is not None and step <= last:
+            raise StepOrderError(
+                f"save({step}) after step {last}: steps must grow; pass the completed steps"
+            )
+        self._last_step = step
+        now = time.monotonic()
+        self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
+        self._last_save_s = now
+        if self._saver.problem is not None:
+            self._saver.refuse(handle, self._saver.problem)
+            return
+        if self._saver.busy:
+            raise SnapshotSkippedError("the save before is still in progress")
+        self._saver.submit(self._task(handle, copies=True))
+
+    def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
+        with torch.no_grad():
+            if self._stale or self._live.changed():
+                self._sources = self._live.discover()
+                self._eager = [
+                    (source.staging, source.tensor)
+                    for source in self._sources
+                    if source.eager and source.staging is not None
+                ]
+                self._stale = False
+            for staging, live in self._eager:
+                staging.copy_(live)
+        extras = encode_extras(collect(self._live, self._stateful, handle.step))
+        # Taken over by the saver's thread; kept here until a task has really carried them there.
+        sources, self._sources = self._sources, None
+        return Task(
+            handle, sources=sources, extras=extras, fence=self._device.fence(), copies=copies
+        )
+
+    def prepare(self) -> None:
+        if self._saver.busy or self._closed:
+            return
+        handle = SaveHandle(self._last_step or 0)
+        try:
+            task = self._task(handle, copies=False)
+        except HoldfastError as error:
+            self._saver.refuse(handle, error)
+            return
+        self._saver.submit(task)
+        task.ended.wait()
+
+    def wait_staged(self) -> None:
+        self._saver.wait_staged()
+
+    def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        self.wait_staged()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self.wait_staged()
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._saver.close(self._settings.rpc_timeout_s)

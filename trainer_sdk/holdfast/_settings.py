@@ -1,0 +1,63 @@
+"""What a user may tune about a session.
+
+Defaults suit most jobs. Where the daemon is and which rank this is come from `_environment`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.sharding import ShardStrategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How a session copies, waits and checks.
+
+    Raises:
+        InvalidJobError: when a value is out of its range.
+    """
+
+    copy_threads: int = 2
+    """Threads that copy and hash. Two reach the speed of a plain memcpy on most machines."""
+    start_wait_s: float = 1.0
+    """How long the optimizer hook lets the daemon take to grant a slot before it gives the save up.
+    Once copying has begun the hook waits for its end: tensors must not change under it."""
+    rpc_timeout_s: float = 10.0
+    """Deadline of a control call."""
+    open_timeout_s: float = 600.0
+    """Deadline of the call that allocates and pre-faults the arena."""
+    restore_timeout_s: float = 600.0
+    """How long `restore` waits for the daemon to appear and to decide."""
+    exchange_timeout_s: float = 300.0
+    """Deadline of the collectives of the session's own gloo group."""
+    reopen_backoff_s: float = 1.0
+    """First pause after the daemon was lost; doubles up to `reopen_backoff_max_s`."""
+    reopen_backoff_max_s: float = 30.0
+    report_interval_s: float = 1.0
+    """At most one progress report in this time."""
+    nan_check_every: int = 50
+    """Saves between two checks of all units for NaN, the first save included; 0 for never."""
+    check_replicas: bool = True
+    """Whether the first save compares the units that the topology declares to be replicas."""
+    strategy: ShardStrategy = ShardStrategy.ADAPTIVE
+    """How replicas divide the capture of what they share (PEC §3.2)."""
+
+    def __post_init__(self) -> None:
+        if self.copy_threads < 1:
+            raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")
+        if self.nan_check_every < 0:
+            raise InvalidJobError(f"nan_check_every={self.nan_check_every}: give 0 or more")
+        for name in (
+            "start_wait_s",
+            "rpc_timeout_s",
+            "open_timeout_s",
+            "restore_timeout_s",
+            "exchange_timeout_s",
+            "reopen_backoff_s",
+            "reopen_backoff_max_s",
+            "report_interval_s",
+        ):
+            if getattr(self, name) < 0:
+                raise InvalidJobError(f"{name}={getattr(self, name)}: give 0 or more seconds")

@@ -1,0 +1,226 @@
+"""Starts the workers of one node under torchrun, with membership from the node's daemon.
+
+The first process of a trainer container, and of a member in a local run. It only wires: the
+rendezvous is `_rendezvous`, the agent `_agent`. It ends when the job has ended or the workers are
+done; failures of workers are the control loop's business.
+
+Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
+job ended while this node was waiting for a world; 69 when the daemon stayed away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+)
+
+from holdfast._agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
+from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous
+from holdfast._script import run_script
+
+log = logging.getLogger(__name__)
+
+EXIT_JOB_ENDED = 75
+EXIT_NO_DAEMON = 69
+MONITOR_S = 0.1
+GRACE_S = 5.0
+PRELOAD = ["torch", "torch._dynamo", "holdfast.launch"]
+"""What every worker imports. The compiler is among it because the first optimizer that is made
+imports it."""
+
+_EPILOG = """\
+examples:
+  python -m holdfast.launch --socket /run/holdfast/daemon.sock --job default/run1 \\
+      --nodes 4 --nproc 8 -- python train.py --steps 1000
+
+A command that starts with `python`, or with the interpreter that runs this launcher, is forked from
+a process that has imported torch already; restarts then cost no import. Any other command is
+executed afresh each time, and so is every command with --fresh.
+
+Workers see what torchrun gives them, HOLDFAST_SOCKET and HOLDFAST_JOB. TORCHELASTIC_RESTART_COUNT
+is the epoch.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """What to start on this node."""
+
+    socket: Path
+    """The daemon's Unix socket."""
+    job: str
+    """Key of the job."""
+    nproc: int
+    """Workers on each node."""
+    command: tuple[str, ...]
+    """The trainer's command line."""
+    fresh: bool = False
+    """Start every worker as a new program instead of a fork that has imported torch."""
+    log_dir: Path | None = None
+    """Where the workers' output goes, in a folder for each restart; passed through when None."""
+    grace_s: float = GRACE_S
+    """What workers get between SIGTERM and SIGKILL."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    settings, exit_file = _parse(argv)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    try:
+        code = launch(settings)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    if exit_file is not None:
+        written = exit_file.with_name(f"{exit_file.name}.tmp")
+        written.write_text(f"{code}\n")
+        written.replace(exit_file)
+    return code
+
+
+def launch(settings: LaunchSettings) -> int:
+    """Runs the workers until they are done or the job has ended; returns the exit code."""
+    os.environ["HOLDFAST_SOCKET"] = str(settings.socket)
+    os.environ["HOLDFAST_JOB"] = settings.job
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    if settings.nproc > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    script = None if settings.fresh else script_of(settings.command, sys.executable)
+    if script is not None:
+        # Now, so that it imports while this process waits for the world.
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+    return _run_agent(settings, script)
+
+
+def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
+    rendezvous = HoldfastRendezvous(GrpcDaemon(settings.socket, settings.job), settings.job)
+    entrypoint: Callable[..., None] | str = run_script if script else settings.command[0]
+    spec = WorkerSpec(
+        role="trainer",
+        local_world_size=settings.nproc,
+        rdzv_handler=rendezvous,
+        entrypoint=entrypoint,
+        args=script or settings.command[1:],
+        max_restarts=RESTARTS_MAX,
+        monitor_interval=MONITOR_S,
+    )
+    logs = (
+        DefaultLogsSpecs(log_dir=str(settings.log_dir), redirects=Std.ALL)
+        if settings.log_dir
+        else DefaultLogsSpecs()
+    )
+    try:
+        while True:
+            agent = HoldfastAgent(spec, rendezvous, logs, "forkserver", settings.grace_s)
+            try:
+                result = agent.run()
+            except EpochEndedError:
+                log.info("another node was lost before it finished; going back to work")
+                continue
+            return 1 if result is None or result.is_failed() else 0
+    except RendezvousClosedError as error:
+        log.warning("%s", error)
+        return EXIT_JOB_ENDED
+    except RendezvousConnectionError as error:
+        log.error("%s", error)
+        return EXIT_NO_DAEMON
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    finally:
+        rendezvous.shutdown()
+
+
+def script_of(command: Sequence[str], interpreter: str) -> tuple[str, ...] | None:
+    """What `run_script` is to run for `command`: None unless it is a plain call of `interpreter`.
+
+    A bare `python` or `python3` means `interpreter`, as it does for torchrun. With options of the
+    interpreter other than -u and -m the command is not plain.
+    """
+    first, *rest = command
+    if Path(first).name == first:
+        ours = first in ("python", "python3", Path(interpreter).name)
+    else:
+        found = shutil.which(first)
+        ours = found is not None and Path(found).absolute() == Path(interpreter).absolute()
+    while rest and rest[0] == "-u":
+        rest = rest[1:]
+    plain = len(rest) >= 1 and (not rest[0].startswith("-") or (rest[0] == "-m" and len(rest) > 1))
+    return tuple(rest) if ours and plain else None
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
+    parser = argparse.ArgumentParser(
+        prog="python -m holdfast.launch",
+        description="Start this node's workers of a training job under torchrun; who trains with "
+        "whom comes from the node's Holdfast daemon.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--socket", type=Path, required=True, help="the daemon's socket (daemon.sock)")
+    add("--job", required=True, help="key of the job")
+    add("--nodes", type=int, required=True, help="members of the job")
+    add("--nproc", type=int, required=True, help="workers to start on this node")
+    add("--member-node", metavar="NAME", help="name of this node, for messages")
+    add("--exit-file", type=Path, metavar="FILE", help="write the exit code here at the end")
+    add("--log-dir", type=Path, metavar="DIR", help="write the workers' output here, not through")
+    add("--fresh", action="store_true", help="do not fork workers from a preloaded process")
+    add(
+        "--grace-s",
+        type=float,
+        default=GRACE_S,
+        metavar="S",
+        help="what workers get between SIGTERM and SIGKILL (default: %(default)s)",
+    )
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="the trainer's command")
+    args = parser.parse_args(argv)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("the trainer's command is missing; give it after `--`")
+    if args.nproc < 1 or args.nodes < 1:
+        parser.error(f"--nodes {args.nodes} and --nproc {args.nproc} must be at least 1")
+    _log_to_stderr(args.member_node)
+    settings = LaunchSettings(
+        socket=args.socket,
+        job=args.job,
+        nproc=args.nproc,
+        command=tuple(command),
+        fresh=args.fresh,
+        log_dir=args.log_dir,
+        grace_s=args.grace_s,
+    )
+    return settings, args.exit_file
+
+
+def _log_to_stderr(node: str | None) -> None:
+    prefix = f"{node} " if node else ""
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"
+    )
+    # torch's own formatter imports its compiler when a worker fails: a second lost at each node.
+    agent = logging.getLogger("torch.distributed.elastic")
+    agent.handlers, agent.propagate = logging.getLogger().handlers, False
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Registers the rendezvous backend `holdfast` with torchrun.
+
+torchrun loads this module while it imports its own rendezvous package, whether the backend is used
+or not; so it must import next to nothing. The backend itself is `_rendezvous`.
+
+torchrun's own agent counts restarts differently on each node, and workers that find their store
+through it derive its keys from that count. `holdfast.launch` starts an agent that counts epochs
+instead; use it rather than `torchrun --rdzv-backend holdfast` where nodes can be replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+    from holdfast._rendezvous import HoldfastRendezvous
+
+
+def create_handler() -> Callable[[RendezvousParameters], HoldfastRendezvous]:
+    """What torchrun's registry calls once; returns the function that makes a handler."""
+    return handler_of
+
+
+def handler_of(params: RendezvousParameters) -> HoldfastRendezvous:
+    """The handler for `--rdzv-backend holdfast --rdzv-endpoint SOCKET --rdzv-id JOB`.
+
+    Raises:
+        ValueError: when the endpoint is missing.
+    """
+    # It needs the package of torch that loads this module.
+    from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous  # noqa: PLC0415
+
+    if not params.endpoint:
+        raise ValueError(
+            "--rdzv-endpoint is missing; give the path of the daemon's socket, as in "
+            "--rdzv-endpoint /run/holdfast/daemon.sock"
+        )
+    return HoldfastRendezvous(GrpcDaemon(Path(params.endpoint), params.run_id), params.run_id)

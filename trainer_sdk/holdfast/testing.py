@@ -1,0 +1,325 @@
+"""A daemon in memory, for tests of training scripts: no process, no socket, real bytes.
+
+    daemon = FakeDaemon(directory)
+    session = holdfast.init(model=model, optimizer=optimizer, daemon=daemon)
+
+It keeps one rank's arenas as files in `directory`, so that another FakeDaemon over the same
+directory, in this process or a new one, restores what was committed. Failures are injected by
+method and step. It protects a snapshot as soon as it is committed, unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast._arena import Arena, ArenaReader
+from holdfast._client import (
+    Commit,
+    Decision,
+    Event,
+    Grant,
+    Hello,
+    Opened,
+    Report,
+    Stage,
+)
+from holdfast_core.errors import (
+    HoldfastError,
+    ProtocolError,
+    RankInUseError,
+    StaleEpochError,
+    StorageError,
+    UnknownSessionError,
+    UnreachableError,
+)
+from holdfast_core.layouts import (
+    SLOTS_PER_ARENA,
+    Layout,
+    decode_layout,
+    decode_manifest,
+    encode_manifest,
+    layout_id,
+)
+from holdfast_core.values import Generation, Line, Manifest
+
+_NO_STEP = -1
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: HoldfastError
+    step: int | None
+    times: int
+
+
+class FakeDaemon:
+    """The daemon of one rank.
+
+    Args:
+        directory: where arenas are kept; a tmpfs makes copies as fast as in production.
+        rank: of the only trainer that this daemon serves.
+        epoch: what trainers are told; raise it to play a new training world.
+        protects: whether a committed snapshot is announced as protected at once.
+        line: the generation to restore; by default the newest that was committed.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        epoch: int = 1,
+        protects: bool = True,
+        line: Generation | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = epoch
+        self.protects = protects
+        self.line = line
+        self.reachable = True
+        self.calls: list[str] = []
+        """Names of the methods that were called, in order."""
+        self.reports: list[Report] = []
+        self.manifests: list[Manifest] = []
+        """All that were ever committed here."""
+        self._failures: dict[str, list[_Failure]] = {}
+        self._gates: dict[str, threading.Event] = {}
+        self._session = ""
+        self._sessions = 0
+        self._home = self.directory
+        self._layout: Layout | None = None
+        self._granted: dict[int, int] = {}
+        self._protected: Generation | None = None
+        self._news: queue.SimpleQueue[Event | HoldfastError | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+
+    # --- what tests do ----------------------------------------------------------------------------
+
+    def fail(
+        self, method: str, error: HoldfastError, *, step: int | None = None, times: int = 1
+    ) -> None:
+        """Let the next `times` calls of `method` (of `step` only) raise `error`."""
+        self._failures.setdefault(method, []).append(_Failure(error, step, times))
+
+    def hold(self, method: str) -> threading.Event:
+        """Let calls of `method` wait until the event that this returns is set."""
+        self._gates[method] = threading.Event()
+        return self._gates[method]
+
+    def restart(self) -> None:
+        """Forget all sessions, as a daemon that restarted does; sealed snapshots stay."""
+        with self._lock:
+            self._session = ""
+            self._granted.clear()
+            self._news.put(UnreachableError("the daemon restarted"))
+            self._news = queue.SimpleQueue()
+
+    def announce(self, stage: str, generation: Generation | None = None, *, epoch: int = 0) -> None:
+        """Send the trainer news: `protected`, `dead`, `unprotectable` or `epoch_ended`."""
+        event = Event(stage=Stage(stage), generation=generation, epoch=epoch)
+        with self._lock:
+            if event.stage is Stage.PROTECTED:
+                self._protected = generation
+            self._news.put(event)
+
+    def sealed(self) -> dict[Generation, tuple[Path, int, Manifest]]:
+        """What could be restored: generation → (folder of the arena, slot, manifest)."""
+        found = {}
+        for path in sorted(self.directory.glob(f"{self.rank}-*/slot-*.manifest")):
+            manifest = decode_manifest(path.read_bytes())
+            slot = int(path.stem.removeprefix("slot-"))
+            found[manifest.generation] = (path.parent, slot, manifest)
+        return found
+
+    def corrupt(self, generation: Generation, byte: int) -> None:
+        """Flip a byte of a sealed payload."""
+        home, slot, _ = self.sealed()[generation]
+        layout = decode_layout((home / "layout.json").read_bytes())
+        with (home / "arena").open("r+b") as arena:
+            arena.seek(slot * layout.slot_bytes + byte)
+            value = arena.read(1)
+            arena.seek(-1, os.SEEK_CUR)
+            arena.write(bytes([value[0] ^ 0xFF]))
+
+    # --- what sessions call -----------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        self._enter("hello")
+        return Hello(epoch=self.epoch, world_size=self.world_size)
+
+    def restore(self, epoch: int, timeout_s: float, on_progress: Callable[[str], None]) -> Decision:
+        del timeout_s
+        self._enter("restore")
+        self._check_epoch(epoch)
+        on_progress("ready 1/1")
+        sealed = self.sealed()
+        generation = self.line if self.line is not None else max(sealed, default=None)
+        if generation is None:
+            return Decision(line=Line(generation=None, reason="no daemon holds a snapshot"))
+        with self._lock:
+            self._protected = generation
+        home, slot, manifest = sealed[generation]
+        layout = decode_layout((home / "layout.json").read_bytes())
+        return Decision(
+            line=Line(generation=generation, reason=f"generation {generation} in local memory"),
+            manifest=manifest,
+            layout=layout,
+            slot=slot,
+            source="local",
+            token=f"read {home}",
+            arena_bytes=layout.arena_bytes,
+        )
+
+    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
+        del largest_slot_bytes, timeout_s
+        self._enter("open")
+        self._check_epoch(epoch)
+        decoded = decode_layout(layout)
+        with self._lock:
+            self._home = self.directory / f"{self.rank}-{layout_id(layout)}"
+            self._home.mkdir(parents=True, exist_ok=True)
+            (self._home / "layout.json").write_bytes(layout)
+            with (self._home / "arena").open("ab") as arena:
+                try:
+                    os.posix_fallocate(arena.fileno(), 0, decoded.arena_bytes)
+                except OSError as error:
+                    raise StorageError(f"cannot allocate an arena: {error}") from error
+            self._layout = decoded
+            self._sessions += 1
+            self._session = f"session-{self._sessions}"
+            self._granted.clear()
+            self._news = queue.SimpleQueue()
+            return Opened(
+                session=self._session,
+                token=f"claim {self._home}",
+                arena_bytes=decoded.arena_bytes,
+                slot_bytes=decoded.slot_bytes,
+            )
+
+    def claim(self, token: str, nbytes: int, timeout_s: float) -> Arena:
+        del timeout_s
+        self._enter("claim")
+        descriptor = self._descriptor(token, "claim", os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise RankInUseError(f"another process holds the arena of rank {self.rank}") from error
+        return Arena(descriptor, nbytes)
+
+    def reader(self, token: str, timeout_s: float) -> ArenaReader:
+        del timeout_s
+        self._enter("reader")
+        return ArenaReader(self._descriptor(token, "read", os.O_RDONLY))
+
+    def _descriptor(self, token: str, wanted: str, flags: int) -> int:
+        kind, _, home = token.partition(" ")
+        if kind != wanted:
+            raise ProtocolError(f"token {token!r} does not entitle to {wanted}")
+        return os.open(Path(home) / "arena", flags | os.O_CLOEXEC)
+
+    def grant(self, session: str, epoch: int, step: int) -> Grant:
+        self._enter("grant", step)
+        with self._lock:
+            self._check(session, epoch)
+            sealed = self.sealed()
+            taken = {slot: g for g, (home, slot, _) in sealed.items() if home == self._home}
+            free = [s for s in range(SLOTS_PER_ARENA) if s not in taken]
+            # Kept: the newest protected snapshot, and everything newer.
+            old = [s for s, g in taken.items() if self._protected and g < self._protected]
+            if not free and not old:
+                return Grant(skipped="protection is behind")
+            slot = (free or sorted(old, key=lambda s: taken[s]))[0]
+            (self._home / f"slot-{slot}.manifest").unlink(missing_ok=True)
+            self._granted[step] = slot
+            return Grant(slot=slot)
+
+    def commit(self, commit: Commit) -> None:
+        self._enter("commit", commit.step)
+        with self._lock:
+            self._check(commit.session, commit.epoch)
+            if self._granted.pop(commit.step, None) != commit.slot or self._layout is None:
+                raise ProtocolError(f"slot {commit.slot} was not granted for step {commit.step}")
+            manifest = Manifest(
+                job="fake",
+                rank=self.rank,
+                world_size=self._layout.world_size,
+                generation=Generation(self.epoch, commit.step),
+                layout_id=self._home.name.partition("-")[2],
+                payload_bytes=commit.payload_bytes,
+                extras_offset=self._layout.extras_offset,
+                extras_bytes=commit.extras_bytes,
+                piece_bytes=self._layout.piece_bytes,
+                digests=commit.digests,
+                nan_units=commit.nan_units,
+            )
+            path = self._home / f"slot-{commit.slot}.manifest"
+            path.with_suffix(".new").write_bytes(encode_manifest(manifest))
+            path.with_suffix(".new").rename(path)
+            self.manifests.append(manifest)
+            if self.protects:
+                self.announce("protected", manifest.generation)
+
+    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
+        del reason
+        self._enter("abort", step)
+        with self._lock:
+            self._check(session, epoch)
+            self._granted.pop(step, None)
+
+    def watch(self, session: str) -> Iterator[Event]:
+        self._enter("watch")
+        with self._lock:
+            self._check(session, self.epoch)
+            news = self._news
+        while (item := news.get()) is not None:
+            if isinstance(item, HoldfastError):
+                raise item
+            yield item
+
+    def progress(self, report: Report) -> None:
+        self._enter("progress")
+        self.reports.append(report)
+
+    def close_session(self, session: str) -> None:
+        self._enter("close_session")
+        with self._lock:
+            self._check(session, self.epoch)
+            self._session = ""
+            self._news.put(None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._news.put(None)
+        for gate in self._gates.values():
+            gate.set()
+
+    def _enter(self, method: str, step: int = _NO_STEP) -> None:
+        self.calls.append(method)
+        gate = self._gates.get(method)
+        if gate is not None:
+            gate.wait()
+        if not self.reachable:
+            raise UnreachableError("the daemon does not answer")
+        for failure in self._failures.get(method, []):
+            if failure.times and failure.step in (None, step):
+                failure.times -= 1
+                raise failure.error
+
+    def _check(self, session: str, epoch: int) -> None:
+        self._check_epoch(epoch)
+        if session != self._session:
+            raise UnknownSessionError(f"no session {session!r}; open a new one")
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpochError(f"epoch {epoch} has ended, it is now {self.epoch}")
