@@ -1,0 +1,207 @@
+"""The `holdfast` command: parses, wires, prints. What it prints as an error says what to do.
+
+Exit codes: 0 all is well, 1 the job failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.quantities import parse_bytes
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+_EPILOG = """
+A job survives the loss of a rank, a daemon or a node. To see it:
+
+  holdfast demo                        everything at once, with a report
+  holdfast run job.yaml                a job on virtual nodes of this machine
+  holdfast status --watch              where it stands (in a second terminal)
+  holdfast inject kill-node n2         lose a node, and watch a spare take over
+
+`holdfast COMMAND --help` shows the options and examples of each.
+"""
+
+_RUN_EPILOG = """
+The job file is the MoETrainingJob that Kubernetes gets, too. spec.nodes + spares virtual nodes are
+made on this machine: each has a daemon process, a directory on /dev/shm and a loopback address.
+Ctrl-C stops the job and frees its memory. A `holdfast run` that is killed leaves daemons and
+trainers running; the same command again takes them over.
+
+  holdfast run job.yaml
+  holdfast run job.yaml --dir /tmp/run1 --redis redis://localhost:6379/0
+"""
+
+_STATUS_EPILOG = """
+  holdfast status                      of the only run on this machine
+  holdfast status job.yaml --watch     until the job ends
+  holdfast status --dir /tmp/run1 --json | jq .protected
+"""
+
+_INJECT_EPILOG = """
+  holdfast inject kill-rank 3          SIGKILL a rank: restored from its node's memory
+  holdfast inject stop-rank 3          it hangs; found after detection.hangSeconds
+  holdfast inject kill-daemon n1       training goes on; the daemon adopts its memory
+  holdfast inject kill-node n2         a spare takes over, its memory rebuilt from parity
+  holdfast inject corrupt 0            flip a byte of rank 0's newest snapshot
+  holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
+"""
+
+_PLAN_EPILOG = """
+  holdfast plan job.yaml --bytes-per-rank 24Gi --step-seconds 4.5
+  holdfast plan job.yaml --node-mtbf-days 90 --days 60
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="holdfast",
+        description="Fault tolerance for Mixture-of-Experts training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_status(commands)
+    _add_inject(commands)
+    _add_plan(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, epilog: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text[0].lower() + text[1:].rstrip("."),
+        description=text,
+        epilog=f"examples:\n{epilog}" if epilog else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "run", "Run a job on virtual nodes of this machine.", _RUN_EPILOG)
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    _add_directory(parser)
+    parser.add_argument("--redis", default="", metavar="URL", help="catalogue for the daemons")
+    parser.set_defaults(handler="running:run")
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "status", "Show where a local run stands.", _STATUS_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    _add_directory(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print and end (default without a tty)")
+    how.add_argument("--watch", action="store_true", help="follow until the job ends")
+    how.add_argument("--json", action="store_true", help="print the status as JSON")
+    parser.set_defaults(handler="running:status")
+
+
+def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "inject", "Do harm to a local run, to see it survive.", _INJECT_EPILOG)
+    kinds = parser.add_subparsers(dest="fault", metavar="FAULT", required=True)
+    for name, text in (
+        ("kill-rank", "SIGKILL a rank"),
+        ("stop-rank", "SIGSTOP a rank: it hangs"),
+        ("cont-rank", "SIGCONT a rank"),
+        ("corrupt", "flip a byte of a rank's newest snapshot"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text)
+        kind.add_argument("rank", type=int, metavar="RANK")
+        if name == "corrupt":
+            kind.add_argument(
+                "--parity", action="store_true", help="of a parity block on the rank's node"
+            )
+        _add_run_choice(kind)
+    for name, text in (
+        ("kill-daemon", "SIGKILL a node's daemon; its memory stays"),
+        ("kill-node", "lose a node with all its processes and memory"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text)
+        kind.add_argument("node", metavar="NODE")
+        _add_run_choice(kind)
+    parser.set_defaults(handler="running:inject")
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "plan", "Compute memory, intervals and odds of a job.", _PLAN_EPILOG)
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    add("--bytes-per-rank", type=_size, metavar="SIZE", help="of one snapshot, like 24Gi")
+    add("--node-mtbf-days", type=_positive, default=180.0, metavar="D", help="default %(default)s")
+    add(
+        "--process-mtbf-days", type=_positive, default=60.0, metavar="D", help="default %(default)s"
+    )
+    add("--replace-seconds", type=_positive, default=60.0, metavar="S", help="default %(default)s")
+    add("--snapshot-seconds", type=_positive, metavar="S", help="default: at 10 GB/s")
+    add("--step-seconds", type=_positive, default=1.0, metavar="S", help="default %(default)s")
+    add(
+        "--days", type=_positive, default=30.0, metavar="D", help="of training; default %(default)s"
+    )
+    parser.set_defaults(handler="running:plan")
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Train a small MoE model, kill it in four ways, compare with an undisturbed run."
+    parser = _add(commands, "demo", text, "  holdfast demo --report build/demo/report.json\n")
+    add = parser.add_argument
+    add("--report", type=Path, metavar="FILE", help="write a JSON report, and a plot beside it")
+    add("--steps", type=int, metavar="N", help="steps to train")
+    add("--quick", action="store_true", help="fewer steps")
+    add("--keep", action="store_true", help="keep the run's directory")
+    parser.set_defaults(handler="demo:main")
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="the run's directory")
+
+
+def _add_run_choice(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("--job", metavar="JOB", help="the job's name, when there are several runs")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except HoldfastError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    module, _, function = options.handler.partition(":")
+    try:
+        handler = getattr(importlib.import_module(f"holdfast_operator.{module}"), function)
+        return int(handler(options) or 0)
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,175 @@
+"""The job's conditions, from what is observed and remembered. Pure; they decide nothing."""
+
+from __future__ import annotations
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.values import Generation, Membership, Redundancy
+from holdfast_operator.evidence import (
+    agent_at,
+    is_reachable,
+    node_of,
+    ranks_in,
+    view_of,
+)
+from holdfast_operator.views import (
+    AT_WORK,
+    AgentState,
+    Condition,
+    ConditionType,
+    ControlState,
+    Observed,
+    Outcome,
+)
+
+
+def newest_protected(observed: Observed) -> Generation | None:
+    """The newest generation that any daemon knows to be protected."""
+    views = (node.job for node in observed.nodes.values())
+    return max((v.protected for v in views if v and v.protected), default=None)
+
+
+def newest_complete(observed: Observed, membership: Membership) -> Generation | None:
+    """The newest generation that every member's daemon is known to hold, or a newer one."""
+    views = [view_of(observed, place, membership.epoch) for place in membership.members]
+    held = [view.complete for view in views if view is not None and view.complete is not None]
+    return min(held) if len(held) == len(membership.members) else None
+
+
+def newest_step(observed: Observed, membership: Membership) -> int:
+    """The newest step that any rank has completed in this epoch."""
+    return max((r.step for r in ranks_in(observed, membership)), default=0)
+
+
+def training_runs(observed: Observed, membership: Membership) -> bool:
+    """Whether every rank of the world has a session in this epoch, and none is lost."""
+    ranks = ranks_in(observed, membership)
+    return len(ranks) == membership.world_size and all(
+        r.state in AT_WORK and not r.lost for r in ranks
+    )
+
+
+def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
+    """Whether every member's agent has exited with code 0."""
+    agents = [agent_at(observed, place) for place in membership.members]
+    return all(a is not None and a.state is AgentState.EXITED and a.exit_code == 0 for a in agents)
+
+
+def conditions(
+    job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
+) -> tuple[Condition, ...]:
+    """All conditions, in the order of `ConditionType`. `waiting` says what the loop waits for."""
+    return (
+        _suspended(job, observed),
+        _scheduled(job, state, waiting),
+        _running(observed, state, waiting),
+        _recovering(observed, state, waiting),
+        _protected(job, observed, state),
+        _degraded(job, observed, state, now),
+        _ended(ConditionType.COMPLETE, Outcome.COMPLETE, state),
+        _ended(ConditionType.FAILED, Outcome.FAILED, state),
+    )
+
+
+def _suspended(job: MoETrainingJob, observed: Observed) -> Condition:
+    kind = ConditionType.SUSPENDED
+    if not job.spec.suspend:
+        return Condition(type=kind, status=False, reason="NotSuspended")
+    left = sorted({a.member for a in observed.agents if a.state is not AgentState.EXITED})
+    if left:
+        message = f"agents of members {left} are being stopped"
+        return Condition(type=kind, status=False, reason="Stopping", message=message)
+    message = "spec.suspend is true; snapshots are kept in memory"
+    return Condition(type=kind, status=True, reason="SuspendedByUser", message=message)
+
+
+def _scheduled(job: MoETrainingJob, state: ControlState, waiting: str) -> Condition:
+    kind = ConditionType.SCHEDULED
+    if state.membership is None:
+        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
+    if state.no_replacement_since is not None:
+        return Condition(type=kind, status=False, reason="NoReplacement", message=waiting)
+    message = f"{job.spec.nodes} members on {', '.join(p.node for p in state.membership.members)}"
+    return Condition(type=kind, status=True, reason="NodesAssigned", message=message)
+
+
+def _running(observed: Observed, state: ControlState, waiting: str) -> Condition:
+    kind, membership = ConditionType.RUNNING, state.membership
+    if state.outcome is not None:
+        return Condition(type=kind, status=False, reason="Ended")
+    if membership is None or not training_runs(observed, membership):
+        if membership is not None and state.resumed_epoch == membership.epoch and not waiting:
+            message = "some ranks have closed their sessions, or their daemon has just returned"
+            return Condition(type=kind, status=True, reason="SomeRanksReady", message=message)
+        return Condition(type=kind, status=False, reason="NotAllRanksReady", message=waiting)
+    step = newest_step(observed, membership)
+    message = f"{membership.world_size} ranks train in epoch {membership.epoch}, step {step}"
+    return Condition(type=kind, status=True, reason="AllRanksReady", message=message)
+
+
+def _recovering(observed: Observed, state: ControlState, waiting: str) -> Condition:
+    kind, membership = ConditionType.RECOVERING, state.membership
+    if state.outcome is not None or membership is None:
+        return Condition(type=kind, status=False, reason="NothingToRecover")
+    if state.resumed_epoch == membership.epoch and not waiting:
+        return Condition(type=kind, status=False, reason="AllRanksReady")
+    if state.recoveries == 0 and not waiting:
+        return Condition(type=kind, status=False, reason="Starting")
+    views = [view_of(observed, place, membership.epoch) for place in membership.members]
+    rebuilding = [
+        place.index
+        for place, view in zip(membership.members, views, strict=True)
+        if view is not None and view.rebuilding
+    ]
+    if rebuilding:
+        message = f"members {rebuilding} rebuild their snapshots from parity"
+        return Condition(type=kind, status=True, reason="Rebuilding", message=message)
+    message = waiting or f"epoch {membership.epoch} is being formed"
+    return Condition(type=kind, status=True, reason="FormingEpoch", message=message)
+
+
+def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
+    kind, membership = ConditionType.PROTECTED, state.membership
+    if job.spec.redundancy.type is Redundancy.NONE:
+        message = "spec.redundancy.type is None: a lost node loses its snapshots"
+        return Condition(type=kind, status=False, reason="NoRedundancy", message=message)
+    generation = newest_protected(observed)
+    if generation is not None:
+        message = f"generation {generation} survives the loss of one node of each parity group"
+        return Condition(type=kind, status=True, reason="ParityInPlace", message=message)
+    problems = [] if membership is None else _problems(observed, membership)
+    message = problems[0] if problems else "no generation is protected yet"
+    return Condition(type=kind, status=False, reason="NothingProtected", message=message)
+
+
+def _degraded(
+    job: MoETrainingJob, observed: Observed, state: ControlState, now: float
+) -> Condition:
+    kind, membership = ConditionType.DEGRADED, state.membership
+    if membership is None or state.outcome is not None:
+        return Condition(type=kind, status=False, reason="NotRunning")
+    silent = [
+        place.node
+        for place in membership.members
+        if not is_reachable(job, node_of(observed, place), state, now)
+    ]
+    if silent:
+        message = f"no heartbeat from the daemon on {', '.join(silent)}"
+        return Condition(type=kind, status=True, reason="DaemonSilent", message=message)
+    if state.resumed_epoch == membership.epoch and newest_protected(observed) is not None:
+        problems = _problems(observed, membership)
+        if problems:
+            return Condition(type=kind, status=True, reason="ProtectionBehind", message=problems[0])
+    return Condition(type=kind, status=False, reason="AllDaemonsHeard")
+
+
+def _problems(observed: Observed, membership: Membership) -> list[str]:
+    views = [view_of(observed, place, membership.epoch) for place in membership.members]
+    return [view.problem for view in views if view is not None and view.problem]
+
+
+def _ended(kind: ConditionType, outcome: Outcome, state: ControlState) -> Condition:
+    if state.outcome is not outcome:
+        return Condition(type=kind, status=False, reason="NotEnded")
+    return Condition(
+        type=kind, status=True, reason=f"Job{outcome.value}", message=state.outcome_reason
+    )

@@ -1,0 +1,256 @@
+"""What the demo measured: figures of each fault, the table, the plot, the JSON report.
+
+The trainer's own log is the source for steps and times, because it says what training really did;
+the control loop adds when it decided and where state came from. Only computes and shows.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from holdfast_operator.local import Recovery, TimedEvent
+
+UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
+SOURCES = {"local": "local memory", "parity": "parity", "none": "nothing: started anew"}
+PACKAGES = ("holdfast", "torch", "grpcio", "numpy")
+
+
+class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the trainer's log: one completed step."""
+
+    step: int
+    loss: float
+    """Nats per byte."""
+    time: float
+    """Seconds since the Unix epoch."""
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Injected:
+    """A fault that was done."""
+
+    kind: str
+    what: str
+    """In words."""
+    step: int
+    """Last step that training had completed."""
+    epoch: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultReport:
+    """What a fault led to. Figures are None where there is nothing to measure."""
+
+    kind: str
+    what: str
+    step: int
+    survived: bool
+    """Training completed a step after it."""
+    restarted: bool
+    """False when training went on and nothing had to be restored."""
+    restored_step: int | None
+    lost_steps: int | None
+    detected_seconds: float | None
+    recovery_seconds: float | None
+    """From the fault to the end of the next step."""
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The whole demo."""
+
+    final_state_sha256: str
+    fault_free_sha256: str
+    equal: bool
+    steps: int
+    nodes: int
+    spares: int
+    duration_seconds: float
+    faults: tuple[FaultReport, ...]
+    versions: dict[str, str]
+
+    @property
+    def success(self) -> bool:
+        return self.equal and all(fault.survived for fault in self.faults)
+
+
+def read_log(path: Path) -> list[LoggedStep]:
+    """The complete lines of a trainer's log; none when there is no log yet."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [msgspec.json.decode(line, type=LoggedStep) for line in lines]
+
+
+def account(
+    fault: Injected,
+    log: Sequence[LoggedStep],
+    recoveries: Sequence[Recovery],
+    events: Sequence[TimedEvent],
+) -> FaultReport:
+    """What `fault` led to. `log`, `recoveries` and `events` end before the next fault."""
+    caused = [r for r in recoveries if r.decided_at >= fault.time]
+    after = [line for line in log if line.time > fault.time]
+    if caused:
+        after = [line for line in after if line.epoch >= caused[-1].epoch]
+    first = after[0] if after else None
+    noticed = [e.time for e in events if e.time >= fault.time and e.reason.startswith("Daemon")]
+    detected_at = caused[0].decided_at if caused else min(noticed, default=None)
+    restored: int | None = fault.step
+    lost: int | None = 0
+    if caused:
+        before = max((line.step for line in log if line.epoch <= fault.epoch), default=0)
+        restored = None if first is None else first.step - 1
+        lost = None if restored is None else max(0, before - restored)
+    return FaultReport(
+        kind=fault.kind,
+        what=fault.what,
+        step=fault.step,
+        survived=first is not None,
+        restarted=bool(caused),
+        restored_step=restored,
+        lost_steps=lost,
+        detected_seconds=None if detected_at is None else round(detected_at - fault.time, 3),
+        recovery_seconds=None if first is None else round(first.time - fault.time, 3),
+        source=caused[-1].source if caused else "local",
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the figures were measured with."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def table(report: Report) -> Table:
+    """The faults, one a row."""
+    shown = Table(title="What training survived", title_justify="left")
+    for name in ("", "fault", "at step", "detected after", "restored step", "steps lost"):
+        shown.add_column(name, justify="left" if name in ("", "fault") else "right")
+    shown.add_column("to the next step", justify="right")
+    shown.add_column("source")
+    for number, fault in enumerate(report.faults, start=1):
+        source = SOURCES.get(fault.source, fault.source)
+        shown.add_row(
+            str(number),
+            fault.what,
+            str(fault.step),
+            _seconds(fault.detected_seconds),
+            _number(fault.restored_step) if fault.restarted else "went on",
+            _number(fault.lost_steps),
+            _seconds(fault.recovery_seconds) if fault.survived else "never",
+            source,
+        )
+    return shown
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} s"
+
+
+def _number(value: int | None) -> str:
+    return "–" if value is None else str(value)
+
+
+def write(
+    report: Report,
+    path: Path,
+    *,
+    undisturbed: Sequence[LoggedStep],
+    disturbed: Sequence[LoggedStep],
+    injected: Sequence[Injected],
+) -> Path:
+    """Write the JSON report at `path` and the plot beside it; returns the plot's path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(asdict(report)), indent=2) + b"\n")
+    picture = path.with_suffix(".png")
+    plot(report, undisturbed, disturbed, injected).savefig(picture, dpi=150)
+    return picture
+
+
+def plot(
+    report: Report,
+    undisturbed: Sequence[LoggedStep],
+    disturbed: Sequence[LoggedStep],
+    injected: Sequence[Injected],
+) -> Figure:
+    """Loss and step over time, both runs, with the faults marked. Time counts from each run's first
+    completed step."""
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, step = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    verdict = "the same bytes at the end" if report.equal else "DIFFERENT bytes at the end"
+    figure.suptitle(
+        f"A Mixture-of-Experts job on {report.nodes} nodes and {report.spares} spare: {verdict}"
+    )
+    for axes, field, label in ((loss, "loss", "loss (nats per byte)"), (step, "step", "step")):
+        _curve(axes, undisturbed, field, UNDISTURBED, "undisturbed run", 2.6)
+        _curve(axes, disturbed, field, DISTURBED, "run with faults", 1.4)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    if disturbed:
+        _mark(loss, step, report.faults, injected, disturbed[0].time)
+    step.set_xlabel("seconds since the first completed step")
+    loss.legend(loc="upper right", frameon=True, fontsize=9)
+    return figure
+
+
+def _curve(
+    axes: Axes, log: Sequence[LoggedStep], field: str, colour: str, label: str, width: float
+) -> None:
+    """One run. Each epoch is a line of its own, so that a recovery shows as a gap."""
+    for number, epoch in enumerate(sorted({line.epoch for line in log})):
+        lines = [line for line in log if line.epoch == epoch]
+        axes.plot(
+            [line.time - log[0].time for line in lines],
+            [getattr(line, field) for line in lines],
+            color=colour,
+            linewidth=width,
+            label=None if number else label,
+        )
+
+
+def _mark(
+    loss: Axes,
+    step: Axes,
+    faults: Sequence[FaultReport],
+    injected: Sequence[Injected],
+    start: float,
+) -> None:
+    """A line at each fault, a shade until the next step, and what it was in the legend."""
+    for number, (done, fault) in enumerate(zip(injected, faults, strict=True), start=1):
+        at = done.time - start
+        for axes in (loss, step):
+            axes.axvline(at, color=FAULT, linestyle="--", linewidth=1)
+            axes.axvspan(at, at + (fault.recovery_seconds or 0.0), color=FAULT, alpha=0.12)
+        loss.annotate(
+            str(number),
+            (at, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            color=FAULT,
+            fontweight="bold",
+        )
+        loss.plot([], [], color=FAULT, linestyle="--", linewidth=1, label=f"{number}: {fault.what}")

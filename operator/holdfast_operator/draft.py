@@ -1,0 +1,108 @@
+"""A decision in the making: what all rules of the reconciler share.
+
+Pure, like the rules in `reconcile` and `recovering` that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.values import Membership
+from holdfast_operator.evidence import is_reachable, node_of
+from holdfast_operator.placement import place_on
+from holdfast_operator.views import (
+    Action,
+    AgentState,
+    AgentView,
+    ControlState,
+    DropJob,
+    Event,
+    Fail,
+    NodeView,
+    Observed,
+    Outcome,
+    PublishMembership,
+    StopAgent,
+    Succeed,
+)
+
+INATTENTIVE_HEARTBEATS = 2.0
+"""A longer pause between two looks makes silence from before it prove nothing."""
+
+
+class Draft:
+    """A decision in the making. Rules read `job`, `observed`, `now` and `state`, and change it by
+    these methods; `state` is replaced, never modified."""
+
+    def __init__(
+        self, job: MoETrainingJob, observed: Observed, state: ControlState, now: float
+    ) -> None:
+        self.job, self.observed, self.now = job, observed, now
+        pause_s = INATTENTIVE_HEARTBEATS * job.spec.failure_policy.detection.heartbeat_seconds
+        attentive = now - state.looked_at <= pause_s
+        self.state = replace(
+            state,
+            looked_at=now,
+            attentive_since=state.attentive_since if attentive else now,
+            epoch=max(state.epoch, *self.epochs_seen(), 0),
+        )
+        self.actions: list[Action] = []
+        self.events: list[Event] = []
+
+    def tell(self, reason: str, message: str, *, warning: bool = False) -> None:
+        self.events.append(Event(reason=reason, message=message, warning=warning))
+
+    def epochs_seen(self) -> list[int]:
+        views = (node.job for node in self.observed.nodes.values())
+        return [view.epoch for view in views if view is not None]
+
+    def candidates(self) -> list[NodeView]:
+        """Nodes that could take a member now."""
+        return [
+            node
+            for node in self.observed.nodes.values()
+            if node.schedulable
+            and not node.gone
+            and node.memory_id
+            and is_reachable(self.job, node, self.state, self.now)
+        ]
+
+    def end(self, outcome: Outcome, reason: str) -> None:
+        well = outcome is Outcome.COMPLETE
+        self.state = replace(self.state, outcome=outcome, outcome_reason=reason)
+        self.tell(outcome.value, reason, warning=not well)
+        self.stop(self.observed.agents)
+        self.actions.append(Succeed(reason=reason) if well else Fail(reason=reason))
+        self.actions.append(DropJob())
+
+    def stop(self, agents: Iterable[AgentView]) -> None:
+        self.actions.extend(
+            StopAgent(member=agent.member, node=agent.node)
+            for agent in agents
+            if agent.state is not AgentState.STOPPING
+        )
+
+    def publish(self, membership: Membership) -> None:
+        changed = membership.epoch != self.state.epoch
+        self.state = replace(self.state, membership=membership, epoch=membership.epoch)
+        if changed:
+            self.state = replace(self.state, started_from=None, confirmed_epoch=membership.epoch)
+        self.actions.append(PublishMembership(membership=membership))
+
+    def publish_next(self, membership: Membership, moved: dict[int, NodeView]) -> Membership:
+        """Publish the next epoch, with `moved` members on new nodes and all others where their
+        daemons say that they are now."""
+        places = {
+            place.index: moved.get(place.index) or node_of(self.observed, place)
+            for place in membership.members
+        }
+        following = replace(
+            membership,
+            epoch=self.state.epoch + 1,
+            revision=0,
+            members=tuple(place_on(index, node) for index, node in sorted(places.items())),
+        )
+        self.publish(following)
+        return following

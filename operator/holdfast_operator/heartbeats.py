@@ -1,0 +1,73 @@
+"""Heartbeats of daemons as views of nodes. Translates; decides nothing."""
+
+from __future__ import annotations
+
+from holdfast_operator.views import JobView, NodeView, RankView
+from holdfast_protos import codec, control_pb2
+
+
+def node_view(heartbeat: control_pb2.Heartbeat, job: str, heard_at: float) -> NodeView:
+    """The node that sent `heartbeat`, with what it knows of `job`.
+
+    Raises:
+        ProtocolError: when a membership in it is malformed.
+    """
+    state = next((state for state in heartbeat.jobs if state.job == job), None)
+    return NodeView(
+        name=heartbeat.node,
+        connected=True,
+        heard_at=heard_at,
+        memory_id=heartbeat.memory_id,
+        incarnation=heartbeat.incarnation,
+        peer_address=heartbeat.peer_address,
+        bulk_address=heartbeat.bulk_address,
+        trainer_socket=heartbeat.trainer_socket,
+        memory_budget_bytes=heartbeat.memory_budget_bytes,
+        memory_used_bytes=heartbeat.memory_used_bytes,
+        job=None if state is None else job_view(state),
+    )
+
+
+def job_view(state: control_pb2.JobState) -> JobView:
+    """What a daemon says of one job.
+
+    Raises:
+        ProtocolError: when its membership is malformed.
+    """
+    return JobView(
+        epoch=state.epoch,
+        membership=(
+            codec.membership_from_proto(state.membership) if state.HasField("membership") else None
+        ),
+        verified=state.verified,
+        line=codec.line_from_proto(state.line) if state.has_line else None,
+        protected=(
+            codec.generation_from_proto(state.protected) if state.HasField("protected") else None
+        ),
+        complete=(
+            codec.generation_from_proto(state.complete) if state.HasField("complete") else None
+        ),
+        ranks=tuple(_rank_view(rank) for rank in state.ranks),
+        agent_waiting=state.agent_waiting,
+        rebuilding=state.rebuilding,
+        problem=state.problem,
+        skipped=state.skipped,
+        failed=state.failed,
+        arena_bytes=state.arena_bytes,
+        parity_bytes=state.parity_bytes,
+    )
+
+
+def _rank_view(state: control_pb2.RankState) -> RankView:
+    return RankView(
+        rank=state.rank,
+        state=state.state,
+        step=state.step,
+        idle_s=state.idle_s,
+        pid=state.pid,
+        lost=state.lost,
+        restored=(
+            codec.generation_from_proto(state.restored) if state.HasField("restored") else None
+        ),
+        restored_from=state.restored_from,
+    )

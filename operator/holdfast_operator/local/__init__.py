@@ -1,0 +1,32 @@
+"""Runs a `MoETrainingJob` on virtual nodes of this machine, under the same reconciler.
+
+A virtual node is a directory on a tmpfs, a loopback address, a daemon process and, where a member
+lives, an agent process with the ranks below it.
+"""
+
+from holdfast_operator.local.cluster import LocalCluster, LocalSettings
+from holdfast_operator.local.commands import Commands
+from holdfast_operator.local.directory import default_directory
+from holdfast_operator.local.status import (
+    MemberStatus,
+    NodeStatus,
+    RankStatus,
+    Recovery,
+    Status,
+    TimedEvent,
+    read_status,
+)
+
+__all__ = [
+    "Commands",
+    "LocalCluster",
+    "LocalSettings",
+    "MemberStatus",
+    "NodeStatus",
+    "RankStatus",
+    "Recovery",
+    "Status",
+    "TimedEvent",
+    "default_directory",
+    "read_status",
+]

@@ -1,0 +1,82 @@
+"""The command lines of a local run's processes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator._environment import inherited
+from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
+from holdfast_operator.local.processes import MARK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """What to start."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commands:
+    """How daemons and agents are started."""
+
+    daemon_program: tuple[str, ...] = (sys.executable, "-m", "holdfast_daemon")
+    agent_program: tuple[str, ...] = (sys.executable, "-m", "holdfast.launch")
+    redis_url: str = ""
+    budget_bytes: int = 1 << 30
+    """Memory for snapshots that each daemon may use."""
+
+    def daemon(self, directory: RunDirectory, run: RunRecord, node: NodeRecord) -> Command:
+        """The daemon of `node`."""
+        arguments = [
+            *self.daemon_program,
+            *("--root", node.root),
+            *("--node", node.name),
+            *("--host", node.host),
+            *("--control", f"{run.control_host}:{run.control_port}"),
+            *("--budget", str(self.budget_bytes)),
+            *("--metrics-port", "0"),
+            *("--log-file", str(directory.log(f"daemon-{node.name}"))),
+        ]
+        if self.redis_url:
+            arguments += ["--redis", self.redis_url]
+        environment = inherited() | {MARK: directory.mark(node.name, "daemon")}
+        return Command(arguments=tuple(arguments), environment=environment)
+
+    def agent(
+        self,
+        directory: RunDirectory,
+        run: RunRecord,
+        job: MoETrainingJob,
+        node: NodeRecord,
+        *,
+        member: int,
+        attempt: int,
+    ) -> Command:
+        """The agent of `member` on `node`, which runs the job's trainer."""
+        socket = str(directory.socket(node.name))
+        workplace = Path(run.working_directory, str(job.container.get("workingDir", "")))
+        arguments = [
+            *("env", "-C", str(workplace)),
+            *self.agent_program,
+            *("--socket", socket),
+            *("--job", job.key),
+            *("--nodes", str(job.spec.nodes)),
+            *("--nproc", str(job.spec.nproc_per_node)),
+            *("--member-node", node.name),
+            *("--exit-file", str(directory.exit_file(member, attempt))),
+            "--",
+            *job.command,
+        ]
+        environment = inherited() | {
+            "PYTHONUNBUFFERED": "1",
+            **job.env,
+            "HOLDFAST_SOCKET": socket,
+            "HOLDFAST_JOB": job.key,
+            MARK: directory.mark(node.name, "agent", member, attempt),
+        }
+        return Command(arguments=tuple(arguments), environment=environment)

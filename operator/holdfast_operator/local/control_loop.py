@@ -1,0 +1,152 @@
+"""One look after another: observe, reconcile, carry out, report.
+
+The adapter between the pure reconciler and a local run's processes, daemons and files. It decides
+nothing. What it remembers may be lost at any time (`ControlState`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.control_server import ControlServer
+from holdfast_operator.local.directory import RunDirectory, replace_file
+from holdfast_operator.local.recoveries import Recoveries
+from holdfast_operator.local.reporting import counters, remembered, status_of
+from holdfast_operator.local.status import Status, TimedEvent, encode, read_status
+from holdfast_operator.local.supervisor import Supervisor
+from holdfast_operator.reconcile import reconcile
+from holdfast_operator.views import (
+    Action,
+    ControlState,
+    Decision,
+    DropJob,
+    Fail,
+    FenceNode,
+    NodeView,
+    Observed,
+    PublishMembership,
+    StartAgent,
+    StopAgent,
+    Succeed,
+)
+
+STATUS_S = 0.5
+"""The status file is written at most this often, except when the epoch or the outcome changes."""
+EVENTS_KEPT = 200
+
+
+class Journal:
+    """The events of a run, oldest first; `on_event` is called with each as it happens."""
+
+    def __init__(self, on_event: Callable[[TimedEvent], None] | None) -> None:
+        self._on_event = on_event
+        self.events: list[TimedEvent] = []
+
+    def tell(self, reason: str, message: str, warning: bool = False) -> None:
+        event = TimedEvent(time=time.time(), reason=reason, message=message, warning=warning)
+        self.events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+
+class ControlLoop:
+    """The control loop of one job."""
+
+    def __init__(
+        self,
+        job: MoETrainingJob,
+        directory: RunDirectory,
+        server: ControlServer,
+        supervisor: Supervisor,
+        journal: Journal,
+    ) -> None:
+        self._job, self._directory = job, directory
+        self._server, self._supervisor = server, supervisor
+        self._journal = journal
+        self._state = ControlState()
+        self._recoveries = Recoveries()
+        self._written_at = float("-inf")
+        self.status: Status | None = None
+        """None before the first look."""
+
+    def look(self) -> bool:
+        """One look of the reconciler; whether it led to anything."""
+        observed = self._observe()
+        decision = reconcile(self._job, observed, self._state, time.monotonic())
+        forced = decision.state.epoch != self._state.epoch or (
+            decision.state.outcome is not self._state.outcome
+        )
+        self._state = decision.state
+        for event in decision.events:
+            self._journal.tell(event.reason, event.message, event.warning)
+        self._recoveries.follow(observed, decision, time.time())
+        self._report(observed, decision, forced=forced)
+        for action in decision.actions:
+            self._carry_out(action)
+        return bool(decision.actions) and self._state.outcome is None
+
+    def _observe(self) -> Observed:
+        heard = self._server.views(self._job.key)
+        nodes = {}
+        for name in self._supervisor.run.nodes:
+            node = heard.get(name) or NodeView(name=name)
+            if self._supervisor.is_dead(name):
+                # Stands for the hardware: whatever its processes said last, it is not there.
+                node = replace(node, connected=False, gone=True)
+            elif self._supervisor.daemon_changed_at(name) > node.heard_at:
+                node = replace(node, returning=True)
+            nodes[name] = node
+        return Observed(nodes=nodes, agents=self._supervisor.agents())
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case PublishMembership(membership=membership):
+                self._server.publish(membership)
+            case StartAgent(member=member, node=node):
+                self._supervisor.start_agent(member, node)
+            case StopAgent(member=member, node=node):
+                self._supervisor.stop_agent(member, node)
+            case FenceNode(node=node):
+                self._supervisor.fence(node)
+            case DropJob():
+                self._server.drop(self._job.key)
+            case Succeed() | Fail():
+                pass  # told as an event and a condition
+
+    # --- the status file ----------------------------------------------------------------------
+
+    def _report(self, observed: Observed, decision: Decision, *, forced: bool) -> None:
+        now, wall = time.monotonic(), time.time()
+        self.status = status_of(
+            observed,
+            decision,
+            self._supervisor.run,
+            directory=self._directory,
+            time=wall,
+            pid=os.getpid(),
+            events=self._journal.events[-EVENTS_KEPT:],
+            recoveries=self._recoveries.all,
+            counters=counters(self._state, now=now, wall=wall),
+        )
+        if forced or now - self._written_at >= STATUS_S:
+            self._written_at = now
+            try:
+                replace_file(self._directory.status_file, encode(self.status))
+            except OSError:
+                return  # readers see an older one; the next look tries again
+
+    def remember(self) -> None:
+        """Take over counters of an earlier control loop, if its status file is there."""
+        try:
+            earlier = read_status(self._directory.status_file)
+        except HoldfastError:
+            return
+        if earlier.job == self._job.key:
+            self._state = remembered(earlier.counters, now=time.monotonic(), wall=time.time())
+            self._journal.events = list(earlier.events)
+            self._recoveries.all = list(earlier.recoveries)

@@ -1,0 +1,240 @@
+"""Where a local run keeps its files, and its record of the processes that it started.
+
+```
+<run>/lock              held by the control loop
+<run>/nodes.json        the nodes' processes: a control loop that starts again adopts them
+<run>/status.json       what `holdfast status` shows; may be deleted at any time
+<run>/dead/<node>       the node was lost, and its processes are not started again
+<run>/exits/<agent>     exit code that the agent's launcher wrote
+<run>/logs/             one file for each daemon and member
+<memory>/<node>/        the node's "tmpfs": its daemon's directory
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.local.processes import ProcessId
+
+SOCKET_PATH_BYTES_MAX = 107
+"""A Unix socket's path, without its final NUL."""
+
+SHARED_MEMORY = Path("/dev/shm")
+NODES_MAX = 250
+"""Nodes have addresses of one loopback network of 254; one is the control loop's."""
+
+
+class DaemonRecord(msgspec.Struct, kw_only=True):
+    """The daemon's process of a node."""
+
+    process: ProcessId
+    attempt: int
+
+
+class AgentRecord(msgspec.Struct, kw_only=True):
+    """The agent's process of a member."""
+
+    process: ProcessId
+    attempt: int
+    stopping: bool = False
+
+
+class NodeRecord(msgspec.Struct, kw_only=True):
+    """One virtual node."""
+
+    name: str
+    host: str
+    root: str
+    daemon: DaemonRecord | None = None
+    agents: dict[int, AgentRecord] = {}
+    attempts: int = 0
+
+
+class RunRecord(msgspec.Struct, kw_only=True):
+    """Everything that a control loop needs to go on with a run."""
+
+    job: str
+    control_host: str
+    control_port: int = 0
+    working_directory: str = ""
+    nodes: dict[str, NodeRecord] = {}
+
+
+def default_directory(job_key: str) -> Path:
+    """The run directory of a job when none is given."""
+    return Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}" / job_key
+
+
+def node_names(job: MoETrainingJob) -> list[str]:
+    """Names of the virtual nodes, members first, then spares."""
+    count = job.spec.nodes + job.spec.failure_policy.spares
+    width = len(str(count - 1))
+    return [f"n{index:0{width}d}" for index in range(count)]
+
+
+class RunDirectory:
+    """The files of one run. `memory` is the directory on a tmpfs that virtual nodes live below."""
+
+    def __init__(self, path: Path, job_key: str, memory: Path | None = None) -> None:
+        self.path = path.absolute()
+        self.job_key = job_key
+        self.memory = memory or self._default_memory()
+        self._lock = -1
+
+    def _default_memory(self) -> Path:
+        """Two runs of one job in different directories do not share memory."""
+        name = self.job_key
+        if self.path != default_directory(self.job_key):
+            name += "-" + blake2b(os.fsencode(self.path), digest_size=4).hexdigest()
+        return SHARED_MEMORY / f"holdfast-{os.getuid()}" / name
+
+    @property
+    def status_file(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def nodes_file(self) -> Path:
+        return self.path / "nodes.json"
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / f"{name}.log"
+
+    def exit_file(self, member: int, attempt: int) -> Path:
+        return self.path / "exits" / f"{member}-{attempt}"
+
+    def root(self, node: str) -> Path:
+        return self.memory / node
+
+    def socket(self, node: str) -> Path:
+        return self.root(node) / "daemon.sock"
+
+    def mark(self, *parts: str | int) -> str:
+        """What marks the processes of this run, of a node, of an agent."""
+        return ":".join([str(self.path), *map(str, parts)])
+
+    # --- ownership ----------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make the directories and keep other control loops out.
+
+        Raises:
+            InvalidJobError: when paths would be too long for sockets.
+            StorageError: when a directory cannot be made, is not ours, or is in use.
+        """
+        longest = len(os.fsencode(self.memory / f"n{NODES_MAX}" / "daemon.sock"))
+        if longest > SOCKET_PATH_BYTES_MAX:
+            raise InvalidJobError(
+                f"{self.memory} is too long for the nodes' sockets: {longest} bytes, and a Unix "
+                f"socket's path has at most {SOCKET_PATH_BYTES_MAX}; use a shorter job name"
+            )
+        self.make()
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise StorageError(
+                f"{self.path} is in use by another `holdfast run`; stop it, or give this one "
+                f"another directory with --dir"
+            ) from error
+
+    def make(self) -> None:
+        """Make all directories that are missing."""
+        for path in (self.path.parent, self.path, self.memory.parent, self.memory):
+            _make_private(path)
+        for name in ("logs", "exits", "dead"):
+            _make_private(self.path / name)
+
+    def close(self) -> None:
+        """Let another control loop have the directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def clear(self) -> None:
+        """Remove everything but logs and the last status: the run has ended."""
+        shutil.rmtree(self.memory, ignore_errors=True)
+        with suppress(OSError):
+            self.memory.parent.rmdir()
+        for name in ("exits", "dead"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        self.nodes_file.unlink(missing_ok=True)
+
+    # --- lost nodes ---------------------------------------------------------------------------
+
+    def mark_dead(self, node: str) -> None:
+        (self.path / "dead" / node).touch()
+
+    def is_dead(self, node: str) -> bool:
+        return (self.path / "dead" / node).exists()
+
+    # --- the record ---------------------------------------------------------------------------
+
+    def read_record(self) -> RunRecord | None:
+        """What an earlier control loop left, None when it left nothing.
+
+        Raises:
+            StorageError: when the file cannot be understood.
+        """
+        try:
+            record = msgspec.json.decode(self.nodes_file.read_bytes(), type=RunRecord)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StorageError(f"{self.nodes_file} cannot be read: {error}") from error
+        return record
+
+    def write_record(self, record: RunRecord) -> None:
+        replace_file(self.nodes_file, msgspec.json.encode(record))
+
+
+def new_record(directory: RunDirectory, names: list[str]) -> RunRecord:
+    """Addresses and directories for nodes that do not exist yet.
+
+    Raises:
+        InvalidJobError: when there are more than one machine's loopback network can name.
+    """
+    if len(names) > NODES_MAX:
+        raise InvalidJobError(f"{len(names)} virtual nodes; a local run has at most {NODES_MAX}")
+    network = 1 + blake2b(os.fsencode(directory.path), digest_size=1).digest()[0] % 254
+    return RunRecord(
+        job=directory.job_key,
+        control_host=f"127.77.{network}.254",
+        working_directory=str(Path.cwd()),
+        nodes={
+            name: NodeRecord(
+                name=name, host=f"127.77.{network}.{index + 1}", root=str(directory.root(name))
+            )
+            for index, name in enumerate(names)
+        },
+    )
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`; a reader sees the old content or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise StorageError(f"cannot make {path}: {error.strerror}") from error
+    shared = path in (Path(tempfile.gettempdir()), SHARED_MEMORY)
+    if not stat.S_ISDIR(found.st_mode) or (found.st_uid != os.getuid() and not shared):
+        raise StorageError(f"{path} is not a directory of ours; remove it, or use another --dir")

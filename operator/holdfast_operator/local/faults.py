@@ -1,0 +1,153 @@
+"""Faults for people who want to see a job survive: on a run of this machine, through its files.
+
+They work on the running processes from outside, as a real fault would: the control loop is not
+told, except that a lost node is marked, because a virtual node has no hardware that could be gone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from urllib.parse import quote
+
+from holdfast_core.errors import CorruptError, InvalidJobError
+from holdfast_core.layouts import SLOTS_PER_ARENA, decode_manifest
+from holdfast_core.values import Generation
+from holdfast_operator.local.directory import RunDirectory
+from holdfast_operator.local.processes import (
+    MARK,
+    ProcessId,
+    identify,
+    is_alive,
+    kill_marked,
+    send,
+)
+from holdfast_operator.local.status import NodeStatus, RankStatus, Status
+
+
+def signal_rank(directory: RunDirectory, status: Status, rank: int, number: signal.Signals) -> str:
+    """Send a signal to a rank's process; returns what was done, in words.
+
+    Raises:
+        InvalidJobError: when there is no such rank, or its process is not known (yet).
+    """
+    process = _process_of(directory, status, rank)
+    if not send(process, number):
+        raise InvalidJobError(f"rank {rank}'s process {process.pid} has just ended; try again")
+    return f"sent {number.name} to rank {rank} (pid {process.pid})"
+
+
+def kill_daemon(directory: RunDirectory, node: str) -> str:
+    """SIGKILL the daemon of a node; its memory stays.
+
+    Raises:
+        InvalidJobError: when the node has none.
+    """
+    record = directory.read_record()
+    found = record.nodes.get(node) if record is not None else None
+    if record is None or found is None:
+        names = ", ".join(record.nodes) if record is not None else "none"
+        raise InvalidJobError(f"no node {node!r} in {directory.path}; there are: {names}")
+    if found.daemon is None or not send(found.daemon.process, signal.SIGKILL):
+        raise InvalidJobError(f"node {node} has no living daemon now")
+    return f"killed the daemon of {node} (pid {found.daemon.process.pid})"
+
+
+def kill_node(directory: RunDirectory, node: str) -> str:
+    """Lose a node: all its processes and its memory, for good.
+
+    Raises:
+        InvalidJobError: when there is no such node, or it is lost already.
+    """
+    record = directory.read_record()
+    if record is None or node not in record.nodes:
+        names = ", ".join(record.nodes) if record is not None else "none"
+        raise InvalidJobError(f"no node {node!r} in {directory.path}; there are: {names}")
+    if directory.is_dead(node):
+        raise InvalidJobError(f"node {node} is lost already")
+    directory.mark_dead(node)
+    count = kill_marked(directory.mark(node))
+    shutil.rmtree(record.nodes[node].root, ignore_errors=True)
+    return f"lost node {node}: {count} processes killed, memory {record.nodes[node].root} removed"
+
+
+def corrupt(directory: RunDirectory, status: Status, rank: int, *, parity: bool = False) -> str:
+    """Flip one byte of the newest sealed snapshot of a rank, or of a parity block on its node.
+
+    Raises:
+        InvalidJobError: when there is nothing sealed.
+    """
+    member = status.member_of(rank)
+    node = status.node(member.node) if member is not None else None
+    if member is None or node is None:
+        raise InvalidJobError(_no_rank(status, rank))
+    files = Path(node.root) / "jobs" / quote(directory.job_key, safe="")
+    if parity:
+        return _corrupt_parity(files, node)
+    return _corrupt_arena(files, rank, node)
+
+
+def _corrupt_arena(files: Path, rank: int, node: NodeStatus) -> str:
+    sealed: list[tuple[Generation, Path, int, int]] = []
+    for path in files.glob(f"arenas/{rank}-*/slot-*.manifest"):
+        try:
+            manifest = decode_manifest(path.read_bytes())
+        except (OSError, CorruptError):
+            continue
+        slot = int(path.stem.removeprefix("slot-"))
+        sealed.append((manifest.generation, path, slot, manifest.payload_bytes))
+    if not sealed:
+        raise InvalidJobError(f"rank {rank} has no sealed snapshot on {node.name} now")
+    generation, path, slot, payload_bytes = max(sealed)
+    arena = path.with_name("arena")
+    slot_bytes = arena.stat().st_size // SLOTS_PER_ARENA
+    offset = slot * slot_bytes + payload_bytes // 2
+    _flip(arena, offset)
+    return f"flipped byte {offset} of {arena} (rank {rank}, generation {generation}, slot {slot})"
+
+
+def _corrupt_parity(files: Path, node: NodeStatus) -> str:
+    blocks = sorted(files.glob("parity/*.entry"), key=lambda path: path.stat().st_mtime_ns)
+    if not blocks:
+        raise InvalidJobError(f"node {node.name} holds no finished parity block now")
+    block = blocks[-1].with_suffix(".block")
+    offset = 0
+    _flip(block, offset)
+    return f"flipped byte {offset} of {block} on {node.name}"
+
+
+def _flip(path: Path, offset: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        (byte,) = os.pread(descriptor, 1, offset)
+        os.pwrite(descriptor, bytes([byte ^ 0x01]), offset)
+    finally:
+        os.close(descriptor)
+
+
+def _process_of(directory: RunDirectory, status: Status, rank: int) -> ProcessId:
+    """The rank's living process; a pid that is no process of this run any more is refused."""
+    found: RankStatus | None = status.rank(rank)
+    if found is None:
+        raise InvalidJobError(_no_rank(status, rank))
+    process = identify(found.pid) if found.pid else None
+    if process is None or not _is_of_run(directory, process):
+        raise InvalidJobError(f"rank {rank} has no living process now (state {found.state})")
+    return process
+
+
+def _is_of_run(directory: RunDirectory, process: ProcessId) -> bool:
+    wanted = f"{MARK}={directory.mark()}:".encode()
+    try:
+        variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(variable.startswith(wanted) for variable in variables) and is_alive(process)
+
+
+def _no_rank(status: Status, rank: int) -> str:
+    known = sorted(r.rank for member in status.members for r in member.ranks)
+    which = f"there are ranks {known}" if known else "no rank is known yet"
+    return f"no rank {rank} in job {status.job} now; {which}"

@@ -1,0 +1,169 @@
+"""Processes of a local run: started, recognised, watched and killed.
+
+A process is known by its pid *and* its start time, so that a pid that was given to someone else is
+never killed. Every process carries a mark in its environment, which its children inherit: that is
+how all processes of a virtual node are found, whoever started them. Linux only (pidfd, /proc).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.errors import StorageError
+
+MARK = "HOLDFAST_LOCAL"
+"""Environment variable of every process of a local run: `<run directory>:<node>:<what>`."""
+
+KILLED = -int(signal.SIGKILL)
+"""Exit code of a process whose real one is unknown, because nobody was there to see it."""
+
+_STARTTIME_FIELD = 19
+"""Of /proc/<pid>/stat, counted from the state, which is the first after the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process, for ever."""
+
+    pid: int
+    started: int
+    """Clock ticks after boot."""
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The living process that has `pid` now; None for a zombie or none."""
+    with suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] not in ("Z", "X"):
+            return ProcessId(pid, int(fields[_STARTTIME_FIELD]))
+    return None
+
+
+def is_alive(process: ProcessId) -> bool:
+    return identify(process.pid) == process
+
+
+def send(process: ProcessId, number: signal.Signals) -> bool:
+    """Send a signal to exactly this process; False when it is no more."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        return False
+    try:
+        if not is_alive(process):  # looked at after opening: the descriptor cannot change hands
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ProcessId:
+    """Start a process in a session of its own, its output appended to `log`.
+
+    Raises:
+        StorageError: when it cannot be started or the log cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        pid = os.posix_spawnp(
+            arguments[0],
+            list(arguments),
+            dict(environment),
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM],
+        )
+    except OSError as error:
+        raise StorageError(f"cannot start {arguments[0]} (log: {log}): {error.strerror}") from error
+    return identify(pid) or ProcessId(pid, -1)
+
+
+def marked(mark: str) -> list[ProcessId]:
+    """All living processes whose mark is `mark` or continues it after a colon."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if any(v == wanted or v.startswith(wanted + b":") for v in variables):
+                process = identify(int(entry.name))
+                if process is not None:
+                    found.append(process)
+    return found
+
+
+def kill_marked(mark: str) -> int:
+    """SIGKILL all processes with the mark, until a look finds none; returns how many there were.
+
+    A process may start another between being found and being killed, hence the second look.
+    """
+    killed: set[ProcessId] = set()
+    while found := [process for process in marked(mark) if process.pid != os.getpid()]:
+        for process in found:
+            send(process, signal.SIGKILL)
+        killed.update(found)
+        _wait_all(found)
+    return len(killed)
+
+
+def _wait_all(processes: Sequence[ProcessId], patience_s: float = 5.0) -> None:
+    for process in processes:
+        with suppress(OSError):
+            descriptor = os.pidfd_open(process.pid)
+            try:
+                if is_alive(process):
+                    _poll(descriptor, patience_s)
+            finally:
+                os.close(descriptor)
+
+
+def _poll(descriptor: int, patience_s: float) -> None:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    poller.poll(patience_s * 1000)
+
+
+async def wait_exit(process: ProcessId) -> int | None:
+    """Wait until the process has ended. Its exit code (negative for a signal) when it was started
+    by this process, which also reaps it; None for one that was adopted."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        if identify(process.pid) not in (process, None):
+            return None
+        loop.add_reader(descriptor, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+        return _reap(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reap(descriptor: int) -> int | None:
+    with suppress(ChildProcessError):
+        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED)
+        if result is not None:
+            exited = result.si_code == os.CLD_EXITED
+            return result.si_status if exited else -result.si_status
+    return None

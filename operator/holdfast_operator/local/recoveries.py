@@ -1,0 +1,60 @@
+"""The story of each recovery: what was lost, what was restored from where, how long it took.
+
+Pure: fed with what the control loop saw and decided. Only for people; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_operator.conditions import newest_step, training_runs
+from holdfast_operator.evidence import ranks_in
+from holdfast_operator.local.status import Recovery
+from holdfast_operator.views import Decision, Observed
+
+
+class Recoveries:
+    """All recoveries of a run, as far as this control loop saw them. Times are the caller's."""
+
+    def __init__(self) -> None:
+        self.all: list[Recovery] = []
+        self._step = 0
+        self._count: int | None = None
+
+    def follow(self, observed: Observed, decision: Decision, time: float) -> None:
+        """Take in one look of the reconciler."""
+        state = decision.state
+        membership = state.membership
+        began = self._count is not None and state.recoveries > self._count
+        self._count = state.recoveries
+        if membership is None:
+            return
+        if began and state.outcome is None:
+            told = [e.message for e in decision.events if e.reason == "Recovering"]
+            self.all.append(
+                Recovery(
+                    epoch=membership.epoch,
+                    cause=told[-1] if told else decision.reason,
+                    decided_at=time,
+                    step_before=self._step,
+                )
+            )
+            self._step = 0
+        step = newest_step(observed, membership)
+        self._step = max(self._step, step)
+        if not self.all or self.all[-1].epoch != membership.epoch:
+            return
+        last = self.all[-1]
+        start = state.started_from
+        if last.resumed_at is None and start is not None and training_runs(observed, membership):
+            ranks = ranks_in(observed, membership)
+            last = replace(
+                last,
+                resumed_at=time,
+                restored_step=start,
+                lost_steps=max(0, last.step_before - start),
+                sources=tuple((rank.rank, rank.restored_from or "none") for rank in ranks),
+            )
+        if last.advanced_at is None and start is not None and step > start:
+            last = replace(last, advanced_at=time)
+        self.all[-1] = last

@@ -1,0 +1,149 @@
+"""From what the control loop knows to the status that people see. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast_core.values import Generation, Membership
+from holdfast_operator.conditions import newest_complete, newest_protected, newest_step
+from holdfast_operator.evidence import agent_at, node_of, view_of
+from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
+from holdfast_operator.local.status import (
+    Counters,
+    MemberStatus,
+    NodeStatus,
+    RankStatus,
+    Recovery,
+    Status,
+    TimedEvent,
+    phase_of,
+)
+from holdfast_operator.views import ControlState, Decision, JobView, NodeView, Observed, RankView
+
+
+def status_of(
+    observed: Observed,
+    decision: Decision,
+    run: RunRecord,
+    *,
+    directory: RunDirectory,
+    time: float,
+    pid: int,
+    events: Sequence[TimedEvent],
+    recoveries: Sequence[Recovery],
+    counters: Counters,
+) -> Status:
+    """The status after one look; `time` is seconds since the Unix epoch."""
+    state, membership = decision.state, decision.state.membership
+    views = [] if membership is None else _views(observed, membership)
+    lines = [view.line for view in views if view is not None and view.line is not None]
+    complete = newest_complete(observed, membership) if membership is not None else None
+    return Status(
+        job=run.job,
+        time=time,
+        pid=pid,
+        directory=str(directory.path),
+        phase=phase_of(decision.conditions),
+        reason=state.outcome_reason or decision.reason,
+        epoch=0 if membership is None else membership.epoch,
+        revision=0 if membership is None else membership.revision,
+        world_size=0 if membership is None else membership.world_size,
+        step=0 if membership is None else newest_step(observed, membership),
+        line=_text(lines[0].generation) if lines else "",
+        line_reason=lines[0].reason if lines else "",
+        complete=_text(complete),
+        protected=_text(newest_protected(observed)),
+        restarts=state.recoveries,
+        conditions=decision.conditions,
+        members=() if membership is None else _members(observed, membership),
+        nodes=tuple(_node(observed, run.nodes[name], membership, directory) for name in run.nodes),
+        events=tuple(events),
+        recoveries=tuple(recoveries),
+        counters=counters,
+    )
+
+
+def counters(state: ControlState, *, now: float, wall: float) -> Counters:
+    """What of `state` is worth remembering, in wall-clock time."""
+    return Counters(
+        epoch=state.epoch,
+        restarted_at=tuple(wall - (now - at) for at in state.restarts),
+        recoveries=state.recoveries,
+        saved=_text(state.saved),
+    )
+
+
+def remembered(counters: Counters, *, now: float, wall: float) -> ControlState:
+    """The state of a control loop that starts again and found `counters`."""
+    return ControlState(
+        epoch=counters.epoch,
+        restarts=tuple(now - (wall - at) for at in counters.restarted_at),
+        recoveries=counters.recoveries,
+        saved=Generation.parse(counters.saved) if counters.saved else None,
+    )
+
+
+def _views(observed: Observed, membership: Membership) -> list[JobView | None]:
+    return [view_of(observed, place, membership.epoch) for place in membership.members]
+
+
+def _members(observed: Observed, membership: Membership) -> tuple[MemberStatus, ...]:
+    members = []
+    for place, found in zip(membership.members, _views(observed, membership), strict=True):
+        view = found if found is not None and node_of(observed, place).connected else JobView()
+        agent = agent_at(observed, place)
+        members.append(
+            MemberStatus(
+                index=place.index,
+                node=place.node,
+                agent="absent" if agent is None else agent.state.value,
+                exit_code=None if agent is None else agent.exit_code,
+                epoch=view.epoch,
+                ranks=tuple(_rank(rank) for rank in view.ranks),
+                complete=_text(view.complete),
+                arena_bytes=view.arena_bytes,
+                parity_bytes=view.parity_bytes,
+                skipped=view.skipped,
+                failed=view.failed,
+                rebuilding=view.rebuilding,
+                problem=view.problem,
+            )
+        )
+    return tuple(members)
+
+
+def _rank(rank: RankView) -> RankStatus:
+    return RankStatus(
+        rank=rank.rank,
+        state=rank.state,
+        step=rank.step,
+        idle_s=rank.idle_s,
+        pid=rank.pid,
+        lost=rank.lost,
+        restored=_text(rank.restored),
+        restored_from=rank.restored_from,
+    )
+
+
+def _node(
+    observed: Observed, record: NodeRecord, membership: Membership | None, directory: RunDirectory
+) -> NodeStatus:
+    view = observed.nodes.get(record.name) or NodeView(name=record.name)
+    member = membership.member_on(record.name) if membership is not None else None
+    role = "lost" if view.gone else "spare" if member is None else f"member {member}"
+    return NodeStatus(
+        name=record.name,
+        role=role,
+        connected=view.connected,
+        host=record.host,
+        root=record.root,
+        socket=str(directory.socket(record.name)),
+        daemon_pid=record.daemon.process.pid if record.daemon is not None else 0,
+        incarnation=view.incarnation,
+        memory_used_bytes=view.memory_used_bytes,
+        memory_budget_bytes=view.memory_budget_bytes,
+    )
+
+
+def _text(generation: Generation | None) -> str:
+    return "" if generation is None else str(generation)

@@ -1,0 +1,200 @@
+"""The status of a local run, as values, and as the file that `holdfast status` reads.
+
+The file is a copy for readers (invariant 6): it may be deleted at any time, and only counters are
+ever read back from it. Times are seconds since the Unix epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast_core.errors import StorageError
+from holdfast_operator.views import Condition, ConditionType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One rank of the training world."""
+
+    rank: int
+    state: str
+    step: int
+    idle_s: float
+    pid: int
+    lost: bool
+    restored: str
+    """Generation that it restored in this epoch; empty for none."""
+    restored_from: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberStatus:
+    """One member and what its daemon says."""
+
+    index: int
+    node: str
+    agent: str
+    """State of its agent: absent, starting, running, exited or stopping."""
+    exit_code: int | None
+    epoch: int
+    """That its daemon is in; 0 when the daemon is silent or knows nothing."""
+    ranks: tuple[RankStatus, ...]
+    complete: str
+    """Newest generation that all its ranks have committed; empty for none."""
+    arena_bytes: int
+    parity_bytes: int
+    skipped: int
+    failed: int
+    rebuilding: bool
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStatus:
+    """One virtual node."""
+
+    name: str
+    role: str
+    """`member N`, `spare` or `lost`."""
+    connected: bool
+    host: str
+    root: str
+    socket: str
+    daemon_pid: int
+    incarnation: int
+    memory_used_bytes: int
+    memory_budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedEvent:
+    """Something that happened."""
+
+    time: float
+    reason: str
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery, from the decision to the next step."""
+
+    epoch: int
+    cause: str
+    decided_at: float
+    step_before: int
+    """Newest step that any rank had reported."""
+    resumed_at: float | None = None
+    """All ranks were restored and at work."""
+    restored_step: int | None = None
+    """0 for a fresh start."""
+    lost_steps: int | None = None
+    sources: tuple[tuple[int, str], ...] = ()
+    """(rank, "local", "parity" or "none")."""
+    advanced_at: float | None = None
+    """The first step after it was completed."""
+
+    @property
+    def source(self) -> str:
+        """Where state came from, all ranks together: "parity" if it was needed for any."""
+        kinds = {source for _, source in self.sources}
+        return next((kind for kind in ("parity", "local", "none") if kind in kinds), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """What a control loop that starts again takes over, if it finds it."""
+
+    epoch: int = 0
+    restarted_at: tuple[float, ...] = ()
+    recoveries: int = 0
+    saved: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """All that is known of a local run."""
+
+    job: str
+    time: float
+    pid: int
+    """Of the control loop."""
+    directory: str
+    phase: str
+    """The condition that says most: Complete, Failed, Suspended, Recovering, Running, Pending."""
+    reason: str
+    """Why nothing is being done, or what is waited for."""
+    epoch: int
+    revision: int
+    world_size: int
+    step: int
+    """Newest step that any rank has reported in this epoch."""
+    line: str
+    """Generation that this epoch started from; empty for a fresh start or while undecided."""
+    line_reason: str
+    complete: str
+    protected: str
+    restarts: int
+    """Recoveries so far."""
+    conditions: tuple[Condition, ...] = ()
+    members: tuple[MemberStatus, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()
+    events: tuple[TimedEvent, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+    counters: Counters = Counters()
+
+    def is_true(self, kind: ConditionType) -> bool:
+        return any(c.type is kind and c.status for c in self.conditions)
+
+    def rank(self, rank: int) -> RankStatus | None:
+        """The rank, None while no daemon reports it."""
+        return next((r for m in self.members for r in m.ranks if r.rank == rank), None)
+
+    def member_of(self, rank: int) -> MemberStatus | None:
+        """The member that reports the rank."""
+        return next((m for m in self.members if any(r.rank == rank for r in m.ranks)), None)
+
+    def node(self, name: str) -> NodeStatus | None:
+        return next((node for node in self.nodes if node.name == name), None)
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ("Complete", "Failed")
+
+
+def phase_of(conditions: tuple[Condition, ...]) -> str:
+    """One word for the whole job."""
+    order = (
+        ConditionType.FAILED,
+        ConditionType.COMPLETE,
+        ConditionType.SUSPENDED,
+        ConditionType.RECOVERING,
+        ConditionType.RUNNING,
+    )
+    true = {condition.type for condition in conditions if condition.status}
+    return next((kind.value for kind in order if kind in true), "Pending")
+
+
+def encode(status: Status) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(status), indent=1)
+
+
+def read_status(path: Path) -> Status:
+    """The status in a file.
+
+    Raises:
+        StorageError: when there is none or it cannot be understood.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Status)
+    except FileNotFoundError:
+        raise StorageError(
+            f"{path} does not exist: no `holdfast run` has written it (yet). Give the run's "
+            f"directory with --dir, or the job's name"
+        ) from None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StorageError(f"{path} cannot be read: {error}") from error

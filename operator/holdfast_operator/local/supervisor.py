@@ -1,0 +1,321 @@
+"""Keeps the processes of a local run: a daemon on every living node, agents where they are told.
+
+What a kubelet is to pods. It adopts what an earlier control loop started, and observes exits by
+pidfd. It decides nothing about the job: daemons that die alone are started again, agents are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.local.commands import Commands
+from holdfast_operator.local.directory import (
+    AgentRecord,
+    DaemonRecord,
+    NodeRecord,
+    RunDirectory,
+    RunRecord,
+)
+from holdfast_operator.local.processes import (
+    KILLED,
+    ProcessId,
+    is_alive,
+    kill_marked,
+    send,
+    spawn,
+    wait_exit,
+)
+from holdfast_operator.views import AgentState, AgentView
+
+_log = logging.getLogger(__name__)
+
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 10.0
+STEADY_S = 30.0
+"""A daemon that lived this long is started again without waiting."""
+GRACE_S = 8.0
+"""Between SIGTERM and SIGKILL; longer than the launcher gives its workers."""
+
+
+class Supervisor:
+    """All processes of a run.
+
+    Args:
+        on_change: called when a process ended or was started.
+        tell: (reason, message, warning) for the run's events.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: RunDirectory,
+        run: RunRecord,
+        job: MoETrainingJob,
+        commands: Commands,
+        on_change: Callable[[], None],
+        tell: Callable[[str, str, bool], None],
+    ) -> None:
+        self._directory, self.run, self._job, self._commands = directory, run, job, commands
+        self._on_change, self._tell = on_change, tell
+        self._exits: dict[tuple[int, str], int] = {}
+        self._daemon_changed_at: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    # --- beginning ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Adopt what lives, clear away what an earlier loop did not record, start the rest."""
+        self._kill_unrecorded()
+        for node in self.run.nodes.values():
+            if self.is_dead(node.name):
+                node.daemon, node.agents = None, {}
+                continue
+            self._background(self._keep_daemon(node))
+            for member, agent in node.agents.items():
+                self._background(self._watch_agent(node, member, agent))
+                if agent.stopping:
+                    self._background(self._end_agent(node, member, agent))
+        self._directory.write_record(self.run)
+
+    def _kill_unrecorded(self) -> None:
+        """A control loop that died between starting a process and recording it left one nobody
+        knows. Processes below recorded agents carry the same marks and stay."""
+        for node in self.run.nodes.values():
+            if node.daemon is None or not is_alive(node.daemon.process):
+                kill_marked(self._directory.mark(node.name, "daemon"))
+            known = {(member, agent.attempt) for member, agent in node.agents.items()}
+            for member in range(self._job.spec.nodes):
+                for attempt in range(1, node.attempts + 2):
+                    if (member, attempt) not in known:
+                        kill_marked(self._directory.mark(node.name, "agent", member, attempt))
+
+    def is_dead(self, node: str) -> bool:
+        """Whether the node was lost for good."""
+        return self._directory.is_dead(node)
+
+    def daemon_changed_at(self, node: str) -> float:
+        """When the node's daemon was last started or seen ended, in monotonic seconds."""
+        return self._daemon_changed_at.get(node, float("-inf"))
+
+    # --- daemons ------------------------------------------------------------------------------
+
+    async def _keep_daemon(self, node: NodeRecord) -> None:
+        """Start the node's daemon whenever it is not there, until the node is lost."""
+        pause_s = BACKOFF_S_MIN
+        while not self._stopping and not self.is_dead(node.name):
+            if node.daemon is None or not is_alive(node.daemon.process):
+                self._start_daemon(node)
+            began = time.monotonic()
+            assert node.daemon is not None
+            code = await wait_exit(node.daemon.process)
+            self._daemon_changed_at[node.name] = time.monotonic()
+            if self._stopping or self.is_dead(node.name):
+                break
+            self._tell("DaemonExited", self._daemon_exit_text(node, code), True)
+            pause_s = BACKOFF_S_MIN if time.monotonic() - began > STEADY_S else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, BACKOFF_S_MAX)
+        node.daemon = None
+        self._on_change()
+
+    def _start_daemon(self, node: NodeRecord) -> None:
+        command = self._commands.daemon(self._directory, self.run, node)
+        log = self._directory.log(f"daemon-{node.name}")
+        attempt = node.daemon.attempt + 1 if node.daemon is not None else 1
+        process = spawn(command.arguments, command.environment, log)
+        node.daemon = DaemonRecord(process=process, attempt=attempt)
+        self._daemon_changed_at[node.name] = time.monotonic()
+        self._directory.write_record(self.run)
+
+    def _daemon_exit_text(self, node: NodeRecord, code: int | None) -> str:
+        how = _how(code)
+        if code is None or code < 0:
+            return f"the daemon of {node.name} {how}; starting it again"
+        log = self._directory.log(f"daemon-{node.name}")
+        return f"the daemon of {node.name} {how}: {last_line(log)} (log: {log})"
+
+    async def restart_daemons(self) -> None:
+        """End all daemons, so that they are started again with what has changed."""
+        for node in self.run.nodes.values():
+            if node.daemon is not None:
+                await self._end_process(node.daemon.process)
+
+    # --- agents -------------------------------------------------------------------------------
+
+    def agents(self) -> tuple[AgentView, ...]:
+        """All agents on living nodes."""
+        return tuple(
+            self._agent_view(node.name, member, agent)
+            for node in self.run.nodes.values()
+            if not self.is_dead(node.name)
+            for member, agent in sorted(node.agents.items())
+        )
+
+    def _agent_view(self, node: str, member: int, agent: AgentRecord) -> AgentView:
+        code = self._exits.get((member, node))
+        if agent.stopping:
+            state = AgentState.STOPPING
+        elif code is not None:
+            state = AgentState.EXITED
+        else:
+            state = AgentState.RUNNING
+        exit_code = code if state is AgentState.EXITED else None
+        return AgentView(member=member, node=node, state=state, exit_code=exit_code)
+
+    def start_agent(self, member: int, name: str) -> None:
+        """Start the member's agent on a node; nothing happens when it is there or the node lost."""
+        node = self.run.nodes[name]
+        if self._stopping or member in node.agents or self.is_dead(name):
+            return
+        node.attempts += 1
+        command = self._commands.agent(
+            self._directory, self.run, self._job, node, member=member, attempt=node.attempts
+        )
+        try:
+            log = self._directory.log(f"member-{member}")
+            process = spawn(command.arguments, command.environment, log)
+        except HoldfastError as error:
+            self._tell("AgentNotStarted", str(error), True)
+            return
+        agent = AgentRecord(process=process, attempt=node.attempts)
+        self._exits.pop((member, name), None)
+        node.agents[member] = agent
+        self._directory.write_record(self.run)
+        self._background(self._watch_agent(node, member, agent))
+
+    def stop_agent(self, member: int, name: str) -> None:
+        """Stop the member's agent on a node, and forget it."""
+        node = self.run.nodes[name]
+        agent = node.agents.get(member)
+        if agent is None:
+            return
+        if (member, name) in self._exits:
+            self._forget_agent(node, member, agent)
+        elif not agent.stopping:
+            agent.stopping = True
+            self._background(self._end_agent(node, member, agent))
+        self._directory.write_record(self.run)
+
+    def fence(self, name: str) -> None:
+        """Kill all agents on a node; its daemon, if it lives, is fenced by its epoch."""
+        node = self.run.nodes[name]
+        for agent in node.agents.values():
+            send(agent.process, signal.SIGKILL)
+        self._background(asyncio.to_thread(kill_marked, self._directory.mark(name, "agent")))
+
+    async def _watch_agent(self, node: NodeRecord, member: int, agent: AgentRecord) -> None:
+        code = await wait_exit(agent.process)
+        if code is None:
+            code = await self._written_exit_code(member, agent)
+        # An agent that was killed leaves workers behind.
+        mark = self._directory.mark(node.name, "agent", member, agent.attempt)
+        await asyncio.to_thread(kill_marked, mark)
+        if node.agents.get(member) is not agent:
+            return
+        if agent.stopping or self._stopping:
+            self._forget_agent(node, member, agent)
+            self._directory.write_record(self.run)
+        else:
+            self._exits[(member, node.name)] = code
+            if code != 0 and not self.is_dead(node.name):
+                log = self._directory.log(f"member-{member}")
+                self._tell(
+                    "AgentExited", f"the agent of member {member} {_how(code)} ({log})", True
+                )
+        self._on_change()
+
+    async def _written_exit_code(self, member: int, agent: AgentRecord) -> int:
+        """The code of a process that was not ours to wait for."""
+        try:
+            return int(self._directory.exit_file(member, agent.attempt).read_text())
+        except (OSError, ValueError):
+            return KILLED
+
+    async def _end_agent(self, node: NodeRecord, member: int, agent: AgentRecord) -> None:
+        await self._end_process(agent.process)
+        self._on_change()
+
+    def _forget_agent(self, node: NodeRecord, member: int, agent: AgentRecord) -> None:
+        node.agents.pop(member, None)
+        self._exits.pop((member, node.name), None)
+        self._directory.exit_file(member, agent.attempt).unlink(missing_ok=True)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """End everything that was started, agents first, and free the nodes' memory."""
+        self._stopping = True
+        nodes = list(self.run.nodes.values())
+        agents = [agent.process for node in nodes for agent in node.agents.values()]
+        await asyncio.gather(*(self._end_process(process) for process in agents))
+        daemons = [node.daemon.process for node in nodes if node.daemon is not None]
+        await asyncio.gather(*(self._end_process(process) for process in daemons))
+        await asyncio.to_thread(kill_marked, self._directory.mark())
+        await self._reap()
+        for node in nodes:
+            shutil.rmtree(node.root, ignore_errors=True)
+
+    async def detach(self) -> None:
+        """Stop watching; all processes go on."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _end_process(self, process: ProcessId) -> None:
+        """SIGTERM, then SIGKILL. The one who watches the process reaps it."""
+        if not send(process, signal.SIGTERM):
+            return
+        send(process, signal.SIGCONT)
+        deadline = time.monotonic() + GRACE_S
+        while is_alive(process):
+            if time.monotonic() >= deadline:
+                send(process, signal.SIGKILL)
+            await asyncio.sleep(0.02)
+
+    async def _reap(self) -> None:
+        """Let the watchers see the end of their processes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                while self._tasks:
+                    await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.detach()
+
+    def _background(self, work: Coroutine[object, object, object]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except HoldfastError as error:
+                self._tell("SupervisionFailed", str(error), True)
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log, for people; empty when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 4096))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"

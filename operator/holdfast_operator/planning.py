@@ -1,0 +1,153 @@
+"""`holdfast plan`: what a job will take of memory, and what its redundancy is worth.
+
+Computes with `holdfast_core` and prints; decides nothing and looks at no machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import expm1, inf
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from holdfast_core.budget import fits, predict
+from holdfast_core.groups import form_groups
+from holdfast_core.intervals import group_loss_rate_per_s, snapshot_interval_s, steps_of
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.layouts import PAGE_BYTES, round_up
+from holdfast_core.quantities import format_bytes
+from holdfast_core.reliability import (
+    FailureModel,
+    checkpoint_survival,
+    parity_survival,
+    time_to,
+)
+from holdfast_core.values import Redundancy
+
+DAY_S = 86400.0
+COPY_BYTES_S = 10e9
+"""How fast a snapshot is copied when nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """What the plan assumes."""
+
+    bytes_per_rank: int | None = None
+    """Payload of one rank's snapshot; no memory is planned when None."""
+    node_mtbf_days: float = 180.0
+    """Mean time between losses of one node."""
+    process_mtbf_days: float = 60.0
+    """Mean time between failures of one node's training processes."""
+    replace_s: float = 60.0
+    """From the loss of a node until its state is protected again elsewhere."""
+    snapshot_s: float | None = None
+    """Time to copy one rank's snapshot; one second for each 10 GB when None."""
+    step_s: float = 1.0
+    """Time of one training step."""
+    days: float = 30.0
+    """Length of the training."""
+
+
+def plan_view(job: MoETrainingJob, settings: PlanSettings) -> RenderableType:
+    """The plan as tables.
+
+    Raises:
+        InvalidJobError: when an assumption is out of range.
+        MemoryBudgetError: when the job's own limit for a node is too small.
+    """
+    spec = job.spec
+    groups = _groups(job)
+    head = (
+        f"{job.key}: {spec.nodes} nodes of {spec.nproc_per_node} ranks and "
+        f"{spec.failure_policy.spares} spares; redundancy {spec.redundancy.type.value}"
+    )
+    if groups:
+        sizes = sorted({len(group) for group in groups})
+        head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
+    parts: list[RenderableType] = [head, ""]
+    if settings.bytes_per_rank is None:
+        parts.append("memory: give --bytes-per-rank SIZE to see what each node needs")
+    else:
+        parts.append(_memory(job, groups, settings.bytes_per_rank))
+    parts.append("")
+    parts.append(_odds(job, settings))
+    return Group(*parts)
+
+
+def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
+    if job.spec.redundancy.type is Redundancy.NONE:
+        return ()
+    return form_groups(dict.fromkeys(range(job.spec.nodes), ""), job.group_size).groups
+
+
+def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int) -> Table:
+    slots = [round_up(bytes_per_rank, PAGE_BYTES)] * job.world_size
+    nodes = predict(slots, groups, job.spec.nproc_per_node)
+    table = Table("members", "arenas", "parity", "total", box=None, pad_edge=False)
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for node in nodes:
+        by_size.setdefault((node.arena_bytes, node.parity_bytes), []).append(node.member)
+    for (arenas, parity), members in by_size.items():
+        names = f"{len(members)} members" if len(members) > 1 else f"member {members[0]}"
+        sizes = (format_bytes(n) for n in (arenas, parity, arenas + parity))
+        table.add_row(names, *sizes)
+    if job.memory_per_node_bytes is not None:
+        needed = max(node.total_bytes for node in nodes)
+        fits(needed, job.memory_per_node_bytes, what="snapshots of one node")
+        table.add_row("limit", "", "", format_bytes(job.memory_per_node_bytes))
+    return table
+
+
+def _odds(job: MoETrainingJob, settings: PlanSettings) -> Table:
+    table = Table("what", "figure", "from", box=None, pad_edge=False)
+    for row in _odds_rows(job, settings):
+        table.add_row(*row)
+    return table
+
+
+def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[str, str, str]]:
+    nodes = job.spec.nodes
+    lost_per_day = 1 / settings.node_mtbf_days
+    rate_per_s = lost_per_day / DAY_S
+    yield (
+        "nodes lost in the training",
+        f"{nodes * lost_per_day * settings.days:.1f}",
+        f"{settings.days:g} days, one loss per node in {settings.node_mtbf_days:g} days",
+    )
+    if job.group_size >= 2:
+        model = FailureModel(
+            nodes=nodes,
+            group_size=job.group_size,
+            hardware_rate=lost_per_day,
+            software_rate=1 / settings.process_mtbf_days,
+        )
+        in_memory = time_to(lambda days: parity_survival(model, days), 0.9)
+        without = time_to(lambda days: checkpoint_survival(model, days), 0.9)
+        yield (
+            "days until P(state lost) is 10 %, nothing replaced",
+            f"{in_memory:.2f}",
+            f"REFT eq. 2; {without:.2f} without redundancy (eq. 3)",
+        )
+        rate = group_loss_rate_per_s(rate_per_s, job.group_size, exposure_s=settings.replace_s)
+        lost = -expm1(-rate * nodes / job.group_size * settings.days * DAY_S)
+        yield (
+            "P(a recovery line is lost in the training)",
+            f"{lost:.2e}",
+            f"nodes replaced and rebuilt within {settings.replace_s:g} s",
+        )
+    snapshot_s = settings.snapshot_s
+    if snapshot_s is None:
+        snapshot_s = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node / COPY_BYTES_S
+    interval_s = snapshot_interval_s(
+        snapshot_s=snapshot_s, compute_s=settings.step_s, node_failure_rate_per_s=nodes * rate_per_s
+    )
+    steps = "-" if interval_s == inf else str(steps_of(interval_s, settings.step_s))
+    yield (
+        "snapshot interval, steps",
+        steps,
+        f"REFT eq. 9; snapshot {snapshot_s:.2f} s, step {settings.step_s:g} s; the job says "
+        f"{job.spec.snapshot.interval.steps}",
+    )

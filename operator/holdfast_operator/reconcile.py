@@ -1,0 +1,231 @@
+"""The reconciler: from what is observed to what must be done, without I/O and without a clock.
+
+One reconciler for every adapter. It is level-triggered: it may be called at any time, as often as
+one likes, and after losing its memory; `ControlState` comes back from the daemons' heartbeats
+(invariant 6). It must not know what an agent or a node is made of.
+
+The rules, in order:
+
+1. A recovery publishes a new epoch, one more than every epoch ever seen. Nothing else does, but the
+   first placement and the end of a suspension. Addresses alone change the revision.
+2. While a member's daemon is silent, but not long enough to be lost, nothing is begun: an epoch
+   needs all its daemons, and what else failed is handled together with the loss.
+3. Rank lost, agent failed, hang: the same members begin a new epoch where they are. Node lost: a
+   spare takes its place; without one the job waits, then fails.
+4. Failure rules: the first that matches a cause gives its action. A lost node cannot be restarted
+   in place, so it is replaced unless the rule says Fail. A cause that no rule matches is restarted
+   in place (its node replaced if that is lost), and counts.
+5. A job does not start again from nothing once a generation was protected (without redundancy:
+   complete). If no recovery line is left it fails, because nothing was persisted. Before that
+   point a fresh start loses no promise, and happens.
+6. An ended job, well or not, frees its memory in the daemons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.values import Generation, Membership, Redundancy
+from holdfast_operator import conditions as judge
+from holdfast_operator.draft import Draft
+from holdfast_operator.evidence import (
+    agent_at,
+    is_reachable,
+    node_of,
+    ranks_in,
+    view_of,
+)
+from holdfast_operator.placement import form, refreshed
+from holdfast_operator.recovering import recover
+from holdfast_operator.views import (
+    AT_WORK,
+    ControlState,
+    Decision,
+    DropJob,
+    Observed,
+    Outcome,
+    StartAgent,
+)
+
+PLACEMENT_S = 10.0
+"""How long the first placement waits for nodes that it could do without."""
+
+
+def reconcile(job: MoETrainingJob, observed: Observed, state: ControlState, now: float) -> Decision:
+    """What to do now, and the state to be given the next time."""
+    draft = Draft(job, observed, state, now)
+    waiting = _follow_rules(draft)
+    return Decision(
+        state=draft.state,
+        actions=tuple(draft.actions),
+        conditions=judge.conditions(draft.job, draft.observed, draft.state, draft.now, waiting),
+        events=tuple(draft.events),
+        reason=waiting or "all is as it should be",
+    )
+
+
+def _follow_rules(draft: Draft) -> str:
+    """Go through the rules; returns what is waited for, empty when nothing is."""
+    if draft.state.outcome is not None:
+        _clear_away(draft)
+        return ""
+    _adopt(draft)
+    if draft.job.spec.suspend:
+        return _suspend(draft)
+    if draft.state.membership is None:
+        return _place(draft)
+    membership = draft.state.membership
+    if judge.all_agents_succeeded(draft.observed, membership):
+        draft.end(Outcome.COMPLETE, "all agents exited with code 0")
+        return ""
+    if draft.state.suspended:
+        draft.state = replace(draft.state, suspended=False)
+        draft.tell("Resumed", f"no longer suspended; epoch {draft.state.epoch + 1} begins")
+        draft.publish_next(membership, {})
+        return ""
+    _note_progress(draft, membership)
+    if _line_is_missing(draft, membership):
+        return ""
+    waiting = recover(draft, membership)
+    return _tend(draft, membership) if waiting is None else waiting
+
+
+def _clear_away(draft: Draft) -> None:
+    draft.stop(draft.observed.agents)
+    if any(node.job is not None for node in draft.observed.nodes.values()):
+        draft.actions.append(DropJob())
+
+
+def _adopt(draft: Draft) -> None:
+    """Take the newest membership that any daemon reports, when it is newer than ours."""
+    known = draft.state.membership
+    views = (node.job for node in draft.observed.nodes.values())
+    seen = [view.membership for view in views if view is not None and view.membership]
+    newest = max(seen, key=lambda m: (m.epoch, m.revision), default=None)
+    if newest is None or newest.job != draft.job.key:
+        return
+    if known is None or newest.epoch > known.epoch:
+        draft.tell("Adopted", f"epoch {newest.epoch} is known to the daemons and goes on")
+        draft.state = replace(draft.state, membership=newest, started_from=None, resumed_epoch=0)
+    elif newest.epoch == known.epoch and newest.revision > known.revision:
+        draft.state = replace(draft.state, membership=replace(known, revision=newest.revision))
+
+
+def _suspend(draft: Draft) -> str:
+    if not draft.state.suspended:
+        draft.state = replace(draft.state, suspended=True)
+        draft.tell("Suspended", "spec.suspend is true: agents are stopped, snapshots kept")
+    draft.stop(draft.observed.agents)
+    return "the job is suspended"
+
+
+def _place(draft: Draft) -> str:
+    """The first placement, once there are enough daemons; others get time to be seen, since
+    one of them may know the job already."""
+    nodes, ready = draft.observed.nodes.values(), draft.candidates()
+    absent = sorted(n.name for n in nodes if n not in ready and not n.gone)
+    need = draft.job.spec.nodes
+    if len(ready) < need:
+        missing = f" (waiting for {', '.join(absent)})" if absent else ""
+        return f"{len(ready)} of {need} nodes have a daemon{missing}"
+    if absent and draft.now - draft.state.attentive_since < PLACEMENT_S:
+        return f"waiting for the daemon on {', '.join(absent)}"
+    try:
+        membership = form(draft.job, ready, draft.state.epoch + 1)
+    except InvalidJobError as error:
+        draft.end(Outcome.FAILED, str(error))
+        return ""
+    draft.publish(membership)
+    places = ", ".join(f"{place.index} on {place.node}" for place in membership.members)
+    draft.tell("Scheduled", f"members {places}; epoch {membership.epoch} begins")
+    for place in membership.members:
+        if agent_at(draft.observed, place) is None:
+            draft.actions.append(StartAgent(member=place.index, node=place.node))
+    return ""
+
+
+def _note_progress(draft: Draft, membership: Membership) -> None:
+    """Remember and tell what has become true without our doing."""
+    _note_silence(draft, membership)
+    views = [view_of(draft.observed, place, membership.epoch) for place in membership.members]
+    if all(view is not None for view in views):
+        draft.state = replace(draft.state, confirmed_epoch=membership.epoch)
+    lines = [view.line for view in views if view is not None and view.line is not None]
+    if lines and draft.state.started_from is None:
+        start = lines[0].generation
+        draft.state = replace(draft.state, started_from=start.step if start else 0)
+    if draft.job.spec.redundancy.type is Redundancy.NONE:
+        saved = judge.newest_complete(draft.observed, membership)
+    else:
+        saved = judge.newest_protected(draft.observed)
+    if saved is not None and (draft.state.saved is None or saved > draft.state.saved):
+        draft.state = replace(draft.state, saved=saved)
+    resumed = judge.training_runs(draft.observed, membership)
+    if resumed and draft.state.resumed_epoch < membership.epoch:
+        draft.state = replace(draft.state, resumed_epoch=membership.epoch)
+        start = lines[0].generation if lines else None
+        draft.tell("Running", _resumption(draft, membership, start))
+
+
+def _resumption(draft: Draft, membership: Membership, start: Generation | None) -> str:
+    who = f"{membership.world_size} ranks train in epoch {membership.epoch}"
+    if start is None:
+        return f"{who} from the beginning"
+    rebuilt = [r.rank for r in ranks_in(draft.observed, membership) if r.restored_from == "parity"]
+    source = f"ranks {rebuilt} from parity" if rebuilt else "all from local memory"
+    return f"{who} from generation {start} (step {start.step}), {source}"
+
+
+def _note_silence(draft: Draft, membership: Membership) -> None:
+    silent = frozenset(
+        place.node
+        for place in membership.members
+        if not is_reachable(draft.job, node_of(draft.observed, place), draft.state, draft.now)
+    )
+    for name in sorted(silent - draft.state.silent):
+        if draft.state.confirmed_epoch == membership.epoch:
+            draft.tell("DaemonSilent", f"no heartbeat from the daemon on {name}", warning=True)
+    for place in membership.members:
+        node = node_of(draft.observed, place)
+        if place.node in draft.state.silent - silent and node.memory_id == place.memory_id:
+            draft.tell("DaemonBack", f"the daemon on {place.node} is back with its memory")
+    draft.state = replace(draft.state, silent=silent)
+
+
+def _line_is_missing(draft: Draft, membership: Membership) -> bool:
+    """Rule 5: fail when an epoch would start from nothing although there was something."""
+    views = (view_of(draft.observed, place, membership.epoch) for place in membership.members)
+    line = next((v.line for v in views if v is not None and v.line is not None), None)
+    saved = draft.state.saved
+    if line is None or line.generation is not None or saved is None:
+        return False
+    if saved.epoch >= membership.epoch:
+        return False
+    draft.end(
+        Outcome.FAILED,
+        f"no recovery line: generation {saved} was the newest that was safe, and too much of "
+        f"it is lost ({line.reason}); nothing was persisted. Run the job again to train from "
+        f"the beginning",
+    )
+    return True
+
+
+def _tend(draft: Draft, membership: Membership) -> str:
+    """Nothing failed: addresses, and agents that are missing or out of place."""
+    if draft.state.confirmed_epoch != membership.epoch:
+        return f"waiting until all daemons are in epoch {membership.epoch}"
+    current = refreshed(membership, draft.observed.nodes)
+    if current is not membership:
+        draft.publish(current)
+        draft.tell("Readdressed", f"epoch {current.epoch}, revision {current.revision}")
+    homes = {(place.index, place.node) for place in current.members}
+    draft.stop([a for a in draft.observed.agents if (a.member, a.node) not in homes])
+    for place in current.members:
+        if agent_at(draft.observed, place) is None:
+            draft.actions.append(StartAgent(member=place.index, node=place.node))
+    if draft.state.resumed_epoch == membership.epoch:
+        return ""
+    ready = [r.rank for r in ranks_in(draft.observed, membership) if r.state in AT_WORK]
+    return f"{len(ready)} of {membership.world_size} ranks are at work in epoch {current.epoch}"

@@ -1,0 +1,249 @@
+"""What `holdfast run`, `status`, `inject` and `plan` do. Loaded when one of them is called."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+
+from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.jobs import MoETrainingJob, parse_job
+from holdfast_operator.cli import EXIT_FAILED, EXIT_INTERRUPTED
+from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
+from holdfast_operator.local import faults as injections
+from holdfast_operator.local.directory import RunDirectory, default_directory
+from holdfast_operator.local.processes import identify
+from holdfast_operator.local.status import encode, read_status
+from holdfast_operator.planning import PlanSettings, plan_view
+from holdfast_operator.show import event_line, event_text, progress_line, status_view
+from holdfast_operator.views import Outcome
+
+LINE_S = 0.2
+PLAIN_LINE_S = 5.0
+"""How often progress is written where lines cannot be overwritten."""
+WATCH_S = 0.5
+_SIGNALS = {
+    "kill-rank": signal.SIGKILL,
+    "stop-rank": signal.SIGSTOP,
+    "cont-rank": signal.SIGCONT,
+}
+
+
+def load_job(path: Path) -> MoETrainingJob:
+    """The job in a YAML (or JSON) file.
+
+    Raises:
+        InvalidJobError: when it cannot be read, or is no valid job.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidJobError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidJobError(f"{path} is not YAML: {error}") from error
+    try:
+        return parse_job(document)
+    except InvalidJobError as error:
+        raise InvalidJobError(f"{path}: {error}") from error
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """`holdfast run`."""
+    job = load_job(options.job)
+    settings = LocalSettings(directory=options.dir, redis_url=options.redis)
+    return asyncio.run(_run(job, settings))
+
+
+async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with _printer() as printer:
+        cluster = LocalCluster(job, settings, on_event=printer.event)
+        async with cluster:
+            printer.say(f"run directory {cluster.directory.path}")
+            outcome = await _attend(cluster, printer, stop)
+            printer.say("stopping daemons and freeing memory")
+    if outcome is None:
+        return EXIT_INTERRUPTED
+    if outcome is Outcome.FAILED:
+        logs = cluster.directory.path / "logs"
+        print(
+            f"holdfast: job {job.key} failed: {cluster.status.reason}\nlogs: {logs}",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    return 0
+
+
+async def _attend(cluster: LocalCluster, printer: Printer, stop: asyncio.Event) -> Outcome | None:
+    """Show progress until the job ends; None when a person ended it first."""
+    ended = asyncio.ensure_future(cluster.finished())
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        while True:
+            done, _ = await asyncio.wait(
+                {ended, stopped}, timeout=LINE_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            with suppress(StorageError):
+                printer.progress(cluster.status)
+            if ended in done:
+                return ended.result()
+            if stopped in done:
+                return None
+    finally:
+        for task in (ended, stopped):
+            task.cancel()
+        await asyncio.gather(ended, stopped, return_exceptions=True)
+
+
+class Printer:
+    """Events as they happen, and one line of progress: overwritten on a terminal, now and then in
+    a log."""
+
+    def __init__(self, console: Console, live: Live | None) -> None:
+        self._console, self._live = console, live
+        self._spinner = Spinner("dots", text="starting")
+        self._line, self._written_at = "", float("-inf")
+        if live is not None:
+            live.update(self._spinner)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def event(self, event: TimedEvent) -> None:
+        if self._live is not None:
+            self._console.print(event_text(event), soft_wrap=True)
+        else:
+            self.say(event_line(event))
+
+    def progress(self, status: Status) -> None:
+        line = progress_line(status)
+        if self._live is not None:
+            self._spinner.update(text=line)
+        elif line != self._line and time.monotonic() - self._written_at >= PLAIN_LINE_S:
+            self._line, self._written_at = line, time.monotonic()
+            self.say(line)
+
+
+@contextmanager
+def _printer() -> Iterator[Printer]:
+    console = Console()
+    if not console.is_terminal:
+        yield Printer(console, None)
+        return
+    with Live(console=console, refresh_per_second=8, transient=True) as live:
+        yield Printer(console, live)
+
+
+# --- status and inject ----------------------------------------------------------------------------
+
+
+def status(options: argparse.Namespace) -> int:
+    """`holdfast status`."""
+    path = find_run(options.dir, options.job) / "status.json"
+    console = Console()
+    if options.json:
+        print(encode(read_status(path)).decode())
+        return 0
+    if options.once or not (options.watch or console.is_terminal):
+        found = read_status(path)
+        console.print(status_view(found, stale=_staleness(found)))
+        return 0
+    with Live(console=console, refresh_per_second=4) as live:
+        while True:
+            found = read_status(path)
+            live.update(status_view(found, stale=_staleness(found)))
+            if found.ended:
+                return 0
+            time.sleep(WATCH_S)
+
+
+def inject(options: argparse.Namespace) -> int:
+    """`holdfast inject`."""
+    path = find_run(options.dir, options.job)
+    found = read_status(path / "status.json")
+    if found.ended or not (path / "nodes.json").exists():
+        raise InvalidJobError(f"the run in {path} is not running ({found.phase}); nothing to harm")
+    directory = RunDirectory(path, found.job)
+    match options.fault:
+        case "kill-daemon":
+            text = injections.kill_daemon(directory, options.node)
+        case "kill-node":
+            text = injections.kill_node(directory, options.node)
+        case "corrupt":
+            text = injections.corrupt(directory, found, options.rank, parity=options.parity)
+        case name:
+            text = injections.signal_rank(directory, found, options.rank, _SIGNALS[name])
+    print(text)
+    return 0
+
+
+def find_run(directory: Path | None, job: str | None) -> Path:
+    """The run directory that is meant: the one given, that of the job, or the only one.
+
+    Raises:
+        StorageError: when there is none, or it is not clear which.
+    """
+    if directory is not None:
+        return directory
+    if job is not None:
+        if Path(job).suffix in (".yaml", ".yml", ".json"):
+            return default_directory(load_job(Path(job)).key)
+        return default_directory(job if "." in job else f"default.{job}")
+    home = default_directory("any").parent
+    runs = sorted(path.parent for path in home.glob("*/status.json"))
+    living = [path for path in runs if (path / "nodes.json").exists()]
+    for choice in (living, runs):
+        if len(choice) == 1:
+            return choice[0]
+    if not runs:
+        raise StorageError(
+            f"no run in {home}; start one with `holdfast run JOB.yaml`, or give --dir"
+        )
+    names = ", ".join(path.name for path in living or runs)
+    raise StorageError(f"several runs in {home}: {names}; say which with the job's name or --dir")
+
+
+def _staleness(found: Status) -> str:
+    if found.ended or identify(found.pid) is not None:
+        return ""
+    if not (Path(found.directory) / "nodes.json").exists():
+        return "the run was stopped"
+    age_s = time.time() - found.time
+    return (
+        f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training goes on without "
+        f"it, and the same command again takes over"
+    )
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def plan(options: argparse.Namespace) -> int:
+    """`holdfast plan`."""
+    settings = PlanSettings(
+        bytes_per_rank=options.bytes_per_rank,
+        node_mtbf_days=options.node_mtbf_days,
+        process_mtbf_days=options.process_mtbf_days,
+        replace_s=options.replace_seconds,
+        snapshot_s=options.snapshot_seconds,
+        step_s=options.step_seconds,
+        days=options.days,
+    )
+    Console(soft_wrap=True).print(plan_view(load_job(options.job), settings))
+    return 0

@@ -1,0 +1,142 @@
+"""A run's status for people: tables for terminals, lines for logs. Only shows."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holdfast_core.quantities import GIB
+from holdfast_operator.local.status import MemberStatus, Status, TimedEvent
+
+EVENTS_SHOWN = 8
+_PHASE_STYLES = {
+    "Running": "green",
+    "Complete": "bold green",
+    "Recovering": "yellow",
+    "Failed": "bold red",
+    "Suspended": "dim",
+}
+_STATE_STYLES = {"HEALTHY": "green", "SNAPSHOTTING": "cyan", "OFFLINE": "red"}
+
+
+def progress_line(status: Status) -> str:
+    """Where the job stands, in one line."""
+    parts = [
+        f"{status.phase:<10}",
+        f"step {status.step}",
+        f"epoch {status.epoch}",
+        f"protected {status.protected or '-'}",
+        f"restarts {status.restarts}",
+    ]
+    if status.phase != "Running" and not status.ended:
+        parts.append(status.reason)
+    return "  ".join(parts)
+
+
+def event_line(event: TimedEvent) -> str:
+    """One event, with the local time of day."""
+    clock = datetime.fromtimestamp(event.time).strftime("%H:%M:%S.%f")[:-3]
+    return f"{clock}  {event.reason:<14} {event.message}"
+
+
+def event_text(event: TimedEvent) -> Text:
+    """The same in colour."""
+    return Text(event_line(event), style="yellow" if event.warning else "")
+
+
+def status_view(status: Status, *, stale: str = "") -> RenderableType:
+    """Everything about a run. `stale` says why the status may be old, empty when it is not."""
+    head = Text.assemble(
+        (status.job, "bold"),
+        "  ",
+        (status.phase, _PHASE_STYLES.get(status.phase, "")),
+        f"  epoch {status.epoch}  step {status.step}  complete {status.complete or '-'}"
+        f"  protected {status.protected or '-'}  restarts {status.restarts}",
+    )
+    parts: list[RenderableType] = [head]
+    if stale:
+        parts.append(Text(stale, style="yellow"))
+    if not status.ended or status.phase == "Failed":
+        parts.append(Text(status.reason, style="dim"))
+    if status.line or status.line_reason:
+        line = status.line or "the beginning"
+        parts.append(Text(f"started from {line}: {status.line_reason}", style="dim"))
+    parts.append(_members(status))
+    parts.append(_nodes(status))
+    parts.append(_conditions(status))
+    parts.extend(event_text(event) for event in status.events[-EVENTS_SHOWN:])
+    return Group(*parts)
+
+
+def _members(status: Status) -> Table:
+    table = _table("member", "node", "agent", "rank", "state", "step", "idle", "from", "complete")
+    for member in status.members:
+        rows = [
+            (
+                str(rank.rank),
+                Text("LOST" if rank.lost else rank.state, style=_STATE_STYLES.get(rank.state, "")),
+                str(rank.step),
+                f"{rank.idle_s:.1f} s",
+                f"{rank.restored or '-'} {rank.restored_from}".strip(),
+            )
+            for rank in member.ranks
+        ] or [("-", Text("no word from its daemon", style="red"), "-", "-", "-")]
+        for index, row in enumerate(rows):
+            first = index == 0
+            table.add_row(
+                str(member.index) if first else "",
+                member.node if first else "",
+                _agent(member) if first else "",
+                *row,
+                (member.complete or "-") if first else "",
+            )
+    return table
+
+
+def _agent(member: MemberStatus) -> str:
+    return member.agent if member.exit_code is None else f"{member.agent} ({member.exit_code})"
+
+
+def _nodes(status: Status) -> Table:
+    table = _table("node", "role", "daemon", "starts", "memory used", "budget", "arenas", "parity")
+    members = {member.node: member for member in status.members}
+    for node in status.nodes:
+        member = members.get(node.name)
+        daemon = f"pid {node.daemon_pid}" if node.daemon_pid else "-"
+        table.add_row(
+            node.name,
+            Text(node.role, style="red" if node.role == "lost" else ""),
+            Text(daemon if node.connected else f"{daemon} silent", "" if node.connected else "red"),
+            str(node.incarnation),
+            _gib(node.memory_used_bytes),
+            _gib(node.memory_budget_bytes),
+            _gib(member.arena_bytes) if member else "-",
+            _gib(member.parity_bytes) if member else "-",
+        )
+    return table
+
+
+def _conditions(status: Status) -> Table:
+    table = _table("condition", "", "reason", "message")
+    for condition in status.conditions:
+        table.add_row(
+            condition.type.value,
+            Text("True" if condition.status else "False", style="" if condition.status else "dim"),
+            condition.reason,
+            condition.message,
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3f} GiB"

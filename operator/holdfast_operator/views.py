@@ -1,0 +1,256 @@
+"""What the reconciler sees, remembers and decides, as frozen values.
+
+One vocabulary for every adapter: in a local run an agent is a process and a node is a directory, in
+Kubernetes they are a pod and a node. Nothing here knows which. All times are seconds of one
+monotonic clock, the same that `reconcile` is given as `now`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from holdfast_core.values import Generation, Line, Membership
+
+AT_WORK = frozenset({"HEALTHY", "SNAPSHOTTING"})
+"""States of a rank whose SDK has a session (REFT §4.2)."""
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """A rank as its daemon describes it."""
+
+    rank: int
+    state: str = "OFFLINE"
+    """HEALTHY, SNAPSHOTTING, UNHEALTHY or OFFLINE (REFT §4.2)."""
+    step: int = 0
+    """Newest step that the SDK reported."""
+    idle_s: float = 0.0
+    """Since the last sign of progress."""
+    pid: int = 0
+    lost: bool = False
+    """Its session ended without being closed, in the epoch of the `JobView`."""
+    restored: Generation | None = None
+    restored_from: str = ""
+    """"local", "parity", "none", or empty while unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobView:
+    """What one daemon knows of the job."""
+
+    epoch: int = 0
+    membership: Membership | None = None
+    verified: bool = False
+    line: Line | None = None
+    protected: Generation | None = None
+    complete: Generation | None = None
+    """Newest that all ranks of this daemon have committed."""
+    ranks: tuple[RankView, ...] = ()
+    agent_waiting: bool = False
+    """The node's agent waits for an epoch newer than `epoch`."""
+    rebuilding: bool = False
+    problem: str = ""
+    """Why nothing is protected, in words; empty when all is well."""
+    skipped: int = 0
+    failed: int = 0
+    arena_bytes: int = 0
+    parity_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeView:
+    """A node that could host a member, known from its daemon or from the adapter."""
+
+    name: str
+    connected: bool = False
+    """The daemon's Control stream is open."""
+    heard_at: float = NEVER
+    """When the daemon's last heartbeat arrived."""
+    gone: bool = False
+    """The adapter knows that the node is not coming back."""
+    returning: bool = False
+    """The adapter sees the node alive, and its daemon started since its last heartbeat."""
+    memory_id: str = ""
+    incarnation: int = 0
+    peer_address: str = ""
+    bulk_address: str = ""
+    trainer_socket: str = ""
+    memory_budget_bytes: int = 0
+    memory_used_bytes: int = 0
+    domain: str = ""
+    schedulable: bool = True
+    job: JobView | None = None
+    """None when the daemon holds nothing of the job."""
+
+
+class AgentState(StrEnum):
+    """An agent that is nowhere in the observation is absent."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    EXITED = "exited"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentView:
+    """The process (pod) that runs a member's ranks. While a member moves there may be two."""
+
+    member: int
+    node: str
+    state: AgentState
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """Everything that is known now. A part that is missing was not seen yet."""
+
+    nodes: Mapping[str, NodeView]
+    agents: tuple[AgentView, ...] = ()
+
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishMembership:
+    """Send to every daemon of the membership, and to every daemon that knows an older one."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartAgent:
+    """Start the member's agent on the node; there is none there."""
+
+    member: int
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopAgent:
+    """Stop the member's agent on the node and forget it. From now on it is observed as stopping,
+    or not at all."""
+
+    member: int
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FenceNode:
+    """Make sure that nothing of the job runs on the node any more, as far as it can be reached."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropJob:
+    """Tell all daemons to free what they hold of the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Succeed:
+    """The job has ended well."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fail:
+    """The job has ended for a reason that it cannot recover from."""
+
+    reason: str
+
+
+Action = PublishMembership | StartAgent | StopAgent | FenceNode | DropJob | Succeed | Fail
+
+
+# --- the decision ---------------------------------------------------------------------------------
+
+
+class ConditionType(StrEnum):
+    SUSPENDED = "Suspended"
+    SCHEDULED = "Scheduled"
+    RUNNING = "Running"
+    RECOVERING = "Recovering"
+    PROTECTED = "Protected"
+    DEGRADED = "Degraded"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """One aspect of the job's state, as Kubernetes shows it."""
+
+    type: ConditionType
+    status: bool
+    reason: str
+    """One word in CamelCase."""
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened, in one line for people."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+    warning: bool = False
+
+
+class Outcome(StrEnum):
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlState:
+    """What the control loop remembers between two looks.
+
+    All of it can be forgotten: membership and epoch come back from the daemons' heartbeats, and the
+    rest only makes counting and telling exact.
+    """
+
+    attentive_since: float = NEVER
+    """Since when the loop looks without long pauses: silence from before it proves nothing."""
+    looked_at: float = NEVER
+    epoch: int = 0
+    """Highest epoch that was ever published or seen."""
+    membership: Membership | None = None
+    confirmed_epoch: int = 0
+    """Newest epoch that was published from here, or that all its members have reported: before
+    that, a membership learned from a heartbeat may be an old one, and no agent is touched."""
+    restarts: tuple[float, ...] = ()
+    """When the recoveries were that count towards the maximum, within the window."""
+    recoveries: int = 0
+    """All of them, whether they count or not."""
+    silent: frozenset[str] = frozenset()
+    """Members' nodes whose silence was told."""
+    no_replacement_since: float | None = None
+    resumed_epoch: int = 0
+    """Newest epoch whose training was seen running, and told."""
+    started_from: int | None = None
+    """Step that the current epoch started from, once known."""
+    saved: Generation | None = None
+    """Newest generation that a recovery must not fall behind to a fresh start from."""
+    suspended: bool = False
+    outcome: Outcome | None = None
+    outcome_reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What to do, in order, and why."""
+
+    state: ControlState
+    actions: tuple[Action, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    events: tuple[Event, ...] = ()
+    reason: str = field(default="", compare=False)

@@ -1,0 +1,452 @@
+"""What the reconciler does about each kind of failure, on virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from virtual_world import World, make_job, running
+
+from holdfast_core.values import Generation, Line
+from holdfast_operator.views import Outcome, StartAgent
+
+ANY = {"on": "Any", "action": "RestartInPlace"}
+
+
+def test_a_job_waits_until_there_are_enough_daemons() -> None:
+    world = World(make_job(spares=0))
+    world.kill_daemon("n3")
+    world.daemons["n3"].heard_at = float("-inf")
+    world.settle(60.0)
+    assert world.actions == []
+    status, reason, message = world.condition("Scheduled")
+    assert (status, reason) == (False, "WaitingForNodes")
+    assert message == "3 of 4 nodes have a daemon (waiting for n3)"
+
+
+def test_members_are_placed_by_name_and_spares_remain() -> None:
+    world = World(make_job())
+    world.look()
+    assert world.nodes_of_members() == ["n0", "n1", "n2", "n3"]
+    assert world.membership.groups == ((0, 1, 2, 3),)
+    assert list(world.kinds()) == ["PublishMembership", *["StartAgent"] * 4]
+    assert world.membership.epoch == 1
+
+
+def test_a_missing_spare_holds_the_first_placement_up_for_a_while_only() -> None:
+    world = World(make_job())
+    world.kill_daemon("n1")
+    world.settle(5.0)
+    assert world.actions == []
+    world.settle(10.0)
+    assert world.nodes_of_members() == ["n0", "n2", "n3", "n4"]
+
+
+def test_without_redundancy_every_member_is_a_group_of_its_own() -> None:
+    world = World(make_job(2, redundancy="None"))
+    world.look()
+    assert world.membership.groups == ((0,), (1,))
+
+
+def test_a_healthy_job_is_left_alone() -> None:
+    world = running()
+    world.settle(30.0)
+    assert world.actions == [] and world.events == []
+    assert world.condition("Running")[0]
+    assert not world.condition("Recovering")[0]
+    assert world.condition("Protected") == (
+        True,
+        "ParityInPlace",
+        "generation 1.10 survives the loss of one node of each parity group",
+    )
+
+
+def test_a_lost_rank_is_restarted_in_place_at_the_first_look() -> None:
+    world = running()
+    world.lose_rank(3)
+    world.look()
+    assert list(world.kinds()) == ["PublishMembership"]
+    assert world.membership.epoch == 2
+    assert world.told("Recovering") == ["rank 3 lost; restart in place in epoch 2"]
+    world.look()
+    assert world.told("Running") == [
+        "4 ranks train in epoch 2 from generation 1.10 (step 10), all from local memory"
+    ]
+
+
+def test_evidence_from_an_ended_epoch_is_void() -> None:
+    world = running()
+    world.lose_rank(3)
+    daemon, old = world.daemons["n3"], world.membership
+    world.look()
+    daemon.membership, daemon.lost = old, {3}  # its next heartbeat is late
+    world.settle(1.0)
+    assert world.membership.epoch == 2
+
+
+def test_a_waiting_agent_gets_a_new_epoch() -> None:
+    world = running()
+    world.daemons["n1"].waiting = True
+    world.settle()
+    assert world.membership.epoch == 2
+    assert world.told("Recovering") == [
+        "the agent of member 1 waits for a new epoch; restart in place in epoch 2"
+    ]
+
+
+def test_an_agent_that_failed_is_started_again_in_a_new_epoch() -> None:
+    world = running()
+    world.exit_agent(2, 1)
+    world.settle()
+    assert list(world.kinds()) == ["StopAgent", "PublishMembership", "StartAgent"]
+    assert world.membership.epoch == 2
+    assert world.told("Recovering") == [
+        "the agent of member 2 exited with code 1; restart in place in epoch 2"
+    ]
+
+
+def test_agents_that_have_finished_work_again_when_another_failed() -> None:
+    world = running()
+    world.exit_agent(0, 0)
+    world.exit_agent(1, 7)
+    world.settle()
+    started = [action for action in world.actions if isinstance(action, StartAgent)]
+    assert sorted(action.member for action in started) == [0, 1]
+
+
+def test_a_hang_is_found_and_its_ranks_are_named() -> None:
+    world = running(make_job(detection={"hangSeconds": 30}))
+    world.idle_s = 29.0
+    world.settle()
+    assert world.actions == []
+    world.idle_s = 31.0
+    world.settle()
+    assert world.membership.epoch == 2
+    assert world.told("Recovering")[0].startswith("no progress of any rank for 31.0 s; ranks 0")
+
+
+def test_ranks_that_have_not_begun_are_given_time() -> None:
+    world = running(make_job(detection={"hangSeconds": 30}), step=0)
+    world.idle_s = 500.0
+    world.settle()
+    assert world.actions == []
+    world.idle_s = 601.0
+    world.settle()
+    assert world.membership.epoch == 2
+
+
+def test_a_lost_node_is_replaced_by_the_spare() -> None:
+    world = running()
+    world.kill_node("n2")
+    world.settle(4.0)
+    assert world.actions == []
+    assert world.condition("Degraded")[:2] == (True, "DaemonSilent")
+    world.settle(2.0)
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    assert list(world.kinds()) == ["FenceNode", "PublishMembership", "StartAgent"]
+    assert world.told("Recovering") == [
+        "member 2 lost with node n2 (no heartbeat for 5.0 s); spare n4 takes over in epoch 2"
+    ]
+    assert world.membership.groups == ((0, 1, 2, 3),)
+
+
+def test_a_daemon_that_comes_back_with_its_memory_changes_addresses_only() -> None:
+    world = running()
+    world.kill_daemon("n1")
+    world.settle(3.0)
+    world.revive_daemon("n1")
+    world.settle(1.0)
+    assert (world.membership.epoch, world.membership.revision) == (1, 1)
+    assert world.membership.place(1).peer_address == "n1:11"
+    assert world.told("DaemonBack") == ["the daemon on n1 is back with its memory"]
+
+
+def test_a_daemon_seen_starting_on_a_living_node_is_waited_for() -> None:
+    world = running()
+    world.kill_daemon("n1")
+    world.returning.add("n1")
+    world.settle(25.0)
+    assert world.membership.epoch == 1
+    world.settle(10.0)
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
+
+
+def test_replace_seconds_wait_for_a_silent_node_but_not_for_one_that_is_gone() -> None:
+    policy = {"detection": {"replaceSeconds": 20}}
+    world = running(make_job(**policy))
+    world.kill_daemon("n1")
+    world.settle(24.0)
+    assert world.membership.epoch == 1
+    world.settle(2.0)
+    assert world.membership.epoch == 2
+    world = running(make_job(**policy))
+    world.kill_node("n1")
+    world.settle(6.0)
+    assert world.membership.epoch == 2
+
+
+def test_a_node_that_lost_its_memory_begins_a_new_epoch_where_it_is() -> None:
+    world = running()
+    world.kill_daemon("n1")
+    world.settle(1.0)
+    world.revive_daemon("n1", new_memory=True)
+    world.settle()
+    assert world.membership.epoch == 2
+    assert world.membership.place(1).memory_id == "memory-1'"
+    assert world.told("Recovering") == [
+        "member 1 lost its memory: node n1 came back with another; restart in place in epoch 2"
+    ]
+
+
+def test_nothing_is_begun_while_a_daemon_is_silent_and_all_losses_share_an_epoch() -> None:
+    world = running(make_job(spares=2))
+    world.kill_node("n0")
+    world.settle(3.0)
+    world.kill_node("n3")
+    world.lose_rank(1)
+    world.settle(4.0)
+    assert world.actions == []
+    world.settle(2.0)
+    assert [membership.epoch for membership in world.published] == [1, 2]
+    assert world.nodes_of_members() == ["n4", "n1", "n2", "n5"]
+
+
+def test_a_fenced_node_that_returns_is_a_spare() -> None:
+    world = running()
+    world.kill_daemon("n2")
+    world.settle(6.0)
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+    world.revive_daemon("n2")
+    world.settle(1.0)
+    world.kill_node("n0")
+    world.settle(6.0)
+    assert world.nodes_of_members() == ["n2", "n1", "n4", "n3"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "seconds"),
+    [
+        ([ANY], 300.0),
+        ([{"on": "NoReplacement", "action": "Fail", "afterSeconds": 60}, ANY], 60.0),
+        ([{"on": "NoReplacement", "action": "Fail"}, ANY], 0.0),
+    ],
+)
+def test_without_a_spare_the_job_waits_as_the_rule_says_and_fails(
+    rules: list[dict[str, object]], seconds: float
+) -> None:
+    world = running(make_job(spares=0, rules=rules))
+    world.kill_node("n1")
+    world.settle(5.0)
+    if seconds:
+        assert world.condition("Scheduled")[:2] == (False, "NoReplacement")
+        world.settle(seconds - 1.0)
+        assert world.state.outcome is None
+    world.settle(1.0)
+    assert world.state.outcome is Outcome.FAILED
+    assert f"no replacement within {seconds:g} s; add spares" in world.state.outcome_reason
+
+
+def test_a_node_that_returns_while_the_job_waits_for_a_replacement_is_taken_back() -> None:
+    world = running(make_job(spares=0))
+    world.kill_daemon("n1")
+    world.settle(60.0)
+    world.lose_rank(0)
+    world.revive_daemon("n1")
+    world.settle(1.0)
+    assert world.membership.epoch == 2
+    assert world.state.no_replacement_since is None
+
+
+def test_shrink_is_refused_with_the_reason() -> None:
+    rules = [{"on": "NoReplacement", "action": "Shrink", "afterSeconds": 1}, ANY]
+    world = running(make_job(spares=0, rules=rules))
+    world.kill_node("n1")
+    world.settle(8.0)
+    assert "Shrink is not supported yet" in world.state.outcome_reason
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    rules = [
+        {"on": "ExitCode", "values": [3], "action": "Fail"},
+        {"on": "ExitCode", "values": [4], "action": "ReplaceNode"},
+        {"on": "NodeLost", "action": "Fail"},
+        ANY,
+    ]
+    world = running(make_job(rules=rules))
+    world.exit_agent(1, 4)
+    world.settle()
+    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
+    assert "FenceNode" not in world.kinds()
+    world.exit_agent(0, 3)
+    world.settle()
+    assert world.state.outcome is Outcome.FAILED
+    assert "exited with code 3; failure rule on ExitCode: Fail" in world.state.outcome_reason
+    world = running(make_job(rules=rules))
+    world.kill_node("n1")
+    world.settle(6.0)
+    assert world.state.outcome is Outcome.FAILED
+
+
+def test_too_many_restarts_within_the_window_fail_the_job() -> None:
+    world = running(make_job(maxRestarts=2, restartWindowSeconds=100))
+    for _ in range(2):
+        world.lose_rank(0)
+        world.settle(1.0)
+    world.lose_rank(0)
+    world.settle()
+    assert world.state.outcome is Outcome.FAILED
+    assert "2 restarts within 100 s are as many as" in world.state.outcome_reason
+    assert world.membership.epoch == 3 and world.dropped and world.agents == {}
+
+
+def test_restarts_outside_the_window_or_that_do_not_count_are_allowed() -> None:
+    rules = [
+        {"on": "NodeLost", "action": "ReplaceNode", "countTowardsMax": False},
+        ANY,
+    ]
+    job = make_job(maxRestarts=1, restartWindowSeconds=50, rules=rules)
+    world = running(job)
+    world.lose_rank(0)
+    world.settle(60.0)
+    world.lose_rank(0)
+    world.settle(1.0)
+    world.kill_node("n2")
+    world.settle(6.0)
+    assert world.state.outcome is None
+    assert (world.membership.epoch, world.state.recoveries) == (4, 3)
+
+
+def test_a_job_does_not_start_from_nothing_once_it_was_protected() -> None:
+    world = running()
+    world.lose_rank(0)
+    world.look()
+    world.line = Line(generation=None, reason="1.10 lacks ranks [0, 1]")
+    world.settle()
+    assert world.state.outcome is Outcome.FAILED
+    assert "no recovery line: generation 1.10 was the newest" in world.state.outcome_reason
+
+
+def test_a_job_that_was_never_protected_starts_from_the_beginning() -> None:
+    world = World(make_job())
+    world.settle(1.0)
+    world.train(3, protect=False)
+    world.settle()
+    world.lose_rank(0)
+    world.settle(1.0)
+    assert world.state.outcome is None
+    assert world.told("Running")[-1] == "4 ranks train in epoch 2 from the beginning"
+
+
+def test_without_redundancy_what_was_complete_counts() -> None:
+    world = World(make_job(redundancy="None"))
+    world.settle(1.0)
+    world.train(3, protect=False)
+    world.settle()
+    assert world.state.saved == Generation(1, 3)
+    world.lose_rank(0)
+    world.settle(1.0)
+    assert world.state.outcome is Outcome.FAILED
+
+
+def test_a_job_whose_agents_all_exit_well_is_complete_and_frees_its_memory() -> None:
+    world = running()
+    world.finish()
+    world.settle()
+    assert world.state.outcome is Outcome.COMPLETE
+    assert world.agents == {} and world.dropped
+    assert world.condition("Complete")[:2] == (True, "JobComplete")
+    assert not world.condition("Running")[0]
+    world.actions.clear()
+    world.settle(5.0)
+    assert world.actions == []
+
+
+def test_a_daemon_that_was_away_at_the_end_is_told_to_free_the_job_later() -> None:
+    world = running()
+    world.kill_daemon("n1")
+    world.finish()
+    world.look()
+    world.daemons["n1"].alive = True
+    world.settle()
+    assert world.daemons["n1"].membership is None
+
+
+def test_a_suspended_job_stops_its_agents_and_goes_on_in_a_new_epoch() -> None:
+    world = running()
+    world.job = make_job(suspend=True)
+    world.settle(1.0)
+    assert world.agents == {} and not world.dropped
+    assert world.condition("Suspended")[0]
+    world.job = make_job()
+    world.settle(1.0)
+    assert world.membership.epoch == 2 and len(world.agents) == 4
+    assert world.state.recoveries == 0
+
+
+def test_a_control_loop_that_forgot_everything_changes_nothing() -> None:
+    world = running()
+    before = world.membership
+    world.forget()
+    world.settle(30.0)
+    assert world.membership == before
+    assert world.actions == []
+
+
+def test_a_control_loop_that_forgot_everything_still_finds_a_node_that_was_lost_meanwhile() -> None:
+    world = running()
+    world.kill_node("n2")
+    world.now += 3600.0
+    world.forget()
+    world.look()
+    assert world.actions == []  # it has only just begun to listen
+    world.settle(6.0)
+    assert world.membership.epoch == 2
+    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
+
+
+def test_an_old_membership_from_a_fenced_daemon_harms_no_agent() -> None:
+    world = running()
+    world.kill_daemon("n2")
+    world.settle(6.0)
+    agents = dict(world.agents)
+    world.forget()
+    for name in ("n0", "n1", "n3", "n4"):
+        world.daemons[name].alive = False
+    world.daemons["n2"].alive = True  # still in epoch 1
+    world.settle(2.0)
+    assert world.membership.epoch == 1 and world.agents == agents
+    for name in ("n0", "n1", "n3", "n4"):
+        world.daemons[name].alive = True
+    world.settle(2.0)
+    assert world.membership.epoch == 2 and world.agents == agents
+
+
+def test_a_pause_of_the_control_loop_is_not_taken_for_silence() -> None:
+    world = running()
+    world.now += 3600.0
+    for daemon in world.daemons.values():
+        daemon.alive = False
+    world.look()
+    for daemon in world.daemons.values():
+        daemon.alive = True
+    world.settle(1.0)
+    assert world.membership.epoch == 1
+
+
+def test_two_memberships_of_one_epoch_are_replaced_by_a_third() -> None:
+    world = running()
+    other = world.membership
+    world.lose_rank(0)
+    world.look()
+    world.daemons["n1"].membership = type(other)(
+        job=other.job,
+        epoch=2,
+        members=(
+            *other.members[:3],
+            world.membership.place(3).__class__(
+                index=3, node="n4", memory_id="memory-4", peer_address="", bulk_address=""
+            ),
+        ),
+        nproc_per_node=1,
+        groups=other.groups,
+    )
+    world.settle(1.0)
+    assert world.membership.epoch == 3

@@ -1,0 +1,109 @@
+"""What holds for any sequence of faults: found by Hypothesis on virtual time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from virtual_world import World, make_job
+
+from holdfast_operator.views import AgentState, PublishMembership
+
+MAX_RESTARTS = 6
+
+faults = st.one_of(
+    st.tuples(st.just("lose_rank"), st.integers(0, 3)),
+    st.tuples(st.just("exit_agent"), st.integers(0, 3)),
+    st.tuples(st.just("kill_node"), st.integers(0, 5)),
+    st.tuples(st.just("kill_daemon"), st.integers(0, 5)),
+    st.tuples(st.just("revive"), st.integers(0, 5)),
+    st.tuples(st.just("reboot"), st.integers(0, 5)),
+    st.tuples(st.just("forget"), st.just(0)),
+    st.tuples(st.just("train"), st.integers(1, 9)),
+)
+schedules = st.lists(st.tuples(faults, st.sampled_from([0.0, 0.5, 2.0, 7.0])), max_size=12)
+
+
+def harm(world: World, kind: str, which: int) -> None:
+    name = f"n{which}"
+    match kind:
+        case "lose_rank":
+            world.lose_rank(which)
+        case "exit_agent":
+            key = (which, world.membership.place(which).node)
+            if world.agents.get(key) is not None and key[1] not in world.gone:
+                world.exit_agent(which, 1)
+        case "kill_node":
+            world.kill_node(name)
+        case "kill_daemon":
+            world.kill_daemon(name)
+        case "revive" | "reboot" if name not in world.gone and not world.daemons[name].alive:
+            world.revive_daemon(name, new_memory=kind == "reboot")
+        case "forget":
+            world.forget()
+            world.look()
+        case "train":
+            world.train(world.step + which)
+
+
+def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
+    world = World(make_job(spares=2, maxRestarts=MAX_RESTARTS))
+    world.settle(1.0)
+    for (kind, which), pause_s in schedule:
+        if world.state.outcome is None and world.state.membership is not None:
+            harm(world, kind, which)
+        until = world.now + pause_s
+        while world.now < until:
+            world.look()
+            world.now += 0.5
+    world.settle(400.0)
+    return world
+
+
+@given(schedules)
+def test_epochs_only_grow_and_a_membership_never_doubles_a_node(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run(schedule)
+    order = [(membership.epoch, membership.revision) for membership in world.published]
+    assert order == sorted(set(order))
+    for membership in world.published:
+        nodes = [place.node for place in membership.members]
+        assert len(set(nodes)) == len(nodes) == 4
+        assert membership.groups == ((0, 1, 2, 3),)
+
+
+@given(schedules)
+def test_a_job_ends_up_running_on_living_nodes_or_says_why_not(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run(schedule)
+    if world.state.outcome is not None:
+        assert world.state.outcome_reason and world.agents == {}
+        return
+    for place in world.membership.members:
+        daemon = world.daemons[place.node]
+        assert daemon.alive and daemon.memory_id == place.memory_id
+        assert world.agents[place.index, place.node].state is AgentState.RUNNING
+    assert len(world.agents) == 4
+
+
+@given(schedules)
+def test_the_restart_loop_is_bounded(schedule: list[tuple[tuple[str, int], float]]) -> None:
+    without_amnesia = [item for item in schedule if item[0][0] != "forget"]
+    world = run(without_amnesia)
+    assert world.state.recoveries <= MAX_RESTARTS
+
+
+@given(schedules)
+def test_a_control_loop_that_forgets_in_the_end_keeps_the_membership(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run(schedule)
+    if world.state.outcome is not None:
+        return
+    before, agents = world.membership, dict(world.agents)
+    world.forget()
+    world.actions.clear()
+    world.settle(60.0)
+    assert world.membership == before and world.agents == agents
+    assert not any(isinstance(action, PublishMembership) for action in world.actions)

@@ -1,0 +1,295 @@
+"""A world for the reconciler, on virtual time: nodes, daemons and agents as plain values.
+
+It does what an adapter and healthy daemons would do, and nothing on its own: tests say what fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holdfast_core.jobs import MoETrainingJob, parse_job
+from holdfast_core.values import Generation, Line, Membership
+from holdfast_operator.reconcile import reconcile
+from holdfast_operator.views import (
+    Action,
+    AgentState,
+    AgentView,
+    ControlState,
+    Decision,
+    DropJob,
+    Event,
+    FenceNode,
+    JobView,
+    NodeView,
+    Observed,
+    PublishMembership,
+    RankView,
+    StartAgent,
+    StopAgent,
+)
+
+STEP_S = 0.25
+
+
+def make_job(
+    nodes: int = 4,
+    *,
+    nproc: int = 1,
+    spares: int = 1,
+    redundancy: str = "RAIM5",
+    suspend: bool = False,
+    **failure_policy: Any,
+) -> MoETrainingJob:
+    """A job of one-second heartbeats, of which five make a lost node."""
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "job"},
+            "spec": {
+                "suspend": suspend,
+                "nodes": nodes,
+                "nprocPerNode": nproc,
+                "parallelism": {"dp": nodes * nproc},
+                "redundancy": {"type": redundancy},
+                "failurePolicy": {"spares": spares, **failure_policy},
+                "trainer": {
+                    "template": {"spec": {"containers": [{"name": "t", "command": ["train"]}]}}
+                },
+            },
+        }
+    )
+
+
+@dataclass
+class Daemon:
+    memory_id: str
+    alive: bool = True
+    port: int = 1
+    membership: Membership | None = None
+    heard_at: float = 0.0
+    lost: set[int] = field(default_factory=set)
+    waiting: bool = False
+
+
+class World:
+    """Nodes with daemons, agents on them, and a control loop that looks when it is told to."""
+
+    def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
+        self.job, self.now = job, 1000.0
+        count = nodes if nodes is not None else job.spec.nodes + job.spec.failure_policy.spares
+        self.daemons = {f"n{i}": Daemon(f"memory-{i}") for i in range(count)}
+        self.gone: set[str] = set()
+        self.returning: set[str] = set()
+        self.agents: dict[tuple[int, str], AgentView] = {}
+        self.state = ControlState()
+        self.decision = Decision(state=self.state)
+        self.step, self.idle_s = 0, 0.0
+        self.protected: Generation | None = None
+        self.line: Line | None = None
+        self.events: list[Event] = []
+        self.actions: list[Action] = []
+        self.published: list[Membership] = []
+        self.fenced: list[str] = []
+        self.dropped = False
+        self.beat()
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def look(self) -> Decision:
+        """One look of the control loop, carried out at once."""
+        self.beat()
+        decision = reconcile(self.job, self.observed(), self.state, self.now)
+        self.state, self.decision = decision.state, decision
+        self.events.extend(decision.events)
+        self.actions.extend(decision.actions)
+        for action in decision.actions:
+            self.carry_out(action)
+        return decision
+
+    def settle(self, seconds: float = 0.0) -> None:
+        """Look again and again for so long, and then until there is nothing to do."""
+        until = self.now + seconds
+        while self.now < until:
+            self.look()
+            self.now += STEP_S
+        for _ in range(50):
+            if not self.look().actions:
+                return
+            self.now += STEP_S
+        raise AssertionError(f"still acting after 50 looks: {self.decision.actions}")
+
+    def beat(self) -> None:
+        for daemon in self.daemons.values():
+            if daemon.alive:
+                daemon.heard_at = self.now
+
+    # --- what the control loop sees -----------------------------------------------------------
+
+    def observed(self) -> Observed:
+        return Observed(
+            nodes={name: self.node_view(name) for name in self.daemons},
+            agents=tuple(agent for _, agent in sorted(self.agents.items())),
+        )
+
+    def node_view(self, name: str) -> NodeView:
+        daemon = self.daemons[name]
+        return NodeView(
+            name=name,
+            connected=daemon.alive,
+            heard_at=daemon.heard_at,
+            gone=name in self.gone,
+            returning=name in self.returning,
+            memory_id=daemon.memory_id,
+            peer_address=f"{name}:{daemon.port}",
+            bulk_address=f"{name}:{daemon.port + 1}",
+            job=self.job_view(name),
+        )
+
+    def job_view(self, name: str) -> JobView | None:
+        daemon = self.daemons[name]
+        membership = daemon.membership
+        if membership is None:
+            return None
+        member = membership.member_on(name)
+        agent = self.agents.get((member if member is not None else -1, name))
+        works = agent is not None and agent.state is AgentState.RUNNING
+        ranks = membership.ranks_of(member) if member is not None else range(0)
+        return JobView(
+            epoch=membership.epoch,
+            membership=membership,
+            verified=True,
+            line=self.line_of(membership.epoch),
+            protected=self.protected,
+            complete=Generation(membership.epoch, self.step) if self.step else None,
+            ranks=tuple(
+                RankView(
+                    rank=rank,
+                    state="HEALTHY" if works and rank not in daemon.lost else "OFFLINE",
+                    step=self.step,
+                    idle_s=self.idle_s,
+                    lost=rank in daemon.lost,
+                    restored_from="local" if membership.epoch > 1 else "none",
+                )
+                for rank in ranks
+            ),
+            agent_waiting=daemon.waiting,
+        )
+
+    def line_of(self, epoch: int) -> Line:
+        if self.line is not None:
+            return self.line
+        start = self.protected if self.protected and self.protected.epoch < epoch else None
+        return Line(generation=start, reason="newest that all hold")
+
+    # --- what the control loop does -----------------------------------------------------------
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case PublishMembership(membership=membership):
+                self.published.append(membership)
+                for name in self.daemons:
+                    self.deliver(name, membership)
+            case StartAgent(member=member, node=node):
+                assert (member, node) not in self.agents, f"{action} although there is one"
+                self.agents[member, node] = AgentView(
+                    member=member, node=node, state=AgentState.RUNNING
+                )
+            case StopAgent(member=member, node=node):
+                assert (member, node) in self.agents, f"{action} although there is none"
+                del self.agents[member, node]
+            case FenceNode(node=node):
+                self.fenced.append(node)
+            case DropJob():
+                self.dropped = True
+                for daemon in self.daemons.values():
+                    if daemon.alive:
+                        daemon.membership = None
+
+    def deliver(self, name: str, membership: Membership) -> None:
+        daemon = self.daemons[name]
+        known = daemon.membership
+        concerned = known is not None or membership.member_on(name) is not None
+        newer = known is None or (known.epoch, known.revision) < (
+            membership.epoch,
+            membership.revision,
+        )
+        if daemon.alive and concerned and newer:
+            if known is None or known.epoch < membership.epoch:
+                daemon.lost, daemon.waiting = set(), False
+                self.step, self.idle_s = 0, 0.0
+            daemon.membership = membership
+
+    # --- faults -------------------------------------------------------------------------------
+
+    @property
+    def membership(self) -> Membership:
+        assert self.state.membership is not None
+        return self.state.membership
+
+    def train(self, step: int, *, protect: bool = True) -> None:
+        """Everyone has completed `step`."""
+        self.step, self.idle_s = step, 0.0
+        if protect:
+            self.protected = Generation(self.membership.epoch, step)
+
+    def lose_rank(self, rank: int) -> None:
+        member = self.membership.member_of(rank)
+        self.daemons[self.membership.place(member).node].lost.add(rank)
+
+    def kill_daemon(self, name: str) -> None:
+        self.daemons[name].alive = False
+
+    def revive_daemon(self, name: str, *, new_memory: bool = False) -> None:
+        daemon = self.daemons[name]
+        daemon.alive, daemon.port = True, daemon.port + 10
+        if new_memory:
+            daemon.memory_id += "'"
+            daemon.membership = None
+        if self.published:
+            self.deliver(name, self.published[-1])
+
+    def kill_node(self, name: str) -> None:
+        self.kill_daemon(name)
+        self.gone.add(name)
+        self.agents = {key: agent for key, agent in self.agents.items() if key[1] != name}
+
+    def exit_agent(self, member: int, code: int) -> None:
+        key = (member, self.membership.place(member).node)
+        self.agents[key] = replace(self.agents[key], state=AgentState.EXITED, exit_code=code)
+
+    def finish(self) -> None:
+        for place in self.membership.members:
+            self.exit_agent(place.index, 0)
+
+    def forget(self) -> None:
+        """The control loop starts again and remembers nothing."""
+        self.state = ControlState()
+
+    # --- what tests look at -------------------------------------------------------------------
+
+    def nodes_of_members(self) -> list[str]:
+        return [place.node for place in self.membership.members]
+
+    def told(self, reason: str) -> list[str]:
+        return [event.message for event in self.events if event.reason == reason]
+
+    def kinds(self) -> Iterator[str]:
+        return (type(action).__name__ for action in self.actions)
+
+    def condition(self, kind: str) -> tuple[bool, str, str]:
+        found = next(c for c in self.decision.conditions if c.type.value == kind)
+        return found.status, found.reason, found.message
+
+
+def running(job: MoETrainingJob | None = None, *, step: int = 10) -> World:
+    """A world whose job trains in epoch 1, and has completed and protected `step`."""
+    world = World(job or make_job())
+    world.settle(1.0)
+    world.train(step)
+    world.settle(1.0)
+    world.events.clear()
+    world.actions.clear()
+    return world
