@@ -1,0 +1,299 @@
+"""Trains a byte-level Mixture-of-Experts language model on the source text of Python's library.
+
+What for: to show Holdfast in a real training script; all of it is in `main`. Start it with
+`torchrun --nproc-per-node 2 examples/train_moe.py`, or on several nodes, protected, with
+`holdfast run examples/moe-job.yaml`. Experts are spread over the ranks and
+tokens travel to them by all-to-all; everything else is replicated, its gradients are averaged.
+The state after step k depends on the seed, the number of ranks and k alone, so a run that was
+killed and restored ends with the bytes of one that was not.
+
+Shape suffixes: B sequences, S bytes in each, N = B·S tokens of a rank, D model width, H heads of
+width d, V = 256 byte values, E experts of a layer, L experts on this rank, R ranks that share the
+experts (E = R·L), K = 2 experts per token, C tokens that one rank may send to one expert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import holdfast
+
+BYTE_VALUES, CHOICES, HEAD_WIDTH = 256, 2, 32
+CAPACITY_FACTOR, BALANCE_WEIGHT = 1.25, 0.01
+Group = dist.ProcessGroup | None
+
+
+class AllToAll(torch.autograd.Function):
+    """Block i of the first dimension goes to rank i of the group; the gradient travels back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
+        ctx.group = group
+        sent = x.contiguous().view(torch.uint8)  # bytes: not every backend knows bfloat16
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received.view(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, AllToAll.apply(ctx.group, grads[0])
+
+
+class Experts(nn.Module):
+    """The experts of one layer that live on this rank, stacked."""
+
+    def __init__(self, local: int, dim: int) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.empty(local, dim, 4 * dim))
+        self.w_out = nn.Parameter(torch.empty(local, 4 * dim, dim))
+
+    def forward(self, x_LXD: Tensor) -> Tensor:  # X = R·C
+        return torch.bmm(F.gelu(torch.bmm(x_LXD, self.w_in)), self.w_out)
+
+
+class MoE(nn.Module):
+    """Sends each token to its two best experts, as far as their capacity reaches."""
+
+    def __init__(self, dim: int, experts: int, ranks: int, group: Group) -> None:
+        super().__init__()
+        self.num_experts, self.ranks, self.group = experts, ranks, group
+        self.gate = nn.Linear(dim, experts, bias=False)
+        self.experts = Experts(experts // ranks, dim)
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts' answers, weighted by the gate, and the load-balancing loss."""
+        (N, D), E, R, device = x_ND.shape, self.num_experts, self.ranks, x_ND.device
+        C = int(CAPACITY_FACTOR * CHOICES * N / E)
+        probs_NE = self.gate(x_ND).float().softmax(-1)
+        weights_NK, expert_NK = probs_NE.topk(CHOICES)
+        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+
+        # Each token's place in its expert's queue, all first choices before all second ones.
+        queue_P = expert_NK.T.reshape(-1)  # P = K·N
+        chosen_PE = F.one_hot(queue_P, E)
+        place_P = ((chosen_PE.cumsum(0) - 1) * chosen_PE).sum(-1)
+        slot_P = torch.where(place_P < C, queue_P * C + place_P, E * C)  # the last: dropped
+        token_of_slot = torch.full((E * C + 1,), N, device=device)  # N: nobody, zeros
+        token_of_slot[slot_P] = torch.arange(N, device=device).repeat(CHOICES)
+
+        sent = F.pad(x_ND, (0, 0, 0, 1))[token_of_slot[:-1]].view(R, -1, D)
+        arrived_RLCD = AllToAll.apply(self.group, sent).view(R, E // R, C, D)
+        answer_LXD = self.experts(arrived_RLCD.transpose(0, 1).reshape(E // R, R * C, D))
+        answer_RLCD = answer_LXD.view(E // R, R, C, D).transpose(0, 1)
+        returned = AllToAll.apply(self.group, answer_RLCD.reshape(R, -1, D)).view(E * C, D)
+        answer_KND = F.pad(returned, (0, 0, 0, 1))[slot_P].view(CHOICES, N, D)
+        out_ND = (answer_KND * weights_NK.T.unsqueeze(-1).to(x_ND.dtype)).sum(0)
+        return out_ND, E * (chosen_PE.float().mean(0) * probs_NE.mean(0)).sum()
+
+
+class Block(nn.Module):
+    """Causal self-attention, then the experts."""
+
+    def __init__(self, dim: int, moe: MoE) -> None:
+        super().__init__()
+        self.heads = dim // HEAD_WIDTH
+        self.attn_norm, self.moe_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim, False), nn.Linear(dim, dim, False)
+        self.moe = moe
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        B, S, D = x_BSD.shape
+        qkv = self.qkv(self.attn_norm(x_BSD)).view(B, S, 3, self.heads, D // self.heads)
+        q_BHSd, k_BHSd, v_BHSd = qkv.permute(2, 0, 3, 1, 4)
+        mixed_BHSd = F.scaled_dot_product_attention(q_BHSd, k_BHSd, v_BHSd, is_causal=True)
+        x_BSD = x_BSD + self.proj(mixed_BHSd.transpose(1, 2).reshape(B, S, D))
+        answer_ND, balance = self.moe(self.moe_norm(x_BSD).view(B * S, D))
+        return x_BSD + answer_ND.view(B, S, D), balance
+
+
+class ByteLM(nn.Module):
+    """Predicts each next byte of a text."""
+
+    def __init__(self, args: argparse.Namespace, ranks: int, group: Group) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTE_VALUES, args.dim)
+        self.position = nn.Parameter(torch.randn(args.seq, args.dim) * 0.02)
+        self.layers = nn.ModuleList(
+            Block(args.dim, MoE(args.dim, args.experts, ranks, group)) for _ in range(args.layers)
+        )
+        self.norm = nn.RMSNorm(args.dim)
+        self.head = nn.Linear(args.dim, BYTE_VALUES, bias=False)
+
+    def forward(self, bytes_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropy in nats per byte, and the mean load-balancing loss. T = S + 1."""
+        x_BSD, balances = self.embedding(bytes_BT[:, :-1]) + self.position, []
+        for layer in self.layers:
+            x_BSD, balance = layer(x_BSD)
+            balances.append(balance)
+        logits_BSV = self.head(self.norm(x_BSD)).float()
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1), bytes_BT[:, 1:].flatten())
+        return loss, torch.stack(balances).mean()
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW on float32 master weights; the parameters are their bfloat16 copies."""
+
+    def __init__(self, params: Any, lr: float, decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "decay": decay})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            master = p.detach().float().clone()
+            self.state[p] = {
+                "master": master,
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+                "step": torch.zeros((), device=p.device),
+            }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                s, grad = self.state[p], p.grad.float()
+                s["step"] += 1
+                s["exp_avg"].lerp_(grad, 1 - beta1)
+                s["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                mean = s["exp_avg"] / (1 - beta1 ** s["step"])
+                spread = (s["exp_avg_sq"] / (1 - beta2 ** s["step"])).sqrt_().add_(group["eps"])
+                s["master"].mul_(1 - group["lr"] * group["decay"])
+                s["master"].addcdiv_(mean, spread, value=-group["lr"])
+                p.copy_(s["master"])
+
+
+class Passages(Dataset[Tensor]):
+    """The Python sources of the standard library, cut into a multiple of `multiple` passages of
+    `length` bytes, so that every rank has only full batches."""
+
+    def __init__(self, length: int, multiple: int) -> None:
+        root, left_out = Path(sysconfig.get_path("stdlib")), {"site-packages", "test"}
+        files = sorted(f for f in root.rglob("*.py") if left_out.isdisjoint(f.parts))
+        text = bytearray().join(f.read_bytes() for f in files)
+        count = len(text) // length // multiple * multiple
+        self.text_PT = torch.frombuffer(text, dtype=torch.uint8)[: count * length].view(-1, length)
+
+    def __len__(self) -> int:
+        return len(self.text_PT)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.text_PT[index].long()
+
+
+@torch.no_grad()
+def average_gradients(model: ByteLM, loss: Tensor, replicas: Group, copies: int) -> float:
+    """Averages gradients over the ranks that hold the same weights; returns the mean loss. Experts
+    already received the gradients of every token that was sent to them."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    dense = [grad for name, grad in grads.items() if ".experts." not in name]
+    flat = torch.cat([loss.detach().view(1), *(grad.float().view(-1) for grad in dense)])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    mean_loss, *means = flat.split([1, *(grad.numel() for grad in dense)])
+    for grad, mean in zip(dense, means, strict=True):
+        grad.copy_(mean.view_as(grad))
+    for grad in (grad for name, grad in grads.items() if ".experts." in name):
+        total = grad.float()
+        if copies > 1:
+            dist.all_reduce(total, group=replicas)
+        grad.copy_(total / dist.get_world_size())
+    return float(mean_loss)
+
+
+def state_sha256(model: ByteLM, optimizer: MasterAdamW) -> str:
+    """SHA-256 over every rank's parameters and optimizer states, names in order, ranks in order."""
+    digest = hashlib.sha256()
+    for name, p in sorted(model.named_parameters()):
+        for key, tensor in [("", p.detach()), *sorted(optimizer.state[p].items())]:
+            digest.update(f"{name}:{key}".encode())
+            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--dim", type=int, default=128, help=f"a multiple of {HEAD_WIDTH}")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=16, help="of a layer, on all ranks")
+    parser.add_argument("--ep", type=int, help="ranks that share the experts; default: all")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
+    parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
+    return parser.parse_args(argv)
+
+
+def report(args: argparse.Namespace, **line: Any) -> None:
+    if args.log_file:
+        with args.log_file.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+    if line["step"] % 10 == 0:
+        print(f"step {line['step']:5d}   loss {line['loss']:.4f} nats/byte", flush=True)
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = args.ep or world
+    split: Any = dist.new_subgroups_by_enumeration
+    sharing, _ = split([list(range(first, first + ep)) for first in range(0, world, ep)])
+    replicas, _ = split([list(range(first, world, ep)) for first in range(ep)])
+
+    torch.manual_seed(args.seed)  # the same dense weights everywhere
+    model = ByteLM(args, ep, sharing)
+    torch.manual_seed(args.seed + 1 + rank % ep)  # other experts on each rank that shares them
+    for name, p in model.named_parameters():
+        if ".experts." in name:
+            nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    model.to(device, torch.bfloat16)
+    optimizer = MasterAdamW(model.parameters(), lr=1e-3)
+    data = Passages(args.seq + 1, args.batch * world)
+    sampler = holdfast.RecoverableSampler(data, rank=rank, replicas=world, seed=args.seed)
+    loader = DataLoader(data, args.batch, sampler=sampler)
+
+    topology, stateful = holdfast.Topology(dp=world, ep=ep), {"sampler": sampler}
+    session = holdfast.init(model=model, optimizer=optimizer, stateful=stateful, topology=topology)
+    start = session.restore() or 0
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, bytes_BT in zip(range(start + 1, args.steps + 1), batches, strict=False):
+        loss, balance = model(bytes_BT.to(device))
+        optimizer.zero_grad()
+        (loss + BALANCE_WEIGHT * balance).backward()
+        mean_loss = average_gradients(model, loss, replicas, world // ep)
+        optimizer.step()
+        sampler.advance(args.batch)
+        session.save(step)
+        if rank == 0:
+            report(args, step=step, loss=mean_loss, time=time.time(), epoch=session.epoch)
+    sha256 = state_sha256(model, optimizer)
+    if rank == 0 and args.hash_file:
+        args.hash_file.write_text(sha256 + "\n")
+    session.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
