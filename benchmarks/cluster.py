@@ -1,0 +1,199 @@
+"""Real daemons on loopback addresses, and the least control loop that can place a job on them.
+
+For measuring only: it decides nothing, restarts nothing and forgets everything when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from benchmarks.floors import SHARED_MEMORY
+from holdfast_core.values import MemberPlace, Membership, Redundancy
+from holdfast_protos import codec, control_pb2, control_pb2_grpc
+
+WITHIN_S = 60.0
+HEARTBEAT_S = 0.5
+STREAMS_MAX = 64
+ADDRESS = "127.77.9.{}"
+
+
+class Control(control_pb2_grpc.ControlServicer):
+    """Remembers the newest heartbeat of each node, and sends memberships to all of them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._heartbeats: dict[str, control_pb2.Heartbeat] = {}
+        self._outboxes: dict[str, queue.SimpleQueue[control_pb2.ControlMessage | None]] = {}
+        self._server = grpc.server(ThreadPoolExecutor(STREAMS_MAX))
+        control_pb2_grpc.add_ControlServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Connect(
+        self, request_iterator: Iterator[control_pb2.Heartbeat], context: Any
+    ) -> Iterator[control_pb2.ControlMessage]:
+        outbox: queue.SimpleQueue[control_pb2.ControlMessage | None] = queue.SimpleQueue()
+        welcome = control_pb2.Welcome(heartbeat_s=HEARTBEAT_S)
+        outbox.put(control_pb2.ControlMessage(welcome=welcome))
+        threading.Thread(target=self._listen, args=(request_iterator, outbox), daemon=True).start()
+        while (message := outbox.get()) is not None:
+            yield message
+
+    def _listen(
+        self,
+        heartbeats: Iterator[control_pb2.Heartbeat],
+        outbox: queue.SimpleQueue[control_pb2.ControlMessage | None],
+    ) -> None:
+        try:
+            for heartbeat in heartbeats:
+                with self._changed:
+                    self._heartbeats[heartbeat.node] = heartbeat
+                    self._outboxes[heartbeat.node] = outbox
+                    self._changed.notify_all()
+        except grpc.RpcError:
+            pass  # the daemon ended, as those of lost nodes do
+        finally:
+            outbox.put(None)
+
+    def heartbeat_of(self, node: str) -> control_pb2.Heartbeat:
+        """The newest heartbeat of `node`, waiting for its first."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: node in self._heartbeats, WITHIN_S):
+                raise TimeoutError(f"no heartbeat of {node} in {WITHIN_S} s")
+            return self._heartbeats[node]
+
+    def place(
+        self,
+        job: str,
+        epoch: int,
+        nodes: Sequence[str],
+        *,
+        redundancy: Redundancy = Redundancy.RAIM5,
+        nproc_per_node: int = 1,
+    ) -> Membership:
+        """Begins `epoch` of `job` with one member on each of `nodes`, all in one parity group."""
+        heartbeats = [self.heartbeat_of(node) for node in nodes]
+        membership = Membership(
+            job=job,
+            epoch=epoch,
+            members=tuple(
+                MemberPlace(
+                    index=index,
+                    node=heartbeat.node,
+                    memory_id=heartbeat.memory_id,
+                    peer_address=heartbeat.peer_address,
+                    bulk_address=heartbeat.bulk_address,
+                )
+                for index, heartbeat in enumerate(heartbeats)
+            ),
+            nproc_per_node=nproc_per_node,
+            groups=(tuple(range(len(nodes))),),
+            redundancy=redundancy,
+        )
+        message = control_pb2.ControlMessage(membership=codec.membership_to_proto(membership))
+        for node in nodes:
+            self._outboxes[node].put(message)
+        return membership
+
+    def drop(self, job: str) -> None:
+        """The job has ended: all daemons free what they hold of it."""
+        message = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
+        for outbox in list(self._outboxes.values()):
+            outbox.put(message)
+
+    def close(self) -> None:
+        for outbox in list(self._outboxes.values()):
+            outbox.put(None)
+        self._server.stop(grace=1.0).wait()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Daemon:
+    """A running daemon and its memory."""
+
+    node: str
+    root: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def socket(self) -> Path:
+        return self.root / "daemon.sock"
+
+    def allocated_bytes(self, job: str) -> int:
+        """Bytes of tmpfs that the job's arenas and parity blocks really take on this node."""
+        files = (self.root / "jobs" / job).rglob("*")
+        return sum(f.stat().st_blocks * 512 for f in files if f.name == "arena" or _is_block(f))
+
+    def lose(self) -> None:
+        """What the loss of the node does: no process, no memory."""
+        self.process.kill()
+        self.process.wait(WITHIN_S)
+        shutil.rmtree(self.root)
+
+
+class Cluster:
+    """Daemons under one control; everything is gone when it is left."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=SHARED_MEMORY))
+        self.control = Control()
+        self.daemons: dict[str, Daemon] = {}
+
+    def start(self, node: str) -> Daemon:
+        """A daemon on a new memory; returns when the control has heard of it."""
+        number = len(self.daemons) + 1
+        root = self._directory / node
+        root.mkdir()
+        command = [sys.executable, "-m", "holdfast_daemon", "--root", str(root), "--node", node]
+        command += ["--host", ADDRESS.format(number), "--control", self.control.address]
+        command += ["--budget", str(self._budget_bytes), "--scrub-interval", "86400"]
+        with (self._directory / f"{node}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)
+        daemon = Daemon(node=node, root=root, process=process)
+        self.daemons[node] = daemon
+        try:
+            self.control.heartbeat_of(node)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}:\n{self.log(node)}") from error
+        return daemon
+
+    def log(self, node: str) -> str:
+        """What the daemon on `node` wrote."""
+        return (self._directory / f"{node}.log").read_text(errors="replace")
+
+    def close(self) -> None:
+        for daemon in self.daemons.values():
+            daemon.process.kill()
+            daemon.process.wait(WITHIN_S)
+        self.control.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _is_block(path: Path) -> bool:
+    return path.parent.name == "parity" and path.suffix == ".block"

@@ -1,0 +1,104 @@
+"""Repeated, interleaved measurements, and the figures made from them.
+
+Machines are noisy and shared. So every repetition times the floor and the thing itself one right
+after the other, the ratio is taken within the repetition, and a figure is the median of the ratios
+with its whole spread.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+REPETITIONS = 7
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One number of the report."""
+
+    value: float
+    """Median, in `unit`."""
+    unit: str
+    """`× memcpy`, `× bare path`, `× warm save`, `ms` or `%`."""
+    low: float
+    high: float
+    """The whole spread over the repetitions, in `unit`."""
+    repetitions: int
+    seconds: float = 0.0
+    """Median duration of the thing itself."""
+    floor_seconds: float = 0.0
+    """Median duration of the floor that `value` is a ratio to; 0 when it is none."""
+    note: str = ""
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that `action` took."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def ratio(
+    seconds: Sequence[float], floors: Sequence[float], unit: str = "× memcpy", note: str = ""
+) -> Figure:
+    """The median ratio of paired durations."""
+    ratios = [taken / floor for taken, floor in zip(seconds, floors, strict=True)]
+    return Figure(
+        value=statistics.median(ratios),
+        unit=unit,
+        low=min(ratios),
+        high=max(ratios),
+        repetitions=len(ratios),
+        seconds=statistics.median(seconds),
+        floor_seconds=statistics.median(floors),
+        note=note,
+    )
+
+
+def milliseconds(seconds: Sequence[float], note: str = "") -> Figure:
+    """The median duration."""
+    return Figure(
+        value=1e3 * statistics.median(seconds),
+        unit="ms",
+        low=1e3 * min(seconds),
+        high=1e3 * max(seconds),
+        repetitions=len(seconds),
+        seconds=statistics.median(seconds),
+        note=note,
+    )
+
+
+def percent(values: Sequence[float], note: str = "") -> Figure:
+    """The largest of `values`, which are in percent."""
+    return Figure(
+        value=max(values),
+        unit="%",
+        low=min(values),
+        high=max(values),
+        repetitions=len(values),
+        note=note,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one part of the benchmark, in a process of its own, has to say."""
+
+    rows: dict[str, Figure]
+    facts: dict[str, float | str] = field(default_factory=dict)
+    skipped: str = ""
+    """Why there are no rows, in words; empty when there are."""
+
+
+def encode(outcome: Outcome) -> bytes:
+    return msgspec.json.encode(outcome)
+
+
+def decode(data: bytes) -> Outcome:
+    return msgspec.json.decode(data, type=Outcome)

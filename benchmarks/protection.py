@@ -1,0 +1,225 @@
+"""What happens between nodes: `protected`, `rebuild` and `memory_error`, on four real daemons.
+
+The floors move the same bytes over the bare path, with as many parallel streams as the daemons use:
+each build or rebuild reads from every source with `parity.THREADS` streams.
+
+    python -m benchmarks.protection --bytes N --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.bare import BarePath, Flow
+from benchmarks.cluster import Cluster, Daemon
+from benchmarks.measure import (
+    REPETITIONS,
+    WARM_UPS,
+    Figure,
+    Outcome,
+    encode,
+    percent,
+    ratio,
+)
+from benchmarks.raw_trainer import RawTrainer, layout_of
+from holdfast_core.budget import predict
+from holdfast_core.layouts import PIECE_BYTES
+from holdfast_core.raim5 import contributions, recovery
+from holdfast_daemon.parity import THREADS
+from holdfast_protos import trainer_pb2
+
+JOB = "bench"
+NODES = 4
+LOST = NODES - 1
+"""The member whose node is lost, again and again."""
+
+LOSSES = 5
+UNIT = "× bare path"
+
+
+class World:
+    """The ranks of one epoch, one on each node."""
+
+    def __init__(self, cluster: Cluster, epoch: int, nodes: Sequence[str]) -> None:
+        self.nodes = list(nodes)
+        self.began = time.perf_counter()
+        cluster.control.place(JOB, epoch, nodes)
+        self._daemons = [cluster.daemons[node] for node in nodes]
+        self.trainers = [
+            RawTrainer(daemon.socket, JOB, rank, NODES) for rank, daemon in enumerate(self._daemons)
+        ]
+        self._pool = ThreadPoolExecutor(NODES)
+        self.each(lambda trainer: trainer.hello(epoch))
+
+    def each(self, do: Callable[[RawTrainer], object]) -> None:
+        """`do` with every rank at once; returns when all are done."""
+        for future in [self._pool.submit(do, trainer) for trainer in self.trainers]:
+            future.result()
+
+    def open(self, payload_bytes: int) -> None:
+        def claim(trainer: RawTrainer) -> None:
+            root = self._daemons[trainer.rank].root
+            trainer.open(payload_bytes, root / "arena.sock")
+
+        self.each(claim)
+
+    def protect(self, step: int, payloads: Sequence[bytearray]) -> float:
+        """Seconds from the word to commit on all ranks until all were told of protection."""
+        self.each(lambda trainer: trainer.fill(step, payloads[trainer.rank]))
+        begin = time.perf_counter()
+        self.each(lambda trainer: trainer.commit())
+        return max(trainer.wait_protected(step) for trainer in self.trainers) - begin
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.close()
+        self._pool.shutdown()
+
+
+def protection_flows(payloads: Sequence[int]) -> list[Flow]:
+    """What all parity owners together pull (REFT §4.3)."""
+    return [
+        Flow(source=c.position, destination=owner, nbytes=c.range.nbytes, streams=THREADS)
+        for owner in range(len(payloads))
+        for c in contributions(owner, payloads, PIECE_BYTES)
+    ]
+
+
+def rebuild_flows(lost: int, payloads: Sequence[int]) -> list[Flow]:
+    """What the new node of a lost member pulls: for each chunk its parity and all other chunks."""
+    needed = dict.fromkeys((i for i in range(len(payloads)) if i != lost), 0)
+    for step in recovery(lost, payloads, PIECE_BYTES):
+        needed[step.owner] += step.range.nbytes
+        for c in step.others:
+            needed[c.position] += min(c.range.nbytes, step.range.nbytes)
+    return [
+        Flow(source=source, destination=lost, nbytes=nbytes, streams=THREADS)
+        for source, nbytes in needed.items()
+    ]
+
+
+def measure(total_bytes: int) -> Outcome:
+    """All rows, with `total_bytes` spread evenly over the ranks."""
+    payload_bytes = total_bytes // NODES // PIECE_BYTES * PIECE_BYTES
+    payloads = [bytearray([rank + 1]) * payload_bytes for rank in range(NODES)]
+    sizes = [payload_bytes] * NODES
+    slots = [layout_of(rank, NODES, payload_bytes).slot_bytes for rank in range(NODES)]
+    predicted = predict(slots, [tuple(range(NODES))], 1)
+    budget_bytes = 2 * max(memory.total_bytes for memory in predicted)
+    rows: dict[str, Figure] = {}
+    with Cluster(budget_bytes) as cluster:
+        nodes = [cluster.start(f"node-{number}").node for number in range(NODES)]
+        world = World(cluster, 1, nodes)
+        world.each(lambda trainer: trainer.restore())
+        world.open(payload_bytes)
+        with BarePath(NODES, protection_flows(sizes), payload_bytes) as bare:
+            rows["protected"] = _protections(world, payloads, bare)
+        rows["memory_error"] = percent(
+            [
+                100 * abs(cluster.daemons[node].allocated_bytes(JOB) / memory.total_bytes - 1)
+                for node, memory in zip(nodes, predicted, strict=True)
+            ],
+            note=f"{predicted[0].total_bytes} bytes predicted for each node",
+        )
+        with BarePath(NODES, rebuild_flows(LOST, sizes), payload_bytes) as bare:
+            rows |= _rebuilds(cluster, world, payloads, bare)
+    return Outcome(rows=rows, facts={"payload_bytes": payload_bytes, "nodes": NODES})
+
+
+def _protections(world: World, payloads: Sequence[bytearray], bare: BarePath) -> Figure:
+    seconds, floors = [], []
+    for turn in range(-WARM_UPS, REPETITIONS):
+        floor = bare()
+        taken = world.protect(turn + WARM_UPS + 1, payloads)
+        if turn >= 0:
+            floors.append(floor)
+            seconds.append(taken)
+    moved = sum(flow.nbytes for flow in protection_flows([len(p) for p in payloads]))
+    note = f"{moved} bytes, from the word to commit until all ranks were told"
+    return ratio(seconds, floors, UNIT, note)
+
+
+def _rebuilds(
+    cluster: Cluster, world: World, payloads: Sequence[bytearray], bare: BarePath
+) -> dict[str, Figure]:
+    rebuilt: list[float] = []
+    whole: list[float] = []
+    floors: list[float] = []
+    step = WARM_UPS + REPETITIONS
+    for loss in range(-1, LOSSES):
+        floor = bare()
+        spare = cluster.start(f"spare-{loss + 1}")
+        lost = cluster.daemons[world.nodes[LOST]]
+        rebuild_s, whole_s, world = _lose_and_rebuild(cluster, world, lost, spare)
+        world.open(len(payloads[0]))
+        step += 1
+        world.protect(step, payloads)
+        if loss >= 0:
+            floors.append(floor)
+            rebuilt.append(rebuild_s)
+            whole.append(whole_s)
+    world.close()
+    moved = sum(flow.nbytes for flow in rebuild_flows(LOST, [len(p) for p in payloads]))
+    return {
+        "rebuild": ratio(
+            rebuilt,
+            floors,
+            UNIT,
+            note=f"{moved} bytes, as the waiting rank sees its daemon rebuild",
+        ),
+        "rebuild_from_membership": ratio(
+            whole, floors, UNIT, note="with verifying survivors and allocating the new arena"
+        ),
+    }
+
+
+def _lose_and_rebuild(
+    cluster: Cluster, world: World, lost: Daemon, spare: Daemon
+) -> tuple[float, float, World]:
+    """(seconds of the rebuild, seconds since the membership, the new world)."""
+    epoch = world.trainers[0].epoch + 1
+    nodes = [*world.nodes[:LOST], spare.node]
+    lost.lose()
+    world.close()
+    begins: list[float] = []
+
+    def note(progress: trainer_pb2.RestoreProgress) -> None:
+        if progress.phase == "rebuild":
+            begins.append(time.perf_counter())
+
+    new = World(cluster, epoch, nodes)
+    decisions: dict[int, trainer_pb2.RestoreDecision] = {}
+
+    def restore(trainer: RawTrainer) -> None:
+        decisions[trainer.rank] = trainer.restore(note if trainer.rank == LOST else lambda _: None)
+
+    ended: list[float] = []
+
+    def restore_and_stamp(trainer: RawTrainer) -> None:
+        restore(trainer)
+        if trainer.rank == LOST:
+            ended.append(time.perf_counter())
+
+    new.each(restore_and_stamp)
+    source = decisions[LOST].source
+    if source != "parity" or not begins:
+        raise RuntimeError(
+            f"the lost rank was restored from {source!r}, not rebuilt:\n{cluster.log(spare.node)}"
+        )
+    return ended[0] - begins[0], ended[0] - new.began, new
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.write_bytes(encode(measure(options.bytes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The report of a benchmark run: a table for people, a plot, and JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib as mpl
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Figure, Outcome
+from benchmarks.targets import TARGETS, Target
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt  # after the backend was chosen
+
+OURS, THEIRS = "#0b6e4f", "#9aa5b1"
+PLOTTED = ("blocked", "committed", "restore")
+PEER_NAMES = {
+    "dlrover_flash": "DLRover Flash Checkpoint",
+    "dcp_async_process": "DCP async, process",
+    "dcp_async_thread": "DCP async, thread",
+    "safetensors": "safetensors to /dev/shm",
+    "torch_save": "torch.save to /dev/shm",
+}
+
+
+def verdict(target: Target, figure: Figure) -> bool | None:
+    """Whether the target is met; None without a target."""
+    return None if target.at_most is None else figure.value <= target.at_most
+
+
+def write_json(
+    path: Path,
+    rows: Mapping[str, Figure],
+    peers: Mapping[str, Outcome],
+    facts: Mapping[str, object],
+    skipped: Mapping[str, str],
+) -> None:
+    """For each row a key with its figure; under `peers` the same for each peer; under `details`
+    the spread and the floor of each figure, under `targets` what it had to reach."""
+    report = {
+        **{key: figure.value for key, figure in rows.items()},
+        "peers": {
+            name: {key: figure.value for key, figure in outcome.rows.items()}
+            for name, outcome in peers.items()
+        },
+        "targets": {
+            target.key: {"at_most": target.at_most, "met": verdict(target, rows[target.key])}
+            for target in TARGETS
+            if target.key in rows
+        },
+        "details": rows,
+        "peer_details": {name: outcome.rows for name, outcome in peers.items()},
+        "skipped": skipped,
+        "machine": facts,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def print_tables(
+    console: Console,
+    rows: Mapping[str, Figure],
+    peers: Mapping[str, Outcome],
+    skipped: Mapping[str, str],
+) -> None:
+    """The figures beside their targets, then the peers beside Holdfast."""
+    table = Table(title="Holdfast", title_justify="left")
+    for name, justify in (("figure", "left"), ("measured", "right"), ("spread", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("at most", "", "took", "floor"):
+        table.add_column(name, justify="right")
+    for target in TARGETS:
+        figure = rows.get(target.key)
+        if figure is None:
+            continue
+        met = verdict(target, figure)
+        mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: ""}[met]
+        table.add_row(
+            target.figure,
+            f"{figure.value:.2f} {figure.unit}",
+            f"{figure.low:.2f} … {figure.high:.2f}",
+            "" if target.at_most is None else f"{target.at_most:g}",
+            mark,
+            _duration(figure.seconds),
+            _duration(figure.floor_seconds),
+        )
+    console.print(table)
+    if peers:
+        console.print(_peer_table(rows, peers))
+    for name, why in skipped.items():
+        console.print(f"[yellow]{name} was left out: {why}[/]")
+
+
+def _peer_table(rows: Mapping[str, Figure], peers: Mapping[str, Outcome]) -> Table:
+    keys = [t.key for t in TARGETS if any(t.key in outcome.rows for outcome in peers.values())]
+    table = Table(title="beside its peers (smaller is better)", title_justify="left")
+    table.add_column("")
+    for key in keys:
+        unit = rows[key].unit if key in rows else ""
+        table.add_column(f"{key}\n{unit}", justify="right")
+    everyone = {"Holdfast": rows} | {_name(name): peer.rows for name, peer in peers.items()}
+    for name, figures in everyone.items():
+        cells = [f"{figures[key].value:.2f}" if key in figures else "–" for key in keys]
+        table.add_row(name, *cells, style="bold" if figures is rows else "")
+    return table
+
+
+def plot(path: Path, rows: Mapping[str, Figure], peers: Mapping[str, Outcome]) -> None:
+    """Horizontal bars on a logarithmic axis: Holdfast and its peers, as multiples of a memcpy."""
+    everyone = {"Holdfast": rows} | {_name(name): peer.rows for name, peer in peers.items()}
+    titles = {target.key: target.figure for target in TARGETS}
+    figure, axes = plt.subplots(
+        len(PLOTTED), 1, sharex=True, figsize=(9, 1.2 + 0.42 * len(PLOTTED) * len(everyone))
+    )
+    for ax, key in zip(axes, PLOTTED, strict=True):
+        names = [name for name, figures in everyone.items() if key in figures]
+        shown = [everyone[name][key] for name in names]
+        spread = [
+            [max(0.0, f.value - f.low) for f in shown],
+            [max(0.0, f.high - f.value) for f in shown],
+        ]
+        ax.barh(
+            names,
+            [f.value for f in shown],
+            xerr=spread,
+            color=[OURS if name == "Holdfast" else THEIRS for name in names],
+            error_kw={"ecolor": "#3d4852", "elinewidth": 0.8},
+            height=0.7,
+        )
+        for place, f in enumerate(shown):
+            ax.annotate(
+                f"{f.value:.2f}×",
+                (max(f.high, f.value), place),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        ax.set_xscale("log")
+        ax.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        ax.invert_yaxis()
+        ax.set_title(titles[key], loc="left", fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("multiples of a warm memcpy of the same bytes (log scale; whole spread)")
+    left, right = axes[-1].get_xlim()
+    axes[-1].set_xlim(min(left, 0.5), 1.6 * right)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _name(peer: str) -> str:
+    return PEER_NAMES.get(peer, peer)
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds else ""

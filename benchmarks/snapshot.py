@@ -1,0 +1,81 @@
+"""The snapshot benchmark: every row, every peer, a table, a plot and a report.
+
+    python -m benchmarks.snapshot --size 1GiB --report build/bench/snapshot.json
+
+Each part runs in a process of its own, one after another, so that none inherits another's memory.
+Exits with 1 when a part failed; a target that is missed is shown, and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import machine, report
+from benchmarks.measure import Figure, Outcome, decode
+from benchmarks.peers import PEERS
+from holdfast_core.quantities import parse_bytes
+
+PARTS = ("trainer", "protection", "overhead")
+WITHIN_S = 900.0
+
+
+def run_part(module: str, arguments: list[str]) -> Outcome:
+    """What `python -m benchmarks.<module>` measured; its failure becomes a reason to skip."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
+        out = Path(directory) / "outcome.json"
+        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--out", str(out)]
+        try:
+            done = subprocess.run(
+                command, check=False, timeout=WITHIN_S, capture_output=True, text=True
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(rows={}, skipped=f"did not end within {WITHIN_S:g} s")
+        if done.returncode != 0 or not out.exists():
+            return Outcome(rows={}, skipped=f"failed:\n{done.stderr[-3000:]}")
+        return decode(out.read_bytes())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", default="1GiB", help="bytes of training state (default 1GiB)")
+    parser.add_argument("--report", type=Path, default=Path("build/bench/snapshot.json"))
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *PEERS], help="run these alone")
+    options = parser.parse_args()
+    size = ["--bytes", str(parse_bytes(options.size.removesuffix("B")))]
+    console = Console()
+    facts = machine.facts() | {"size": options.size}
+    rows: dict[str, Figure] = {}
+    peers: dict[str, Outcome] = {}
+    skipped: dict[str, str] = {}
+    failed = False
+    for name in options.only or [*PARTS, *PEERS]:
+        with console.status(f"measuring {name}"):
+            if name in PEERS:
+                outcome = run_part("peers", [name, *size])
+            else:
+                outcome = run_part(name, [] if name == "overhead" else size)
+        if outcome.skipped:
+            skipped[name] = outcome.skipped
+            failed |= name in PARTS
+        elif name in PEERS:
+            peers[name] = outcome
+        else:
+            rows |= outcome.rows
+    report.write_json(options.report, rows, peers, facts, skipped)
+    report.print_tables(console, rows, peers, skipped)
+    plotted = options.report.with_suffix(".png")
+    if "blocked" in rows:
+        report.plot(plotted, rows, peers)
+        console.print(f"plot: {plotted}")
+    console.print(f"report: {options.report}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""What Holdfast must reach, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One row of the table."""
+
+    key: str
+    """Of the row in the report."""
+    figure: str
+    """What is measured, for people."""
+    at_most: float | None
+    """In the figure's unit; None for a row that is shown without a target."""
+
+
+TARGETS: tuple[Target, ...] = (
+    Target(key="blocked", figure="trainer blocked, not overlapped", at_most=1.15),
+    Target(key="staged", figure="time to staged", at_most=1.15),
+    Target(key="save_call_ms", figure="save() call", at_most=5.0),
+    Target(key="committed", figure="time to committed", at_most=1.2),
+    Target(key="first_save", figure="first save after open", at_most=1.5),
+    Target(key="restore", figure="restore after a trainer crash", at_most=1.3),
+    Target(key="protected", figure="protected, 4 daemons on loopback", at_most=1.5),
+    Target(key="rebuild", figure="rebuild of a lost member", at_most=1.5),
+    Target(
+        key="rebuild_from_membership",
+        figure="… from the new membership on, allocation included",
+        at_most=None,
+    ),
+    Target(key="memory_error", figure="memory, beside what was predicted", at_most=2.0),
+    Target(key="overhead", figure="longer step, a snapshot in each", at_most=None),
+)

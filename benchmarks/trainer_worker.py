@@ -1,0 +1,133 @@
+"""The training processes of `benchmarks.trainer`: one that saves and dies, and those that restore.
+
+python -m benchmarks.trainer_worker save|restore --socket PATH --bytes N --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+import holdfast
+from benchmarks.floors import Memcpy
+from benchmarks.measure import REPETITIONS, WARM_UPS
+from benchmarks.states import State
+
+JOB = "bench"
+
+
+class Saves(msgspec.Struct, kw_only=True):
+    """Seconds of each save, from the call, and of the floor just before it."""
+
+    first_floor: float
+    first_committed: float
+    floors: list[float] = []
+    call: list[float] = []
+    blocked: list[float] = []
+    staged: list[float] = []
+    committed: list[float] = []
+    step: int = 0
+    digest: int = 0
+    state_bytes: int = 0
+
+
+class Restored(msgspec.Struct, kw_only=True):
+    """Seconds of a restore, and of the floor just before it."""
+
+    floor: float
+    seconds: float
+    step: int
+    digest: int
+
+
+def save(socket: Path, total_bytes: int) -> Saves:
+    """Saves again and again, none of them overlapped with anything."""
+    state = State(total_bytes)
+    memcpy = Memcpy(state.regions())
+    session = _init(state, socket)
+    if session.restore() is not None:
+        raise RuntimeError("a new job restored something")
+    session.prepare()
+    for _ in range(WARM_UPS):
+        floor = memcpy()
+    _, _, _, first = _timed_save(session, state, 1)
+    saves = Saves(first_floor=floor, first_committed=first, state_bytes=state.nbytes)
+    for turn in range(WARM_UPS + REPETITIONS):
+        floor = memcpy()
+        call, blocked, staged, committed = _timed_save(session, state, turn + 2)
+        if turn >= WARM_UPS:
+            saves.floors.append(floor)
+            saves.call.append(call)
+            saves.blocked.append(blocked)
+            saves.staged.append(staged)
+            saves.committed.append(committed)
+        saves.step = turn + 2
+    saves.digest = state.digest()
+    return saves
+
+
+def restore(socket: Path, total_bytes: int) -> Restored:
+    """Restores once, as a trainer does that was started again."""
+    state = State(total_bytes)
+    memcpy = Memcpy(state.regions())
+    for _ in range(WARM_UPS):
+        floor = memcpy()
+    state.fill(0)
+    session = _init(state, socket)
+    begin = time.perf_counter()
+    step = session.restore()
+    seconds = time.perf_counter() - begin
+    session.close()
+    if step is None:
+        raise RuntimeError("there was nothing to restore")
+    return Restored(floor=floor, seconds=seconds, step=step, digest=state.digest())
+
+
+def _init(state: State, socket: Path) -> holdfast.Session:
+    return holdfast.init(model=state.model, optimizer=state.optimizer, socket=socket, job=JOB)
+
+
+def _timed_save(
+    session: holdfast.Session, state: State, step: int
+) -> tuple[float, float, float, float]:
+    """Seconds from the call until `save` returned, the next optimizer step could begin, the
+    snapshot was staged, and committed."""
+    begin = time.perf_counter()
+    handle = session.save(step)
+    call = time.perf_counter() - begin
+    state.optimizer.step()
+    blocked = time.perf_counter() - begin
+    staged = _reached(begin, handle.staged.result)
+    committed = _reached(begin, handle.committed.result)
+    return call, blocked, staged, committed
+
+
+def _reached(begin: float, wait: Callable[[float], object]) -> float:
+    wait(60.0)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["save", "restore"])
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "restore":
+        options.out.write_bytes(msgspec.json.encode(restore(options.socket, options.bytes)))
+        return
+    options.out.write_bytes(msgspec.json.encode(save(options.socket, options.bytes)))
+    os.kill(os.getpid(), signal.SIGKILL)  # the crash that the restores come after
+
+
+if __name__ == "__main__":
+    main()
