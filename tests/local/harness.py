@@ -1,451 +1,284 @@
-"""Real daemons, a small real control server and trainers that speak the raw protocol.
+"""A cluster of real daemons, and jobs of raw trainers on it; the test plays the control loop.
 
-What tests of `tests/local` start: every daemon is a process of its own on a loopback address and a
-tmpfs directory of its own, and is killed with SIGKILL. The trainers need no torch, so that hundreds
-of kills fit into a test run.
+Nothing here knows how the daemons work: it starts processes, kills them, and looks at what the
+trainers of a job get back.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import mmap
-import os
-import queue
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import grpc
+from control_plane import ControlServer
+from daemons import DaemonProcess
+from raw_trainer import RawTrainer, content_of
+from waiting import wait_for
 
-from holdfast_core import layouts
-from holdfast_core.errors import HoldfastError
-from holdfast_core.layouts import Layout
 from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy
-from holdfast_protos import (
-    codec,
-    control_pb2,
-    control_pb2_grpc,
-    trainer_pb2,
-    trainer_pb2_grpc,
-)
+from holdfast_protos import codec, control_pb2
 
 JOB = "tests.job"
-WAIT_S = 30.0
-_addresses = itertools.count(random.SystemRandom().randrange(1, 200))
+_subnets = itertools.count(random.SystemRandom().randrange(1, 200))
 
-
-def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 0.0) -> Any:
-    """The first true value of `condition`; polls, because what it looks at is in other processes."""
-    until = time.monotonic() + (timeout_s or WAIT_S)
-    tick = threading.Event()
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > until:
-            raise AssertionError(f"waited {timeout_s} s in vain for {what}")
-        tick.wait(0.01)
-
-
-class ControlServer(control_pb2_grpc.ControlServicer):
-    """Remembers heartbeats, and sends down what a test says."""
-
-    def __init__(self) -> None:
-        self.beats: dict[str, control_pb2.Heartbeat] = {}
-        self._outboxes: dict[str, queue.Queue[control_pb2.ControlMessage]] = {}
-        self._lock = threading.Lock()
-        self._server = grpc.server(futures.ThreadPoolExecutor(32))
-        control_pb2_grpc.add_ControlServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
-
-    def Connect(
-        self, request_iterator: Iterator[control_pb2.Heartbeat], context: grpc.ServicerContext
-    ) -> Iterator[control_pb2.ControlMessage]:
-        first = next(request_iterator)
-        mine: queue.Queue[control_pb2.ControlMessage] = queue.Queue()
-        with self._lock:
-            self.beats[first.node] = first
-            self._outboxes[first.node] = mine
-
-        def listen() -> None:
-            try:
-                for beat in request_iterator:
-                    with self._lock:
-                        self.beats[beat.node] = beat
-            except Exception:
-                return
-            finally:
-                mine.put(control_pb2.ControlMessage())
-
-        threading.Thread(target=listen, daemon=True).start()
-        yield control_pb2.ControlMessage(welcome=control_pb2.Welcome(heartbeat_s=0.5))
-        while context.is_active():
-            message = mine.get()
-            if message.WhichOneof("message") is None:
-                return
-            yield message
-
-    def send(self, node: str, message: control_pb2.ControlMessage) -> None:
-        with self._lock:
-            box = self._outboxes.get(node)
-        if box is not None:
-            box.put(message)
-
-    def forget(self, node: str) -> None:
-        with self._lock:
-            self.beats.pop(node, None)
-
-    def state(self, node: str) -> control_pb2.JobState | None:
-        beat = self.beats.get(node)
-        return next((j for j in beat.jobs if j.job == JOB), None) if beat else None
-
-    def stop(self) -> None:
-        for box in self._outboxes.values():
-            box.put(control_pb2.ControlMessage())
-        self._server.stop(0).wait()
-
-
-@dataclass(slots=True)
-class DaemonProcess:
-    """One node: an address, a tmpfs directory, and the daemon process on them."""
-
-    node: str
-    control_port: int
-    root: Path
-    host: str
-    arguments: list[str]
-    process: subprocess.Popen[bytes] | None = None
-    channel: grpc.Channel | None = None
-
-    def start(self) -> None:
-        log = (self.root.parent / f"{self.node}.log").open("ab")
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "holdfast_daemon",
-                *("--root", str(self.root)),
-                *("--node", self.node),
-                *("--host", self.host),
-                *("--control", f"127.0.0.1:{self.control_port}"),
-                *("--budget", str(256 << 20)),
-                *("--log-level", "debug"),
-                *self.arguments,
-            ],
-            stderr=log,
-            start_new_session=True,
-        )
-        log.close()
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """End the daemon alone; its memory stays."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        self.process.wait(WAIT_S)
-        self._close()
-
-    def lose(self) -> None:
-        """The node is gone, with its memory."""
-        self.kill()
-        shutil.rmtree(self.root)
-
-    def stub(self) -> trainer_pb2_grpc.TrainerStub:
-        if self.channel is None:
-            self.channel = grpc.insecure_channel(f"unix:{self.root}/daemon.sock")
-        return trainer_pb2_grpc.TrainerStub(self.channel)
-
-    def status(self) -> dict[str, Any]:
-        reply = self.stub().Status(trainer_pb2.StatusRequest(), timeout=5)
-        return dict(json.loads(reply.json))
-
-    def job(self) -> dict[str, Any]:
-        return dict(self.status()["jobs"].get(JOB, {}))
-
-    def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-            self.process.wait(WAIT_S)
-        self._close()
-
-    def _close(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
-
-
-class RawTrainer:
-    """A trainer without torch: claims, writes and commits as the SDK does, in this process."""
-
-    def __init__(
-        self, daemon: DaemonProcess, rank: int, world_size: int, nbytes: int, largest_bytes: int
-    ) -> None:
-        self.daemon, self.rank = daemon, rank
-        self.largest_slot_bytes = layouts.round_up(largest_bytes + 4096, layouts.PAGE_BYTES)
-        self.nbytes = nbytes
-        self.layout = layouts.encode_layout(
-            Layout(
-                rank=rank,
-                world_size=world_size,
-                topology="raw",
-                entries=(),
-                extras_offset=nbytes,
-                extras_capacity=4096,
-                piece_bytes=4096,
-            )
-        )
-        self.epoch = 0
-        self.session = ""
-        self._claim: socket.socket | None = None
-        self._descriptor = -1
-        self._arena: mmap.mmap | None = None
-        self._slot_bytes = 0
-
-    def hello(self) -> trainer_pb2.HelloReply:
-        def ask() -> trainer_pb2.HelloReply | None:
-            try:
-                return self.daemon.stub().Hello(
-                    trainer_pb2.HelloRequest(
-                        protocol_version=codec.PROTOCOL_VERSION, job=JOB, rank=self.rank
-                    ),
-                    timeout=5,
-                )
-            except grpc.RpcError:
-                return None
-
-        reply: trainer_pb2.HelloReply = wait_for(f"rank {self.rank} to be welcome", ask)
-        self.epoch = reply.epoch
-        return reply
-
-    def restore(self) -> tuple[Generation | None, bytes, str]:
-        """(generation, payload, source); verifies the payload as the SDK does."""
-        hello = self.hello()
-        request = trainer_pb2.RestoreRequest(job=JOB, rank=self.rank, epoch=self.epoch)
-        decision = None
-        for progress in self.daemon.stub().Restore(request, timeout=WAIT_S):
-            if progress.HasField("decision"):
-                decision = progress.decision
-        assert decision is not None
-        if not decision.line.HasField("generation"):
-            return None, b"", decision.source
-        manifest = layouts.decode_manifest(decision.manifest)
-        connection, descriptor = receive_descriptor(hello.arena_socket, decision.token)
-        try:
-            slot_bytes = layouts.decode_layout(decision.layout).slot_bytes
-            payload = os.pread(descriptor, manifest.payload_bytes, decision.slot * slot_bytes)
-        finally:
-            os.close(descriptor)
-            connection.close()
-        assert layouts.piece_digests(payload, manifest.piece_bytes) == manifest.digests
-        return manifest.generation, payload, decision.source
-
-    def open(self) -> None:
-        hello = self.hello()
-        reply = self.daemon.stub().Open(
-            trainer_pb2.OpenRequest(
-                job=JOB,
-                rank=self.rank,
-                epoch=self.epoch,
-                layout=self.layout,
-                largest_slot_bytes=self.largest_slot_bytes,
-                pid=os.getpid(),
-            ),
-            timeout=WAIT_S,
-        )
-        self.session, self._slot_bytes = reply.session, reply.slot_bytes
-        self._claim, self._descriptor = receive_descriptor(hello.arena_socket, reply.token)
-        self._arena = mmap.mmap(self._descriptor, reply.arena_bytes)
-
-    def content(self, step: int) -> bytes:
-        """What this rank captures at `step` of its epoch: two timelines differ."""
-        return random.Random(f"{self.rank} {step} {self.epoch}").randbytes(self.nbytes + 64)
-
-    def save(self, step: int) -> bool:
-        """Grant, copy, commit; False when the daemon skips."""
-        slot = self.grant(step)
-        if slot is None:
-            return False
-        self.copy(slot, step)
-        self.commit(slot, step)
-        return True
-
-    def grant(self, step: int) -> int | None:
-        reply = self.daemon.stub().Grant(
-            trainer_pb2.GrantRequest(session=self.session, epoch=self.epoch, step=step),
-            timeout=WAIT_S,
-        )
-        return reply.slot if reply.WhichOneof("outcome") == "slot" else None
-
-    def copy(self, slot: int, step: int) -> None:
-        assert self._arena is not None
-        data = self.content(step)
-        start = slot * self._slot_bytes
-        self._arena[start : start + len(data)] = data
-
-    def commit(self, slot: int, step: int) -> None:
-        data = self.content(step)
-        self.daemon.stub().Commit(
-            trainer_pb2.CommitRequest(
-                session=self.session,
-                epoch=self.epoch,
-                step=step,
-                slot=slot,
-                payload_bytes=len(data),
-                extras_bytes=64,
-                digests=layouts.piece_digests(data, 4096),
-            ),
-            timeout=WAIT_S,
-        )
-
-    def die(self) -> None:
-        """What the kernel does to a killed trainer: its mapping, descriptor and socket vanish."""
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
-
-
-def receive_descriptor(path: str, token: str) -> tuple[socket.socket, int]:
-    """(connection, descriptor) from the arena socket; raises HoldfastError on refusal."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(WAIT_S)
-    connection.connect(path)
-    connection.sendall(f"{token}\n".encode())
-    data, descriptors, _, _ = socket.recv_fds(connection, 4096, 1)
-    if not descriptors:
-        connection.close()
-        raise HoldfastError(data.decode().strip())
-    return connection, descriptors[0]
+Restored = tuple[Generation | None, bytes, str]
 
 
 @dataclass(slots=True)
 class RawCluster:
-    """Daemons, spares and raw trainers of one job, and the control loop that a test plays."""
+    """Daemons without a job. A context manager: everything it started ends with it."""
 
-    members: int = 4
-    spares: int = 1
-    nbytes: int = 300_000
-    group_size: int = 0
     arguments: tuple[str, ...] = ()
-    directory: Path = field(default_factory=lambda: Path("/dev/shm") / f"hft-{uuid.uuid4().hex[:8]}")
+    plain: bool = False
+    """Run the daemon's command, instead of forking daemons that can be trapped."""
+    directory: Path = field(
+        default_factory=lambda: Path("/dev/shm") / f"hft-{uuid.uuid4().hex[:8]}"
+    )
     control: ControlServer = field(default_factory=ControlServer)
     daemons: dict[str, DaemonProcess] = field(default_factory=dict)
-    trainers: list[RawTrainer] = field(default_factory=list)
-    nodes: list[str] = field(default_factory=list)
-    epoch: int = 0
+    jobs: list[RawJob] = field(default_factory=list)
+    _subnet: int = field(default_factory=lambda: next(_subnets) % 250)
+    _made: int = 0
 
     def __enter__(self) -> RawCluster:
         self.directory.mkdir(parents=True)
-        subnet = next(_addresses) % 250
-        for index in range(self.members + self.spares):
-            name = f"n{index}"
-            daemon = DaemonProcess(
-                node=name,
-                control_port=self.control.port,
-                root=self.directory / name,
-                host=f"127.78.{subnet}.{index + 1}",
-                arguments=list(self.arguments),
-            )
-            daemon.start()
-            self.daemons[name] = daemon
-        wait_for("all daemons", lambda: len(self.control.beats) == len(self.daemons))
-        self.nodes = [f"n{i}" for i in range(self.members)]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for trainer in self.trainers:
-            trainer.die()
+        for job in self.jobs:
+            job.stop_trainers()
         for daemon in self.daemons.values():
             daemon.end()
         self.control.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def membership(self, revision: int = 0) -> Membership:
-        size = self.group_size or self.members
+    def make_node(self, *arguments: str, root: Path | None = None) -> DaemonProcess:
+        """A node whose daemon is not started."""
+        name = f"n{self._made}"
+        daemon = DaemonProcess(
+            node=name,
+            control_port=self.control.port,
+            root=root or self.directory / name,
+            host=f"127.78.{self._subnet}.{self._made % 250 + 1}",
+            arguments=(*self.arguments, *arguments),
+            plain=self.plain,
+        )
+        self._made += 1
+        self.daemons[name] = daemon
+        return daemon
+
+    def start_nodes(self, count: int, *arguments: str) -> list[str]:
+        """New daemons on fresh memory; returns when the control server has heard of all."""
+        made = [self.make_node(*arguments) for _ in range(count)]
+        for daemon in made:
+            daemon.start()
+        for daemon in made:
+            self.wait_beat(daemon.node)
+        return [daemon.node for daemon in made]
+
+    def restart(self, node: str) -> None:
+        """Start the node's daemon again on the memory that it left."""
+        daemon = self.daemons[node]
+        daemon.kill()
+        self.control.forget(node)
+        daemon.start()
+        self.wait_beat(node)
+
+    def wait_beat(self, node: str) -> control_pb2.Heartbeat:
+        daemon = self.daemons[node]
+
+        def beat() -> control_pb2.Heartbeat | None:
+            assert daemon.alive, f"{node} ended: {daemon.log.read_text()[-2000:]}"
+            return self.control.beats.get(node)
+
+        found = wait_for(f"a heartbeat of {node}", beat)
+        assert found is not None
+        return found
+
+    def story(self) -> str:
+        """What the daemons hold and what they logged last, for a failed test's report."""
+        lines = []
+        for name, daemon in self.daemons.items():
+            if not daemon.alive or not daemon.log.exists():
+                continue
+            lines.append(f"--- {name}")
+            for job in self.jobs:
+                held = daemon.job(job.name)
+                lines.append(f"{job.name} epoch {held.get('epoch')} line {held.get('line')}")
+                lines.append(f"protected {held.get('protected')}: {held.get('problem')}")
+                lines += [str(item) for item in (*held.get("slots", ()), *held.get("parity", ()))]
+            said = daemon.log.read_text().splitlines()
+            lines += [line for line in said if '"level":"debug"' not in line][-10:]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class RawJob:
+    """A job of one rank per member, and the control loop that the test plays for it."""
+
+    cluster: RawCluster
+    nodes: list[str]
+    """By member."""
+    name: str = JOB
+    nbytes: int = 300_000
+    group_size: int = 0
+    redundancy: Redundancy = Redundancy.RAIM5
+    bulk_addresses: dict[str, str] = field(default_factory=dict)
+    """Node → address that its peers are told instead of its own."""
+    epoch: int = 0
+    revision: int = 0
+    step: int = 0
+    """Newest step that was saved."""
+    trainers: list[RawTrainer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cluster.jobs.append(self)
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def generation(self) -> Generation:
+        """What the newest step of this epoch is called."""
+        return Generation(self.epoch, self.step)
+
+    def daemon(self, member: int) -> DaemonProcess:
+        return self.cluster.daemons[self.nodes[member]]
+
+    # --- control ----------------------------------------------------------------------------------
+
+    def membership(self) -> Membership:
+        size = self.group_size or self.size
         return Membership(
-            job=JOB,
+            job=self.name,
             epoch=self.epoch,
-            revision=revision,
+            revision=self.revision,
             members=tuple(self._place(i, node) for i, node in enumerate(self.nodes)),
             nproc_per_node=1,
-            groups=tuple(
-                tuple(range(i, i + size)) for i in range(0, self.members, size)
-            ),
-            redundancy=Redundancy.RAIM5 if self.members > 1 else Redundancy.NONE,
+            groups=tuple(tuple(range(i, i + size)) for i in range(0, self.size, size)),
+            redundancy=self.redundancy,
         )
 
     def _place(self, index: int, node: str) -> MemberPlace:
-        beat = wait_for(f"a heartbeat of {node}", lambda: self.control.beats.get(node))
+        beat = self.cluster.wait_beat(node)
         return MemberPlace(
             index=index,
             node=node,
             memory_id=beat.memory_id,
             peer_address=beat.peer_address,
-            bulk_address=beat.bulk_address,
+            bulk_address=self.bulk_addresses.get(node, beat.bulk_address),
         )
 
-    def form(self, revision: int = 0) -> None:
-        """Publish the membership; a new epoch unless only addresses changed."""
-        if not revision:
-            self.epoch += 1
-        message = control_pb2.ControlMessage(
-            membership=codec.membership_to_proto(self.membership(revision))
-        )
+    def form(self) -> None:
+        """Begin a new epoch."""
+        self.epoch, self.revision = self.epoch + 1, 0
+        self._publish(self.nodes)
+
+    def readdress(self) -> None:
+        """Tell the new addresses of daemons that came back, in the same epoch."""
+        self.revision += 1
+        self._publish(self.nodes)
+
+    def publish_to(self, *nodes: str) -> None:
+        """Say again, to some, what was said."""
+        self._publish(nodes)
+
+    def _publish(self, nodes: tuple[str, ...] | list[str]) -> None:
+        membership = codec.membership_to_proto(self.membership())
+        for node in nodes:
+            self.cluster.control.send(node, control_pb2.ControlMessage(membership=membership))
+
+    def drop(self) -> None:
+        self.stop_trainers()
+        message = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=self.name))
         for node in self.nodes:
-            self.control.send(node, message)
+            self.cluster.control.send(node, message)
 
-    def start_trainers(self) -> list[tuple[Generation | None, bytes, str]]:
+    # --- trainers ---------------------------------------------------------------------------------
+
+    def make_trainer(self, rank: int) -> RawTrainer:
+        """A new trainer of `rank`, which has done nothing yet."""
+        largest = self.nbytes + 5000 * self.size
+        return RawTrainer(
+            self.daemon(rank), self.name, rank, self.size, self.rank_bytes(rank), largest
+        )
+
+    def rank_bytes(self, rank: int) -> int:
+        """Payload without extras; no two ranks have the same size."""
+        return self.nbytes + 5000 * rank
+
+    def start_trainers(self) -> list[Restored]:
         """New trainers on all members, restored and open; what each restored."""
-        for trainer in self.trainers:
-            trainer.die()
-        self.trainers = [
-            RawTrainer(
-                self.daemons[node],
-                rank,
-                self.members,
-                self.nbytes + 5000 * rank,
-                self.nbytes + 5000 * self.members,
-            )
-            for rank, node in enumerate(self.nodes)
-        ]
-        with futures.ThreadPoolExecutor(self.members) as pool:
+        self.stop_trainers()
+        self.trainers = [self.make_trainer(rank) for rank in range(self.size)]
+        with futures.ThreadPoolExecutor(self.size) as pool:
             for trainer in self.trainers:
-                wait_for(
-                    "the new epoch", lambda t=trainer: t.hello().epoch == self.epoch  # type: ignore[misc]
-                )
+                trainer.join(self.epoch)
             restored = list(pool.map(lambda t: t.restore(), self.trainers))
             list(pool.map(lambda t: t.open(), self.trainers))
         return restored
 
-    def save(self, step: int) -> None:
-        """Every rank saves `step`."""
+    def stop_trainers(self) -> None:
         for trainer in self.trainers:
-            wait_for(f"a slot for step {step}", lambda t=trainer: t.save(step))  # type: ignore[misc]
+            trainer.die()
 
-    def protected(self, generation: Generation) -> bool:
-        """Whether every daemon has heard that `generation` is protected."""
-        return all(
-            self.daemons[node].job().get("protected") == str(generation) for node in self.nodes
-        )
+    def save(self, step: int) -> None:
+        """Every rank saves `step`, waiting for a slot where there is none."""
+        for trainer in self.trainers:
+            if not trainer.save(step):
+                raise AssertionError(f"rank {trainer.rank} got no slot for step {step}")
+
+    def try_save(self, *, without: int | None = None) -> Generation:
+        """Every rank (but one) saves the next step, whatever becomes of it, as training would."""
+        self.step += 1
+        for trainer in self.trainers:
+            if trainer.rank == without:
+                continue
+            try:
+                trainer.save(self.step)
+            except grpc.RpcError:
+                continue
+        return Generation(self.epoch, self.step)
+
+    # --- what came of it --------------------------------------------------------------------------
+
+    def protected(self, member: int = 0) -> Generation | None:
+        """The newest generation that the member's daemon knows to be protected."""
+        text = self.daemon(member).job(self.name).get("protected")
+        return Generation.parse(text) if text else None
 
     def wait_protected(self, step: int) -> None:
-        generation = Generation(self.epoch, step)
-        wait_for(f"{generation} to be protected", lambda: self.protected(generation))
+        """Until every daemon has heard that `step` of this epoch is protected."""
+        wanted = Generation(self.epoch, step)
+        for member in range(self.size):
+            wait_for(
+                f"{wanted} to be protected as member {member} sees it",
+                lambda member=member: self.protected(member) == wanted,  # type: ignore[misc]
+            )
+
+    def train(self, steps: int = 1) -> Generation:
+        """Save the next steps, each protected before the next one; the newest."""
+        for _ in range(steps):
+            self.step += 1
+            self.save(self.step)
+            self.wait_protected(self.step)
+        return self.generation
+
+    def check_restored(self, restored: list[Restored], not_before: Generation) -> Generation:
+        """All ranks have one generation, at least `not_before`, and exactly its bytes."""
+        generations = {generation for generation, _, _ in restored}
+        assert len(generations) == 1, f"ranks restored {generations}"
+        generation = generations.pop()
+        assert generation is not None, f"nothing was restored: {restored[0][2]}"
+        assert generation >= not_before, f"{generation} is older than {not_before}"
+        for rank, (_, payload, _) in enumerate(restored):
+            wanted = content_of(rank, generation, self.rank_bytes(rank))
+            assert payload == wanted, f"rank {rank} restored other bytes than {generation} has"
+        return generation

@@ -1,0 +1,98 @@
+"""A small real control server: remembers heartbeats, and sends down what a test says.
+
+It can be killed and started again on its port, as the operator may be at any time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+from waiting import wait_for
+
+from holdfast_protos import control_pb2, control_pb2_grpc
+
+Outbox = queue.SimpleQueue[control_pb2.ControlMessage | None]
+
+
+class ControlServer(control_pb2_grpc.ControlServicer):
+    """Serves from construction; `stop` and `start` play an operator that goes and comes back."""
+
+    def __init__(self) -> None:
+        self.beats: dict[str, control_pb2.Heartbeat] = {}
+        self._outboxes: dict[str, Outbox] = {}
+        self._lock = threading.Lock()
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        """Listen, on the port of before if there was one; nothing is remembered."""
+        self.beats.clear()
+        # A stopped server's port is free only once its listener is gone.
+        self._server = wait_for("the control port", self._bound)
+        self._server.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            boxes, self._outboxes = self._outboxes, {}
+        for box in boxes.values():
+            box.put(None)
+        self._server.stop(0).wait()
+
+    def _bound(self) -> grpc.Server | None:
+        server = grpc.server(
+            futures.ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)]
+        )
+        control_pb2_grpc.add_ControlServicer_to_server(self, server)
+        try:
+            self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        except RuntimeError:
+            return None
+        return server
+
+    def Connect(
+        self,
+        request_iterator: Iterator[control_pb2.Heartbeat],
+        context: grpc.ServicerContext,
+    ) -> Iterator[control_pb2.ControlMessage]:
+        first = next(request_iterator)
+        mine: Outbox = queue.SimpleQueue()
+        with self._lock:
+            self.beats[first.node] = first
+            self._outboxes[first.node] = mine
+
+        def listen() -> None:
+            try:
+                for beat in request_iterator:
+                    with self._lock:
+                        if self._outboxes.get(beat.node) is mine:
+                            self.beats[beat.node] = beat
+            except grpc.RpcError:
+                return
+            finally:
+                mine.put(None)
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield control_pb2.ControlMessage(welcome=control_pb2.Welcome(heartbeat_s=0.5))
+        while (message := mine.get()) is not None:
+            yield message
+
+    def send(self, node: str, message: control_pb2.ControlMessage) -> None:
+        with self._lock:
+            box = self._outboxes.get(node)
+        if box is not None:
+            box.put(message)
+
+    def forget(self, node: str) -> None:
+        """Do not take what the node said before for what it says when it comes back."""
+        with self._lock:
+            self.beats.pop(node, None)
+            self._outboxes.pop(node, None)
+
+    def state(self, node: str, job: str) -> control_pb2.JobState | None:
+        """What the node's newest heartbeat says of the job."""
+        beat = self.beats.get(node)
+        return next((j for j in beat.jobs if j.job == job), None) if beat else None

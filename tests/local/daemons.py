@@ -1,0 +1,176 @@
+"""Daemons as processes: each on a loopback address and a tmpfs directory of its own.
+
+Two ways to start one. `ForkedDaemon` forks from a server process that has imported the daemon
+before: milliseconds, and it carries the traps of `faulty_daemon`. `command` is the plain command,
+for what depends on the command itself (exit code, memory, processor time).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import faulty_daemon
+import grpc
+from waiting import WAIT_S, wait_for
+
+from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+
+BUDGET_BYTES = 256 << 20
+
+_forking = multiprocessing.get_context("forkserver")
+_forking.set_forkserver_preload(["holdfast_daemon.__main__", "faulty_daemon"])
+
+
+class Running(Protocol):
+    """A process as `subprocess.Popen` shows it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+
+class ForkedDaemon:
+    """A daemon process forked with everything imported."""
+
+    def __init__(self, arguments: list[str], log: Path, trap: Path) -> None:
+        self._process = _forking.Process(
+            target=faulty_daemon.run, args=(arguments, str(log), str(trap)), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"daemon {self.pid} did not end"
+        return self._process.exitcode
+
+
+def command(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """The daemon's command, as a user runs it."""
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "holdfast_daemon", *arguments], stderr=stream
+        )
+
+
+@dataclass(slots=True)
+class DaemonProcess:
+    """One node: an address, a tmpfs directory, and the daemon process on them."""
+
+    node: str
+    control_port: int
+    root: Path
+    host: str
+    arguments: tuple[str, ...] = ()
+    plain: bool = False
+    """Run the plain command."""
+    process: Running | None = None
+    channel: grpc.Channel | None = None
+    trap: Path = field(init=False)
+    log: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trap = self.root.parent / f"{self.node}.trap"
+        self.log = self.root.parent / f"{self.node}.log"
+
+    def start(self) -> None:
+        arguments = [
+            *("--root", str(self.root)),
+            *("--node", self.node),
+            *("--host", self.host),
+            *("--control", f"127.0.0.1:{self.control_port}"),
+            *("--budget", str(BUDGET_BYTES)),
+            *("--log-level", "debug"),
+            *self.arguments,
+        ]
+        self.process = (
+            command(arguments, self.log)
+            if self.plain
+            else ForkedDaemon(arguments, self.log, self.trap)
+        )
+
+    def arm(self, *traps: faulty_daemon.Trap) -> None:
+        """Let the daemon die at the first of `traps`, the next one at the second, and so on."""
+        faulty_daemon.write_traps(self.trap, traps)
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def send_signal(self, number: int) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """End the daemon alone; its memory stays. The exit code."""
+        assert self.process is not None
+        if self.alive:
+            self.send_signal(number)
+        code = self.process.wait(WAIT_S)
+        self._close()
+        return code
+
+    def lose(self) -> None:
+        """The node is gone, with its memory."""
+        self.kill()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def stub(self) -> trainer_pb2_grpc.TrainerStub:
+        if self.channel is None:
+            self.channel = grpc.insecure_channel(f"unix:{self.root}/daemon.sock")
+        return trainer_pb2_grpc.TrainerStub(self.channel)
+
+    def status(self) -> dict[str, Any]:
+        reply = self.stub().Status(trainer_pb2.StatusRequest(), timeout=5)
+        return dict(json.loads(reply.json))
+
+    def job(self, job: str) -> dict[str, Any]:
+        """What the daemon says of the job; empty when it has none, or is not there."""
+        if not self.alive:
+            return {}
+        try:
+            return dict(self.status()["jobs"].get(job, {}))
+        except grpc.RpcError:
+            return {}
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """What the daemon's log says of `event`, from its first start on."""
+        lines = (line for line in self.log.read_text().splitlines() if line.startswith("{"))
+        return [entry for entry in map(json.loads, lines) if entry.get("event") == event]
+
+    def metric(self, sample: str) -> float:
+        """A sample of /metrics, such as `holdfast_corrupt_total{job="a",kind="arena"}`."""
+        port = self.logged("daemon_started")[-1]["metrics_port"]
+        return faulty_daemon.read_metric(f"http://{self.host}:{port}/metrics", sample)
+
+    def end(self) -> None:
+        if self.alive:
+            self.send_signal(signal.SIGCONT)
+            self.kill()
+        self._close()
+
+    def _close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+def wait_until_dead(daemon: DaemonProcess) -> None:
+    wait_for(f"the end of {daemon.node}", lambda: not daemon.alive)
+    daemon.kill()

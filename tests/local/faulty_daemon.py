@@ -1,0 +1,278 @@
+"""A daemon that dies exactly where a test says.
+
+The real daemon, started by its real `main`, whose parts are subclassed so that each effect, file
+step and transfer first looks whether a trap lies there. A trap that is sprung ends the process with
+SIGKILL, at once and without cleaning up. The daemon that is started next meets the next trap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import json
+import os
+import signal
+import sys
+import threading
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast_core.layouts import manifest_digest
+from holdfast_core.values import Generation, Membership
+from holdfast_daemon.__main__ import main
+from holdfast_daemon.bulk import Located, Request
+from holdfast_daemon.bulk_server import BulkServer
+from holdfast_daemon.effects import Completion, Effect, SendDirective, SendReport
+from holdfast_daemon.engine import JobEngine
+from holdfast_daemon.files import RealFiles
+from holdfast_daemon.group import BulkOpener, EpochScope
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.node import Node
+from holdfast_daemon.parity import Stream
+from holdfast_daemon.settings import DaemonSettings
+from holdfast_daemon.worker import Background, EffectWorker
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trap:
+    """Where a daemon dies."""
+
+    at: str
+    """An effect's name, possibly with a detail (`SendReport:parity`), a file step (`write`,
+    `rename`, `unlink`), or `locate`, `send`."""
+    when: str = "before"
+    """`before`, `during` (half of the bytes are there) or `after`."""
+    count: int = 1
+    """At which time that the place is passed."""
+    match: str = "*"
+    """Name of the file, for file steps."""
+    signal: int = signal.SIGKILL
+    """SIGSTOP freezes the daemon there instead."""
+
+
+def write_traps(path: Path, traps: Sequence[Trap]) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps([asdict(trap) for trap in traps]))
+    temporary.rename(path)
+
+
+class Traps:
+    """The traps of one node, in a file that outlives its daemons. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._passed: dict[Trap, int] = {}
+
+    def pass_by(self, at: str, when: str, name: str = "") -> None:
+        """Dies here if the next trap says so."""
+        if (trap := self.sprung(at, when, name)) is not None:
+            os.kill(os.getpid(), trap.signal)
+
+    def sprung(self, at: str, when: str, name: str = "") -> Trap | None:
+        """The trap that lies here, which then no longer does."""
+        with self._lock:
+            try:
+                traps = [Trap(**fields) for fields in json.loads(self._path.read_text())]
+            except FileNotFoundError:
+                return None
+            trap = traps[0]
+            if (trap.at, trap.when) != (at, when) or not fnmatch.fnmatch(name, trap.match):
+                return None
+            self._passed[trap] = self._passed.get(trap, 0) + 1
+            if self._passed[trap] < trap.count:
+                return None
+            if traps[1:]:
+                write_traps(self._path, traps[1:])
+            else:
+                self._path.unlink()
+            return trap
+
+
+class TrappedFiles(RealFiles):
+    """File steps; `during` a write leaves a torn file."""
+
+    def __init__(self, traps: Traps) -> None:
+        self._traps = traps
+
+    def write(self, path: Path, data: bytes) -> None:
+        self._traps.pass_by("write", "before", path.name)
+        if self._traps.sprung("write", "during", path.name):
+            super().write(path, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().write(path, data)
+        self._traps.pass_by("write", "after", path.name)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._traps.pass_by("rename", "before", target.name)
+        super().rename(source, target)
+        self._traps.pass_by("rename", "after", target.name)
+
+    def unlink(self, path: Path) -> None:
+        self._traps.pass_by("unlink", "before", path.name)
+        super().unlink(path)
+        self._traps.pass_by("unlink", "after", path.name)
+
+
+class TrappedStream:
+    """A stream of a build or rebuild; `during` means that some bytes have arrived."""
+
+    def __init__(self, stream: Stream, traps: Traps, doing: str) -> None:
+        self._stream, self._traps, self._doing = stream, traps, doing
+
+    def read_into(self, view: memoryview) -> None:
+        self._stream.read_into(view)
+        self._traps.pass_by(self._doing, "during")
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class TrappedOpener:
+    """Opens streams for the one effect that moves bytes at a time in these tests."""
+
+    def __init__(self, opener: BulkOpener, traps: Traps) -> None:
+        self._opener, self._traps = opener, traps
+        self.doing = ""
+
+    def open(self, address: str, request: Request) -> Stream:
+        return TrappedStream(self._opener.open(address, request), self._traps, self.doing)
+
+
+class TrappedWorker(EffectWorker):
+    """Background effects, before and after."""
+
+    traps: Traps
+    opener: TrappedOpener
+
+    def _carry_out(self, effect: Background, scope: EpochScope) -> Completion:
+        name = type(effect).__name__
+        self.traps.pass_by(name, "before")
+        if name in ("BuildParity", "Rebuild"):
+            self.opener.doing = name
+        completion = super()._carry_out(effect, scope)
+        self.traps.pass_by(name, "after")
+        return completion
+
+
+class TrappedHost(JobHost):
+    """Effects carried out at once, and messages to other daemons, before and after."""
+
+    traps: Traps
+    _reported: tuple[int, Generation | None, Generation | None] = (0, None, None)
+
+    def _one(self, effect: Effect) -> None:
+        name = self._name(effect)
+        background = type(effect).__name__ in BACKGROUND
+        if not background:
+            self.traps.pass_by(name, "before")
+        super()._one(effect)
+        if not background:
+            self.traps.pass_by(name, "after")
+
+    def _name(self, effect: Effect) -> str:
+        match effect:
+            case SendReport():
+                return f"SendReport:{self._news(effect)}"
+            case SendDirective():
+                directive = effect.directive
+                fresh = directive.protected is None or (
+                    directive.protected.epoch < directive.epoch
+                )
+                return "SendDirective:line" if fresh else "SendDirective:protected"
+            case _:
+                return type(effect).__name__
+
+    def _news(self, effect: SendReport) -> str:
+        inventory = effect.report.inventory
+        known = self._reported
+        parity = max((e.generation for e in inventory.parities), default=None)
+        snapshot = max((e.generation for e in inventory.snapshots), default=None)
+        self._reported = (effect.report.epoch, snapshot, parity)
+        if effect.report.epoch != known[0]:
+            return "epoch"
+        if parity != known[2]:
+            return "parity"
+        return "snapshot" if snapshot != known[1] else "other"
+
+
+BACKGROUND = frozenset(kind.__name__ for kind in Background.__args__)
+
+
+class TrappedBulkServer(BulkServer):
+    """`during` a send, half of the bytes have left."""
+
+    traps: Traps
+
+    def _send(self, connection, descriptor, offset, nbytes):  # type: ignore[no-untyped-def]
+        if self.traps.sprung("send", "during"):
+            super()._send(connection, descriptor, offset, nbytes // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._send(connection, descriptor, offset, nbytes)
+        self.traps.pass_by("send", "after")
+
+
+class TrappedNode(Node):
+    """The daemon, with a trap wherever it acts."""
+
+    def __init__(self, settings: DaemonSettings, traps: Traps) -> None:
+        super().__init__(settings)
+        self._traps = traps
+        self.storage.files = TrappedFiles(traps)
+        self._bulk.close()
+        self._bulk = TrappedBulkServer(settings.host, settings.bulk_port, self)
+        self._bulk.traps = traps
+
+    def locate(self, request: Request) -> Located:
+        self._traps.pass_by("locate", "before")
+        located = super().locate(request)
+        self._traps.pass_by("locate", "after")
+        return located
+
+    def _make_host(
+        self, engine: JobEngine, storage: JobStorage, membership: Membership | None
+    ) -> JobHost:
+        opener = TrappedOpener(self._bulk_client, self._traps)
+        worker = TrappedWorker(
+            storage,
+            bulk=opener,
+            peers=self._fetcher,
+            executor=self._executor,
+            membership=membership,
+        )
+        worker.traps, worker.opener = self._traps, opener
+        host = TrappedHost(
+            engine=engine,
+            storage=storage,
+            worker=worker,
+            outbox=self._outbox,
+            observer=self._observer,
+            on_change=self._job_changed,
+        )
+        host.traps = self._traps
+        return host
+
+
+def run(arguments: list[str], log: str, trap: str) -> None:
+    """The whole life of a forked daemon; ends with the process that the tests run in."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    traps = Traps(Path(trap))
+    sys.exit(main(arguments, lambda settings: TrappedNode(settings, traps)))
+
+
+def read_metric(url: str, sample: str) -> float:
+    """One sample of an exposition; 0 when it is not there."""
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        for line in reply.read().decode().splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == sample:
+                return float(value)
+    return 0.0

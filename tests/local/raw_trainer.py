@@ -1,0 +1,213 @@
+"""A trainer without torch: claims, writes and commits as the SDK does, so that hundreds fit a test.
+
+It can stop anywhere between two steps of the protocol, which a real trainer would not.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import socket
+
+import grpc
+from daemons import DaemonProcess
+from waiting import WAIT_S, wait_for
+
+from holdfast_core import layouts
+from holdfast_core.errors import by_code
+from holdfast_core.layouts import Layout
+from holdfast_core.values import Generation
+from holdfast_protos import codec, trainer_pb2
+
+EXTRAS_BYTES = 64
+EXTRAS_CAPACITY = 4096
+PIECE_BYTES = 4096
+
+
+def content_of(rank: int, generation: Generation, nbytes: int) -> bytes:
+    """What a rank captures: two timelines differ, because the epoch is part of it."""
+    seed = f"{rank} {generation.step} {generation.epoch}"
+    return random.Random(seed).randbytes(nbytes + EXTRAS_BYTES)
+
+
+def raw_layout(rank: int, world_size: int, nbytes: int) -> bytes:
+    return layouts.encode_layout(
+        Layout(
+            rank=rank,
+            world_size=world_size,
+            topology="raw",
+            entries=(),
+            extras_offset=nbytes,
+            extras_capacity=EXTRAS_CAPACITY,
+            piece_bytes=PIECE_BYTES,
+        )
+    )
+
+
+class RawTrainer:
+    """One rank of a job, in this process."""
+
+    def __init__(
+        self,
+        daemon: DaemonProcess,
+        job: str,
+        rank: int,
+        world_size: int,
+        nbytes: int,
+        largest_bytes: int,
+    ) -> None:
+        self.daemon, self.job, self.rank = daemon, job, rank
+        self.world_size, self.largest_bytes = world_size, largest_bytes
+        self.largest_slot_bytes = layouts.round_up(
+            largest_bytes + EXTRAS_CAPACITY, layouts.PAGE_BYTES
+        )
+        self.nbytes = nbytes
+        self.layout = raw_layout(rank, world_size, nbytes)
+        self.epoch = 0
+        self.session = ""
+        self.arena_socket = ""
+        self._claim: socket.socket | None = None
+        self._descriptor = -1
+        self._arena: mmap.mmap | None = None
+        self._slot_bytes = 0
+
+    # --- joining ----------------------------------------------------------------------------------
+
+    def hello(self, version: int = codec.PROTOCOL_VERSION) -> trainer_pb2.HelloReply:
+        """Raises grpc.RpcError."""
+        return self.daemon.stub().Hello(
+            trainer_pb2.HelloRequest(protocol_version=version, job=self.job, rank=self.rank),
+            timeout=WAIT_S,
+        )
+
+    def join(self, epoch: int) -> None:
+        """Wait until the daemon is in `epoch`."""
+
+        def joined() -> bool:
+            try:
+                reply = self.hello()
+            except grpc.RpcError:
+                return False
+            self.epoch, self.arena_socket = reply.epoch, reply.arena_socket
+            return self.epoch == epoch
+
+        wait_for(f"rank {self.rank} to be welcome in epoch {epoch}", joined)
+
+    def restore(self) -> tuple[Generation | None, bytes, str]:
+        """(generation, payload, source) for a fresh start (None, b"", reason); verifies the payload
+        as the SDK does."""
+        request = trainer_pb2.RestoreRequest(job=self.job, rank=self.rank, epoch=self.epoch)
+        decision = None
+        for progress in self.daemon.stub().Restore(request, timeout=WAIT_S):
+            if progress.HasField("decision"):
+                decision = progress.decision
+        assert decision is not None
+        if not decision.line.HasField("generation"):
+            return None, b"", decision.line.reason
+        manifest = layouts.decode_manifest(decision.manifest)
+        connection, descriptor = receive_descriptor(self.arena_socket, decision.token)
+        try:
+            slot_bytes = layouts.decode_layout(decision.layout).slot_bytes
+            payload = os.pread(descriptor, manifest.payload_bytes, decision.slot * slot_bytes)
+        finally:
+            os.close(descriptor)
+            connection.close()
+        assert layouts.piece_digests(payload, manifest.piece_bytes) == manifest.digests
+        assert manifest.generation == codec.generation_from_proto(decision.line.generation)
+        return manifest.generation, payload, decision.source
+
+    def open(self) -> trainer_pb2.OpenReply:
+        """Raises grpc.RpcError, or the error that the arena socket answered."""
+        reply = self.daemon.stub().Open(
+            trainer_pb2.OpenRequest(
+                job=self.job,
+                rank=self.rank,
+                epoch=self.epoch,
+                layout=self.layout,
+                largest_slot_bytes=self.largest_slot_bytes,
+                pid=os.getpid(),
+            ),
+            timeout=WAIT_S,
+        )
+        claim, descriptor = receive_descriptor(self.arena_socket, reply.token)
+        self.session, self._slot_bytes = reply.session, reply.slot_bytes
+        self._claim, self._descriptor = claim, descriptor
+        self._arena = mmap.mmap(self._descriptor, reply.arena_bytes)
+        return reply
+
+    def reopen(self) -> trainer_pb2.OpenReply:
+        """After the daemon has restarted: give the claim back, and take it again."""
+        self.die()
+        self.join(self.epoch)
+        return self.open()
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def content(self, step: int) -> bytes:
+        return content_of(self.rank, Generation(self.epoch, step), self.nbytes)
+
+    def save(self, step: int) -> bool:
+        """Grant, copy, commit; False when the daemon skips. Raises grpc.RpcError."""
+        slot = self.grant(step)
+        if slot is None:
+            return False
+        self.copy(slot, step)
+        self.commit(slot, step)
+        return True
+
+    def grant(self, step: int) -> int | None:
+        reply = self.daemon.stub().Grant(
+            trainer_pb2.GrantRequest(session=self.session, epoch=self.epoch, step=step),
+            timeout=WAIT_S,
+        )
+        return reply.slot if reply.WhichOneof("outcome") == "slot" else None
+
+    def copy(self, slot: int, step: int, part: float = 1.0) -> None:
+        """Write the first `part` of what is captured."""
+        assert self._arena is not None
+        data = self.content(step)
+        data = data[: int(len(data) * part)]
+        start = slot * self._slot_bytes
+        self._arena[start : start + len(data)] = data
+
+    def commit(self, slot: int, step: int) -> None:
+        data = self.content(step)
+        self.daemon.stub().Commit(
+            trainer_pb2.CommitRequest(
+                session=self.session,
+                epoch=self.epoch,
+                step=step,
+                slot=slot,
+                payload_bytes=len(data),
+                extras_bytes=EXTRAS_BYTES,
+                digests=layouts.piece_digests(data, PIECE_BYTES),
+            ),
+            timeout=WAIT_S,
+        )
+
+    def die(self) -> None:
+        """What the kernel does to a killed trainer: its mapping, descriptor and socket vanish."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+
+def receive_descriptor(path: str, token: str) -> tuple[socket.socket, int]:
+    """(connection, descriptor) from the arena socket; raises the error that it answers with."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(WAIT_S)
+    connection.connect(path)
+    connection.sendall(f"{token}\n".encode())
+    data, descriptors, _, _ = socket.recv_fds(connection, 4096, 1)
+    if not descriptors:
+        connection.close()
+        _, code, text = data.decode().strip().split(" ", 2)
+        raise by_code(code, text)
+    return connection, descriptors[0]

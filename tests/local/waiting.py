@@ -1,0 +1,39 @@
+"""Waiting for what happens in other processes: conditions with a limit, never a plain sleep."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+from holdfast_core.errors import HoldfastError
+from holdfast_protos import codec
+
+WAIT_S = 10.0
+POLL_S = 0.005
+
+Value = TypeVar("Value")
+
+
+def wait_for(what: str, condition: Callable[[], Value], timeout_s: float = WAIT_S) -> Value:
+    """The first true value of `condition`; polls, because what it looks at is in other processes."""
+    until = time.monotonic() + timeout_s
+    tick = threading.Event()
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > until:
+            raise AssertionError(f"waited {timeout_s} s in vain for {what}")
+        tick.wait(POLL_S)
+
+
+def error_of(failed: grpc.RpcError) -> HoldfastError:
+    """The error of ours that a daemon answered with."""
+    assert isinstance(failed, grpc.Call)
+    error = codec.error_from_metadata(failed.trailing_metadata(), failed.details() or "")
+    assert error is not None, f"not an error of ours: {failed.code()} {failed.details()}"
+    return error
