@@ -162,7 +162,12 @@ class JobHost:
 
     def _one(self, effect: Effect) -> None:
         match effect:
-            case SendReport() | SendDirective() | SendSuspect():
+            case SendReport() | SendDirective():
+                self._outbox.send(effect, self)
+            case SendSuspect():
+                self._observer.note(
+                    self, Note(event="suspect", rank=effect.rank, generation=effect.generation)
+                )
                 self._outbox.send(effect, self)
             case Note():
                 self._observer.note(self, effect)

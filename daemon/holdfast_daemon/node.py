@@ -212,6 +212,7 @@ class Node:
         adopted = storage.adopt()
         for problem in adopted.problems:
             _log.warning("adoption_problem", job=job, detail=problem)
+            self.metrics.add("corrupt", job=job, kind="manifest")
         engine = JobEngine(
             job=job,
             node=self._settings.node,

@@ -23,6 +23,7 @@ _BAD = frozenset(
     {
         "corrupt",
         "corrupt_parity",
+        "suspect",
         "rank_lost",
         "fenced",
         "arena_refused",
@@ -129,6 +130,8 @@ class NodeObserver:
                 metrics.add("saves_failed", job=job, cause="memory_budget")
             case "corrupt":
                 metrics.add("corrupt", job=job, kind="arena")
+            case "suspect":
+                metrics.add("corrupt", job=job, kind="wire")
             case "corrupt_parity":
                 metrics.add("corrupt", job=job, kind="parity")
             case "fenced":

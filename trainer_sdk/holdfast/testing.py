@@ -197,6 +197,7 @@ class FakeDaemon:
             self._sessions += 1
             self._session = f"session-{self._sessions}"
             self._granted.clear()
+            self._news.put(None)  # a watch of the session before ends
             self._news = queue.SimpleQueue()
             return Opened(
                 session=self._session,

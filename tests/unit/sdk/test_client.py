@@ -94,6 +94,23 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         self._enter(request, context)
         return trainer_pb2.ProgressReply()
 
+    def Abort(self, request: Any, context: Any) -> trainer_pb2.AbortReply:
+        self._enter(request, context)
+        return trainer_pb2.AbortReply()
+
+    def Close(self, request: Any, context: Any) -> trainer_pb2.CloseReply:
+        self._enter(request, context)
+        return trainer_pb2.CloseReply()
+
+    def JoinWorld(self, request: Any, context: Any) -> trainer_pb2.World:
+        raise NotImplementedError
+
+    def PublishStore(self, request: Any, context: Any) -> trainer_pb2.PublishStoreReply:
+        raise NotImplementedError
+
+    def Status(self, request: Any, context: Any) -> trainer_pb2.StatusReply:
+        raise NotImplementedError
+
     def Watch(self, request: Any, context: Any) -> Iterator[trainer_pb2.WatchEvent]:
         self._enter(request, context)
         generation = codec.generation_to_proto(Generation(2, 5))
@@ -208,9 +225,18 @@ def test_another_version_is_refused(client: GrpcClient, service: Trainer) -> Non
         client.hello()
 
 
-def test_what_the_daemon_does_not_offer_is_an_error_of_ours(client: GrpcClient) -> None:
-    with pytest.raises(ProtocolError, match="UNIMPLEMENTED"):
-        client.close_session("s")
+def test_a_failure_that_is_not_of_ours_is_a_protocol_error(
+    client: GrpcClient, service: Trainer
+) -> None:
+    service.version = -1  # does not fit its field
+    with pytest.raises(ProtocolError, match="failed a call: UNKNOWN"):
+        client.hello()
+
+
+def test_a_session_is_aborted_and_closed_by_name(client: GrpcClient, service: Trainer) -> None:
+    client.abort("s", 2, 1, "why")
+    client.close_session("s")
+    assert [request.session for request in service.seen] == ["s", "s"]
 
 
 def test_a_daemon_that_is_not_there_is_unreachable(tmp_path: Path) -> None:

@@ -26,13 +26,13 @@ WORLD = 2
 class MoE(nn.Module):
     """One layer: a dense part that replicas share, and stacked experts."""
 
-    def __init__(self, seed: int, experts_seed: int, *, experts_width: int = 300) -> None:
+    def __init__(self, seed: int, experts_seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList([nn.Linear(700, 700)])
         torch.manual_seed(experts_seed)
-        self.moe = nn.ModuleDict({"experts": nn.ParameterDict()})
-        self.moe["experts"]["w"] = nn.Parameter(torch.randn(2, experts_width, 300))
+        weights = {"w": nn.Parameter(torch.randn(2, 300, 300))}
+        self.moe = nn.ModuleDict({"experts": nn.ParameterDict(weights)})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
