@@ -225,7 +225,7 @@ def state_sha256(model: ByteLM, optimizer: MasterAdamW) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--dim", type=int, default=128, help=f"a multiple of {HEAD_WIDTH}")
@@ -248,8 +248,8 @@ def report(args: argparse.Namespace, **line: Any) -> None:
         print(f"step {line['step']:5d}   loss {line['loss']:.4f} nats/byte", flush=True)
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -63,8 +63,8 @@ class Fault:
     kind: str
     at: float
     """Share of all steps that are done when it happens."""
-    inject: Callable[[Run], Awaitable[str]]
-    """Does it; returns what was done, in words."""
+    inject: Callable[[Run], Awaitable[tuple[float, str]]]
+    """Does it; returns when (seconds since the Unix epoch), and what was hit, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,10 +142,9 @@ class Run:
             timeout_s=RECOVERY_S,
             what="a protected generation",
         )
-        what = await fault.inject(self)
-        now = time.time()
-        last = [line for line in self.log() if line.time <= now][-1]
-        return Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=now)
+        at, what = await fault.inject(self)
+        last = [line for line in self.log() if line.time <= at][-1]
+        return Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=at)
 
     async def _survive(self, done: Injected) -> FaultReport:
         """Wait until training goes on and snapshots are protected again."""
@@ -216,8 +215,8 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
         versions=versions(),
     )
     console.print(table(report))
-    console.print(f"final state, undisturbed   {report.fault_free_sha256 or 'not reached'}")
-    console.print(f"final state, with faults   {report.final_state_sha256 or 'not reached'}")
+    for name, sha256 in (("undisturbed", undisturbed.sha256), ("with faults", disturbed.sha256)):
+        console.print(f"{name}: {sha256 or 'no final state'}", highlight=False, soft_wrap=True)
     if report.equal:
         console.print("[bold green]The same bytes.[/] Nothing was lost but time.")
     else:
@@ -259,30 +258,32 @@ def demo_job(folder: Path, steps: int) -> MoETrainingJob:
 # --- the script -----------------------------------------------------------------------------------
 
 
-async def _kill_in_step(run: Run) -> str:
+async def _kill_in_step(run: Run) -> tuple[float, str]:
     rank = 2
     await _catch(run, rank, writing=False)
+    at = time.time()
     await run.cluster.kill_rank(rank)
-    return f"rank {rank} killed in mid-step"
+    return at, f"rank {rank} in mid-step"
 
 
-async def _kill_in_copy(run: Run) -> str:
+async def _kill_in_copy(run: Run) -> tuple[float, str]:
     rank = 1
     generation = await _catch(run, rank, writing=True)
+    at = time.time()
     await run.cluster.kill_rank(rank)
-    return f"rank {rank} killed while copying {generation}"
+    return at, f"rank {rank} copying {generation}"
 
 
-async def _kill_daemon(run: Run) -> str:
-    node = run.cluster.status.members[1].node
+async def _kill_daemon(run: Run) -> tuple[float, str]:
+    node, at = run.cluster.status.members[1].node, time.time()
     await run.cluster.kill_daemon(node)
-    return f"daemon of {node} killed"
+    return at, f"daemon of {node}"
 
 
-async def _kill_node(run: Run) -> str:
-    node = run.cluster.status.members[3].node
+async def _kill_node(run: Run) -> tuple[float, str]:
+    node, at = run.cluster.status.members[3].node, time.time()
     await run.cluster.kill_node(node)
-    return f"node {node} lost, memory and all"
+    return at, f"node {node} and its memory"
 
 
 SCRIPT = (

@@ -16,12 +16,13 @@ import msgspec
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 
 from holdfast_operator.local import Recovery, TimedEvent
 
 UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
-SOURCES = {"local": "local memory", "parity": "parity", "none": "nothing: started anew"}
+SOURCES = {"local": "memory", "parity": "parity", "none": "nothing"}
 PACKAGES = ("holdfast", "torch", "grpcio", "numpy")
 
 
@@ -42,7 +43,7 @@ class Injected:
 
     kind: str
     what: str
-    """In words."""
+    """What was killed, in words."""
     step: int
     """Last step that training had completed."""
     epoch: int
@@ -143,22 +144,20 @@ def versions() -> dict[str, str]:
 
 def table(report: Report) -> Table:
     """The faults, one a row."""
-    shown = Table(title="What training survived", title_justify="left")
-    for name in ("", "fault", "at step", "detected after", "restored step", "steps lost"):
-        shown.add_column(name, justify="left" if name in ("", "fault") else "right")
-    shown.add_column("to the next step", justify="right")
-    shown.add_column("source")
-    for number, fault in enumerate(report.faults, start=1):
-        source = SOURCES.get(fault.source, fault.source)
+    shown = Table(box=box.SIMPLE, padding=(0, 1))
+    shown.add_column("killed", no_wrap=True)
+    for name in ("at step", "noticed", "restored", "lost", "next step"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("from")
+    for fault in report.faults:
         shown.add_row(
-            str(number),
             fault.what,
             str(fault.step),
             _seconds(fault.detected_seconds),
             _number(fault.restored_step) if fault.restarted else "went on",
             _number(fault.lost_steps),
             _seconds(fault.recovery_seconds) if fault.survived else "never",
-            source,
+            SOURCES.get(fault.source, fault.source),
         )
     return shown
 
@@ -211,7 +210,8 @@ def plot(
     if disturbed:
         _mark(loss, step, report.faults, injected, disturbed[0].time)
     step.set_xlabel("seconds since the first completed step")
-    loss.legend(loc="upper right", frameon=True, fontsize=9)
+    if undisturbed or disturbed:
+        loss.legend(loc="upper right", frameon=True, fontsize=9)
     return figure
 
 

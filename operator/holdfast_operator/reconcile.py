@@ -94,7 +94,7 @@ def _follow_rules(draft: Draft) -> str:
 
 def _clear_away(draft: Draft) -> None:
     draft.stop(draft.observed.agents)
-    if any(node.job is not None for node in draft.observed.nodes.values()):
+    if any(node.job is not None and node.connected for node in draft.observed.nodes.values()):
         draft.actions.append(DropJob())
 
 

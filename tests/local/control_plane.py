@@ -32,7 +32,9 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         """Listen, on the port of before if there was one; nothing is remembered."""
         self.beats.clear()
         # A stopped server's port is free only once its listener is gone.
-        self._server = wait_for("the control port", self._bound)
+        server = wait_for("the control port", self._bound)
+        assert server is not None
+        self._server = server
         self._server.start()
 
     def stop(self) -> None:
@@ -43,9 +45,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         self._server.stop(0).wait()
 
     def _bound(self) -> grpc.Server | None:
-        server = grpc.server(
-            futures.ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)]
-        )
+        server = grpc.server(futures.ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
         control_pb2_grpc.add_ControlServicer_to_server(self, server)
         try:
             self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")

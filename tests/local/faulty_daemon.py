@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast_core.layouts import manifest_digest
 from holdfast_core.values import Generation, Membership
 from holdfast_daemon.__main__ import main
 from holdfast_daemon.bulk import Located, Request
@@ -181,9 +180,7 @@ class TrappedHost(JobHost):
                 return f"SendReport:{self._news(effect)}"
             case SendDirective():
                 directive = effect.directive
-                fresh = directive.protected is None or (
-                    directive.protected.epoch < directive.epoch
-                )
+                fresh = directive.protected is None or (directive.protected.epoch < directive.epoch)
                 return "SendDirective:line" if fresh else "SendDirective:protected"
             case _:
                 return type(effect).__name__

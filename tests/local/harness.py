@@ -9,17 +9,16 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-import signal
 import uuid
 from concurrent import futures
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 from control_plane import ControlServer
 from daemons import DaemonProcess
 from raw_trainer import RawTrainer, content_of
-from waiting import wait_for
+from waiting import WAIT_S, wait_for
 
 from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy
 from holdfast_protos import codec, control_pb2
@@ -254,13 +253,14 @@ class RawJob:
         text = self.daemon(member).job(self.name).get("protected")
         return Generation.parse(text) if text else None
 
-    def wait_protected(self, step: int) -> None:
+    def wait_protected(self, step: int, timeout_s: float = WAIT_S) -> None:
         """Until every daemon has heard that `step` of this epoch is protected."""
         wanted = Generation(self.epoch, step)
         for member in range(self.size):
             wait_for(
                 f"{wanted} to be protected as member {member} sees it",
                 lambda member=member: self.protected(member) == wanted,  # type: ignore[misc]
+                timeout_s,
             )
 
     def train(self, steps: int = 1) -> Generation:

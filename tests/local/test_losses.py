@@ -11,9 +11,7 @@ from harness import RawCluster, RawJob
 from waiting import error_of, wait_for
 
 from holdfast_core.errors import StaleEpochError
-from holdfast_core.values import Generation
-
-SOURCES = {"local", "parity"}
+from holdfast_core.values import Generation, Redundancy
 
 
 def _job(cluster: RawCluster, members: int, group_size: int) -> RawJob:
@@ -83,8 +81,6 @@ def test_two_losses_in_one_group_are_told_with_the_ranks_that_nobody_can_restore
 
 
 def test_a_single_member_without_redundancy_restores_what_it_holds(cluster: RawCluster) -> None:
-    from holdfast_core.values import Redundancy
-
     job = RawJob(cluster, cluster.start_nodes(1), redundancy=Redundancy.NONE)
     job.form()
     job.start_trainers()

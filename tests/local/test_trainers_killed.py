@@ -1,4 +1,4 @@
-"""A trainer is killed at each step of a save; and a rank has one writer at a time."""
+"""A trainer, or its daemon, is killed at each step of a save; and a rank has one writer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness import RawCluster, RawJob
 from trainer_child import TrainerProcess
 from waiting import error_of, wait_for
 
-from holdfast_core.errors import RankInUseError
+from holdfast_core.errors import RankInUseError, UnknownSessionError
 
 MEMBERS = 3
 RANK = 1
@@ -26,8 +26,7 @@ def job(cluster: RawCluster) -> RawJob:
 
 def _take_over(job: RawJob) -> TrainerProcess:
     job.trainers[RANK].die()
-    child = TrainerProcess(job.make_trainer(RANK), job.epoch)
-    return child
+    return TrainerProcess(job.make_trainer(RANK), job.epoch)
 
 
 def _lost(cluster: RawCluster, job: RawJob) -> Callable[[], bool]:
@@ -60,6 +59,35 @@ def test_a_trainer_that_is_killed_while_saving_loses_nothing_protected(
     if died_after == "commit":
         job.wait_protected(job.step)
         newest = job.generation
+    job.form()
+    assert job.check_restored(job.start_trainers(), newest) == newest
+    job.train(2)
+
+
+@pytest.mark.parametrize("loss", ["daemon", "node"])
+@pytest.mark.parametrize("rank", [0, RANK])
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_a_daemon_that_is_killed_while_its_trainer_copies_loses_nothing_protected(
+    cluster: RawCluster, job: RawJob, part: float, rank: int, loss: str
+) -> None:
+    newest = job.train(2)
+    trainer, daemon = job.trainers[rank], job.daemon(rank)
+    step = job.step + 1
+    slot = trainer.grant(step)
+    assert slot is not None
+    trainer.copy(slot, step, part)
+    daemon.kill()
+    assert job.try_save(without=rank).step == step
+    trainer.copy(slot, step)  # the mapping outlives the daemon
+    if loss == "daemon":
+        cluster.restart(daemon.node)
+        job.readdress()
+        with pytest.raises(grpc.RpcError) as refused:
+            trainer.commit(slot, step)
+        assert isinstance(error_of(refused.value), UnknownSessionError)
+    else:
+        daemon.lose()
+        (job.nodes[rank],) = cluster.start_nodes(1)
     job.form()
     assert job.check_restored(job.start_trainers(), newest) == newest
     job.train(2)

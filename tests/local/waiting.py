@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 def wait_for(what: str, condition: Callable[[], Value], timeout_s: float = WAIT_S) -> Value:
-    """The first true value of `condition`; polls, because what it looks at is in other processes."""
+    """The first true value of `condition`; polls, because other processes make it true."""
     until = time.monotonic() + timeout_s
     tick = threading.Event()
     while True:

@@ -78,7 +78,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._remaining_restarts = restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        workers = super()._start_workers(worker_group)
+        workers: dict[int, Any] = super()._start_workers(worker_group)
         self._started = True
         return workers
 
@@ -101,7 +101,8 @@ class HoldfastAgent(LocalElasticAgent):
         Raises:
             EpochEndedError: when a node was lost before its workers had finished.
         """
-        nodes, store = self._worker_group.group_world_size, self._store
+        nodes = self._worker_group.group_world_size
+        store: Any = self._store
         until = time.monotonic() + EXIT_WAIT_S
         try:
             store.add(FINISHED, 1)

@@ -1,4 +1,4 @@
-"""The only module of the SDK that reads the environment.
+"""The only module of the SDK that reads the environment, or writes it.
 
 torchrun says which rank this is, the job's runner says where the daemon is. Explicit arguments of
 `holdfast.init` beat what is found here.
@@ -57,6 +57,17 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         store_address=f"{address}:{port}" if address and port else "",
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )
+
+
+def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:
+    """Put into this process's environment what its agent and its workers are to find."""
+    os.environ["HOLDFAST_SOCKET"] = str(socket)
+    os.environ["HOLDFAST_JOB"] = job
+    # All nodes start equally many workers: no need to ask them in the store, where one that has
+    # just been lost would be waited for.
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    if nproc > 1:  # as torchrun does
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

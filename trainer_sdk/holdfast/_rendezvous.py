@@ -24,7 +24,11 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 import grpc
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
+    DistError,
+    PrefixStore,
+    TCPStore,
+)
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
@@ -31,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from holdfast._agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
+from holdfast._environment import set_for_workers
 from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._script import run_script
 
@@ -95,11 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(settings: LaunchSettings) -> int:
     """Runs the workers until they are done or the job has ended; returns the exit code."""
-    os.environ["HOLDFAST_SOCKET"] = str(settings.socket)
-    os.environ["HOLDFAST_JOB"] = settings.job
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    if settings.nproc > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    set_for_workers(socket=settings.socket, job=settings.job, nproc=settings.nproc)
     script = None if settings.fresh else script_of(settings.command, sys.executable)
     if script is not None:
         # Now, so that it imports while this process waits for the world.

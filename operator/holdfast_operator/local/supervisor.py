@@ -216,22 +216,22 @@ class Supervisor:
         code = await wait_exit(agent.process)
         if code is None:
             code = await self._written_exit_code(member, agent)
+        if node.agents.get(member) is agent:
+            if agent.stopping or self._stopping:
+                self._forget_agent(node, member, agent)
+                self._directory.write_record(self.run)
+            else:
+                self._exits[(member, node.name)] = code
+                self._tell_exit(node, member, code)
+            self._on_change()
         # An agent that was killed leaves workers behind.
         mark = self._directory.mark(node.name, "agent", member, agent.attempt)
         await asyncio.to_thread(kill_marked, mark)
-        if node.agents.get(member) is not agent:
-            return
-        if agent.stopping or self._stopping:
-            self._forget_agent(node, member, agent)
-            self._directory.write_record(self.run)
-        else:
-            self._exits[(member, node.name)] = code
-            if code != 0 and not self.is_dead(node.name):
-                log = self._directory.log(f"member-{member}")
-                self._tell(
-                    "AgentExited", f"the agent of member {member} {_how(code)} ({log})", True
-                )
-        self._on_change()
+
+    def _tell_exit(self, node: NodeRecord, member: int, code: int) -> None:
+        if code != 0 and not self.is_dead(node.name):
+            log = self._directory.log(f"member-{member}")
+            self._tell("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
 
     async def _written_exit_code(self, member: int, agent: AgentRecord) -> int:
         """The code of a process that was not ours to wait for."""

@@ -112,8 +112,8 @@ def number(member: int, version: int, owner: int) -> int:
 
 
 def rebuilt_version(state: State, lost: int) -> Version:
-    """The version of `lost` that its group can rebuild, None when it cannot. In a pair the parity is
-    a copy, but two losses in a group are two losses: nobody counts on its luck."""
+    """The version of `lost` that its group can rebuild, None when it cannot. In a pair the parity
+    is a copy, but two losses in a group are two losses: nobody counts on its luck."""
     group = next(group for group in state.groups if lost in group)
     if any(state.snapshots[member] is None for member in group if member != lost):
         return None

@@ -170,14 +170,14 @@ def test_a_daemon_seen_starting_on_a_living_node_is_waited_for() -> None:
 
 
 def test_replace_seconds_wait_for_a_silent_node_but_not_for_one_that_is_gone() -> None:
-    policy = {"detection": {"replaceSeconds": 20}}
-    world = running(make_job(**policy))
+    detection = {"replaceSeconds": 20}
+    world = running(make_job(detection=detection))
     world.kill_daemon("n1")
     world.settle(24.0)
     assert world.membership.epoch == 1
     world.settle(2.0)
     assert world.membership.epoch == 2
-    world = running(make_job(**policy))
+    world = running(make_job(detection=detection))
     world.kill_node("n1")
     world.settle(6.0)
     assert world.membership.epoch == 2

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_world import World, make_job
 
 from holdfast_operator.views import AgentState, PublishMembership
 
 MAX_RESTARTS = 6
+PATIENCE_S = 20.0
+RULES = [
+    {"on": "NoReplacement", "action": "Fail", "afterSeconds": PATIENCE_S},
+    {"on": "Any", "action": "RestartInPlace"},
+]
 
 faults = st.one_of(
     st.tuples(st.just("lose_rank"), st.integers(0, 3)),
@@ -46,7 +51,7 @@ def harm(world: World, kind: str, which: int) -> None:
 
 
 def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
-    world = World(make_job(spares=2, maxRestarts=MAX_RESTARTS))
+    world = World(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES))
     world.settle(1.0)
     for (kind, which), pause_s in schedule:
         if world.state.outcome is None and world.state.membership is not None:
@@ -55,10 +60,11 @@ def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
         while world.now < until:
             world.look()
             world.now += 0.5
-    world.settle(400.0)
+    world.settle(PATIENCE_S + 10.0, step_s=1.0)
     return world
 
 
+@settings(max_examples=60)
 @given(schedules)
 def test_epochs_only_grow_and_a_membership_never_doubles_a_node(
     schedule: list[tuple[tuple[str, int], float]],
@@ -72,6 +78,7 @@ def test_epochs_only_grow_and_a_membership_never_doubles_a_node(
         assert membership.groups == ((0, 1, 2, 3),)
 
 
+@settings(max_examples=60)
 @given(schedules)
 def test_a_job_ends_up_running_on_living_nodes_or_says_why_not(
     schedule: list[tuple[tuple[str, int], float]],
@@ -87,6 +94,7 @@ def test_a_job_ends_up_running_on_living_nodes_or_says_why_not(
     assert len(world.agents) == 4
 
 
+@settings(max_examples=60)
 @given(schedules)
 def test_the_restart_loop_is_bounded(schedule: list[tuple[tuple[str, int], float]]) -> None:
     without_amnesia = [item for item in schedule if item[0][0] != "forget"]
@@ -94,6 +102,7 @@ def test_the_restart_loop_is_bounded(schedule: list[tuple[tuple[str, int], float
     assert world.state.recoveries <= MAX_RESTARTS
 
 
+@settings(max_examples=60)
 @given(schedules)
 def test_a_control_loop_that_forgets_in_the_end_keeps_the_membership(
     schedule: list[tuple[tuple[str, int], float]],
@@ -104,6 +113,6 @@ def test_a_control_loop_that_forgets_in_the_end_keeps_the_membership(
     before, agents = world.membership, dict(world.agents)
     world.forget()
     world.actions.clear()
-    world.settle(60.0)
+    world.settle(20.0, step_s=1.0)
     assert world.membership == before and world.agents == agents
     assert not any(isinstance(action, PublishMembership) for action in world.actions)

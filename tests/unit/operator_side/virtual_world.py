@@ -82,6 +82,7 @@ class World:
         count = nodes if nodes is not None else job.spec.nodes + job.spec.failure_policy.spares
         self.daemons = {f"n{i}": Daemon(f"memory-{i}") for i in range(count)}
         self.gone: set[str] = set()
+        self.unheard: set[str] = set()
         self.returning: set[str] = set()
         self.agents: dict[tuple[int, str], AgentView] = {}
         self.state = ControlState()
@@ -109,12 +110,12 @@ class World:
             self.carry_out(action)
         return decision
 
-    def settle(self, seconds: float = 0.0) -> None:
+    def settle(self, seconds: float = 0.0, *, step_s: float = STEP_S) -> None:
         """Look again and again for so long, and then until there is nothing to do."""
         until = self.now + seconds
         while self.now < until:
             self.look()
-            self.now += STEP_S
+            self.now += step_s
         for _ in range(50):
             if not self.look().actions:
                 return
@@ -122,9 +123,10 @@ class World:
         raise AssertionError(f"still acting after 50 looks: {self.decision.actions}")
 
     def beat(self) -> None:
-        for daemon in self.daemons.values():
+        for name, daemon in self.daemons.items():
             if daemon.alive:
                 daemon.heard_at = self.now
+                self.unheard.discard(name)
 
     # --- what the control loop sees -----------------------------------------------------------
 
@@ -135,6 +137,8 @@ class World:
         )
 
     def node_view(self, name: str) -> NodeView:
+        if name in self.unheard:
+            return NodeView(name=name, gone=name in self.gone)
         daemon = self.daemons[name]
         return NodeView(
             name=name,
@@ -267,6 +271,7 @@ class World:
     def forget(self) -> None:
         """The control loop starts again and remembers nothing."""
         self.state = ControlState()
+        self.unheard = set(self.daemons)
 
     # --- what tests look at -------------------------------------------------------------------
 

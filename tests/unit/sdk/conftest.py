@@ -62,7 +62,9 @@ class Block(nn.Module):
         x = self.norm(x)
         first, second = self.listed["experts"].children()
         share = self.gate(x).softmax(-1)
-        return x + share[:, :1] * first(x) + share[:, 1:] * second(x) + self.experts(x)
+        mixed: torch.Tensor = share[:, :1] * first(x) + share[:, 1:] * second(x)
+        out: torch.Tensor = x + mixed + self.experts(x)
+        return out
 
 
 class Model(nn.Module):

@@ -1,0 +1,253 @@
+"""The Control stream over a real connection: what daemons say reaches the loop, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+
+from holdfast_core.values import MemberPlace, Membership
+from holdfast_operator.control_server import ControlServer
+from holdfast_protos import codec, control_pb2, control_pb2_grpc
+
+WAIT_S = 30.0
+
+
+def membership(epoch: int, revision: int = 0) -> Membership:
+    places = tuple(
+        MemberPlace(
+            index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="a:1", bulk_address="a:2"
+        )
+        for i in range(2)
+    )
+    return Membership(
+        job="default.job",
+        epoch=epoch,
+        revision=revision,
+        members=places,
+        nproc_per_node=1,
+        groups=((0, 1),),
+    )
+
+
+class Daemon:
+    """The far side of a stream: sends what it is told to, keeps what it receives."""
+
+    def __init__(self, node: str, port: int, *, version: int = codec.PROTOCOL_VERSION) -> None:
+        self.node, self._port, self._version = node, port, version
+        self._beats: asyncio.Queue[control_pb2.Heartbeat] = asyncio.Queue()
+        self.received: list[control_pb2.ControlMessage] = []
+        self._changed = asyncio.Condition()
+        self.error: grpc.aio.AioRpcError | None = None
+        self.ended = asyncio.Event()
+
+    async def converse(self) -> None:
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{self._port}") as channel:
+                stub: control_pb2_grpc.ControlAsyncStub = control_pb2_grpc.ControlStub(channel)
+                async for message in stub.Connect(self._heartbeats()):
+                    async with self._changed:
+                        self.received.append(message)
+                        self._changed.notify_all()
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+    async def _heartbeats(self) -> AsyncIterator[control_pb2.Heartbeat]:
+        while True:
+            yield await self._beats.get()
+
+    def beat(self, *jobs: control_pb2.JobState, memory_id: str = "m") -> None:
+        self._beats.put_nowait(
+            control_pb2.Heartbeat(
+                protocol_version=self._version, node=self.node, memory_id=memory_id, jobs=jobs
+            )
+        )
+
+    async def receives(self, wanted: Callable[[control_pb2.ControlMessage], bool]) -> None:
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: any(map(wanted, self.received)))
+
+
+class Loop:
+    """The near side: a server, and how often it called for a look."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._called = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.server = ControlServer(
+            heartbeat_s=0.5, clock=time.monotonic, on_evidence=self._on_evidence
+        )
+        self.port = 0
+
+    def _on_evidence(self) -> None:
+        self.calls += 1
+        self.spawn(self._tell())
+
+    async def _tell(self) -> None:
+        async with self._called:
+            self._called.notify_all()
+
+    def spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def daemon(self, node: str, *, version: int = codec.PROTOCOL_VERSION) -> Daemon:
+        daemon = Daemon(node, self.port, version=version)
+        self.spawn(daemon.converse())
+        return daemon
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S), self._called:
+            await self._called.wait_for(condition)
+
+    async def close(self) -> None:
+        await self.server.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Loop]:
+    loop = Loop()
+    loop.port = await loop.server.start("127.0.0.1")
+    try:
+        yield loop
+    finally:
+        await loop.close()
+
+
+def state(
+    epoch: int, *, lost: bool = False, idle_s: float = 0.0, revision: int = 0
+) -> control_pb2.JobState:
+    return control_pb2.JobState(
+        job="default.job",
+        epoch=epoch,
+        membership=codec.membership_to_proto(membership(epoch, revision)),
+        ranks=[control_pb2.RankState(rank=0, state="HEALTHY", lost=lost, idle_s=idle_s)],
+    )
+
+
+def is_membership(epoch: int, revision: int = 0) -> Callable[[control_pb2.ControlMessage], bool]:
+    def matches(message: control_pb2.ControlMessage) -> bool:
+        found = message.membership
+        return message.HasField("membership") and (found.epoch, found.revision) == (epoch, revision)
+
+    return matches
+
+
+def test_a_daemon_is_welcomed_with_the_heartbeat_interval_and_becomes_a_view() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            daemon = loop.daemon("n0")
+            daemon.beat(state(3))
+            await daemon.receives(lambda message: message.welcome.heartbeat_s == 0.5)
+            await loop.until(lambda: "n0" in loop.server.views("default.job"))
+            view = loop.server.views("default.job")["n0"]
+            assert view.connected and view.job is not None and view.job.epoch == 3
+            assert view.job.membership == membership(3)
+            assert loop.server.views("default.other")["n0"].job is None
+
+    asyncio.run(scenario())
+
+
+def test_evidence_calls_for_a_look_and_the_passing_of_time_does_not() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            daemon = loop.daemon("n0")
+            daemon.beat(state(1))
+            await loop.until(lambda: loop.calls == 1)
+            daemon.beat(state(1, idle_s=1.0))
+            daemon.beat(state(1, idle_s=2.0))
+            began = time.monotonic()
+            daemon.beat(state(1, idle_s=2.0, lost=True))
+            await loop.until(lambda: loop.calls > 1)
+            print(f"a lost rank called for a look after {1e3 * (time.monotonic() - began):.1f} ms")
+            assert loop.calls == 2
+            job = loop.server.views("default.job")["n0"].job
+            assert job is not None and job.ranks[0].lost and job.ranks[0].idle_s == 2.0
+
+    asyncio.run(scenario())
+
+
+def test_a_membership_is_sent_to_its_members_and_to_those_who_know_an_older_one() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            member, fenced, spare = (loop.daemon(name) for name in ("n0", "n8", "n9"))
+            member.beat()
+            fenced.beat(state(1))
+            spare.beat()
+            await loop.until(lambda: len(loop.server.views("x")) == 3)
+            loop.server.publish(membership(2))
+            await member.receives(is_membership(2))
+            await fenced.receives(is_membership(2))
+            loop.server.drop("default.job")
+            spare.beat(state(2))
+            await spare.receives(lambda message: message.drop.job == "default.job")
+            assert not any(map(is_membership(2), spare.received))
+
+    asyncio.run(scenario())
+
+
+def test_a_daemon_that_comes_back_is_brought_up_to_date() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            loop.server.publish(membership(4, revision=2))
+            daemon = loop.daemon("n1")
+            daemon.beat(state(4, revision=1))
+            await daemon.receives(is_membership(4, revision=2))
+
+    asyncio.run(scenario())
+
+
+def test_a_newer_stream_of_a_node_ends_the_older_one() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            older = loop.daemon("n0")
+            older.beat(memory_id="old")
+            await loop.until(lambda: loop.calls == 1)
+            newer = loop.daemon("n0")
+            newer.beat(memory_id="new")
+            async with asyncio.timeout(WAIT_S):
+                await older.ended.wait()
+            view = loop.server.views("x")["n0"]
+            assert view.connected and view.memory_id == "new"
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_breaks_is_evidence() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            daemon = Daemon("n0", loop.port)
+            stream = loop.spawn(daemon.converse())
+            daemon.beat()
+            await loop.until(lambda: loop.calls == 1)
+            stream.cancel()
+            await loop.until(lambda: not loop.server.views("x")["n0"].connected)
+
+    asyncio.run(scenario())
+
+
+def test_a_daemon_of_another_protocol_version_is_refused_with_both_versions() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            daemon = loop.daemon("n0", version=99)
+            daemon.beat()
+            async with asyncio.timeout(WAIT_S):
+                await daemon.ended.wait()
+            assert daemon.error is not None
+            assert daemon.error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "protocol version 99" in (daemon.error.details() or "")
+            assert loop.server.views("x") == {}
+
+    asyncio.run(scenario())

@@ -1,0 +1,95 @@
+"""The points at which `test_fault_points` kills a daemon, as data.
+
+A point is a list of traps and what makes the daemon pass there. Each effect of the engine, each
+file step and each transfer between daemons has one before and one after it, or in its middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from faulty_daemon import Trap
+
+LEADER, OTHER = 0, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a daemon dies, and what makes it pass there."""
+
+    name: str
+    during: str
+    """`saves`, `epoch` (a new one begins), `rebuild` (the victim is a fresh node that takes over),
+    `rebuild-source` (it serves one), `adoption` (it restarts)."""
+    traps: tuple[Trap, ...]
+    """Met one after another, by one daemon after another."""
+    victims: tuple[int, ...] = (LEADER, OTHER)
+
+
+_EFFECTS = (
+    # (name, during, effect)
+    ("seal", "saves", "Seal"),
+    ("parity", "saves", "BuildParity"),
+    ("locate", "saves", "locate"),
+    ("free-slot", "saves", "FreeSlot"),
+    ("free-parity", "saves", "FreeParity"),
+    ("forget-peers", "saves", "ForgetPeers"),
+    ("save-epoch", "saves", "SaveEpoch"),
+    ("report-snapshot", "saves", "SendReport:snapshot"),
+    ("report-parity", "saves", "SendReport:parity"),
+    ("inventory", "epoch", "SendReport:epoch"),
+    ("begin-epoch", "epoch", "SaveEpoch"),
+    ("verify", "epoch", "VerifySnapshot"),
+    ("verify-parity", "epoch", "VerifyParity"),
+    ("fetch-manifest", "rebuild", "FetchManifest"),
+    ("allocate", "rebuild", "AllocateArena"),
+    ("rebuild", "rebuild", "Rebuild"),
+    ("adopt", "adoption", "VerifySnapshot"),
+    ("adopt-parity", "adoption", "VerifyParity"),
+)
+
+_LEADING = (
+    ("announce-protected", "saves", "SendDirective:protected"),
+    ("announce-line", "epoch", "SendDirective:line"),
+)
+
+_FILES = (
+    # (name, pattern)
+    ("manifest", "slot-*.manifest"),
+    ("entry", "*.entry"),
+    ("epoch", "epoch.json"),
+    ("kept", "[0-9]*.manifest"),
+)
+
+
+def _points() -> Iterator[Point]:
+    for when in ("before", "after"):
+        for name, during, effect in _EFFECTS:
+            yield Point(f"{name}-{when}", during, (Trap(at=effect, when=when),))
+        for name, during, effect in _LEADING:
+            yield Point(f"{name}-{when}", during, (Trap(at=effect, when=when),), (LEADER,))
+    for name, pattern in _FILES:
+        torn = Trap(at="write", when="during", match=f"{pattern}.tmp")
+        yield Point(f"torn-{name}", "saves", (torn,))
+        renamed = Trap(at="rename", when="after", match=pattern)
+        yield Point(f"renamed-{name}", "saves", (renamed,))
+        if name != "epoch":
+            unlinked = Trap(at="unlink", when="after", match=pattern)
+            yield Point(f"unlinked-{name}", "saves", (unlinked,))
+    torn = Trap(at="write", when="during", match="slot-*.manifest.tmp")
+    yield Point("torn-rebuilt-manifest", "rebuild", (torn,))
+    yield Point("torn-then-killed-adopting", "saves", (torn, Trap(at="VerifySnapshot")))
+    yield Point("parity-half-received", "saves", (Trap(at="BuildParity", when="during"),))
+    yield Point("parity-late", "saves", (Trap(at="BuildParity", when="during", count=5),))
+    yield Point("chunk-half-sent", "saves", (Trap(at="send", when="during"),))
+    yield Point("chunk-sent", "saves", (Trap(at="send", when="after"),))
+    yield Point("rebuild-first-chunk", "rebuild", (Trap(at="Rebuild", when="during"),))
+    yield Point("rebuild-late-chunk", "rebuild", (Trap(at="Rebuild", when="during", count=7),))
+    yield Point("source-half-sent", "rebuild-source", (Trap(at="send", when="during"),))
+    yield Point("source-locates", "rebuild-source", (Trap(at="locate"),))
+    twice = (Trap(at="VerifySnapshot"), Trap(at="VerifyParity", when="after"))
+    yield Point("adopt-twice", "adoption", twice)
+
+
+POINTS = tuple(_points())

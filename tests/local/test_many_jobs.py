@@ -1,0 +1,95 @@
+"""Several jobs share the daemons; one that ends leaves nothing and disturbs nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+from harness import RawCluster, RawJob
+from waiting import wait_for
+
+MEMBERS = 4
+QUIET_S = 3.0
+"""Over which the processor time of an idle daemon is measured."""
+
+
+def test_jobs_share_daemons_and_one_that_ends_leaves_nothing(cluster: RawCluster) -> None:
+    nodes = cluster.start_nodes(MEMBERS)
+    jobs = [RawJob(cluster, list(nodes), name=f"team/job-{i}", nbytes=100_000) for i in range(3)]
+    for job in jobs:
+        job.form()
+    for job in jobs:
+        job.start_trainers()
+    for _ in range(3):
+        for job in jobs:
+            job.step += 1
+            job.save(job.step)
+        for job in jobs:
+            job.wait_protected(job.step)
+    used = {n: cluster.daemons[n].status()["memory_used_bytes"] for n in nodes}
+    ended, *others = jobs
+    ended.drop()
+    for node in nodes:
+        daemon = cluster.daemons[node]
+        wait_for("the job to be gone", lambda daemon=daemon: not daemon.job(ended.name))  # type: ignore[misc]
+        assert len(list((daemon.root / "jobs").iterdir())) == len(others)
+        assert daemon.status()["memory_used_bytes"] == used[node] * 2 // 3
+    cluster.daemons[nodes[1]].lose()
+    (fresh,) = cluster.start_nodes(1)
+    for job in others:
+        newest = job.generation
+        job.nodes[1] = fresh
+        job.form()
+        assert job.check_restored(job.start_trainers(), newest) == newest
+        job.train(2)
+
+
+def test_sigterm_ends_a_daemon_at_once_and_the_next_one_takes_everything_over() -> None:
+    with RawCluster(plain=True) as cluster:
+        job = RawJob(cluster, cluster.start_nodes(3))
+        job.form()
+        job.start_trainers()
+        newest = job.train(2)
+        for node in job.nodes:
+            began = time.monotonic()
+            assert cluster.daemons[node].kill(signal.SIGTERM) == 0
+            assert time.monotonic() - began < 5.0
+            cluster.restart(node)
+            assert cluster.daemons[node].logged("daemon_started")[-1]["adopted_jobs"] == [job.name]
+        job.form()
+        restored = job.start_trainers()
+        assert job.check_restored(restored, newest) == newest
+        assert {source for _, _, source in restored} == {"local"}
+        job.train(2)
+
+
+def test_an_idle_daemon_costs_almost_nothing() -> None:
+    with RawCluster(plain=True) as cluster:
+        job = RawJob(cluster, cluster.start_nodes(2))
+        job.form()
+        job.start_trainers()
+        job.train(3)
+        processes = [psutil.Process(_pid(job, member)) for member in range(job.size)]
+        wait_for("the daemons to settle", lambda: all(_settled(job, m) for m in range(job.size)))
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        threading.Event().wait(QUIET_S)
+        for process, was in zip(processes, before, strict=True):
+            share = (sum(process.cpu_times()[:2]) - was) / QUIET_S
+            memory = process.memory_full_info()
+            print(f"idle: {share:.2%} of a core, private {memory.uss / 1e6:.0f} MB")
+            assert share < 0.01 + 1 / os.sysconf("SC_CLK_TCK") / QUIET_S
+            assert memory.uss < 120e6
+
+
+def _pid(job: RawJob, member: int) -> int:
+    process = job.daemon(member).process
+    assert process is not None
+    return process.pid
+
+
+def _settled(job: RawJob, member: int) -> bool:
+    held = job.daemon(member).job(job.name)
+    return not held["rebuilding"] and all(p["state"] != "building" for p in held["parity"])

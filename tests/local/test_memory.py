@@ -1,0 +1,138 @@
+"""Memory that is too small, or fills up: refused beforehand, or skipped and counted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from daemons import DaemonProcess
+from harness import RawCluster, RawJob
+from waiting import error_of, wait_for
+
+from holdfast_core.errors import MemoryBudgetError, SnapshotSkippedError
+
+TMPFS_BYTES = 48 << 20
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of `TMPFS_BYTES`."""
+    where = Path("/dev/shm") / f"hft-small-{os.getpid()}"
+    mount = shutil.which("mount")
+    if os.geteuid() != 0 or mount is None:
+        pytest.skip("mounting a small tmpfs needs root")
+    where.mkdir()
+    mounting = [mount, "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(where)]
+    if subprocess.run(mounting, check=False).returncode:
+        where.rmdir()
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+    where.rmdir()
+
+
+def _fill(where: Path) -> Path:
+    """Take all that is left of the file system."""
+    hog = where / "hog"
+    with hog.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+        try:
+            while True:
+                file.write(bytes(512))
+        except OSError:
+            return hog
+
+
+def test_a_budget_beyond_the_tmpfs_is_refused_at_the_start_with_both_numbers(
+    cluster: RawCluster, tmpfs: Path
+) -> None:
+    daemon = cluster.make_node("--budget", str(64 << 20), root=tmpfs / "node")
+    daemon.start()
+    assert daemon.process is not None
+    assert daemon.process.wait(10) == 2
+    said = daemon.log.read_text()
+    assert str(64 << 20) in said
+    numbers = [int(number) for number in re.findall(r"\d{7,}", said)]
+    assert any(TMPFS_BYTES - (1 << 20) <= number <= TMPFS_BYTES for number in numbers), said
+
+
+def test_a_tmpfs_that_fills_up_costs_snapshots_and_not_training(
+    cluster: RawCluster, tmpfs: Path
+) -> None:
+    full = cluster.make_node("--budget", str(8 << 20), root=tmpfs / "node")
+    full.start()
+    cluster.wait_beat(full.node)
+    job = RawJob(cluster, [*cluster.start_nodes(2), full.node])
+    job.form()
+    job.start_trainers()
+    newest = job.train(2)
+    hog = _fill(tmpfs)
+    for _ in range(3):
+        job.step += 1
+        for trainer in job.trainers:
+            try:
+                trainer.save(job.step)
+            except grpc.RpcError as failed:
+                assert isinstance(error_of(failed), SnapshotSkippedError)
+    assert job.protected() == newest
+    sample = f'holdfast_saves_failed_total{{cause="storage",job="{job.name}"}}'
+    assert full.metric(sample) >= 1
+    hog.unlink()
+    wait_for("protection to recover", lambda: job.try_save() == _protected_later(job))
+    newest = job.generation
+    job.form()
+    assert job.check_restored(job.start_trainers(), newest) == newest
+    job.train(2)
+
+
+def _protected_later(job: RawJob) -> object:
+    """The newest generation that is protected, once this step had its chance."""
+    wait_for(
+        "every daemon to settle the step",
+        lambda: all(
+            not any(s["state"] in ("granted", "sealing") for s in held.get("slots", ()))
+            for held in (job.daemon(m).job(job.name) for m in range(job.size))
+        ),
+    )
+    try:
+        job.wait_protected(job.step, timeout_s=2.0)
+    except AssertionError:
+        return None
+    return job.generation
+
+
+def test_a_session_that_does_not_fit_the_budget_is_refused_and_leaves_nothing(
+    cluster: RawCluster,
+) -> None:
+    job = RawJob(cluster, cluster.start_nodes(2, "--budget", "1000000"), nbytes=500_000)
+    job.form()
+    trainer = job.make_trainer(0)
+    trainer.join(job.epoch)
+    with pytest.raises(grpc.RpcError) as refused:
+        trainer.open()
+    error = error_of(refused.value)
+    assert isinstance(error, MemoryBudgetError)
+    assert error.needed_bytes > 1_000_000 == error.available_bytes
+    assert "1000000" in str(error)
+    _check_nothing_is_left(job.daemon(0), job)
+
+    small = RawJob(cluster, job.nodes, name="small", nbytes=50_000)
+    small.form()
+    small.start_trainers()
+    small.train(2)
+
+
+def _check_nothing_is_left(daemon: DaemonProcess, job: RawJob) -> None:
+    assert daemon.status()["memory_used_bytes"] == 0
+    kept = [p for p in (daemon.root / "jobs" / job.name).rglob("*") if p.is_file()]
+    assert [p.name for p in kept] == ["epoch.json"]

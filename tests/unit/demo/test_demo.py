@@ -1,0 +1,23 @@
+"""The demo's job: the example's, with its files where the demo reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast_core.jobs import check_supported
+from holdfast_operator.demo import EXAMPLES, SCRIPT, demo_job
+
+
+def test_the_demo_runs_the_example_with_a_spare_and_parity(tmp_path: Path) -> None:
+    job = demo_job(tmp_path, 70)
+    check_supported(job)
+    assert job.command[:4] == ("python", str(EXAMPLES / "train_moe.py"), "--steps", "70")
+    assert str(tmp_path / "log.jsonl") in job.command
+    assert job.spec.failure_policy.spares == 1
+    assert job.group_size == 4
+
+
+def test_the_script_of_faults_is_the_promised_one() -> None:
+    kinds = [fault.kind for fault in SCRIPT]
+    assert kinds == ["kill-rank", "kill-rank-mid-copy", "kill-daemon", "kill-node"]
+    assert [fault.at for fault in SCRIPT] == sorted(fault.at for fault in SCRIPT)

@@ -1,0 +1,141 @@
+"""The example trainer: its layers against plain formulas, its optimizer against torch's, and runs
+that end with the same bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_moe.py"
+RANKS = 2
+SMALL = ["--dim", "32", "--layers", "2", "--experts", "4", "--seq", "32", "--steps", "4"]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_moe", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_moe"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train_moe() -> ModuleType:
+    return load()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_moe(train_moe: ModuleType, dim: int, experts: int) -> Any:
+    torch.manual_seed(3)
+    moe = train_moe.MoE(dim, experts, 1, None)
+    for parameter in moe.experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return moe
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_token_gets_its_two_best_experts_where_there_is_room(train_moe: ModuleType) -> None:
+    moe = make_moe(train_moe, dim=8, experts=2)  # two experts: each token goes to both
+    x = torch.randn(10, 8)
+    answer, _ = moe(x)
+    probs = moe.gate(x).softmax(-1)
+    w_in, w_out = moe.experts.w_in, moe.experts.w_out
+    expected = sum(probs[:, [e]] * (F.gelu(x @ w_in[e]) @ w_out[e]) for e in range(2))
+    torch.testing.assert_close(answer, expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_tokens_beyond_an_experts_capacity_get_nothing_from_it(train_moe: ModuleType) -> None:
+    moe = make_moe(train_moe, dim=8, experts=8)
+    x = torch.randn(1, 8).expand(32, 8)  # all tokens want the same two experts
+    answer, balance = moe(x)
+    capacity = int(train_moe.CAPACITY_FACTOR * train_moe.CHOICES * 32 / 8)
+    assert (answer[:capacity].abs().sum(-1) > 0).all()
+    assert (answer[capacity:] == 0).all()
+    assert balance > 1.0  # 1 is a perfect balance
+
+
+def test_the_optimizer_is_adamw_on_the_master_weights(train_moe: ModuleType) -> None:
+    torch.manual_seed(5)
+    start, grads = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(5)]
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    optimizer = train_moe.MasterAdamW([ours], lr=0.01)
+    reference = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    for grad in grads:
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs)
+    assert sorted(optimizer.state[ours]) == ["exp_avg", "exp_avg_sq", "master", "step"]
+
+
+def test_the_text_is_large_and_gives_every_rank_full_batches(train_moe: ModuleType) -> None:
+    data = train_moe.Passages(65, 24)
+    assert len(data) % 24 == 0
+    assert len(data) * 65 > 10_000_000
+    assert data[0].dtype == torch.int64
+    assert bytes(data[0].tolist()).isascii()
+
+
+def work(rank: int, port: int, arguments: list[str]) -> None:
+    """A rank of a training run, as torchrun would start it."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    load().main(arguments)
+
+
+def train(arguments: list[str]) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=work, args=(rank, port, arguments)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
+        assert process.exitcode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_two_runs_with_one_seed_end_with_the_same_bytes_and_a_lower_loss(
+    tmp_path: Path, ep: int
+) -> None:
+    hashes = []
+    for name in ("a", "b"):
+        hash_file, log_file = tmp_path / name, tmp_path / f"{name}.jsonl"
+        files = ["--hash-file", str(hash_file), "--log-file", str(log_file)]
+        train([*SMALL, "--ep", str(ep), *files])
+        hashes.append(hash_file.read_text())
+        log = [json.loads(line) for line in log_file.read_text().splitlines()]
+        assert [line["step"] for line in log] == [1, 2, 3, 4]
+        assert log[-1]["loss"] < log[0]["loss"]
+    assert hashes[0] == hashes[1]

@@ -1,0 +1,149 @@
+"""The command line: what it understands, what it prints, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast_operator.cli import main
+from holdfast_operator.local.status import Counters, Status, encode
+from holdfast_operator.views import Condition, ConditionType
+
+JOB = """
+apiVersion: holdfast.dev/v1alpha1
+kind: MoETrainingJob
+metadata: {name: run1}
+spec:
+  nodes: 4
+  parallelism: {dp: 4}
+  snapshot: {memoryPerNode: 1Gi}
+  failurePolicy: {spares: 1}
+  trainer: {template: {spec: {containers: [{name: t, image: i, command: [python, t.py]}]}}}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with a status, of a control loop that lives."""
+    status = Status(
+        job="default.run1",
+        time=1e9,
+        pid=os.getpid(),
+        directory=str(tmp_path),
+        phase="Running",
+        reason="all is as it should be",
+        epoch=3,
+        revision=0,
+        world_size=4,
+        step=41,
+        line="2.30",
+        line_reason="generation 2.30: ranks [2] from parity",
+        complete="3.41",
+        protected="3.40",
+        restarts=2,
+        conditions=(Condition(type=ConditionType.PROTECTED, status=True, reason="ParityInPlace"),),
+        counters=Counters(epoch=3),
+    )
+    (tmp_path / "status.json").write_bytes(encode(status))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["status"], ["inject"], ["plan"], ["demo"]])
+def test_help_teaches_by_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    assert "  holdfast " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not YAML"),
+        ("kind: Pod", "apiVersion"),
+        (JOB.replace("dp: 4", "dp: 3"), "spec.parallelism"),
+        (JOB.replace("nodes: 4", "nodez: 4"), "nodez"),
+    ],
+)
+def test_a_bad_job_is_refused_in_plain_lines(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    assert main(["run", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"holdfast: {path}") and said in error
+    assert "Traceback" not in error
+
+
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "/nowhere/job.yaml"]) == 2
+    assert "/nowhere/job.yaml cannot be read" in capsys.readouterr().err
+
+
+def test_status_shows_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--dir", str(run), "--once"]) == 0
+    out = capsys.readouterr().out
+    for part in ("default.run1", "Running", "epoch 3", "step 41", "protected 3.40", "parity"):
+        assert part in out
+    assert "the run was stopped" not in out
+
+
+def test_status_as_json_is_the_whole_status(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--dir", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["protected"] == "3.40" and found["conditions"][0]["type"] == "Protected"
+
+
+def test_status_without_a_run_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--dir", str(tmp_path / "none")]) == 2
+    assert "--dir" in capsys.readouterr().err
+
+
+def test_a_status_file_that_is_no_status_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    assert main(["status", "--dir", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_fault_for_a_run_that_is_not_running_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inject", "kill-rank", "0", "--dir", str(run)]) == 2
+    assert "nothing to harm" in capsys.readouterr().err
+
+
+def test_plan_shows_memory_and_odds(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(job), "--bytes-per-rank", "256Mi"]) == 0
+    out = capsys.readouterr().out
+    for part in ("1 parity groups of 4", "4 members", "limit", "REFT eq. 2", "snapshot interval"):
+        assert part in out
+
+
+def test_plan_refuses_what_does_not_fit(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(job), "--bytes-per-rank", "10Gi"]) == 2
+    assert "snapshots of one node need" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "many"])
+def test_numbers_that_make_no_sense_are_refused(
+    job: Path, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(job), f"--days={value}"])
+    assert end.value.code == 2
+    assert "is not a number above 0" in capsys.readouterr().err

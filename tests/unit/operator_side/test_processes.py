@@ -1,0 +1,92 @@
+"""Processes are recognised for certain, watched without polling, and found by their mark."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.errors import StorageError
+from holdfast_operator.local.processes import (
+    MARK,
+    ProcessId,
+    identify,
+    is_alive,
+    kill_marked,
+    marked,
+    send,
+    spawn,
+    wait_exit,
+)
+
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def started(*arguments: str, tmp_path: Path, mark: str = "") -> ProcessId:
+    return spawn(arguments or SLEEP, {**os.environ, MARK: mark}, tmp_path / "log")
+
+
+def exit_of(process: ProcessId) -> int | None:
+    async def wait() -> int | None:
+        async with asyncio.timeout(30):
+            return await wait_exit(process)
+
+    return asyncio.run(wait())
+
+
+def test_the_exit_code_of_an_own_process_is_seen_and_it_is_reaped(tmp_path: Path) -> None:
+    process = started(sys.executable, "-c", "raise SystemExit(7)", tmp_path=tmp_path)
+    assert exit_of(process) == 7
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)
+
+
+def test_a_signal_is_a_negative_exit_code(tmp_path: Path) -> None:
+    process = started(tmp_path=tmp_path)
+    assert is_alive(process)
+    assert send(process, signal.SIGKILL)
+    assert exit_of(process) == -signal.SIGKILL
+    assert not is_alive(process) and not send(process, signal.SIGKILL)
+
+
+def test_a_process_that_is_gone_has_an_unknown_exit_code() -> None:
+    assert exit_of(ProcessId(2**22 - 3, 1)) is None
+
+
+def test_another_process_with_the_same_pid_is_never_signalled() -> None:
+    me = identify(os.getpid())
+    assert me is not None and is_alive(me)
+    assert not send(ProcessId(me.pid, me.started + 1), signal.SIGKILL)
+
+
+def test_output_is_appended_to_the_log(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        exit_of(started(sys.executable, "-c", f"print({text!r})", tmp_path=tmp_path))
+    assert (tmp_path / "log").read_text() == "one\ntwo\n"
+
+
+def test_a_program_that_cannot_be_started_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot start /nowhere/program"):
+        started("/nowhere/program", tmp_path=tmp_path)
+
+
+def test_all_processes_with_a_mark_are_killed_and_no_other(tmp_path: Path) -> None:
+    run = f"/run/{uuid.uuid4().hex}"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, *{SLEEP[1:]!r}])"
+    parent = started(sys.executable, "-c", child, tmp_path=tmp_path, mark=f"{run}:n1:agent:0:1")
+    other = started(tmp_path=tmp_path, mark=f"{run}:n10:daemon")
+    try:
+        while len(marked(f"{run}:n1")) < 2:
+            assert is_alive(parent)
+        assert marked(f"{run}:n1:agent:0:1")[0].pid == parent.pid
+        assert kill_marked(f"{run}:n1") == 2
+        assert marked(f"{run}:n1") == [] and is_alive(other)
+    finally:
+        kill_marked(run)
+        for process in (parent, other):
+            exit_of(process)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast._arena import ArenaReader
+from holdfast._copy import CopyEngine, plan_copy
+from holdfast._devices import CpuDevice, CudaDevice, device_of
+from holdfast.testing import FakeDaemon
+from holdfast_core.layouts import PIECE_BYTES, piece_digests
+
+WAIT_S = 60
+gpu = pytest.mark.gpu
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_tensors_in_host_memory_need_no_device() -> None:
+    assert isinstance(device_of([torch.zeros(1)]), CpuDevice)
+
+
+@pytest.fixture
+def engine() -> Iterator[CopyEngine]:
+    made = CopyEngine(2, CudaDevice())
+    yield made
+    made.close()
+
+
+@gpu
+@needs_cuda
+def test_device_and_host_tensors_share_a_slot_and_come_back(
+    engine: CopyEngine, tmp_path: Path
+) -> None:
+    flats = [
+        torch.randint(256, (length,), dtype=torch.uint8, device=device)
+        for length, device in ((40 * PIECE_BYTES + 7, "cuda"), (1000, "cpu"), (5, "cuda"))
+    ]
+    parts, at = [], 0
+    for flat in flats:
+        parts.append((at, 0, flat))
+        at += flat.numel() + 64
+    plan = plan_copy(parts, (), PIECE_BYTES)
+    raw = (ctypes.c_ubyte * (at + 100))()
+    slot = memoryview(raw).cast("B")
+    device = CudaDevice()
+    device.register(ctypes.addressof(raw), len(slot))
+    digests = engine.capture(plan, ctypes.addressof(raw), slot, b"extras", at, device.fence())
+    device.unregister(ctypes.addressof(raw))
+    assert digests == piece_digests(slot[: at + 6], PIECE_BYTES)
+    (tmp_path / "arena").write_bytes(bytes(slot))
+    wanted = [flat.clone() for flat in flats]
+    for flat in flats:
+        flat.zero_()
+    reader = ArenaReader(os.open(tmp_path / "arena", os.O_RDONLY))
+    engine.restore(plan, reader, 0, at + 6, digests)
+    reader.close()
+    assert all(torch.equal(flat, was) for flat, was in zip(flats, wanted, strict=True))
+
+
+@gpu
+@needs_cuda
+def test_a_save_on_a_device_is_the_state_of_its_step_and_comes_back(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 64)).cuda()
+        return model, torch.optim.AdamW(model.parameters())
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = make(0)
+    session = holdfast.init(model=model, optimizer=optimizer, daemon=FakeDaemon(tmp_path))
+    for step in range(1, 4):
+        train(model, optimizer)
+        state = [p.detach().clone() for p in model.parameters()]
+        handle = session.save(step)
+        train(model, optimizer)  # the hook holds it back until the copies are done
+        handle.committed.result(WAIT_S)
+    session.close()
+    other, again = make(1)
+    resumed = holdfast.init(model=other, optimizer=again, daemon=FakeDaemon(tmp_path, epoch=2))
+    assert resumed.restore() == 3
+    assert all(torch.equal(p, was) for p, was in zip(other.parameters(), state, strict=True))
+    weight = next(other.parameters())
+    assert again.state[weight]["exp_avg"].is_cuda
+    assert not again.state[weight]["step"].is_cuda
+    resumed.close()

@@ -1,0 +1,166 @@
+"""The launcher: what it makes of a command line, and real workers that hang, die and finish."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from holdfast.launch import main, script_of
+
+PYTHON = "/opt/venv/bin/python3.11"
+START_S = 120.0
+RESTART_S = 20.0
+"""Far above what a restart takes, and far below the 30 s that torchrun gives a stopped worker."""
+
+WORKER = """
+import json, os, signal, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+note = {"pid": os.getpid(), "epoch": os.environ["TORCHELASTIC_RESTART_COUNT"], "argv": sys.argv[1:],
+        "main": __name__, "world": dist.get_world_size(), "job": os.environ["HOLDFAST_JOB"]}
+with open(sys.argv[1], "a") as file:
+    file.write(json.dumps(note) + "\\n")
+if int(note["epoch"]) < 4:
+    signal.pause()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        (["python", "train.py", "--steps", "3"], ("train.py", "--steps", "3")),
+        (["python3", "-u", "train.py"], ("train.py",)),
+        (["python3.11", "-m", "train", "x"], ("-m", "train", "x")),
+        ([PYTHON, "train.py"], None),  # absent on this machine, so not known to be ours
+        (["/usr/bin/other-python", "train.py"], None),
+        (["python", "-O", "train.py"], None),
+        (["python", "-m"], None),
+        (["python"], None),
+        (["./train.sh"], None),
+    ],
+)
+def test_only_a_plain_call_of_our_interpreter_is_forked(
+    command: list[str], script: tuple[str, ...] | None
+) -> None:
+    assert script_of(command, PYTHON) == script
+
+
+def test_our_interpreter_is_known_by_its_path() -> None:
+    assert script_of([sys.executable, "train.py"], sys.executable) == ("train.py",)
+
+
+def test_a_missing_command_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--socket", "s", "--job", "j", "--nodes", "1", "--nproc", "1", "--"])
+    assert "give it after `--`" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def fake_daemon() -> ModuleType:
+    """The module beside this one; tests are no packages."""
+    path = Path(__file__).with_name("fake_daemon.py")
+    spec = importlib.util.spec_from_file_location("rendezvous_fake_daemon", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def daemon(fake_daemon: ModuleType, tmp_path: Path) -> Iterator[Any]:
+    daemon = fake_daemon.FakeDaemon(tmp_path / "daemon.sock")
+    yield daemon
+    daemon.stop()
+
+
+class Agent:
+    """A launcher's process with two workers that note their starts in a pipe."""
+
+    def __init__(self, folder: Path) -> None:
+        script, self.notes = folder / "worker.py", folder / "notes"
+        script.write_text(WORKER)
+        os.mkfifo(self.notes)
+        self._pipe = os.open(self.notes, os.O_RDWR | os.O_NONBLOCK)  # open for writing: no EOF
+        self._unread = b""
+        self.exit_file = folder / "exit"
+        command = [sys.executable, "-m", "holdfast.launch", "--socket", str(folder / "daemon.sock")]
+        command += ["--job", "default.moe", "--nodes", "1", "--nproc", "2"]
+        command += ["--exit-file", str(self.exit_file), "--", "python", str(script)]
+        self.process = subprocess.Popen([*command, str(self.notes)], start_new_session=True)
+
+    def workers(self, timeout_s: float) -> list[dict[str, Any]]:
+        """The notes of the next two workers that start."""
+        until = time.monotonic() + timeout_s
+        while self._unread.count(b"\n") < 2:
+            ready, _, _ = select.select([self._pipe], [], [], until - time.monotonic())
+            assert ready, f"no two workers within {timeout_s} s, but {self._unread!r}"
+            self._unread += os.read(self._pipe, select.PIPE_BUF)
+        first, second, self._unread = self._unread.split(b"\n", 2)
+        return [json.loads(first), json.loads(second)]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._pipe)
+
+
+@pytest.fixture
+def agent(daemon: Any, tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_that_are_stopped_or_killed_are_replaced_and_the_agent_ends_with_the_last(
+    daemon: Any, agent: Agent
+) -> None:
+    daemon.begin(2)
+    first = agent.workers(START_S)
+    assert [worker["epoch"] for worker in first] == ["2", "2"]
+    assert all(worker["main"] == "__main__" and worker["world"] == 2 for worker in first)
+    assert all(worker["argv"] == [str(agent.notes)] for worker in first)
+    for worker in first:
+        os.kill(worker["pid"], signal.SIGSTOP)
+    daemon.begin(3)
+    second = agent.workers(RESTART_S)
+    assert [worker["epoch"] for worker in second] == ["3", "3"]
+    for worker in first:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker["pid"], 0)
+    os.kill(second[0]["pid"], signal.SIGKILL)
+    daemon.wait(lambda: 3 in daemon.left)  # the agent waits for the epoch after 3
+    daemon.begin(4)
+    third = agent.workers(RESTART_S)
+    assert [worker["epoch"] for worker in third] == ["4", "4"]
+    assert agent.process.wait(RESTART_S) == 0
+    assert agent.exit_file.read_text() == "0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_terminated_agent_takes_its_workers_along(daemon: Any, agent: Agent) -> None:
+    daemon.begin(1)
+    workers = agent.workers(START_S)
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(RESTART_S) == 128 + signal.SIGTERM
+    assert agent.exit_file.read_text() == f"{128 + signal.SIGTERM}\n"
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker["pid"], 0)
