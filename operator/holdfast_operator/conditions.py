@@ -92,12 +92,18 @@ def _scheduled(job: MoETrainingJob, state: ControlState, waiting: str) -> Condit
     return Condition(type=kind, status=True, reason="NodesAssigned", message=message)
 
 
+def _goes_on(state: ControlState, membership: Membership) -> bool:
+    """Whether training was seen running in this epoch and nothing is known to have stopped it; a
+    daemon that is silent does not (invariant 3)."""
+    return state.resumed_epoch == membership.epoch and state.no_replacement_since is None
+
+
 def _running(observed: Observed, state: ControlState, waiting: str) -> Condition:
     kind, membership = ConditionType.RUNNING, state.membership
     if state.outcome is not None:
         return Condition(type=kind, status=False, reason="Ended")
     if membership is None or not training_runs(observed, membership):
-        if membership is not None and state.resumed_epoch == membership.epoch and not waiting:
+        if membership is not None and _goes_on(state, membership):
             message = "some ranks have closed their sessions, or their daemon has just returned"
             return Condition(type=kind, status=True, reason="SomeRanksReady", message=message)
         return Condition(type=kind, status=False, reason="NotAllRanksReady", message=waiting)
@@ -110,9 +116,9 @@ def _recovering(observed: Observed, state: ControlState, waiting: str) -> Condit
     kind, membership = ConditionType.RECOVERING, state.membership
     if state.outcome is not None or membership is None:
         return Condition(type=kind, status=False, reason="NothingToRecover")
-    if state.resumed_epoch == membership.epoch and not waiting:
-        return Condition(type=kind, status=False, reason="AllRanksReady")
-    if state.recoveries == 0 and not waiting:
+    if _goes_on(state, membership):
+        return Condition(type=kind, status=False, reason="TrainingGoesOn")
+    if membership.epoch == 1 and state.no_replacement_since is None:
         return Condition(type=kind, status=False, reason="Starting")
     views = [view_of(observed, place, membership.epoch) for place in membership.members]
     rebuilding = [

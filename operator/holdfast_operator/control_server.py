@@ -111,12 +111,6 @@ class ControlServer(control_pb2_grpc.ControlServicer):
             views[name] = view if node.connection else replace(view, connected=False)
         return views
 
-    def forget(self, node: str) -> None:
-        """Forget a node that is gone for good; its stream, if any, is ended."""
-        known = self._nodes.pop(node, None)
-        if known is not None and known.connection is not None:
-            known.connection.outbox.put_nowait(None)
-
     # --- the service --------------------------------------------------------------------------
 
     async def Connect(

@@ -144,11 +144,11 @@ def versions() -> dict[str, str]:
 
 def table(report: Report) -> Table:
     """The faults, one a row."""
-    shown = Table(box=box.SIMPLE, padding=(0, 1))
+    shown = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     shown.add_column("killed", no_wrap=True)
     for name in ("at step", "noticed", "restored", "lost", "next step"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("from")
+    shown.add_column("from", no_wrap=True)
     for fault in report.faults:
         shown.add_row(
             fault.what,

@@ -88,7 +88,12 @@ class Draft:
         changed = membership.epoch != self.state.epoch
         self.state = replace(self.state, membership=membership, epoch=membership.epoch)
         if changed:
-            self.state = replace(self.state, started_from=None, confirmed_epoch=membership.epoch)
+            self.state = replace(
+                self.state,
+                started_from=None,
+                confirmed_epoch=membership.epoch,
+                began_at=self.now,
+            )
         self.actions.append(PublishMembership(membership=membership))
 
     def publish_next(self, membership: Membership, moved: dict[int, NodeView]) -> Membership:

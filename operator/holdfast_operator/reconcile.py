@@ -14,7 +14,8 @@ The rules, in order:
    spare takes its place; without one the job waits, then fails.
 4. Failure rules: the first that matches a cause gives its action. A lost node cannot be restarted
    in place, so it is replaced unless the rule says Fail. A cause that no rule matches is restarted
-   in place (its node replaced if that is lost), and counts.
+   in place (its node replaced if that is lost), and counts. An epoch that fails before it ran is
+   not followed by the next at once.
 5. A job does not start again from nothing once a generation was protected (without redundancy:
    complete). If no recovery line is left it fails, because nothing was persisted. Before that
    point a fresh start loses no promise, and happens.
@@ -184,9 +185,10 @@ def _note_silence(draft: Draft, membership: Membership) -> None:
         for place in membership.members
         if not is_reachable(draft.job, node_of(draft.observed, place), draft.state, draft.now)
     )
+    if draft.state.confirmed_epoch != membership.epoch:
+        return  # the loop has just begun to listen
     for name in sorted(silent - draft.state.silent):
-        if draft.state.confirmed_epoch == membership.epoch:
-            draft.tell("DaemonSilent", f"no heartbeat from the daemon on {name}", warning=True)
+        draft.tell("DaemonSilent", f"no heartbeat from the daemon on {name}", warning=True)
     for place in membership.members:
         node = node_of(draft.observed, place)
         if place.node in draft.state.silent - silent and node.memory_id == place.memory_id:

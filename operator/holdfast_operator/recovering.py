@@ -18,6 +18,10 @@ from holdfast_operator.views import AgentState, FenceNode, NodeView, Outcome, St
 NO_REPLACEMENT_S = 300.0
 """How long a job waits for a node to replace a lost one when no rule says."""
 
+FORMING_S, FORMING_S_MAX = 1.0, 5.0
+"""An epoch in which training was never seen running is not ended before it is this old; doubled
+with each such epoch in a row."""
+
 
 def recover(draft: Draft, membership: Membership) -> str | None:
     """Begin a recovery if something has failed: None when nothing has, else what is waited for,
@@ -37,6 +41,9 @@ def recover(draft: Draft, membership: Membership) -> str | None:
             rule_text = f"failure rule on {rule.on.value}: {rule.action.value} {what}"
             draft.end(Outcome.FAILED, f"{cause.text}; {rule_text}")
             return ""
+    pause_s = _pause_s(draft, membership, causes)
+    if pause_s > 0:
+        return f"{text}; waiting {pause_s:.1f} s before the next epoch"
     moved, unplaced = _replacements(draft, membership, causes, rules)
     if unplaced:
         return _await_replacement(draft, text, unplaced)
@@ -44,6 +51,17 @@ def recover(draft: Draft, membership: Membership) -> str | None:
         return ""
     _begin_epoch(draft, membership, causes, moved, text)
     return ""
+
+
+def _pause_s(draft: Draft, membership: Membership, causes: tuple[Cause, ...]) -> float:
+    """How long to wait before the next epoch. An epoch that failed before it ran will often fail
+    again, on one member after the other: what fails together is then handled together, and a
+    trainer that cannot start does not use up its restarts at once."""
+    state = draft.state
+    if state.resumed_epoch == membership.epoch or any(cause.node_lost for cause in causes):
+        return 0.0
+    pause_s = min(FORMING_S * 2.0**state.fruitless, FORMING_S_MAX)
+    return state.began_at + pause_s - draft.now
 
 
 def _replacements(
@@ -135,8 +153,13 @@ def _begin_epoch(
             if away.get(agent.member) == agent.node or agent.state is AgentState.EXITED
         ]
     )
+    ran = draft.state.resumed_epoch == membership.epoch
+    draft.state = replace(
+        draft.state,
+        no_replacement_since=None,
+        fruitless=0 if ran else draft.state.fruitless + 1,
+    )
     following = draft.publish_next(membership, moved)
-    draft.state = replace(draft.state, no_replacement_since=None)
     for member in away:
         draft.actions.append(StartAgent(member=member, node=following.place(member).node))
     takes = [f"{node.name} takes over member {m}" for m, node in moved.items() if m in away]

@@ -227,6 +227,10 @@ class ControlState:
     confirmed_epoch: int = 0
     """Newest epoch that was published from here, or that all its members have reported: before
     that, a membership learned from a heartbeat may be an old one, and no agent is touched."""
+    began_at: float = NEVER
+    """When the current epoch was published from here."""
+    fruitless: int = 0
+    """Epochs in a row that ended before training was seen running in them."""
     restarts: tuple[float, ...] = ()
     """When the recoveries were that count towards the maximum, within the window."""
     recoveries: int = 0

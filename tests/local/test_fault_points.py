@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from daemons import wait_until_dead
-from fault_points import LEADER, POINTS, Point
+from fault_points import POINTS, Point
 from harness import RawCluster, RawJob
 from waiting import wait_for
 

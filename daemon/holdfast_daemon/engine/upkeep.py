@@ -124,7 +124,13 @@ def _remove_idle_arenas(memory: JobMemory) -> None:
 
 
 def protect(memory: JobMemory, now: float) -> None:
-    """Start building this member's parity block for the newest generation its group has sealed."""
+    """Start building this member's parity block for the oldest generation that its group has sealed
+    and that it has no block for.
+
+    The oldest, so that all owners come to the same one: if each took the newest that it saw, they
+    could fill their two blocks with different generations, none of them complete, for ever. A
+    member that was away makes room by giving up a younger block that nobody was promised.
+    """
     membership, directive = memory.membership, memory.directive
     if membership is None or memory.me is None or memory.fenced:
         return
@@ -139,13 +145,14 @@ def protect(memory: JobMemory, now: float) -> None:
         if now < memory.retry_at.get(f"parity{lane}", now):
             continue
         have = {p.generation for p in slots if p.state is ParityState.READY}
-        free = next((p for p in slots if p.state is ParityState.FREE), None)
         generation = next(
             (g for g in _protectable(memory, membership, lane) if g not in have), None
         )
-        if free is None or generation is None:
+        if generation is None:
             continue
-        if have and generation < max(g for g in have if g is not None):
+        free = next((p for p in slots if p.state is ParityState.FREE), None)
+        free = free or _make_room(memory, slots, generation)
+        if free is None:
             continue
         sources = _sources(memory, membership, lane, generation)
         if sources is None:
@@ -163,20 +170,36 @@ def protect(memory: JobMemory, now: float) -> None:
         )
 
 
+def _make_room(
+    memory: JobMemory, slots: list[ParitySlot], wanted: Generation
+) -> ParitySlot | None:
+    """A block of a generation younger than `wanted`, freed; None when there is none."""
+    promised = memory.directive.retained if memory.directive else None
+    for parity in slots:
+        held = parity.generation
+        if held is not None and held > wanted and held != promised:
+            free_parity(memory, parity)
+            return parity
+    return None
+
+
 def _protectable(memory: JobMemory, membership: Membership, lane: int) -> list[Generation]:
-    """Generations that every member of the group has sealed in this lane, newest first."""
+    """Generations that every member of the group has sealed in this lane, oldest first; none while
+    a member has not verified all it holds, because what it does not list yet is not gone."""
     assert memory.me is not None and memory.directive is not None
     held: set[Generation] | None = None
     for member in membership.group_of(memory.me):
         report = memory.reports.get(member)
+        if report is None or not report.verified:
+            return []
         rank = membership.rank_at(member, lane)
         of_member = {
             entry.generation
-            for entry in (report.inventory.snapshots if report else ())
+            for entry in report.inventory.snapshots
             if entry.rank == rank and _is_kept(memory, entry.generation)
         }
         held = of_member if held is None else held & of_member
-    return sorted(held or set(), reverse=True)
+    return sorted(held or set())
 
 
 def _sources(

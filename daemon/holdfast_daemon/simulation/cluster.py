@@ -319,9 +319,18 @@ class Cluster(Faults):
     def restore_failed(self, rank: int) -> None:
         self.say(f"rank {rank} found a corrupt piece while restoring")
 
-    def finished(self, epoch: int, step: int) -> None:
-        self.say(f"epoch {epoch} finished step {step}")
-        self.done = True
+    def is_finished(self, epoch: int, step: int) -> bool:
+        """The last step is trained, and what was captured from it on has been protected: after the
+        faults have ended, protection must come back by itself."""
+        if step < self.options.steps:
+            return False
+        self._faults_left = 0
+        self.done = self.protected is not None and self.protected >= Generation(
+            epoch, self.options.steps
+        )
+        if self.done:
+            self.say(f"epoch {epoch} finished step {step}")
+        return self.done
 
     def _inventories(self) -> dict[int, Inventory]:
         assert self.membership is not None

@@ -87,9 +87,7 @@ class World:
         self.step += 1
         for worker in self.workers.values():
             worker.save(Generation(self.epoch, self.step))
-        if self.step >= self.cluster.options.steps:
-            self.cluster.finished(self.epoch, self.step)
-        else:
+        if not self.cluster.is_finished(self.epoch, self.step):
             self._later()
 
 

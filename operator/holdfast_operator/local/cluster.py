@@ -119,7 +119,9 @@ class LocalCluster:
         try:
             await self._start()
         except BaseException:
-            self.directory.close()
+            if not self.directory.nodes_file.exists():
+                self.directory.clear()
+            await self._close()
             raise
 
     async def _start(self) -> None:

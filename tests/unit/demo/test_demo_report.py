@@ -21,7 +21,7 @@ from holdfast_operator.demo_report import (
 )
 from holdfast_operator.local import Recovery, TimedEvent
 
-KILLED = Injected(kind="kill-rank", what="rank 2 in mid-step", step=6, epoch=1, time=106.4)
+KILLED = Injected(kind="kill-rank", what="node n13 and its memory", step=6, epoch=1, time=106.4)
 LOG = [LoggedStep(step=s, loss=5.0 - 0.1 * s, time=100.0 + s, epoch=1) for s in range(1, 8)] + [
     LoggedStep(step=s, loss=5.0 - 0.1 * s, time=104.0 + s, epoch=2) for s in range(6, 10)
 ]
@@ -43,7 +43,7 @@ def test_a_fault_that_led_to_a_restart_is_measured_from_the_log() -> None:
     report = account(KILLED, LOG, [recovery(106.9, 2, "parity")], [])
     assert report == FaultReport(
         kind="kill-rank",
-        what="rank 2 in mid-step",
+        what="node n13 and its memory",
         step=6,
         survived=True,
         restarted=True,
@@ -125,5 +125,5 @@ def test_the_table_fits_a_narrow_terminal() -> None:
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(table(make_report()))
     text = console.export_text()
-    for word in ("rank 2 in mid-step", "restored", "next step", "3.6 s", "parity"):
+    for word in ("node n13 and its memory", "restored", "next step", "3.6 s", "parity"):
         assert word in text

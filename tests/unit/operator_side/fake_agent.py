@@ -1,7 +1,7 @@
 """An agent in miniature, as a process: one child process for each rank, which counts steps.
 
-A rank goes on while `<root>/go` allows its next step; that is how a test holds training where it
-wants it. A child that dies ends the others; the agent then waits for the next epoch.
+Ranks do not wait for each other. A child that dies ends the others; the agent then says that it
+waits, in a file that its node's fake daemon reads, and begins again with the next epoch.
 """
 
 from __future__ import annotations

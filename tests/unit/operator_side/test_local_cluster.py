@@ -158,9 +158,7 @@ def test_an_exit_that_nobody_saw_is_read_from_its_file(run_directory: Path) -> N
         os.waitpid(agent.process.pid, 0)
         exit_code.write_text("143")
         async with LocalCluster(tiny_job(), settings(run_directory)) as second:
-            await second.wait_for(
-                lambda s: s.epoch > 1 and runs_in(s.epoch)(s), timeout_s=WAIT_S
-            )
+            await second.wait_for(lambda s: s.epoch > 1 and runs_in(s.epoch)(s), timeout_s=WAIT_S)
             assert any("exited with code 143" in event.message for event in second.events)
 
     asyncio.run(scenario())

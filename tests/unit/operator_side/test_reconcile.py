@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from virtual_world import World, make_job, running
 
-from holdfast_core.values import Generation, Line
-from holdfast_operator.views import Outcome, StartAgent
-
-ANY = {"on": "Any", "action": "RestartInPlace"}
+from holdfast_operator.views import StartAgent
 
 
 def test_a_job_waits_until_there_are_enough_daemons() -> None:
@@ -110,6 +106,31 @@ def test_agents_that_have_finished_work_again_when_another_failed() -> None:
     world.settle()
     started = [action for action in world.actions if isinstance(action, StartAgent)]
     assert sorted(action.member for action in started) == [0, 1]
+
+
+def test_a_trainer_that_cannot_start_is_tried_again_ever_more_slowly() -> None:
+    world = running(make_job(maxRestarts=4))
+    world.lose_rank(0)
+    began = world.now
+    while world.state.outcome is None:
+        world.look()
+        world.now += 0.25
+        for agent in list(world.agents):
+            world.exit_agent(agent[0], 1)
+    assert [membership.epoch for membership in world.published] == [1, 2, 3, 4, 5]
+    assert 10.0 <= world.now - began <= 15.0
+
+
+def test_agents_that_fail_together_while_an_epoch_forms_share_the_next_one() -> None:
+    world = running()
+    world.lose_rank(0)
+    world.look()
+    for member in range(4):
+        world.exit_agent(member, 1)
+        world.look()
+        world.now += 0.1
+    world.settle(2.0)
+    assert world.membership.epoch == 3 and world.condition("Running")[0]
 
 
 def test_a_hang_is_found_and_its_ranks_are_named() -> None:
@@ -219,234 +240,3 @@ def test_a_fenced_node_that_returns_is_a_spare() -> None:
     world.kill_node("n0")
     world.settle(6.0)
     assert world.nodes_of_members() == ["n2", "n1", "n4", "n3"]
-
-
-@pytest.mark.parametrize(
-    ("rules", "seconds"),
-    [
-        ([ANY], 300.0),
-        ([{"on": "NoReplacement", "action": "Fail", "afterSeconds": 60}, ANY], 60.0),
-        ([{"on": "NoReplacement", "action": "Fail"}, ANY], 0.0),
-    ],
-)
-def test_without_a_spare_the_job_waits_as_the_rule_says_and_fails(
-    rules: list[dict[str, object]], seconds: float
-) -> None:
-    world = running(make_job(spares=0, rules=rules))
-    world.kill_node("n1")
-    world.settle(5.0)
-    if seconds:
-        assert world.condition("Scheduled")[:2] == (False, "NoReplacement")
-        world.settle(seconds - 1.0)
-        assert world.state.outcome is None
-    world.settle(1.0)
-    assert world.state.outcome is Outcome.FAILED
-    assert f"no replacement within {seconds:g} s; add spares" in world.state.outcome_reason
-
-
-def test_a_node_that_returns_while_the_job_waits_for_a_replacement_is_taken_back() -> None:
-    world = running(make_job(spares=0))
-    world.kill_daemon("n1")
-    world.settle(60.0)
-    world.lose_rank(0)
-    world.revive_daemon("n1")
-    world.settle(1.0)
-    assert world.membership.epoch == 2
-    assert world.state.no_replacement_since is None
-
-
-def test_shrink_is_refused_with_the_reason() -> None:
-    rules = [{"on": "NoReplacement", "action": "Shrink", "afterSeconds": 1}, ANY]
-    world = running(make_job(spares=0, rules=rules))
-    world.kill_node("n1")
-    world.settle(8.0)
-    assert "Shrink is not supported yet" in world.state.outcome_reason
-
-
-def test_the_first_rule_that_matches_decides() -> None:
-    rules = [
-        {"on": "ExitCode", "values": [3], "action": "Fail"},
-        {"on": "ExitCode", "values": [4], "action": "ReplaceNode"},
-        {"on": "NodeLost", "action": "Fail"},
-        ANY,
-    ]
-    world = running(make_job(rules=rules))
-    world.exit_agent(1, 4)
-    world.settle()
-    assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
-    assert "FenceNode" not in world.kinds()
-    world.exit_agent(0, 3)
-    world.settle()
-    assert world.state.outcome is Outcome.FAILED
-    assert "exited with code 3; failure rule on ExitCode: Fail" in world.state.outcome_reason
-    world = running(make_job(rules=rules))
-    world.kill_node("n1")
-    world.settle(6.0)
-    assert world.state.outcome is Outcome.FAILED
-
-
-def test_too_many_restarts_within_the_window_fail_the_job() -> None:
-    world = running(make_job(maxRestarts=2, restartWindowSeconds=100))
-    for _ in range(2):
-        world.lose_rank(0)
-        world.settle(1.0)
-    world.lose_rank(0)
-    world.settle()
-    assert world.state.outcome is Outcome.FAILED
-    assert "2 restarts within 100 s are as many as" in world.state.outcome_reason
-    assert world.membership.epoch == 3 and world.dropped and world.agents == {}
-
-
-def test_restarts_outside_the_window_or_that_do_not_count_are_allowed() -> None:
-    rules = [
-        {"on": "NodeLost", "action": "ReplaceNode", "countTowardsMax": False},
-        ANY,
-    ]
-    job = make_job(maxRestarts=1, restartWindowSeconds=50, rules=rules)
-    world = running(job)
-    world.lose_rank(0)
-    world.settle(60.0)
-    world.lose_rank(0)
-    world.settle(1.0)
-    world.kill_node("n2")
-    world.settle(6.0)
-    assert world.state.outcome is None
-    assert (world.membership.epoch, world.state.recoveries) == (4, 3)
-
-
-def test_a_job_does_not_start_from_nothing_once_it_was_protected() -> None:
-    world = running()
-    world.lose_rank(0)
-    world.look()
-    world.line = Line(generation=None, reason="1.10 lacks ranks [0, 1]")
-    world.settle()
-    assert world.state.outcome is Outcome.FAILED
-    assert "no recovery line: generation 1.10 was the newest" in world.state.outcome_reason
-
-
-def test_a_job_that_was_never_protected_starts_from_the_beginning() -> None:
-    world = World(make_job())
-    world.settle(1.0)
-    world.train(3, protect=False)
-    world.settle()
-    world.lose_rank(0)
-    world.settle(1.0)
-    assert world.state.outcome is None
-    assert world.told("Running")[-1] == "4 ranks train in epoch 2 from the beginning"
-
-
-def test_without_redundancy_what_was_complete_counts() -> None:
-    world = World(make_job(redundancy="None"))
-    world.settle(1.0)
-    world.train(3, protect=False)
-    world.settle()
-    assert world.state.saved == Generation(1, 3)
-    world.lose_rank(0)
-    world.settle(1.0)
-    assert world.state.outcome is Outcome.FAILED
-
-
-def test_a_job_whose_agents_all_exit_well_is_complete_and_frees_its_memory() -> None:
-    world = running()
-    world.finish()
-    world.settle()
-    assert world.state.outcome is Outcome.COMPLETE
-    assert world.agents == {} and world.dropped
-    assert world.condition("Complete")[:2] == (True, "JobComplete")
-    assert not world.condition("Running")[0]
-    world.actions.clear()
-    world.settle(5.0)
-    assert world.actions == []
-
-
-def test_a_daemon_that_was_away_at_the_end_is_told_to_free_the_job_later() -> None:
-    world = running()
-    world.kill_daemon("n1")
-    world.finish()
-    world.look()
-    world.daemons["n1"].alive = True
-    world.settle()
-    assert world.daemons["n1"].membership is None
-
-
-def test_a_suspended_job_stops_its_agents_and_goes_on_in_a_new_epoch() -> None:
-    world = running()
-    world.job = make_job(suspend=True)
-    world.settle(1.0)
-    assert world.agents == {} and not world.dropped
-    assert world.condition("Suspended")[0]
-    world.job = make_job()
-    world.settle(1.0)
-    assert world.membership.epoch == 2 and len(world.agents) == 4
-    assert world.state.recoveries == 0
-
-
-def test_a_control_loop_that_forgot_everything_changes_nothing() -> None:
-    world = running()
-    before = world.membership
-    world.forget()
-    world.settle(30.0)
-    assert world.membership == before
-    assert world.actions == []
-
-
-def test_a_control_loop_that_forgot_everything_still_finds_a_node_that_was_lost_meanwhile() -> None:
-    world = running()
-    world.kill_node("n2")
-    world.now += 3600.0
-    world.forget()
-    world.look()
-    assert world.actions == []  # it has only just begun to listen
-    world.settle(6.0)
-    assert world.membership.epoch == 2
-    assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
-
-
-def test_an_old_membership_from_a_fenced_daemon_harms_no_agent() -> None:
-    world = running()
-    world.kill_daemon("n2")
-    world.settle(6.0)
-    agents = dict(world.agents)
-    world.forget()
-    for name in ("n0", "n1", "n3", "n4"):
-        world.daemons[name].alive = False
-    world.daemons["n2"].alive = True  # still in epoch 1
-    world.settle(2.0)
-    assert world.membership.epoch == 1 and world.agents == agents
-    for name in ("n0", "n1", "n3", "n4"):
-        world.daemons[name].alive = True
-    world.settle(2.0)
-    assert world.membership.epoch == 2 and world.agents == agents
-
-
-def test_a_pause_of_the_control_loop_is_not_taken_for_silence() -> None:
-    world = running()
-    world.now += 3600.0
-    for daemon in world.daemons.values():
-        daemon.alive = False
-    world.look()
-    for daemon in world.daemons.values():
-        daemon.alive = True
-    world.settle(1.0)
-    assert world.membership.epoch == 1
-
-
-def test_two_memberships_of_one_epoch_are_replaced_by_a_third() -> None:
-    world = running()
-    other = world.membership
-    world.lose_rank(0)
-    world.look()
-    world.daemons["n1"].membership = type(other)(
-        job=other.job,
-        epoch=2,
-        members=(
-            *other.members[:3],
-            world.membership.place(3).__class__(
-                index=3, node="n4", memory_id="memory-4", peer_address="", bulk_address=""
-            ),
-        ),
-        nproc_per_node=1,
-        groups=other.groups,
-    )
-    world.settle(1.0)
-    assert world.membership.epoch == 3

@@ -101,14 +101,16 @@ def _inode(descriptor: int) -> int:
 
 
 def test_a_forked_child_holds_neither_claim_nor_mapping(serve: Serve, arena_file: Path) -> None:
-    ended = threading.Event()
+    passed, ended = threading.Event(), threading.Event()
 
     def handle(connection: socket.socket, token: bytes) -> None:
         pass_file(arena_file, os.O_RDWR)(connection, token)
+        passed.set()
         if connection.recv(1) == b"":
             ended.set()
 
     arena = claim_arena(serve(handle), "token", NBYTES, timeout_s=WAIT_S)
+    assert passed.wait(WAIT_S)  # the server runs here too: the child must not inherit its copy
     stay, go = os.pipe()
     child = os.fork()
     if child == 0:
@@ -117,7 +119,7 @@ def test_a_forked_child_holds_neither_claim_nor_mapping(serve: Serve, arena_file
         inode = arena_file.stat().st_ino
         held = [fd for fd in range(3, 256) if _inode(fd) == inode]
         mapped = Path("/proc/self/maps").read_text()
-        os._exit(int(bool(held) or str(arena_file) in mapped))
+        os._exit(2 * bool(held) + 4 * (str(arena_file) in mapped))
     arena.close()
     assert ended.wait(WAIT_S)  # although the child lives
     os.close(go)
