@@ -58,6 +58,8 @@ class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, r
 
 
 class Metadata(_Document, frozen=True, kw_only=True):
+    """Name, namespace and labels of the document."""
+
     name: Annotated[str, Meta(description="the name of the job", examples=["llm-8x7b"])]
     namespace: Annotated[str, Meta(description="the namespace", examples=["default"])] = "default"
     labels: Annotated[dict[str, str], Meta(description="text for each label")] = {}
@@ -67,6 +69,8 @@ class Metadata(_Document, frozen=True, kw_only=True):
 
 
 class Parallelism(_Document, frozen=True, kw_only=True):
+    """How the world is divided."""
+
     dp: Annotated[_Count, Meta(description="the degree of data parallelism", examples=[4])]
     tp: Annotated[_Count, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
     pp: Annotated[_Count, Meta(description="the degree of pipeline parallelism", examples=[1])] = 1
@@ -77,6 +81,8 @@ class Parallelism(_Document, frozen=True, kw_only=True):
 
 
 class Model(_Document, frozen=True, kw_only=True):
+    """What the planner must know of the model."""
+
     num_experts: Annotated[
         _Count, Meta(description="the number of experts of a layer", examples=[8])
     ]
@@ -86,14 +92,20 @@ class Model(_Document, frozen=True, kw_only=True):
 
 
 class Policy(_Document, frozen=True, kw_only=True):
+    """What a snapshot contains."""
+
     type: PolicyType = PolicyType.FULL
 
 
 class StepInterval(_Document, frozen=True, kw_only=True):
+    """How often the trainer saves."""
+
     steps: Annotated[_Count, Meta(description="steps from snapshot to snapshot", examples=[1])] = 1
 
 
 class Snapshot(_Document, frozen=True, kw_only=True):
+    """What is captured, how often, and in how much memory."""
+
     policy: Policy = Policy()
     interval: StepInterval = StepInterval()
     memory_per_node: Annotated[
@@ -104,6 +116,8 @@ class Snapshot(_Document, frozen=True, kw_only=True):
 
 
 class Raim5(_Document, frozen=True, kw_only=True):
+    """Parity groups and how they are spread."""
+
     group_size: Annotated[
         int | None, Meta(description="the members of a parity group", examples=[4])
     ] = None
@@ -119,21 +133,29 @@ class Raim5(_Document, frozen=True, kw_only=True):
 
 
 class RedundancySpec(_Document, frozen=True, kw_only=True):
+    """How committed snapshots are protected."""
+
     type: Redundancy = Redundancy.RAIM5
     raim5: Raim5 | None = None
 
 
 class MinuteInterval(_Document, frozen=True, kw_only=True):
+    """How often a generation is persisted."""
+
     minutes: Annotated[
         float, Meta(gt=0, le=_YEAR_S / 60, description="minutes between copies", examples=[30])
     ] = 30.0
 
 
 class SecretReference(_Document, frozen=True, kw_only=True):
+    """Where credentials are."""
+
     name: Annotated[str, Meta(description="the name of a Secret", examples=["creds"])]
 
 
 class Persistence(_Document, frozen=True, kw_only=True):
+    """Where generations are kept for good."""
+
     uri: Annotated[str, Meta(description="where to keep copies", examples=["s3://bucket/run1"])]
     interval: MinuteInterval = MinuteInterval()
     keep: Annotated[_Count, Meta(description="the number of copies to keep", examples=[3])] = 3
@@ -141,6 +163,8 @@ class Persistence(_Document, frozen=True, kw_only=True):
 
 
 class Detection(_Document, frozen=True, kw_only=True):
+    """When something silent counts as lost."""
+
     heartbeat_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="seconds between heartbeats", examples=[1])
     ] = 1.0
@@ -168,6 +192,8 @@ class Detection(_Document, frozen=True, kw_only=True):
 
 
 class Rule(_Document, frozen=True, kw_only=True):
+    """What to do about one kind of failure; the first match wins."""
+
     on: On
     action: Action
     values: Annotated[
@@ -189,6 +215,8 @@ DEFAULT_RULES = (
 
 
 class FailurePolicy(_Document, frozen=True, kw_only=True):
+    """How failures are met."""
+
     max_restarts: Annotated[
         int, Meta(ge=0, description="the restarts allowed within the window", examples=[20])
     ] = 20
@@ -210,6 +238,8 @@ class FailurePolicy(_Document, frozen=True, kw_only=True):
 
 
 class Trainer(_Document, frozen=True, kw_only=True):
+    """The pod that trains."""
+
     template: Annotated[
         dict[str, Any],
         Meta(description="a pod template; its first container is the trainer"),
@@ -217,6 +247,8 @@ class Trainer(_Document, frozen=True, kw_only=True):
 
 
 class Spec(_Document, frozen=True, kw_only=True):
+    """What the job asks for."""
+
     suspend: Annotated[bool, Meta(description="true to hold the job back, or false")] = False
     nodes: Annotated[_Count, Meta(description="the number of nodes", examples=[4])]
     min_nodes: Annotated[

@@ -40,7 +40,7 @@ EXIT_JOB_ENDED = 75
 EXIT_NO_DAEMON = 69
 MONITOR_S = 0.1
 GRACE_S = 5.0
-PRELOAD = ["torch", "torch._dynamo", "holdfast.launch"]
+PRELOAD = ["torch", "torch._dynamo", "holdfast._agent", "holdfast._script"]
 """What every worker imports. The compiler is among it because the first optimizer that is made
 imports it."""
 

@@ -170,9 +170,7 @@ def protect(memory: JobMemory, now: float) -> None:
         )
 
 
-def _make_room(
-    memory: JobMemory, slots: list[ParitySlot], wanted: Generation
-) -> ParitySlot | None:
+def _make_room(memory: JobMemory, slots: list[ParitySlot], wanted: Generation) -> ParitySlot | None:
     """A block of a generation younger than `wanted`, freed; None when there is none."""
     promised = memory.directive.retained if memory.directive else None
     for parity in slots:
