@@ -25,7 +25,8 @@ def rank_state(memory: JobMemory, rank: int, record: RankRecord) -> str:
     """HEALTHY, SNAPSHOTTING, UNHEALTHY or OFFLINE (REFT §4.2)."""
     if record.lost_in == memory.epoch:
         return "OFFLINE"
-    if record.session is None or memory.fenced:
+    session = record.session
+    if session is None or session.epoch != memory.epoch or memory.fenced:
         return "UNHEALTHY"
     writing = any(
         arena.rank == rank and slot.state in (SlotState.GRANTED, SlotState.SEALING)

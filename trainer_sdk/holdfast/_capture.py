@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from holdfast._conventions import Place, UnitNamer, place_tensor
+from holdfast._dtensors import is_dtensor
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
 from holdfast_core.topology import Topology
@@ -142,7 +142,7 @@ class LiveState:
         self._kept = [*self._objects()]
         self._ids = list(map(id, self._kept))
         self._known = [_raw(item) for item in self._kept if isinstance(item, torch.Tensor)]
-        self._sharded = [(item, _raw(item)) for item in self._kept if isinstance(item, DTensor)]
+        self._sharded = [(item, _raw(item)) for item in self._kept if is_dtensor(item)]
         self._addresses = [tensor.data_ptr() for tensor in self._known]
         self._lengths = [tensor.numel() for tensor in self._known]
 
@@ -322,7 +322,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     # The public `to_local` builds an autograd node, 100 times slower; this runs in `save`.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def _tensors_in(state: Mapping[object, object]) -> Iterator[object]:
@@ -330,7 +330,7 @@ def _tensors_in(state: Mapping[object, object]) -> Iterator[object]:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(
+    return is_dtensor(tensor) and any(
         not placement.is_replicate() and tensor.device_mesh.size(dim) > 1
         for dim, placement in enumerate(tensor.placements)
     )
@@ -338,7 +338,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 def _first_of_sharded_stack(tensor: torch.Tensor) -> int | None:
     """Global index of the first slice of a DTensor that is sharded along its first dimension."""
-    if not isinstance(tensor, DTensor) or not any(p.is_shard(0) for p in tensor.placements):
+    if not is_dtensor(tensor) or not any(p.is_shard(0) for p in tensor.placements):
         return None
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None

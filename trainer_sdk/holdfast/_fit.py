@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast._capture import Anchor, LiveState, Source, local_of
+from holdfast._dtensors import is_dtensor
 from holdfast._extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.layouts import Entry, Layout
@@ -180,8 +180,8 @@ def _allocate(
         state[key] = torch.empty(shape, dtype=dtype, device=device)
         return
     made = torch.empty_like(local, dtype=dtype, device=device)
-    if isinstance(parameter, DTensor):
-        made = DTensor.from_local(
+    if is_dtensor(parameter):
+        made = type(parameter).from_local(
             made,
             parameter.device_mesh,
             parameter.placements,

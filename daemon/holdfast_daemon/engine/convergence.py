@@ -95,6 +95,8 @@ class Convergence:
             parity.entry = entry
         if membership is not None:
             self._enter(membership)
+            for rank in memory.my_ranks():
+                memory.rank(rank).last_sign = now
             if line is not None and memory.directive is not None:
                 memory.directive = leader.told(membership, memory.directive, line, retained)
         return self._settle(now)
