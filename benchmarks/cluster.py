@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -128,6 +130,8 @@ class Daemon:
     node: str
     root: Path
     process: subprocess.Popen[bytes]
+    metrics: str
+    """URL of its metrics."""
 
     @property
     def socket(self) -> Path:
@@ -137,6 +141,14 @@ class Daemon:
         """Bytes of tmpfs that the job's arenas and parity blocks really take on this node."""
         files = (self.root / "jobs" / job).rglob("*")
         return sum(f.stat().st_blocks * 512 for f in files if f.name == "arena" or _is_block(f))
+
+    def metric(self, name: str, job: str) -> float:
+        """The value of one of the job's series in the daemon's metrics; 0 when there is none."""
+        with urllib.request.urlopen(self.metrics, timeout=WITHIN_S) as reply:
+            text = reply.read().decode()
+        series = f'{name}{{job="{job}"}} '
+        found = [line for line in text.splitlines() if line.startswith(series)]
+        return float(found[0].removeprefix(series)) if found else 0.0
 
     def lose(self) -> None:
         """What the loss of the node does: no process, no memory."""
@@ -162,9 +174,12 @@ class Cluster:
         command = [sys.executable, "-m", "holdfast_daemon", "--root", str(root), "--node", node]
         command += ["--host", ADDRESS.format(number), "--control", self.control.address]
         command += ["--budget", str(self._budget_bytes), "--scrub-interval", "86400"]
+        metrics_port = _free_port(ADDRESS.format(number))
+        command += ["--metrics-port", str(metrics_port)]
         with (self._directory / f"{node}.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)
-        daemon = Daemon(node=node, root=root, process=process)
+        metrics = f"http://{ADDRESS.format(number)}:{metrics_port}/metrics"
+        daemon = Daemon(node=node, root=root, process=process, metrics=metrics)
         self.daemons[node] = daemon
         try:
             self.control.heartbeat_of(node)
@@ -193,6 +208,12 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _is_block(path: Path) -> bool:

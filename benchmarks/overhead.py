@@ -23,7 +23,7 @@ from benchmarks.measure import Figure, Outcome, encode
 from holdfast_core.values import Redundancy
 
 JOB = "overhead"
-PAIRS = 5
+PAIRS = 4
 STEPS = 60
 STEPS_LEFT_OUT = 10
 """The first steps of a run: allocation, the arena, warm-up."""

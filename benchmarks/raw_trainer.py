@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -80,13 +79,10 @@ class RawTrainer:
                 if time.monotonic() > until:
                     raise
 
-    def restore(
-        self, on_progress: Callable[[trainer_pb2.RestoreProgress], None] = lambda _: None
-    ) -> trainer_pb2.RestoreDecision:
+    def restore(self) -> trainer_pb2.RestoreDecision:
         """Where to start; returns when the bytes, if there are any, lie on this node."""
         request = trainer_pb2.RestoreRequest(job=self.job, rank=self.rank, epoch=self.epoch)
         for progress in self._stub.Restore(request, timeout=WITHIN_S):
-            on_progress(progress)
             if progress.HasField("decision"):
                 return progress.decision
         raise RuntimeError(f"rank {self.rank} was not told where to start")

@@ -103,7 +103,10 @@ class Membership:
 
     def position(self, member: int) -> int:
         """The member's place in the order of members: its node rank in the training world."""
-        return [place.index for place in self.members].index(member)
+        for position, place in enumerate(self.members):
+            if place.index == member:
+                return position
+        raise ValueError(f"{member} is no member of {self.job} in epoch {self.epoch}")
 
     def ranks_of(self, member: int) -> range:
         first = self.position(member) * self.nproc_per_node

@@ -13,7 +13,7 @@ CHUNK = 250
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first_seed", range(0, SCHEDULES, CHUNK))
 def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int) -> None:
-    counts = run_schedules(first_seed, CHUNK, steps=8, faults=4)
+    counts = run_schedules(first_seed, CHUNK, steps=6, faults=4)
     # A schedule that strikes nothing, or recovers nothing, proves nothing.
     assert counts["kill_daemon"] > CHUNK / 4
     assert counts["kill_node"] > CHUNK / 8

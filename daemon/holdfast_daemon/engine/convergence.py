@@ -142,25 +142,28 @@ class Convergence:
     def on_report(self, report: Report, now: float) -> list[Effect]:
         """A peer's report. A newer epoch than ours fences us; an older one is ignored."""
         memory = self.memory
-        self._see_epoch(report.epoch)
-        if report.epoch == memory.epoch:
+        if not self._see_epoch(report.epoch):
             known = memory.reports.get(report.member)
-            if known is None or known.order < report.order:
-                memory.reports[report.member] = report
+            if report.epoch < memory.epoch or (known and known.order >= report.order):
+                return []
+            memory.reports[report.member] = report
         return self._settle(now)
 
     def on_directive(self, directive: Directive, now: float) -> list[Effect]:
         """The leader's word."""
         memory = self.memory
-        self._see_epoch(directive.epoch)
-        if directive.epoch == memory.epoch and memory.directive is not None:
-            self._direct(leader.merge(memory.directive, directive))
+        if not self._see_epoch(directive.epoch):
+            if directive.epoch < memory.epoch or memory.directive is None:
+                return []
+            merged = leader.merge(memory.directive, directive)
+            if merged == memory.directive:
+                return []
+            self._direct(merged)
         return self._settle(now)
 
     def on_peer_epoch(self, epoch: int, now: float) -> list[Effect]:
         """A peer answered with its own epoch."""
-        self._see_epoch(epoch)
-        return self._settle(now)
+        return self._settle(now) if self._see_epoch(epoch) else []
 
     def on_suspect(self, epoch: int, rank: int, generation: Generation, now: float) -> list[Effect]:
         """A parity owner received bytes of ours that do not match their manifest: look again."""
@@ -299,13 +302,13 @@ class Convergence:
             epoch=memory.epoch,
             member=me,
             incarnation=memory.incarnation,
-            sequence=memory.sequence,
+            sequence=self._sent.sequence if self._sent else memory.sequence,
             verified=memory.verified,
             inventory=memory.inventory(),
             line=self._line(),
             retained=self._retained(),
         )
-        if self._sent is not None and replace(report, sequence=self._sent.sequence) == self._sent:
+        if report == self._sent:
             return
         memory.sequence += 1
         report = replace(report, sequence=memory.sequence)
@@ -334,12 +337,14 @@ class Convergence:
     def _line(self) -> Line | None:
         return self.memory.directive.line if self.memory.directive else None
 
-    def _see_epoch(self, epoch: int) -> None:
+    def _see_epoch(self, epoch: int) -> bool:
+        """Whether `epoch` is newer than ours, which fences us."""
         memory = self.memory
         if epoch > memory.epoch_seen:
             memory.epoch_seen = epoch
             if memory.membership is not None and epoch > memory.epoch:
                 memory.note("fenced", detail=f"a peer is in epoch {epoch}")
+        return epoch > memory.epoch
 
     def _arena(self, rank: int, encoded: bytes) -> ArenaView:
         layout = decode_layout(encoded)
