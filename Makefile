@@ -74,6 +74,10 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated stubs
 	done
 	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
 
+.PHONY: mutants
+mutants: $(STAMP) ## Plant bugs in the protocol and see the simulation find them (long)
+	@$(BIN)/python tests/simulation/mutants.py
+
 .PHONY: format
 format: $(STAMP) ## Rewrite the sources in the house format
 	@$(BIN)/python -m ruff check --fix-only --quiet .
