@@ -58,7 +58,7 @@ demo: $(STAMP) ## Watch a training job lose trainers, daemons and a node, and fi
 
 .PHONY: test
 test: $(STAMP) redis ## Run the tests; ARGS="tests/unit -k raim5" narrows them
-	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: check
 check: $(STAMP) ## Format, lint, types, import contracts, generated stubs
