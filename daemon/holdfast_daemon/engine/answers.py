@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast_core import recovery
 from holdfast_core.errors import NoRecoveryLineError
-from holdfast_core.values import Line
+from holdfast_core.values import Generation, Line, Membership
 from holdfast_daemon.engine.state import ArenaView, JobMemory, Session, Slot
 
 
@@ -54,7 +55,8 @@ def restore_state(memory: JobMemory, rank: int) -> RestoreState:
     """Where `rank` starts in this epoch, or how far finding out has come.
 
     Raises:
-        NoRecoveryLineError: training has gone on without this rank's restore.
+        NoRecoveryLineError: training has gone on without this rank's restore, or the rank's
+            snapshot was lost after the line was decided.
     """
     membership, line = memory.membership, memory.directive.line if memory.directive else None
     assert membership is not None
@@ -74,6 +76,12 @@ def restore_state(memory: JobMemory, rank: int) -> RestoreState:
             f"was replaced by {retained}"
         )
     held = memory.sealed(rank, line.generation)
+    if held is None and _is_lost(memory, membership, rank, line.generation):
+        raise NoRecoveryLineError(
+            f"rank {rank} lost its snapshot of the line {line.generation} after epoch "
+            f"{memory.epoch} began, and its parity group cannot rebuild it; the next epoch will "
+            f"decide anew"
+        )
     if held is None or not held[1].verified:
         return RestoreState(
             phase="rebuild", detail=f"generation {line.generation} from parity", line=line
@@ -83,6 +91,18 @@ def restore_state(memory: JobMemory, rank: int) -> RestoreState:
     return RestoreState(
         phase="ready", detail=line.reason, line=line, arena=arena, slot=slot, source=source
     )
+
+
+def _is_lost(memory: JobMemory, membership: Membership, rank: int, generation: Generation) -> bool:
+    """Whether nobody can give the rank the snapshot back, as far as settled reports say."""
+    if rank in memory.rebuilds or memory.me is None:
+        return False
+    group = membership.group_of(memory.me)
+    if any(m not in memory.reports or not memory.reports[m].verified for m in group):
+        return False
+    inventories = {member: report.inventory for member, report in memory.reports.items()}
+    holdings = recovery.Holdings.of(membership, inventories)
+    return not recovery.rebuildable(membership, holdings, rank, generation)
 
 
 def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast_core import layouts
 from holdfast_core.errors import (
     HoldfastError,
+    NoRecoveryLineError,
     SnapshotSkippedError,
     StaleEpochError,
     UnknownSessionError,
@@ -143,7 +144,11 @@ class Worker:
             self.world.cluster.clock.after(POLL_S, lambda: self._poll(action))
 
     def _restore(self, daemon: VirtualDaemon) -> bool:
-        state = daemon.engine.restore_state(self.rank, self.world.epoch)
+        try:
+            state = daemon.engine.restore_state(self.rank, self.world.epoch)
+        except NoRecoveryLineError:
+            self.kill()  # a trainer that cannot restore exits
+            return True
         if not state.ready or state.line is None:
             return False
         generation = state.line.generation
