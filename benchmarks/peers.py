@@ -1,7 +1,8 @@
 """The same rows for what people use today, from their own packages (extra `bench`).
 
 Each peer runs in a process of its own, on the same state, and writes to memory only, so that it is
-compared at its best. Where a peer has no such row (no parity: nothing is ever `protected`), the
+compared at its best; it also loads in the process that saved, where its memory is mapped already,
+while Holdfast restores in a new process. Where a peer has no such row (no parity: nothing is ever `protected`), the
 row is left out. `committed` means that the bytes survive the trainer's process.
 
     python -m benchmarks.peers NAME --bytes N --out FILE
@@ -187,6 +188,7 @@ def measure(make: Callable[[Path], Peer], total_bytes: int) -> Outcome:
         raise RuntimeError("what was loaded is not what was saved")
     rows: dict[str, Figure] = {
         "blocked": ratio(blocked, floors),
+        "staged": ratio(blocked, floors, note="tensors may change when the call returns"),
         "save_call_ms": milliseconds(blocked),
         "committed": ratio(committed, floors),
         "first_save": ratio([first_s], [sorted(committed)[len(committed) // 2]], "× warm save"),

@@ -23,6 +23,8 @@ from holdfast_core.quantities import parse_bytes
 
 PARTS = ("trainer", "protection", "overhead")
 WITHIN_S = 900.0
+TABLE_COLUMNS = 120
+"""Width of the tables in a log, which has no width of its own."""
 
 
 def run_part(module: str, arguments: list[str]) -> Outcome:
@@ -49,6 +51,8 @@ def main() -> int:
     options = parser.parse_args()
     size = ["--bytes", str(parse_bytes(options.size.removesuffix("B")))]
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
     facts = machine.facts() | {"size": options.size}
     rows: dict[str, Figure] = {}
     peers: dict[str, Outcome] = {}

@@ -24,6 +24,7 @@ TARGETS: tuple[Target, ...] = (
     Target(key="committed", figure="time to committed", at_most=1.2),
     Target(key="first_save", figure="first save after open", at_most=1.5),
     Target(key="restore", figure="restore after a trainer crash", at_most=1.3),
+    Target(key="restore_floor", figure="… floor: reading the bytes back", at_most=None),
     Target(key="protected", figure="protected, 4 daemons on loopback", at_most=1.5),
     Target(key="rebuild", figure="rebuild of a lost member", at_most=1.5),
     Target(

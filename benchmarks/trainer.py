@@ -78,6 +78,11 @@ def _rows(rounds: list[Saves], restores: list[Restored]) -> dict[str, Figure]:
             [restored.floor for restored in restores],
             note="session.restore() of a new process, after SIGKILL of the one before",
         ),
+        "restore_floor": ratio(
+            [restored.read_back for restored in restores],
+            [restored.floor for restored in restores],
+            note="the same bytes by pread from tmpfs into the live tensors, unverified",
+        ),
     }
 
 

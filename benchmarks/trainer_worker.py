@@ -42,6 +42,8 @@ class Restored(msgspec.Struct, kw_only=True):
     """Seconds of a restore, and of the floor just before it."""
 
     floor: float
+    read_back: float
+    """The same bytes, read from a file in memory and not verified."""
     seconds: float
     step: int
     digest: int
@@ -78,7 +80,7 @@ def restore(socket: Path, total_bytes: int) -> Restored:
     state = State(total_bytes)
     memcpy = Memcpy(state.regions())
     for _ in range(WARM_UPS):
-        floor = memcpy()
+        floor, read_back = memcpy(), memcpy.read_back()
     state.fill(0)
     session = _init(state, socket)
     begin = time.perf_counter()
@@ -87,7 +89,9 @@ def restore(socket: Path, total_bytes: int) -> Restored:
     session.close()
     if step is None:
         raise RuntimeError("there was nothing to restore")
-    return Restored(floor=floor, seconds=seconds, step=step, digest=state.digest())
+    return Restored(
+        floor=floor, read_back=read_back, seconds=seconds, step=step, digest=state.digest()
+    )
 
 
 def _init(state: State, socket: Path) -> holdfast.Session:

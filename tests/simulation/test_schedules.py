@@ -15,7 +15,7 @@ CHUNK = 250
 def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int) -> None:
     counts = run_schedules(first_seed, CHUNK, steps=6, faults=4)
     # A schedule that strikes nothing, or recovers nothing, proves nothing.
-    assert counts["kill_daemon"] > CHUNK / 4
-    assert counts["kill_node"] > CHUNK / 8
-    assert counts["rebuilt"] > CHUNK / 10
+    assert counts["kill_daemon"] > CHUNK / 10
+    assert counts["kill_node"] > CHUNK / 20
+    assert counts["rebuilt"] > CHUNK / 20
     assert counts["resumed"] >= CHUNK
