@@ -2,8 +2,8 @@
 
 Each peer runs in a process of its own, on the same state, and writes to memory only, so that it is
 compared at its best; it also loads in the process that saved, where its memory is mapped already,
-while Holdfast restores in a new process. Where a peer has no such row (no parity: nothing is ever `protected`), the
-row is left out. `committed` means that the bytes survive the trainer's process.
+while Holdfast restores in a new process. Where a peer has no such row (no parity: nothing is ever
+`protected`), the row is left out. `committed` means that the bytes survive the trainer's process.
 
     python -m benchmarks.peers NAME --bytes N --out FILE
 """

@@ -22,6 +22,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from holdfast._arena import ArenaReader
+from holdfast._collector import without_collector
 from holdfast._devices import Device, DeviceMove, Fence
 
 BLOCK_PIECES = 16
@@ -241,12 +242,13 @@ def plan_copy(
             host[-1] = (start, first, length + nbytes)
         else:
             host.append((slot_start, address, nbytes))
-    return CopyPlan(
-        piece_bytes=piece_bytes,
-        host_moves=_by_piece(host, piece_bytes),
-        device_moves=_by_block(device, piece_bytes * BLOCK_PIECES),
-        staged=tuple(staged),
-    )
+    with without_collector():
+        return CopyPlan(
+            piece_bytes=piece_bytes,
+            host_moves=_by_piece(host, piece_bytes),
+            device_moves=_by_block(device, piece_bytes * BLOCK_PIECES),
+            staged=tuple(staged),
+        )
 
 
 def _by_piece(moves: Sequence[HostMove], piece_bytes: int) -> tuple[tuple[HostMove, ...], ...]:

@@ -19,6 +19,7 @@ from holdfast._arena import ArenaReader, check_slot
 from holdfast._capture import LiveState, Source
 from holdfast._client import DaemonClient, Decision, Hello
 from holdfast._collect import Stateful, devices_of, put_back
+from holdfast._collector import without_collector
 from holdfast._copy import BadPieceError, CopyEngine, plan_copy
 from holdfast._exchange import Exchange
 from holdfast._extras import decode_extras
@@ -104,7 +105,8 @@ class Restore:
         except HoldfastError as raised:
             error = raised
         try:
-            return self._together(epoch, found, offers, error)
+            with without_collector():
+                return self._together(epoch, found, offers, error)
         finally:
             if found is not None:
                 found.reader.close()
