@@ -86,7 +86,7 @@ format: $(STAMP) ## Rewrite the sources in the house format
 ##@ Now and then
 
 .PHONY: bench
-bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--size-mib 256"
+bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--size 256MiB"
 	@mkdir -p build
 	$(call requirements,extra == "bench") > build/bench-requirements.txt
 	deps=$$(<$(STAMP))
