@@ -54,6 +54,8 @@ class Observer(Protocol):
 
     def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None: ...
 
+    def took(self, host: JobHost, effect: Effect, seconds: float) -> None: ...
+
 
 class JobHost:
     """Runs one job's engine. All methods are for the event loop's thread."""
@@ -179,15 +181,18 @@ class JobHost:
                 except HoldfastError as error:
                     self._observer.storage_failed(self, effect, error)
             case _:
+                began = self.now
                 future = self.worker.submit(effect)
-                future.add_done_callback(self._background_ended)
+                future.add_done_callback(lambda ended: self._background_ended(effect, began, ended))
 
     def _seal(self, effect: Seal) -> None:
         error = None
+        began = self.now
         try:
             self.worker.apply(effect)
         except HoldfastError as failure:
             error = failure
+        self._observer.took(self, effect, self.now - began)
         self._complete(
             Sealed(
                 rank=effect.rank,
@@ -197,11 +202,12 @@ class JobHost:
             )
         )
 
-    def _background_ended(self, future: Future[Completion]) -> None:
+    def _background_ended(self, effect: Effect, began: float, future: Future[Completion]) -> None:
         """Called on a worker's thread."""
         if future.cancelled():
             return
         with suppress(RuntimeError):  # the loop is closed: the daemon is ending
+            self._loop.call_soon_threadsafe(self._observer.took, self, effect, self.now - began)
             self._loop.call_soon_threadsafe(self._complete, future.result())
 
     def _complete(self, event: Completion) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 from holdfast_core.errors import HoldfastError
 from holdfast_daemon import describe
 from holdfast_daemon.catalogue import Catalogue, RankHealth, Stage
-from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.effects import (
+    BuildParity,
+    Effect,
+    Note,
+    Rebuild,
+    Seal,
+    VerifyParity,
+    VerifySnapshot,
+)
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import Metrics
@@ -51,6 +59,15 @@ _STORY = frozenset(
 """What the catalogue's event stream tells."""
 
 
+_DURATIONS: dict[type[Effect], str] = {
+    BuildParity: "encode_seconds",
+    Rebuild: "rebuild_seconds",
+    Seal: "seal_seconds",
+    VerifyParity: "verify_seconds",
+    VerifySnapshot: "verify_seconds",
+}
+
+
 class NodeObserver:
     """Implements `host.Observer` for all jobs of a daemon."""
 
@@ -80,6 +97,11 @@ class NodeObserver:
 
     def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:
         _log.error("storage_failed", job=host.job, effect=type(effect).__name__, cause=str(error))
+
+    def took(self, host: JobHost, effect: Effect, seconds: float) -> None:
+        name = _DURATIONS.get(type(effect))
+        if name is not None:
+            self._metrics.observe(name, seconds, job=host.job)
 
     def refresh(self, hosts: dict[str, JobHost], used_bytes: int, budget_bytes: int) -> None:
         """Gauges and the catalogue's whole states, at heartbeat pace."""
