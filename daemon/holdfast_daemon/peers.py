@@ -16,7 +16,7 @@ import grpc.aio
 
 from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableError
 from holdfast_core.values import Generation, MemberPlace
-from holdfast_daemon.effects import SendDirective, SendReport, SendSuspect
+from holdfast_daemon.effects import Effect, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.host import JobHost
 from holdfast_protos import codec, peer_pb2, peer_pb2_grpc
 
@@ -103,29 +103,30 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         self._host_of = host_of
 
     async def Report(self, request: peer_pb2.ReportMessage, context: Context) -> peer_pb2.PeerReply:
-        host = self._host_of(request.job)
-        if host is None:
-            return peer_pb2.PeerReply(epoch=0)
-        host.carry_out(host.engine.on_report(codec.report_from_proto(request), host.now))
-        return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
+        report = codec.report_from_proto(request)
+        return self._tell(request.job, lambda host: host.engine.on_report(report, host.now))
 
     async def Direct(
         self, request: peer_pb2.DirectiveMessage, context: Context
     ) -> peer_pb2.PeerReply:
-        host = self._host_of(request.job)
-        if host is None:
-            return peer_pb2.PeerReply(epoch=0)
-        host.carry_out(host.engine.on_directive(codec.directive_from_proto(request), host.now))
-        return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
+        directive = codec.directive_from_proto(request)
+        return self._tell(request.job, lambda host: host.engine.on_directive(directive, host.now))
 
     async def Suspect(
         self, request: peer_pb2.SuspectMessage, context: Context
     ) -> peer_pb2.PeerReply:
-        host = self._host_of(request.job)
+        epoch, rank = request.epoch, request.rank
+        generation = codec.generation_from_proto(request.generation)
+        return self._tell(
+            request.job, lambda host: host.engine.on_suspect(epoch, rank, generation, host.now)
+        )
+
+    def _tell(self, job: str, word: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
+        """Give the job's engine a peer's word; the answer is our epoch, 0 for an unknown job."""
+        host = self._host_of(job)
         if host is None:
             return peer_pb2.PeerReply(epoch=0)
-        generation = codec.generation_from_proto(request.generation)
-        host.carry_out(host.engine.on_suspect(request.epoch, request.rank, generation, host.now))
+        host.carry_out(word(host))
         return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
 
     async def FetchManifest(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout
 from holdfast_core.values import (
@@ -23,8 +24,6 @@ from holdfast_core.values import (
     SnapshotEntry,
 )
 from holdfast_daemon.effects import Effect, Note
-
-PARITY_SLOTS = 2
 
 
 class SlotState(Enum):
