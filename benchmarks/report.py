@@ -67,9 +67,11 @@ def print_tables(
     rows: Mapping[str, Figure],
     peers: Mapping[str, Outcome],
     skipped: Mapping[str, str],
+    facts: Mapping[str, object],
 ) -> None:
     """The figures beside their targets, then the peers beside Holdfast."""
-    table = Table(title="Holdfast", title_justify="left")
+    title = f"Holdfast, {facts['size']} of state, {facts['cores']} cores, {facts['memory']}"
+    table = Table(title=title, title_justify="left")
     for name, justify in (("figure", "left"), ("measured", "right"), ("spread", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name in ("at most", "", "took", "floor"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import machine, report
+from benchmarks import huge_pages, machine, report
 from benchmarks.measure import Figure, Outcome, decode
 from benchmarks.peers import PEERS
 from holdfast_core.quantities import parse_bytes
@@ -48,12 +48,16 @@ def main() -> int:
     parser.add_argument("--size", default="1GiB", help="bytes of training state (default 1GiB)")
     parser.add_argument("--report", type=Path, default=Path("build/bench/snapshot.json"))
     parser.add_argument("--only", nargs="+", choices=[*PARTS, *PEERS], help="run these alone")
+    parser.add_argument("--small-pages", action="store_true", help="leave /dev/shm as it is")
     options = parser.parse_args()
+    pages = "small pages"
+    if not options.small_pages:
+        pages = huge_pages.enter("benchmarks.snapshot", sys.argv[1:])
     size = ["--bytes", str(parse_bytes(options.size.removesuffix("B")))]
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    facts = machine.facts() | {"size": options.size}
+    facts = machine.facts() | {"size": options.size, "memory": pages}
     rows: dict[str, Figure] = {}
     peers: dict[str, Outcome] = {}
     skipped: dict[str, str] = {}
@@ -72,7 +76,7 @@ def main() -> int:
         else:
             rows |= outcome.rows
     report.write_json(options.report, rows, peers, facts, skipped)
-    report.print_tables(console, rows, peers, skipped)
+    report.print_tables(console, rows, peers, skipped, facts)
     plotted = options.report.with_suffix(".png")
     if "blocked" in rows:
         report.plot(plotted, rows, peers)

@@ -39,46 +39,14 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _ANSWER_BYTES_MAX = 4096
 
-_open: weakref.WeakSet[Arena | ArenaReader] = weakref.WeakSet()
-
-
-class ArenaReader:
-    """Reads an arena without mapping it: mapping pages that are read once costs more than copying
-    them."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        _open.add(self)
-
-    def read(self, into: memoryview, start: int) -> None:
-        """Fill `into` from byte `start`.
-
-        Raises:
-            StorageError: when the arena ends before, or cannot be read.
-        """
-        done = 0
-        while done < len(into):
-            try:
-                count = os.preadv(self._descriptor, [into[done:] if done else into], start + done)
-            except OSError as error:
-                raise StorageError(f"the arena cannot be read: {error.strerror}") from error
-            if not count:
-                raise StorageError(f"the arena ends at byte {start + done}; more was promised")
-            done += count
-
-    def close(self) -> None:
-        """Repeating it is harmless."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-        _open.discard(self)
-
-    def _forget_in_child(self) -> None:
-        self.close()
+_open: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 class Arena:
-    """Bytes [0, nbytes) of an arena, mapped shared and writable, every page present.
+    """Bytes [0, nbytes) of an arena, mapped shared.
+
+    For writing, every page is present from the start. For reading, pages are mapped as they are
+    read, once: with huge pages that costs nothing, with small ones as much as `pread` does.
 
     Raises:
         StorageError: when the kernel refuses the mapping, or the file is shorter than it.
@@ -89,11 +57,14 @@ class Arena:
         descriptor: int,
         nbytes: int,
         connection: socket.socket | None = None,
+        *,
+        writable: bool = True,
     ) -> None:
         self.nbytes = nbytes
         self.address = 0
         self._descriptor = descriptor
         self._connection = connection
+        self._writable = writable
         try:
             self._map(nbytes)
         except StorageError:
@@ -108,8 +79,9 @@ class Arena:
                 f"the arena has {size} bytes where {nbytes} were promised; "
                 f"do SDK and daemon have the same version?"
             )
-        prot = mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        prot, flags = mmap.PROT_READ, mmap.MAP_SHARED
+        if self._writable:
+            prot, flags = prot | mmap.PROT_WRITE, flags | mmap.MAP_POPULATE
         address = _libc.mmap(None, nbytes, prot, flags, self._descriptor, 0)
         if address is None or address == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
@@ -120,7 +92,8 @@ class Arena:
     def view(self, start: int, nbytes: int) -> memoryview:
         """Bytes [start, start + nbytes) of the mapping, without a copy."""
         assert self.address and 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes)
-        return memoryview((ctypes.c_ubyte * nbytes).from_address(self.address + start)).cast("B")
+        view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address + start)).cast("B")
+        return view if self._writable else view.toreadonly()
 
     def close(self) -> None:
         """Unmap and give up the claim. Repeating it is harmless."""
@@ -166,11 +139,11 @@ def claim_arena(arena_socket: Path, token: str, nbytes: int, *, timeout_s: float
     return Arena(descriptor, nbytes, connection)
 
 
-def read_arena(arena_socket: Path, token: str, *, timeout_s: float) -> ArenaReader:
-    """The arena that `token` entitles to read. Raises as `claim_arena` does."""
+def read_arena(arena_socket: Path, token: str, nbytes: int, *, timeout_s: float) -> Arena:
+    """The arena of `nbytes` that `token` entitles to read. Raises as `claim_arena` does."""
     descriptor, connection = _receive(arena_socket, token, timeout_s)
     connection.close()
-    return ArenaReader(descriptor)
+    return Arena(descriptor, nbytes, writable=False)
 
 
 def _receive(arena_socket: Path, token: str, timeout_s: float) -> tuple[int, socket.socket]:

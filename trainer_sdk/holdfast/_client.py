@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from holdfast._arena import Arena, ArenaReader, claim_arena, read_arena
+from holdfast._arena import Arena, claim_arena, read_arena
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.values import Generation, Line, Manifest
@@ -127,7 +127,7 @@ class DaemonClient(Protocol):
     def claim(self, token: str, nbytes: int, timeout_s: float) -> Arena:
         """Maps the arena that the token of `open` entitles to write."""
 
-    def reader(self, token: str, timeout_s: float) -> ArenaReader:
+    def reader(self, token: str, nbytes: int, timeout_s: float) -> Arena:
         """The arena that the token of `restore` entitles to read."""
 
     def grant(self, session: str, epoch: int, step: int) -> Grant:
@@ -223,8 +223,8 @@ class GrpcClient:
     def claim(self, token: str, nbytes: int, timeout_s: float) -> Arena:
         return claim_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
 
-    def reader(self, token: str, timeout_s: float) -> ArenaReader:
-        return read_arena(self._arena_socket, token, timeout_s=timeout_s)
+    def reader(self, token: str, nbytes: int, timeout_s: float) -> Arena:
+        return read_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
 
     def grant(self, session: str, epoch: int, step: int) -> Grant:
         request = trainer_pb2.GrantRequest(session=session, epoch=epoch, step=step)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast._arena import ArenaReader, check_slot
+from holdfast._arena import Arena, check_slot
 from holdfast._capture import LiveState, Source
 from holdfast._client import DaemonClient, Decision, Hello
 from holdfast._collect import Stateful, devices_of, put_back
@@ -70,7 +70,7 @@ class _Found:
 
     manifest: Manifest
     layout: Layout
-    reader: ArenaReader
+    arena: Arena
     start: int
     """Of the slot within the arena."""
     extras: dict[str, Any]
@@ -109,7 +109,7 @@ class Restore:
                 return self._together(epoch, found, offers, error)
         finally:
             if found is not None:
-                found.reader.close()
+                found.arena.close()
 
     def _together(
         self,
@@ -189,20 +189,21 @@ class Restore:
         if end != manifest.payload_bytes or end > layout.slot_bytes:
             raise CorruptError(f"the manifest of rank {self.rank} does not fit its layout")
         start = check_slot(decision.slot, layout.slot_bytes, decision.arena_bytes)
-        reader = self.client.reader(decision.token, self.settings.rpc_timeout_s)
+        arena = self.client.reader(
+            decision.token, decision.arena_bytes, self.settings.rpc_timeout_s
+        )
         try:
             first = manifest.extras_offset // manifest.piece_bytes
             low = first * manifest.piece_bytes
-            tail = memoryview(bytearray(end - low))
-            reader.read(tail, start + low)
+            tail = arena.view(start + low, end - low)
             bad = first_bad_piece(tail, manifest.digests, manifest.piece_bytes, first_piece=first)
             if bad is not None:
                 raise self._corrupt(layout, manifest, bad)
             extras = decode_extras(tail[manifest.extras_offset - low :])
         except HoldfastError:
-            reader.close()
+            arena.close()
             raise
-        return _Found(manifest, layout, reader, start, extras, decision.source)
+        return _Found(manifest, layout, arena, start, extras, decision.source)
 
     # --- bytes ------------------------------------------------------------------------------------
 
@@ -221,7 +222,10 @@ class Restore:
         plan = plan_copy(ranges, (), manifest.piece_bytes)
         try:
             self.engine.restore(
-                plan, found.reader, found.start, manifest.payload_bytes, manifest.digests
+                plan,
+                found.arena.address + found.start,
+                found.arena.view(found.start, manifest.payload_bytes),
+                manifest.digests,
             )
         except BadPieceError as error:
             raise self._corrupt(found.layout, manifest, error.piece) from error

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast._arena import Arena, ArenaReader
+from holdfast._arena import Arena
 from holdfast._client import (
     Commit,
     Decision,
@@ -217,10 +217,10 @@ class FakeDaemon:
             raise RankInUseError(f"another process holds the arena of rank {self.rank}") from error
         return Arena(descriptor, nbytes)
 
-    def reader(self, token: str, timeout_s: float) -> ArenaReader:
+    def reader(self, token: str, nbytes: int, timeout_s: float) -> Arena:
         del timeout_s
         self._enter("reader")
-        return ArenaReader(self._descriptor(token, "read", os.O_RDONLY))
+        return Arena(self._descriptor(token, "read", os.O_RDONLY), nbytes, writable=False)
 
     def _descriptor(self, token: str, wanted: str, flags: int) -> int:
         kind, _, home = token.partition(" ")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._arena import Arena, ArenaReader, check_slot, claim_arena, read_arena
+from holdfast._arena import Arena, check_slot, claim_arena, read_arena
 from holdfast_core.errors import (
     CorruptError,
     ProtocolError,
@@ -127,15 +127,20 @@ def test_a_forked_child_holds_neither_claim_nor_mapping(serve: Serve, arena_file
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_read_arena_is_read_piece_by_piece(serve: Serve, arena_file: Path) -> None:
+def test_a_read_arena_is_mapped_read_only(serve: Serve, arena_file: Path) -> None:
     arena_file.write_bytes(bytes(range(256)) * 32)
-    reader = read_arena(serve(pass_file(arena_file, os.O_RDONLY)), "token", timeout_s=WAIT_S)
-    into = bytearray(10)
-    reader.read(memoryview(into), 250)
-    assert bytes(into) == bytes([250, 251, 252, 253, 254, 255, 0, 1, 2, 3])
-    with pytest.raises(StorageError, match="ends at byte 8192"):
-        reader.read(memoryview(into), 8190)
-    reader.close()
+    path = serve(pass_file(arena_file, os.O_RDONLY))
+    arena = read_arena(path, "token", 8192, timeout_s=WAIT_S)
+    view = arena.view(250, 10)
+    assert bytes(view) == bytes([250, 251, 252, 253, 254, 255, 0, 1, 2, 3])
+    assert view.readonly
+    arena.close()
+
+
+def test_an_arena_to_read_that_is_too_short_is_refused(serve: Serve, arena_file: Path) -> None:
+    path = serve(pass_file(arena_file, os.O_RDONLY))
+    with pytest.raises(StorageError, match="promised"):
+        read_arena(path, "token", NBYTES + 1, timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_a_refusal_comes_back_as_its_kind(
 
 def test_a_missing_socket_is_unreachable(tmp_path: Path) -> None:
     with pytest.raises(UnreachableError, match="does not answer"):
-        read_arena(tmp_path / "none.sock", "token", timeout_s=1)
+        read_arena(tmp_path / "none.sock", "token", NBYTES, timeout_s=1)
 
 
 def test_an_arena_shorter_than_promised_is_refused(arena_file: Path) -> None:
@@ -171,7 +176,7 @@ def test_a_slot_outside_the_arena_is_refused() -> None:
             check_slot(slot, 4096, 3 * 4096)
 
 
-def test_a_reader_can_be_closed_twice(arena_file: Path) -> None:
-    reader = ArenaReader(os.open(arena_file, os.O_RDONLY))
+def test_an_arena_to_read_can_be_closed_twice(arena_file: Path) -> None:
+    reader = Arena(os.open(arena_file, os.O_RDONLY), NBYTES, writable=False)
     reader.close()
     reader.close()

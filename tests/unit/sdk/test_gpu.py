@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast._arena import ArenaReader
 from holdfast._copy import CopyEngine, plan_copy
 from holdfast._devices import CpuDevice, CudaDevice, device_of
 from holdfast.testing import FakeDaemon
@@ -53,13 +51,10 @@ def test_device_and_host_tensors_share_a_slot_and_come_back(
     digests = engine.capture(plan, ctypes.addressof(raw), slot, b"extras", at, device.fence())
     device.unregister(ctypes.addressof(raw))
     assert digests == piece_digests(slot[: at + 6], PIECE_BYTES)
-    (tmp_path / "arena").write_bytes(bytes(slot))
     wanted = [flat.clone() for flat in flats]
     for flat in flats:
         flat.zero_()
-    reader = ArenaReader(os.open(tmp_path / "arena", os.O_RDONLY))
-    engine.restore(plan, reader, 0, at + 6, digests)
-    reader.close()
+    engine.restore(plan, ctypes.addressof(raw), slot[: at + 6], digests)
     assert all(torch.equal(flat, was) for flat, was in zip(flats, wanted, strict=True))
 
 
