@@ -251,7 +251,8 @@ class Saver:
     def _commit(self, task: Task, commit: Commit) -> None:
         handle, link, every = task.handle, self._link, self._settings.nan_check_every
         nan_units: tuple[str, ...] = ()
-        if every and self._saves % every == 0 and link.layout is not None:
+        # Not the first: until it is committed, a session that has just begun can lose everything.
+        if every and self._saves % every == min(1, every - 1) and link.layout is not None:
             nan_units = units_with_nan(link.layout, link.slot(commit.slot)[1])
             if nan_units:
                 _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))

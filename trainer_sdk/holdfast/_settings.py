@@ -38,7 +38,7 @@ class Settings:
     report_interval_s: float = 1.0
     """At most one progress report in this time."""
     nan_check_every: int = 50
-    """Saves between two checks of all units for NaN, the first save included; 0 for never."""
+    """Saves between two checks of all units for NaN, from the second save on; 0 for never."""
     check_replicas: bool = True
     """Whether the first save compares the units that the topology declares to be replicas."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
