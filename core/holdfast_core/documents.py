@@ -19,8 +19,22 @@ import msgspec
 
 from holdfast_core.errors import InvalidJobError
 
+YEAR_S = 365 * 86400
+"""The longest time that a document may ask for."""
+
 _SHOWN_CHARACTERS = 60
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
+
+
+class Document(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"
+):
+    """Base of all parts of a document. Parts repeat `frozen` and `kw_only` for type checkers.
+
+    The `Meta` of a field says what it is (`description`, which completes "give …", and the first of
+    `examples`) and what it may be. For the reference and the schema, its `extra` may add `title`, a
+    sentence in place of the description, and `more`, sentences after it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +121,16 @@ def refuse(verdict: str, problems: list[Problem]) -> None:
 def _convert_field(kind: Any, value: object, path: str, problems: list[Problem]) -> Any:
     bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
     struct, many = _struct_in(bare)
-    if struct is not None and many and not isinstance(value, list | tuple):
-        wrong = f"expected a list, got {_type_name(value)}"
-        problems.append(Problem(path=path, value=value, wrong=wrong, fix=_fix(kind)))
-        return None
-    if struct is not None and many and isinstance(value, list | tuple):
+    if struct is not None and many:
+        if not isinstance(value, list | tuple):
+            wrong = f"expected a list, got {_type_name(value)}"
+            problems.append(Problem(path=path, value=value, wrong=wrong, fix=_fix(kind)))
+            return None
+        limit = min((m.max_length for m in _metas(kind) if m.max_length is not None), default=None)
+        if limit is not None and len(value) > limit:
+            wrong, fix = f"{len(value)} entries", f"use at most {limit}"
+            problems.append(Problem(path=path, value=MISSING, wrong=wrong, fix=fix))
+            return None
         return tuple(convert(struct, one, f"{path}[{i}]", problems) for i, one in enumerate(value))
     if struct is not None and not many:
         optional = types.NoneType in typing.get_args(bare)
@@ -149,9 +168,17 @@ def _reword(error: msgspec.ValidationError) -> str:
     return text[0].lower() + text[1:]
 
 
+def _metas(kind: Any) -> list[msgspec.Meta]:
+    """What is said about a field: on its type, or on the part of a union that says it."""
+    found = getattr(kind, "__metadata__", None)
+    if found is None and typing.get_origin(kind) in (typing.Union, types.UnionType):
+        found = [meta for part in typing.get_args(kind) for meta in _metas(part)]
+    return [meta for meta in found or () if isinstance(meta, msgspec.Meta)]
+
+
 def _fix(kind: Any) -> str:
-    metas = [m for m in getattr(kind, "__metadata__", ()) if isinstance(m, msgspec.Meta)]
-    bare = typing.get_args(kind)[0] if metas else kind
+    metas = _metas(kind)
+    bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
     what = next((m.description for m in metas if m.description), None)
     examples = next((m.examples for m in metas if m.examples), None)
     if isinstance(bare, type) and issubclass(bare, enum.Enum):

@@ -93,6 +93,18 @@ class UnreachableError(HoldfastError):
     code = "unreachable"
 
 
+class AccessDeniedError(HoldfastError):
+    """The caller is known, and may not act for this job."""
+
+    code = "access_denied"
+
+
+class UnauthenticatedError(AccessDeniedError):
+    """The caller did not prove who it is: no token, or one that is not accepted."""
+
+    code = "unauthenticated"
+
+
 class NoRecoveryLineError(HoldfastError):
     """No generation can be restored on every rank."""
 

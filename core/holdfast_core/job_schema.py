@@ -1,8 +1,9 @@
 """What a `MoETrainingJob` document may say: its fields, their types and their defaults.
 
-One form for Kubernetes and for a local run. Defaults are those of a small job; what a field means
-is its description, which is also what people are told when they get it wrong. What must hold
-between fields is checked by `holdfast_core.jobs.parse_job`: make jobs with it.
+One form for Kubernetes and for a local run; the schema that an API server gets and the reference
+are written from these types. Defaults are those of a small job; what a field means is its
+description, which is also what people are told when they get it wrong. What must hold between
+fields is checked by `holdfast_core.jobs.parse_job`: make jobs with it.
 """
 
 from __future__ import annotations
@@ -10,253 +11,167 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
+from holdfast_core.documents import YEAR_S, Document
+from holdfast_core.job_failures import FailurePolicy
+from holdfast_core.job_snapshots import (
+    DEFAULT_GROUP_SIZE,
+    Persistence,
+    Raim5,
+    RedundancySpec,
+    Snapshot,
+)
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.topology import Topology
 from holdfast_core.values import Redundancy
 
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "MoETrainingJob"
-DEFAULT_GROUP_SIZE = 4
+MANAGER = "holdfast.dev/operator"
+"""Who carries out a job that does not say otherwise."""
 
-_Count = Annotated[int, Meta(ge=1)]
-_YEAR_S = 365 * 86400
-
-
-class PolicyType(StrEnum):
-    """Which units a snapshot captures."""
-
-    FULL = "Full"
-    PARTIAL_EXPERTS = "PartialExperts"
-    SELECTIVE = "Selective"
-    SPARSE = "Sparse"
+_NodeCount = Annotated[int, Meta(ge=1, le=100_000)]
+_Degree = Annotated[int, Meta(ge=1, le=1_000_000)]
+"""Three of them multiplied stay below 2**63."""
+_Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+_Deadline = Annotated[int, Meta(ge=1, le=YEAR_S)]
 
 
-class On(StrEnum):
-    """What a failure rule applies to."""
+class Gang(StrEnum):
+    """Who sees to it that all pods of a job are placed together, or none."""
 
-    EXIT_CODE = "ExitCode"
-    HANG = "Hang"
-    DISRUPTION = "Disruption"
-    NODE_LOST = "NodeLost"
-    NO_REPLACEMENT = "NoReplacement"
-    ANY = "Any"
+    NONE = "None"
+    KUEUE_POD_GROUP = "KueuePodGroup"
+    VOLCANO = "Volcano"
+    COSCHEDULING = "Coscheduling"
 
 
-class Action(StrEnum):
-    """What is done about a failure."""
-
-    RESTART_IN_PLACE = "RestartInPlace"
-    REPLACE_NODE = "ReplaceNode"
-    SHRINK = "Shrink"
-    FAIL = "Fail"
-
-
-class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
-    """Base of all parts of the document. Parts repeat `frozen` and `kw_only` for type checkers."""
-
-
-class Metadata(_Document, frozen=True, kw_only=True):
+class Metadata(Document, frozen=True, kw_only=True):
     """Name, namespace and labels of the document."""
 
     name: Annotated[str, Meta(description="the name of the job", examples=["llm-8x7b"])]
     namespace: Annotated[str, Meta(description="the namespace", examples=["default"])] = "default"
-    labels: Annotated[dict[str, str], Meta(description="text for each label")] = {}
-    annotations: Annotated[dict[str, str], Meta(description="text for each annotation")] = {}
+    labels: Annotated[dict[str, str], Meta(description="text for each label")] = field(
+        default_factory=dict
+    )
+    annotations: Annotated[dict[str, str], Meta(description="text for each annotation")] = field(
+        default_factory=dict
+    )
     uid: Annotated[str, Meta(description="the identity that the API server gave")] = ""
     generation: Annotated[int, Meta(description="the version of the spec")] = 0
 
 
-class Parallelism(_Document, frozen=True, kw_only=True):
-    """How the world is divided."""
+class Parallelism(Document, frozen=True, kw_only=True):
+    """How the world is divided: dp·tp·pp = nodes·nprocPerNode."""
 
-    dp: Annotated[_Count, Meta(description="the degree of data parallelism", examples=[4])]
-    tp: Annotated[_Count, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
-    pp: Annotated[_Count, Meta(description="the degree of pipeline parallelism", examples=[1])] = 1
+    dp: Annotated[_Degree, Meta(description="the degree of data parallelism", examples=[4])]
+    tp: Annotated[_Degree, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
+    pp: Annotated[_Degree, Meta(description="the degree of pipeline parallelism", examples=[1])] = 1
     ep: Annotated[
-        _Count,
+        _Degree,
         Meta(description="the degree of expert parallelism, which divides dp", examples=[4]),
     ] = 1
 
 
-class Model(_Document, frozen=True, kw_only=True):
+class Model(Document, frozen=True, kw_only=True):
     """What the planner must know of the model."""
 
     num_experts: Annotated[
-        _Count, Meta(description="the number of experts of a layer", examples=[8])
+        _Count,
+        Meta(
+            description="the number of experts of a layer",
+            examples=[8],
+            extra={"more": "Must be divisible by parallelism.ep."},
+        ),
     ]
     num_moe_layers: Annotated[
         _Count, Meta(description="the number of layers with experts", examples=[4])
     ] = field(name="numMoELayers")
 
 
-class Policy(_Document, frozen=True, kw_only=True):
-    """What a snapshot contains."""
+class Scheduling(Document, frozen=True, kw_only=True):
+    """How the job's pods come to their nodes together."""
 
-    type: PolicyType = PolicyType.FULL
-
-
-class StepInterval(_Document, frozen=True, kw_only=True):
-    """How often the trainer saves."""
-
-    steps: Annotated[_Count, Meta(description="steps from snapshot to snapshot", examples=[1])] = 1
-
-
-class Snapshot(_Document, frozen=True, kw_only=True):
-    """What is captured, how often, and in how much memory."""
-
-    policy: Policy = Policy()
-    interval: StepInterval = StepInterval()
-    memory_per_node: Annotated[
-        str | int | None,
-        Meta(description="memory for the job's snapshots on each node", examples=["200Gi"]),
-    ] = None
-    """None leaves the limit to the daemon's own budget."""
-
-
-class Raim5(_Document, frozen=True, kw_only=True):
-    """Parity groups and how they are spread."""
-
-    group_size: Annotated[
-        int | None, Meta(description="the members of a parity group", examples=[4])
-    ] = None
-    """None means 4, or all nodes when there are fewer."""
-    spread_topology_key: Annotated[
-        str,
+    gang: Annotated[
+        Gang,
         Meta(
-            min_length=1,
-            description="the node label whose values are failure domains",
-            examples=["topology.kubernetes.io/rack"],
+            description="who places all pods of the job, or none",
+            extra={
+                "more": "None: each pod by itself. KueuePodGroup: Kueue admits them as one plain "
+                "pod group. Volcano, Coscheduling: a PodGroup of that scheduler, which gets the "
+                "pods unless the template has another schedulerName."
+            },
         ),
-    ] = "kubernetes.io/hostname"
+    ] = Gang.NONE
+    queue: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                max_length=63,
+                description="the queue that admits the job",
+                examples=["team-a"],
+                extra={
+                    "more": "KueuePodGroup needs one (a LocalQueue of the namespace). Volcano may "
+                    "have one, else its queue default is used. The others have none."
+                },
+            ),
+        ]
+        | None
+    ) = None
 
 
-class RedundancySpec(_Document, frozen=True, kw_only=True):
-    """How committed snapshots are protected."""
-
-    type: Redundancy = Redundancy.RAIM5
-    raim5: Raim5 | None = None
-
-
-class MinuteInterval(_Document, frozen=True, kw_only=True):
-    """How often a generation is persisted."""
-
-    minutes: Annotated[
-        float, Meta(gt=0, le=_YEAR_S / 60, description="minutes between copies", examples=[30])
-    ] = 30.0
-
-
-class SecretReference(_Document, frozen=True, kw_only=True):
-    """Where credentials are."""
-
-    name: Annotated[str, Meta(description="the name of a Secret", examples=["creds"])]
-
-
-class Persistence(_Document, frozen=True, kw_only=True):
-    """Where generations are kept for good."""
-
-    uri: Annotated[str, Meta(description="where to keep copies", examples=["s3://bucket/run1"])]
-    interval: MinuteInterval = MinuteInterval()
-    keep: Annotated[_Count, Meta(description="the number of copies to keep", examples=[3])] = 3
-    secret_ref: SecretReference | None = None
-
-
-class Detection(_Document, frozen=True, kw_only=True):
-    """When something silent counts as lost."""
-
-    heartbeat_seconds: Annotated[
-        float, Meta(gt=0, le=3600, description="seconds between heartbeats", examples=[1])
-    ] = 1.0
-    missed_heartbeats: Annotated[
-        _Count, Meta(description="heartbeats missed until a node is lost", examples=[5])
-    ] = 5
-    hang_seconds: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=_YEAR_S,
-            description="seconds without progress that mean a hang",
-            examples=[600],
-        ),
-    ] = 600.0
-    replace_seconds: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=_YEAR_S,
-            description="seconds to wait for a lost node to come back",
-            examples=[0],
-        ),
-    ] = 0.0
-
-
-class Rule(_Document, frozen=True, kw_only=True):
-    """What to do about one kind of failure; the first match wins."""
-
-    on: On
-    action: Action
-    values: Annotated[
-        tuple[int, ...], Meta(description="the exit codes as integers", examples=[[42]])
-    ] = ()
-    after_seconds: Annotated[
-        float | None,
-        Meta(description="seconds to wait for a replacement", examples=[300]),
-    ] = None
-    count_towards_max: Annotated[bool, Meta(description="true or false")] = True
-
-
-DEFAULT_RULES = (
-    Rule(on=On.EXIT_CODE, values=(42,), action=Action.RESTART_IN_PLACE),
-    Rule(on=On.DISRUPTION, action=Action.REPLACE_NODE, count_towards_max=False),
-    Rule(on=On.NODE_LOST, action=Action.REPLACE_NODE),
-    Rule(on=On.ANY, action=Action.RESTART_IN_PLACE),
-)
-
-
-class FailurePolicy(_Document, frozen=True, kw_only=True):
-    """How failures are met."""
-
-    max_restarts: Annotated[
-        int, Meta(ge=0, description="the restarts allowed within the window", examples=[20])
-    ] = 20
-    restart_window_seconds: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=_YEAR_S,
-            description="the seconds in which restarts are counted",
-            examples=[3600],
-        ),
-    ] = 3600.0
-    spares: Annotated[
-        int, Meta(ge=0, description="the number of nodes held ready", examples=[1])
-    ] = 0
-    detection: Detection = Detection()
-    rules: tuple[Rule, ...] = DEFAULT_RULES
-    """First match wins."""
-
-
-class Trainer(_Document, frozen=True, kw_only=True):
+class Trainer(Document, frozen=True, kw_only=True):
     """The pod that trains."""
 
     template: Annotated[
         dict[str, Any],
-        Meta(description="a pod template; its first container is the trainer"),
+        Meta(
+            description="a pod template; its first container is the trainer",
+            extra={
+                "more": "The trainer needs a command, which is started once for each of "
+                "nprocPerNode processes. The rest is Kubernetes' own and passed on as it is."
+            },
+        ),
     ]
 
 
-class Spec(_Document, frozen=True, kw_only=True):
+class Spec(Document, frozen=True, kw_only=True):
     """What the job asks for."""
 
-    suspend: Annotated[bool, Meta(description="true to hold the job back, or false")] = False
-    nodes: Annotated[_Count, Meta(description="the number of nodes", examples=[4])]
-    min_nodes: Annotated[
-        int | None, Meta(description="the fewest nodes to train on", examples=[4])
-    ] = None
-    """None means all of `nodes`."""
+    suspend: Annotated[
+        bool,
+        Meta(
+            description="true to hold the job back, or false",
+            extra={
+                "title": "Whether the job is held back.",
+                "more": "Its pods end; its snapshots are kept in memory.",
+            },
+        ),
+    ] = False
+    nodes: Annotated[
+        _NodeCount,
+        Meta(
+            description="the number of nodes",
+            examples=[4],
+            extra={"more": "There is one trainer pod on each."},
+        ),
+    ]
+    min_nodes: (
+        Annotated[
+            _NodeCount,
+            Meta(
+                description="the fewest nodes to train on",
+                examples=[4],
+                extra={"more": "Without it, all of `nodes`; this version can do only that."},
+            ),
+        ]
+        | None
+    ) = None
     nproc_per_node: Annotated[
-        _Count, Meta(description="the number of processes on each node", examples=[1])
+        int,
+        Meta(ge=1, le=1_024, description="the number of processes on each node", examples=[1]),
     ] = 1
     parallelism: Parallelism
     model: Model | None = None
@@ -264,10 +179,65 @@ class Spec(_Document, frozen=True, kw_only=True):
     redundancy: RedundancySpec = RedundancySpec()
     persistence: Persistence | None = None
     failure_policy: FailurePolicy = FailurePolicy()
+    scheduling: Scheduling = Scheduling()
+    pre_running_deadline_seconds: (
+        Annotated[
+            _Deadline,
+            Meta(
+                description="the seconds in which all ranks must be at work",
+                examples=[1800],
+                extra={
+                    "more": "Counted from the start of the job, or from its last resumption. The "
+                    "job fails when they are over. Without it, it waits for ever."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    active_deadline_seconds: (
+        Annotated[
+            _Deadline,
+            Meta(
+                description="the seconds that the job may take",
+                examples=[86400],
+                extra={
+                    "more": "Counted from the start of the job, or from its last resumption. The "
+                    "job fails when they are over."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    ttl_seconds_after_finished: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=YEAR_S,
+                description="the seconds after its end when the job is deleted",
+                examples=[86400],
+                extra={"more": "Without it, the job is kept until somebody deletes it."},
+            ),
+        ]
+        | None
+    ) = None
+    managed_by: Annotated[
+        str,
+        Meta(
+            min_length=3,
+            max_length=63,
+            description="who carries out the job",
+            examples=[MANAGER],
+            extra={
+                "more": "With another name than the default, Holdfast's operator leaves the job "
+                "alone. Cannot be changed."
+            },
+        ),
+    ] = MANAGER
     trainer: Trainer
 
 
-class MoETrainingJob(_Document, frozen=True, kw_only=True):
+class MoETrainingJob(Document, frozen=True, kw_only=True):
     """A valid job; `holdfast_core.jobs.parse_job` makes it."""
 
     api_version: Annotated[str, Meta(description="the version", examples=[API_VERSION])]

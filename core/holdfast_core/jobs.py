@@ -2,7 +2,8 @@
 
 `parse_job` checks what follows from the document alone; whether nodes, labels and memory are there
 is for those to say who see them. `check_supported` names what this version accepts in a document
-but cannot do yet. Reading YAML is the caller's.
+but cannot do yet; `check_local` and `ignored_locally` say what a document cannot have, and what
+means nothing, without Kubernetes. Reading YAML is the caller's.
 """
 
 from __future__ import annotations
@@ -13,37 +14,38 @@ from typing import Any
 
 from holdfast_core.documents import MISSING, Problem, at, convert, refuse
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.groups import MIN_GROUP_SIZE
+from holdfast_core.job_failures import DEFAULT_RULES, Action, Detection, FailurePolicy, On, Rule
+from holdfast_core.job_rules import spec_problems
 from holdfast_core.job_schema import (
     API_VERSION,
-    DEFAULT_RULES,
     KIND,
-    Action,
-    Detection,
-    FailurePolicy,
+    MANAGER,
+    Gang,
     MoETrainingJob,
-    On,
-    PolicyType,
-    Rule,
+    Scheduling,
     Spec,
 )
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.job_templates import template_problems
-from holdfast_core.quantities import parse_bytes
-from holdfast_core.values import Redundancy
 
 __all__ = [
     "API_VERSION",
     "DEFAULT_RULES",
     "KIND",
+    "MANAGER",
     "Action",
     "Detection",
     "FailurePolicy",
+    "Gang",
     "MoETrainingJob",
     "On",
     "PolicyType",
     "Rule",
+    "Scheduling",
     "Spec",
+    "check_local",
     "check_supported",
+    "ignored_locally",
     "parse_job",
 ]
 
@@ -51,8 +53,8 @@ MAX_NAME_CHARACTERS = 52
 """Names of pods are the job's name and a suffix of up to 11 characters; 63 is their limit."""
 
 MAX_NAMESPACE_CHARACTERS = 63
-MAX_EXIT_CODE = 255
 
+_SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 _SERVER_METADATA = frozenset(
@@ -97,10 +99,7 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
         job = convert(MoETrainingJob, known, "", problems)
         problems.extend(template_problems(at(known, "spec", "trainer", "template")))
         if job is not None:
-            problems.extend(_parallelism_problems(job.spec))
-            problems.extend(_redundancy_problems(job.spec))
-            problems.extend(_limit_problems(job.spec))
-            problems.extend(_rule_problems(job.spec.failure_policy.rules))
+            problems.extend(spec_problems(job.spec))
             if not problems:
                 return job
     name = at(known, "metadata", "name")
@@ -158,6 +157,42 @@ def check_supported(job: MoETrainingJob) -> None:
     refuse(f"job {job.key} asks for what this version cannot do", problems)
 
 
+def check_local(job: MoETrainingJob) -> None:
+    """Refuse what must not run without Kubernetes.
+
+    Raises:
+        InvalidJobError: the job belongs to another controller.
+    """
+    problems = []
+    if job.spec.managed_by != MANAGER:
+        problems.append(
+            Problem(
+                path="spec.managedBy",
+                value=job.spec.managed_by,
+                wrong="the job belongs to another controller",
+                fix=f"remove the field, or write {MANAGER}, to run it here",
+            )
+        )
+    refuse(f"job {job.key} cannot run on this machine alone", problems)
+
+
+def ignored_locally(job: MoETrainingJob) -> tuple[str, ...]:
+    """What the document asks for that means nothing without Kubernetes, a sentence each."""
+    spec = job.spec
+    notes = []
+    if spec.scheduling.gang is not Gang.NONE:
+        notes.append(
+            f"spec.scheduling.gang = {spec.scheduling.gang.value} is ignored here: all nodes of a "
+            f"local run start together"
+        )
+    if spec.ttl_seconds_after_finished is not None:
+        notes.append(
+            f"spec.ttlSecondsAfterFinished = {spec.ttl_seconds_after_finished} is ignored here: "
+            f"a local run leaves only its directory"
+        )
+    return tuple(notes)
+
+
 def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Another kind of document is not worth a list of unknown fields."""
     for key, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
@@ -168,147 +203,30 @@ def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _metadata_problems(metadata: object) -> Iterator[Problem]:
-    for key, limit in (("name", MAX_NAME_CHARACTERS), ("namespace", MAX_NAMESPACE_CHARACTERS)):
-        name = at(metadata, key)
-        if not isinstance(name, str):
-            continue
-        if not _DNS_LABEL.fullmatch(name):
+    name, namespace = at(metadata, "name"), at(metadata, "namespace")
+    if isinstance(name, str) and not _SERVICE_NAME.fullmatch(name):
+        yield Problem(
+            path="metadata.name",
+            value=name,
+            wrong="the job's Service cannot have this name",
+            fix="use lower-case letters, digits and '-', beginning with a letter and ending with a "
+            "letter or a digit",
+        )
+    if isinstance(namespace, str) and not _DNS_LABEL.fullmatch(namespace):
+        yield Problem(
+            path="metadata.namespace",
+            value=namespace,
+            wrong="not a DNS-1123 label",
+            fix="use lower-case letters, digits and '-', beginning and ending with a letter or a "
+            "digit",
+        )
+    limits = (("name", MAX_NAME_CHARACTERS), ("namespace", MAX_NAMESPACE_CHARACTERS))
+    for key, limit in limits:
+        text = at(metadata, key)
+        if isinstance(text, str) and len(text) > limit:
             yield Problem(
                 path=f"metadata.{key}",
-                value=name,
-                wrong="not a DNS-1123 label",
-                fix="use lower-case letters, digits and '-', beginning and ending with a letter or "
-                "a digit",
-            )
-        elif len(name) > limit:
-            yield Problem(
-                path=f"metadata.{key}",
-                value=name,
-                wrong=f"{len(name)} characters",
+                value=text,
+                wrong=f"{len(text)} characters",
                 fix=f"use at most {limit}",
-            )
-
-
-def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
-    p = spec.parallelism
-    world = spec.nodes * spec.nproc_per_node
-    if p.dp * p.tp * p.pp != world:
-        fits = (
-            f"or set dp to {world // (p.tp * p.pp)}"
-            if world % (p.tp * p.pp) == 0
-            else f"for {world} processes tp·pp = {p.tp * p.pp} must divide {world}"
-        )
-        yield Problem(
-            path="spec.parallelism",
-            value={"dp": p.dp, "tp": p.tp, "pp": p.pp},
-            wrong=f"dp·tp·pp = {p.dp * p.tp * p.pp}, but nodes·nprocPerNode = "
-            f"{spec.nodes}·{spec.nproc_per_node} = {world}",
-            fix=f"make both equal, {fits}",
-        )
-    if p.dp % p.ep:
-        yield Problem(
-            path="spec.parallelism.ep",
-            value=p.ep,
-            wrong=f"does not divide dp = {p.dp}",
-            fix=f"use one of {[ep for ep in range(1, p.dp + 1) if p.dp % ep == 0]}",
-        )
-    if spec.model is not None and spec.model.num_experts % p.ep:
-        yield Problem(
-            path="spec.model.numExperts",
-            value=spec.model.num_experts,
-            wrong=f"cannot be divided by ep = {p.ep}",
-            fix="change spec.parallelism.ep so that every rank holds equally many experts",
-        )
-
-
-def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
-    redundancy = spec.redundancy
-    if redundancy.type is Redundancy.NONE:
-        if redundancy.raim5 is not None:
-            yield Problem(
-                path="spec.redundancy.raim5",
-                value=MISSING,
-                wrong="is given, but spec.redundancy.type is None",
-                fix="remove it, or set the type to RAIM5",
-            )
-        return
-    if spec.nodes == 1:
-        yield Problem(
-            path="spec.redundancy.type",
-            value=redundancy.type,
-            wrong="one node has no other node to keep its parity",
-            fix="use redundancy.type None, or at least 2 nodes",
-        )
-        return
-    size = None if redundancy.raim5 is None else redundancy.raim5.group_size
-    if size is not None and not MIN_GROUP_SIZE <= size <= spec.nodes:
-        yield Problem(
-            path="spec.redundancy.raim5.groupSize",
-            value=size,
-            wrong=f"a parity group has 2 to {spec.nodes} members in a job of {spec.nodes} nodes",
-            fix=f"use a number from 2 to {spec.nodes}",
-        )
-
-
-def _limit_problems(spec: Spec) -> Iterator[Problem]:
-    if spec.min_nodes is not None and not 1 <= spec.min_nodes <= spec.nodes:
-        yield Problem(
-            path="spec.minNodes",
-            value=spec.min_nodes,
-            wrong=f"not between 1 and spec.nodes = {spec.nodes}",
-            fix=f"use a number from 1 to {spec.nodes}",
-        )
-    memory = spec.snapshot.memory_per_node
-    if memory is not None:
-        try:
-            nbytes = parse_bytes(memory)
-        except InvalidJobError:
-            yield Problem(
-                path="spec.snapshot.memoryPerNode",
-                value=memory,
-                wrong="not an amount of memory",
-                fix="write bytes or use Ki, Mi, Gi, Ti, Pi, k, M, G, T or P, like 200Gi",
-            )
-        else:
-            if nbytes == 0:
-                yield Problem(
-                    path="spec.snapshot.memoryPerNode",
-                    value=memory,
-                    wrong="leaves no memory for snapshots",
-                    fix="give more, or remove the field to use the daemon's budget",
-                )
-
-
-def _rule_problems(rules: tuple[Rule, ...]) -> Iterator[Problem]:
-    for i, rule in enumerate(rules):
-        path = f"spec.failurePolicy.rules[{i}]"
-        if (rule.on is On.EXIT_CODE) != bool(rule.values):
-            yield Problem(
-                path=f"{path}.values",
-                value=list(rule.values),
-                wrong=f"on: {rule.on.value} has {'exit codes' if rule.values else 'no exit code'}",
-                fix="give exit codes with on: ExitCode, and only there",
-            )
-        if any(not 1 <= code <= MAX_EXIT_CODE for code in rule.values):
-            yield Problem(
-                path=f"{path}.values",
-                value=list(rule.values),
-                wrong="failing processes exit with codes from 1 to 255",
-                fix="remove the others",
-            )
-        if rule.after_seconds is not None and (
-            rule.on is not On.NO_REPLACEMENT or not 0 <= rule.after_seconds < float("inf")
-        ):
-            yield Problem(
-                path=f"{path}.afterSeconds",
-                value=rule.after_seconds,
-                wrong=f"not a waiting time for on: {rule.on.value}",
-                fix="give seconds of at least 0 with on: NoReplacement, and only there",
-            )
-        if rule.on is On.ANY and i != len(rules) - 1:
-            yield Problem(
-                path=path,
-                value=MISSING,
-                wrong="on: Any matches everything, so that later rules never apply",
-                fix="move it to the end",
             )

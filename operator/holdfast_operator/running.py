@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_core.jobs import MoETrainingJob, parse_job
+from holdfast_core.jobs import MoETrainingJob, ignored_locally, parse_job
 from holdfast_operator.cli import EXIT_FAILED, EXIT_INTERRUPTED
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_operator.local import faults as injections
@@ -76,6 +76,8 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
         cluster = LocalCluster(job, settings, on_event=printer.event)
         async with cluster:
             printer.say(f"run directory {cluster.directory.path}")
+            for note in ignored_locally(job):
+                printer.say(note)
             outcome = await _attend(cluster, printer, stop)
             printer.say("stopping daemons and freeing memory")
     if outcome is None:

@@ -26,7 +26,7 @@ from types import TracebackType
 
 from holdfast_core.budget import fits
 from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
-from holdfast_core.jobs import MoETrainingJob, check_supported
+from holdfast_core.jobs import MoETrainingJob, check_local, check_supported
 from holdfast_operator.control_server import ControlServer
 from holdfast_operator.local import faults
 from holdfast_operator.local.commands import Commands
@@ -70,7 +70,7 @@ class LocalCluster:
     """One job on this machine.
 
     Raises (on construction):
-        InvalidJobError: the job asks for what is not supported.
+        InvalidJobError: the job asks for what is not supported, or belongs to another controller.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class LocalCluster:
         *,
         on_event: Callable[[TimedEvent], None] | None = None,
     ) -> None:
+        check_local(job)
         check_supported(job)
         settings = settings or LocalSettings()
         self.job = job
@@ -142,7 +143,7 @@ class LocalCluster:
         self._server = ControlServer(
             heartbeat_s=detection.heartbeat_seconds,
             clock=time.monotonic,
-            on_evidence=self._wake.set,
+            on_evidence=lambda jobs: self._wake.set(),
         )
         budget_bytes = self._budget_bytes(len(names))
         self._supervisor = Supervisor(

@@ -8,11 +8,16 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.jobs import (
     DEFAULT_RULES,
+    MANAGER,
     Action,
+    Gang,
     MoETrainingJob,
     On,
     PolicyType,
+    Scheduling,
+    check_local,
     check_supported,
+    ignored_locally,
     parse_job,
 )
 from holdfast_core.topology import Topology
@@ -76,13 +81,18 @@ FULL = document(
         "spares": 2,
         "detection": {"heartbeatSeconds": 1, "missedHeartbeats": 5, "hangSeconds": 600},
         "rules": [
-            {"on": "ExitCode", "values": [42], "action": "RestartInPlace"},
-            {"on": "Disruption", "action": "ReplaceNode", "countTowardsMax": False},
-            {"on": "NodeLost", "action": "ReplaceNode"},
-            {"on": "NoReplacement", "afterSeconds": 300, "action": "Shrink"},
-            {"on": "Any", "action": "RestartInPlace"},
+            {"when": "ExitCode", "values": [42], "action": "RestartInPlace"},
+            {"when": "Disruption", "action": "ReplaceNode", "countTowardsMax": False},
+            {"when": "NodeLost", "action": "ReplaceNode"},
+            {"when": "NoReplacement", "afterSeconds": 300, "action": "Shrink"},
+            {"when": "Any", "action": "RestartInPlace"},
         ],
     },
+    scheduling={"gang": "KueuePodGroup", "queue": "team-a"},
+    preRunningDeadlineSeconds=1800,
+    activeDeadlineSeconds=86400,
+    ttlSecondsAfterFinished=0,
+    managedBy="example.com/controller",
 )
 
 
@@ -99,6 +109,10 @@ def test_a_small_job_gets_sensible_defaults() -> None:
     detection = spec.failure_policy.detection
     assert (detection.heartbeat_seconds, detection.missed_heartbeats) == (1.0, 5)
     assert detection.hang_seconds == 600.0
+    assert spec.scheduling == Scheduling(gang=Gang.NONE, queue=None)
+    deadlines = (spec.pre_running_deadline_seconds, spec.active_deadline_seconds)
+    assert (*deadlines, spec.ttl_seconds_after_finished) == (None, None, None)
+    assert spec.managed_by == MANAGER
     check_supported(job)
 
 
@@ -130,6 +144,10 @@ def test_every_field_of_the_schema_can_be_given() -> None:
         300.0,
         Action.SHRINK,
     )
+    assert job.spec.scheduling == Scheduling(gang=Gang.KUEUE_POD_GROUP, queue="team-a")
+    deadlines = (job.spec.pre_running_deadline_seconds, job.spec.active_deadline_seconds)
+    assert (*deadlines, job.spec.ttl_seconds_after_finished) == (1800, 86400, 0)
+    assert job.spec.managed_by == "example.com/controller"
 
 
 @pytest.mark.parametrize("source", [document(), FULL], ids=["small", "full"])
@@ -198,3 +216,26 @@ def test_each_policy_but_full_is_not_supported_yet(policy: str) -> None:
     job = parse_job(document(snapshot={"policy": {"type": policy}}))
     with pytest.raises(InvalidJobError, match=r"spec\.snapshot\.policy\.type.*; use Full"):
         check_supported(job)
+
+
+def test_a_job_of_another_controller_is_not_run_here() -> None:
+    check_local(parse_job(document()))
+    with pytest.raises(InvalidJobError) as caught:
+        check_local(parse_job(FULL))
+    assert str(caught.value).splitlines() == [
+        "job default.tiny cannot run on this machine alone, 1 problem:",
+        '  spec.managedBy = "example.com/controller": the job belongs to another controller; '
+        "remove the field, or write holdfast.dev/operator, to run it here",
+    ]
+
+
+def test_what_means_nothing_on_one_machine_is_named() -> None:
+    assert ignored_locally(parse_job(document())) == ()
+    gang, ttl = ignored_locally(parse_job(FULL))
+    assert gang.startswith("spec.scheduling.gang = KueuePodGroup is ignored here: all nodes")
+    assert ttl.startswith("spec.ttlSecondsAfterFinished = 0 is ignored here: a local run")
+
+
+@pytest.mark.parametrize("gang", ["Volcano", "Coscheduling"])
+def test_a_gang_without_a_queue_is_enough_where_one_is_not_needed(gang: str) -> None:
+    assert parse_job(document(scheduling={"gang": gang})).spec.scheduling.gang == gang

@@ -25,7 +25,7 @@ VALID: Document = {
         "model": {"numExperts": 8, "numMoELayers": 2},
         "snapshot": {"interval": {"steps": 1}},
         "redundancy": {"type": "RAIM5", "raim5": {"groupSize": 2}},
-        "failurePolicy": {"rules": [{"on": "Any", "action": "RestartInPlace"}]},
+        "failurePolicy": {"rules": [{"when": "Any", "action": "RestartInPlace"}]},
         "trainer": {
             "template": {
                 "spec": {"containers": [{"name": "trainer", "command": ["python", "train.py"]}]}
@@ -92,15 +92,20 @@ CASES = [
     ),
     (
         put("metadata.name", "Tiny_Job"),
-        'metadata.name = "Tiny_Job": not a DNS-1123 label; use lower-case letters, digits and',
+        'metadata.name = "Tiny_Job": the job\'s Service cannot have this name; use lower-case l',
     ),
     (
         put("metadata.name", "a.b"),
-        'metadata.name = "a.b": not a DNS-1123 label; use lower-case letters, digits and',
+        'metadata.name = "a.b": the job\'s Service cannot have this name; use lower-case letters',
+    ),
+    (
+        put("metadata.name", "8x7b"),
+        'metadata.name = "8x7b": the job\'s Service cannot have this name; use lower-case letters',
     ),
     (
         put("metadata.name", "a\n"),
-        r'metadata.name = "a\n": not a DNS-1123 label; use lower-case letters, digits and',
+        r'metadata.name = "a\n": the job'
+        "'s Service cannot have this name; use lower-case",
     ),
     (
         put("metadata.name", "a" * 53),
@@ -147,11 +152,11 @@ CASES = [
     ),
     (
         put("spec.minNodes", 5),
-        "spec.minNodes = 5: not between 1 and spec.nodes = 4; use a number from 1 to 4",
+        "spec.minNodes = 5: more than spec.nodes = 4; use a number from 1 to 4",
     ),
     (
         put("spec.minNodes", 0),
-        "spec.minNodes = 0: not between 1 and spec.nodes = 4; use a number from 1 to 4",
+        "spec.minNodes = 0: expected int >= 1; give the fewest nodes to train on, for example 4",
     ),
     (
         put("spec.nprocPerNode", 0),
@@ -234,13 +239,12 @@ CASES = [
     ),
     (
         put("spec.redundancy.raim5.groupSize", 1),
-        "spec.redundancy.raim5.groupSize = 1: a parity group has 2 to 4 members in a job of 4 nodes"
-        "; use a number from 2 to 4",
+        "spec.redundancy.raim5.groupSize = 1: expected int >= 2; give the members of a parity gro",
     ),
     (
         put("spec.redundancy.raim5.groupSize", 8),
-        "spec.redundancy.raim5.groupSize = 8: a parity group has 2 to 4 members in a job of 4 nodes"
-        "; use a number from 2 to 4",
+        "spec.redundancy.raim5.groupSize = 8: more members than the job's 4 nodes; use a number "
+        "from 2 to 4",
     ),
     (
         put("spec.redundancy.raim5.spreadTopologyKey", ""),
@@ -276,48 +280,93 @@ CASES = [
         "spec.failurePolicy.detection.hangSeconds = inf: expected float <= 31536000.0; give seco",
     ),
     (
-        put("spec.failurePolicy.rules", {"on": "Any"}),
-        'spec.failurePolicy.rules = {"on":"Any"}: expected a list, got dict; give a list of ',
+        put("spec.failurePolicy.rules", {"when": "Any"}),
+        'spec.failurePolicy.rules = {"when":"Any"}: expected a list, got dict; give a list of ',
     ),
     (
-        rule(on="Oom", action="Fail"),
-        "spec.failurePolicy.rules[0].on = \"Oom\": invalid enum value 'Oom'; use one of ExitCode, "
-        "Hang, Disruption, NodeLost, NoReplacement, Any",
+        rule(when="Oom", action="Fail"),
+        "spec.failurePolicy.rules[0].when = \"Oom\": invalid enum value 'Oom'; use one of "
+        "ExitCode, Hang, Disruption, NodeLost, NoReplacement, Any",
     ),
     (
-        rule(on="Any"),
+        rule(when="Any"),
         "spec.failurePolicy.rules[0].action: is required; use one of RestartInPlace, ReplaceNode, ",
     ),
     (
-        rule(on="ExitCode", action="Fail"),
-        "spec.failurePolicy.rules[0].values = []: on: ExitCode has no exit code; give exit codes",
+        rule(when="ExitCode", action="Fail"),
+        "spec.failurePolicy.rules[0].values = []: when: ExitCode has no exit code; give exit codes",
     ),
     (
-        rule(on="NodeLost", action="Fail", values=[1]),
-        "spec.failurePolicy.rules[0].values = [1]: on: NodeLost has exit codes; give exit codes ",
+        rule(when="NodeLost", action="Fail", values=[1]),
+        "spec.failurePolicy.rules[0].values = [1]: when: NodeLost has exit codes; give exit codes ",
     ),
     (
-        rule(on="ExitCode", action="Fail", values=[0, 1]),
-        "spec.failurePolicy.rules[0].values = [0,1]: failing processes exit with codes from 1 to ",
+        rule(when="ExitCode", action="Fail", values=[0, 1]),
+        "spec.failurePolicy.rules[0].values = [0,1]: expected int >= 1 at [0]; give the exit c",
     ),
     (
-        rule(on="ExitCode", action="Fail", values=[1, "x"]),
+        rule(when="ExitCode", action="Fail", values=[1, "x"]),
         'spec.failurePolicy.rules[0].values = [1,"x"]: expected int, got str at [1]; give the exit',
     ),
     (
-        rule(on="NodeLost", action="ReplaceNode", afterSeconds=3),
-        "spec.failurePolicy.rules[0].afterSeconds = 3.0: not a waiting time for on: NodeLost; give",
+        rule(when="NodeLost", action="ReplaceNode", afterSeconds=3),
+        "spec.failurePolicy.rules[0].afterSeconds = 3.0: when: NodeLost has a waiting time; give",
     ),
     (
-        rule(on="NoReplacement", action="Fail", afterSeconds=-1),
-        "spec.failurePolicy.rules[0].afterSeconds = -1.0: not a waiting time for on: NoReplacement",
+        rule(when="NoReplacement", action="Fail", afterSeconds=-1),
+        "spec.failurePolicy.rules[0].afterSeconds = -1: expected float >= 0.0; give seconds to wa",
     ),
     (
         put(
             "spec.failurePolicy.rules",
-            [{"on": "Any", "action": "Fail"}, {"on": "Hang", "action": "Fail"}],
+            [{"when": "Any", "action": "Fail"}, {"when": "Hang", "action": "Fail"}],
         ),
-        "spec.failurePolicy.rules[0]: on: Any matches everything, so that later rules never apply",
+        "spec.failurePolicy.rules[0]: when: Any matches everything, so that later rules never",
+    ),
+    (
+        put("spec.failurePolicy.rules", [{"when": "Hang", "action": "Fail"}] * 33),
+        "spec.failurePolicy.rules: 33 entries; use at most 32",
+    ),
+    (
+        put("spec.persistence", {"uri": "s3://b", "secretRef": {"name": "My Secret"}}),
+        'spec.persistence.secretRef.name = "My Secret": not a DNS-1123 subdomain; use lower-case',
+    ),
+    (
+        put("spec.scheduling.gang", "Slurm"),
+        "spec.scheduling.gang = \"Slurm\": invalid enum value 'Slurm'; use one of None, "
+        "KueuePodGroup, Volcano, Coscheduling",
+    ),
+    (
+        put("spec.scheduling.gang", "KueuePodGroup"),
+        "spec.scheduling.queue: gang: KueuePodGroup has no queue; give the name of a LocalQueue",
+    ),
+    (
+        put("spec.scheduling.queue", "team-a"),
+        'spec.scheduling.queue = "team-a": gang: None has a queue; remove it, or use gang: Kueue',
+    ),
+    (
+        put("spec.scheduling", {"gang": "Coscheduling", "queue": "team-a"}),
+        'spec.scheduling.queue = "team-a": gang: Coscheduling has a queue; remove it, or use gang',
+    ),
+    (
+        put("spec.scheduling", {"gang": "Volcano", "queue": "Team A"}),
+        'spec.scheduling.queue = "Team A": not a DNS-1123 subdomain; use lower-case letters',
+    ),
+    (
+        put("spec.managedBy", "holdfast"),
+        'spec.managedBy = "holdfast": not a name with a domain; write holdfast.dev/operator, or',
+    ),
+    (
+        put("spec.activeDeadlineSeconds", 0),
+        "spec.activeDeadlineSeconds = 0: expected int >= 1; give the seconds that the job may take",
+    ),
+    (
+        put("spec.preRunningDeadlineSeconds", "30m"),
+        'spec.preRunningDeadlineSeconds = "30m": expected int | null, got str; give the seconds ',
+    ),
+    (
+        put("spec.ttlSecondsAfterFinished", -1),
+        "spec.ttlSecondsAfterFinished = -1: expected int >= 0; give the seconds after its end",
     ),
     (put("spec.trainer", DELETE), "spec.trainer: is required; give a mapping with template"),
     (
@@ -414,7 +463,7 @@ def test_all_problems_are_named_at_once() -> None:
     document = deepcopy(VALID)
     document["metadata"]["name"] = "Tiny"
     document["spec"]["nodes"] = 0
-    document["spec"]["failurePolicy"]["rules"] = [{"on": "Any", "action": "Fail", "vaules": 1}]
+    document["spec"]["failurePolicy"]["rules"] = [{"when": "Any", "action": "Fail", "vaules": 1}]
     del document["spec"]["trainer"]["template"]["spec"]["containers"][0]["command"]
     with pytest.raises(InvalidJobError) as caught:
         parse_job(document)

@@ -1,0 +1,147 @@
+"""What a `MoETrainingJob` may say about its snapshots: what they hold, how often, how kept."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from holdfast_core.documents import YEAR_S, Document
+from holdfast_core.groups import MIN_GROUP_SIZE
+from holdfast_core.values import Redundancy
+
+DEFAULT_GROUP_SIZE = 4
+
+_Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+
+class PolicyType(StrEnum):
+    """Which units a snapshot captures."""
+
+    FULL = "Full"
+    PARTIAL_EXPERTS = "PartialExperts"
+    SELECTIVE = "Selective"
+    SPARSE = "Sparse"
+
+
+class Policy(Document, frozen=True, kw_only=True):
+    """What a snapshot contains."""
+
+    type: Annotated[
+        PolicyType,
+        Meta(
+            description="which units a snapshot captures",
+            extra={"more": "This version can do Full: every unit, in every snapshot."},
+        ),
+    ] = PolicyType.FULL
+
+
+class StepInterval(Document, frozen=True, kw_only=True):
+    """How often the trainer saves."""
+
+    steps: Annotated[_Count, Meta(description="steps from snapshot to snapshot", examples=[1])] = 1
+
+
+class Snapshot(Document, frozen=True, kw_only=True):
+    """What is captured, how often, and in how much memory."""
+
+    policy: Policy = Policy()
+    interval: StepInterval = StepInterval()
+    memory_per_node: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="memory for the job's snapshots on each node",
+                examples=["200Gi"],
+                extra={
+                    "more": "Bytes, or with Ki, Mi, Gi, Ti, Pi, k, M, G, T or P. What does not fit "
+                    "is refused when the trainer opens its session. Without it, the daemon's "
+                    "own budget is the limit."
+                },
+            ),
+        ]
+        | int
+        | None
+    ) = None
+
+
+class Raim5(Document, frozen=True, kw_only=True):
+    """Parity groups and how they are spread; only with type RAIM5."""
+
+    group_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=MIN_GROUP_SIZE,
+                le=100_000,
+                description="the members of a parity group",
+                examples=[4],
+                extra={
+                    "more": f"From {MIN_GROUP_SIZE} to nodes. Without it, {DEFAULT_GROUP_SIZE}, or "
+                    f"all nodes when there are fewer."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    spread_topology_key: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=317,
+            description="the node label whose values are failure domains",
+            examples=["topology.kubernetes.io/rack"],
+        ),
+    ] = "kubernetes.io/hostname"
+
+
+class RedundancySpec(Document, frozen=True, kw_only=True):
+    """How committed snapshots are protected."""
+
+    type: Annotated[
+        Redundancy,
+        Meta(
+            description="how snapshots are protected against the loss of a node",
+            extra={
+                "more": "RAIM5: by parity on other nodes, which needs 2 nodes or more. None: not "
+                "at all; a lost node loses its snapshots."
+            },
+        ),
+    ] = Redundancy.RAIM5
+    raim5: Raim5 | None = None
+
+
+class MinuteInterval(Document, frozen=True, kw_only=True):
+    """How often a generation is persisted."""
+
+    minutes: Annotated[
+        float, Meta(gt=0, le=YEAR_S / 60, description="minutes between copies", examples=[30])
+    ] = 30.0
+
+
+class SecretReference(Document, frozen=True, kw_only=True):
+    """Where credentials are."""
+
+    name: Annotated[
+        str,
+        Meta(min_length=1, max_length=253, description="the name of a Secret", examples=["creds"]),
+    ]
+
+
+class Persistence(Document, frozen=True, kw_only=True):
+    """Where generations are kept for good (not in this version)."""
+
+    uri: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=2048,
+            description="where to keep copies",
+            examples=["s3://bucket/run1"],
+        ),
+    ]
+    interval: MinuteInterval = MinuteInterval()
+    keep: Annotated[_Count, Meta(description="the number of copies to keep", examples=[3])] = 3
+    secret_ref: SecretReference | None = None

@@ -1,0 +1,160 @@
+"""What the operator writes into the status of a `MoETrainingJob`, for people and for itself.
+
+Every field may be missing: a new job has none. The schema that an API server gets and the reference
+are written from these types.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+_Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+
+
+class Phase(StrEnum):
+    """A job's state in one word."""
+
+    SUSPENDED = "Suspended"
+    WAITING = "Waiting"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RECOVERING = "Recovering"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class ConditionStatus(StrEnum):
+    """Whether a condition holds."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class _Part(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="camel"):
+    """Base of all parts of the status; what a newer operator wrote beside them is ignored."""
+
+
+class JobCondition(_Part, frozen=True, kw_only=True):
+    """One condition, in the standard form."""
+
+    type: Annotated[str, Meta(description="what the condition says")]
+    status: Annotated[ConditionStatus, Meta(description="whether it holds")]
+    last_transition_time: Annotated[_Time, Meta(description="when its status changed last")]
+    reason: Annotated[str, Meta(description="why, in one word")]
+    message: Annotated[str, Meta(description="why, in a sentence")]
+    observed_generation: (
+        Annotated[int, Meta(description="the generation of the spec that it was found for")] | None
+    ) = None
+
+
+class MemberStatus(_Part, frozen=True, kw_only=True):
+    """One member of the job."""
+
+    index: Annotated[int, Meta(description="the index of the member")]
+    node: Annotated[str, Meta(description="the node it lives on")] | None = None
+    pod: Annotated[str, Meta(description="its trainer pod")] | None = None
+    state: Annotated[str, Meta(description="the state of that pod's trainer")] | None = None
+
+
+class RecoveryStatus(_Part, frozen=True, kw_only=True):
+    """One recovery."""
+
+    cause: Annotated[str, Meta(description="what was lost")]
+    detected_at: Annotated[_Time, Meta(description="when that was found")] | None = None
+    restored_step: (
+        Annotated[int, Meta(description="the step that training went on from")] | None
+    ) = None
+    lost_steps: Annotated[int, Meta(description="steps that were done again")] | None = None
+    seconds: (
+        Annotated[float, Meta(description="from the finding until all ranks were at work again")]
+        | None
+    ) = None
+    source: Annotated[str, Meta(description="where the snapshots came from")] | None = None
+
+
+class JobStatus(_Part, frozen=True, kw_only=True):
+    """What the operator sees of the job."""
+
+    phase: Annotated[Phase, Meta(description="the job's state in one word")] | None = None
+    epoch: Annotated[int, Meta(description="the membership epoch")] | None = None
+    step: Annotated[int, Meta(description="the newest step that was completed")] | None = None
+    ready: Annotated[int, Meta(description="the ranks that are at work")] | None = None
+    desired: Annotated[int, Meta(description="all ranks of the job")] | None = None
+    ready_text: (
+        Annotated[str, Meta(description="ready ranks of desired ranks", examples=["4/4"])] | None
+    ) = None
+    nodes_ready: Annotated[int, Meta(description="the nodes whose ranks are at work")] | None = None
+    protected: (
+        Annotated[
+            str,
+            Meta(description="the newest protected generation, as epoch.step", examples=["3.120"]),
+        ]
+        | None
+    ) = None
+    protected_step: Annotated[int, Meta(description="the step of that generation")] | None = None
+    restarts: (
+        Annotated[int, Meta(description="recoveries that count towards maxRestarts")] | None
+    ) = None
+    recoveries: Annotated[int, Meta(description="all recoveries")] | None = None
+    started_at: Annotated[_Time, Meta(description="when the job was placed first")] | None = None
+    ended_at: Annotated[_Time, Meta(description="when the job ended")] | None = None
+    problem: (
+        Annotated[str, Meta(description="what keeps the job from its work, in words")] | None
+    ) = None
+    observed_generation: (
+        Annotated[int, Meta(description="the generation of the spec that this was found for")]
+        | None
+    ) = None
+    selector: (
+        Annotated[str, Meta(description="the label selector of the job's trainer pods")] | None
+    ) = None
+    conditions: (
+        Annotated[
+            tuple[JobCondition, ...],
+            Meta(
+                extra={
+                    "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
+                    "Complete and Failed."
+                },
+                extra_json_schema={
+                    "x-kubernetes-list-type": "map",
+                    "x-kubernetes-list-map-keys": ["type"],
+                },
+            ),
+        ]
+        | None
+    ) = None
+    members: (
+        Annotated[
+            tuple[MemberStatus, ...],
+            Meta(
+                extra={"title": "The members and where they live."},
+                extra_json_schema={
+                    "x-kubernetes-list-type": "map",
+                    "x-kubernetes-list-map-keys": ["index"],
+                },
+            ),
+        ]
+        | None
+    ) = None
+    last_recoveries: (
+        Annotated[
+            tuple[RecoveryStatus, ...],
+            Meta(
+                extra={"title": "The last ten recoveries, the newest last."},
+                extra_json_schema={"x-kubernetes-list-type": "atomic"},
+            ),
+        ]
+        | None
+    ) = None
+    counters: (
+        Annotated[
+            dict[str, Any],
+            Meta(description="what the operator remembers for itself; of no meaning for others"),
+        ]
+        | None
+    ) = None

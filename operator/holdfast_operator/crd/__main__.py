@@ -1,0 +1,45 @@
+"""`python -m holdfast_operator.crd` writes the resource; `--reference PAGE` the page with its
+reference written anew."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import yaml
+
+from holdfast_operator.crd.reference import page
+from holdfast_operator.crd.schema import definition
+
+HEADER = "# Generated from core/holdfast_core/job_*.py by `make crds`; not edited by hand.\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes equal parts again instead of naming them (`&id001`)."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def definition_text() -> str:
+    """The CustomResourceDefinition as a YAML file."""
+    return HEADER + yaml.dump(
+        definition(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=96
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Write what is asked for; 2 when the arguments are not understood."""
+    match arguments:
+        case []:
+            sys.stdout.write(definition_text())
+        case ["--reference", path]:
+            sys.stdout.write(page(Path(path).read_text(encoding="utf-8")))
+        case _:
+            print("usage: python -m holdfast_operator.crd [--reference PAGE]", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,218 @@
+"""What must hold between fields of a job, in CEL, for the API server.
+
+`holdfast_core.job_rules` says the same to a local run, in the same words. Where a message can name
+the numbers, it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast_core.groups import MIN_GROUP_SIZE
+from holdfast_core.job_schema import MANAGER
+from holdfast_core.jobs import MAX_NAME_CHARACTERS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CelRule:
+    """One entry of `x-kubernetes-validations`."""
+
+    rule: str
+    """CEL over `self` (and `oldSelf`), true when all is well."""
+    says: str
+    """What is wrong; what to do. `%d` and `%s` stand for the values."""
+    values: tuple[str, ...] = ()
+    """CEL of each value. They are put in by `format`: the API server takes the text of a number
+    (`string(n)`) for endless, and refuses to join endless texts."""
+    field: str = ""
+    """Path below the schema that holds the rule, such as `.parallelism`: what people are shown."""
+    forbidden: bool = False
+    """Whether the value is well-formed but must not be set now."""
+
+    def to_schema(self) -> dict[str, Any]:
+        """The entry; empty parts are left out."""
+        text = self.says.replace("\\", "\\\\").replace("'", "\\'")
+        entry = {
+            "rule": self.rule,
+            "message": "" if self.values else self.says,
+            "messageExpression": f"'{text}'.format([{', '.join(self.values)}])"
+            if self.values
+            else "",
+            "fieldPath": self.field,
+            "reason": "FieldValueForbidden" if self.forbidden else "",
+        }
+        return {key: value for key, value in entry.items() if value}
+
+
+_UNITS = "(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?"
+_DNS_NAME = CelRule(
+    rule="self.matches('^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$')",
+    says="not a DNS-1123 subdomain; use lower-case letters, digits, '-' and '.', beginning and "
+    "ending with a letter or a digit",
+)
+
+
+def _fixed(field: str) -> CelRule:
+    """All members must agree on it, and those that run have begun with what it was."""
+    return CelRule(
+        rule=f"oldSelf.suspend || self.{field} == oldSelf.{field}",
+        says="cannot be changed while the job runs; set spec.suspend to true first",
+        field=f".{field}",
+        forbidden=True,
+    )
+
+
+_NAME = (
+    CelRule(
+        rule=f"size(self.metadata.name) <= {MAX_NAME_CHARACTERS}",
+        says=f"%d characters; use at most {MAX_NAME_CHARACTERS}",
+        values=("size(self.metadata.name)",),
+        field=".metadata.name",
+    ),
+    CelRule(
+        rule="self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        says="the job's Service cannot have this name; use lower-case letters, digits and '-', "
+        "beginning with a letter and ending with a letter or a digit",
+        field=".metadata.name",
+    ),
+)
+_WORLD = (
+    CelRule(
+        rule="self.parallelism.dp * self.parallelism.tp * self.parallelism.pp == "
+        "self.nodes * self.nprocPerNode",
+        says="dp·tp·pp = %d, but nodes·nprocPerNode = %d·%d = %d; make both equal",
+        values=(
+            "self.parallelism.dp * self.parallelism.tp * self.parallelism.pp",
+            "self.nodes",
+            "self.nprocPerNode",
+            "self.nodes * self.nprocPerNode",
+        ),
+        field=".parallelism",
+    ),
+    CelRule(
+        rule="!has(self.model) || self.model.numExperts % self.parallelism.ep == 0",
+        says="cannot be divided by ep = %d; change spec.parallelism.ep so that every rank holds "
+        "equally many experts",
+        values=("self.parallelism.ep",),
+        field=".model.numExperts",
+    ),
+    CelRule(
+        rule="!has(self.minNodes) || self.minNodes <= self.nodes",
+        says="more than spec.nodes = %d; use a number from 1 to %d",
+        values=("self.nodes", "self.nodes"),
+        field=".minNodes",
+    ),
+    CelRule(
+        rule="self.redundancy.type == 'None' || self.nodes != 1",
+        says="one node has no other node to keep its parity; use redundancy.type None, or at "
+        "least 2 nodes",
+        field=".redundancy.type",
+    ),
+    CelRule(
+        rule="self.nodes < 2 || !has(self.redundancy.raim5) || "
+        "!has(self.redundancy.raim5.groupSize) || self.redundancy.raim5.groupSize <= self.nodes",
+        says=f"more members than the job's %d nodes; use a number from {MIN_GROUP_SIZE} to %d",
+        values=("self.nodes", "self.nodes"),
+        field=".redundancy.raim5.groupSize",
+    ),
+)
+_MEMORY = (
+    CelRule(
+        rule=f"type(self) == int ? self >= 0 : self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')",
+        says="not an amount of memory; write bytes or use Ki, Mi, Gi, Ti, Pi, k, M, G, T or P, "
+        "like 200Gi",
+    ),
+    CelRule(
+        rule=f"type(self) == int ? self != 0 : !self.matches('^0+([.]0+)?{_UNITS}$')",
+        says="leaves no memory for snapshots; give more, or remove the field to use the "
+        "daemon's budget",
+    ),
+)
+_FAILURE_RULES = (
+    CelRule(
+        rule="size(self) == 0 || self.filter(r, r.when == 'Any').size() == "
+        "(self[size(self) - 1].when == 'Any' ? 1 : 0)",
+        says="when: Any matches everything, so that later rules never apply; move it to the end",
+    ),
+)
+_FAILURE_RULE = (
+    CelRule(
+        rule="(self.when == 'ExitCode') == (size(self.values) > 0)",
+        says="when: %s has %s; give exit codes with when: ExitCode, and only there",
+        values=("self.when", "size(self.values) > 0 ? 'exit codes' : 'no exit code'"),
+        field=".values",
+    ),
+    CelRule(
+        rule="self.when == 'NoReplacement' || !has(self.afterSeconds)",
+        says="when: %s has a waiting time; give afterSeconds with when: NoReplacement, and only "
+        "there",
+        values=("self.when",),
+        field=".afterSeconds",
+    ),
+)
+_SCHEDULING = (
+    CelRule(
+        rule="self.gang != 'KueuePodGroup' || has(self.queue)",
+        says="gang: KueuePodGroup has no queue; give the name of a LocalQueue in the job's "
+        "namespace",
+        field=".queue",
+    ),
+    CelRule(
+        rule="!has(self.queue) || self.gang in ['KueuePodGroup', 'Volcano']",
+        says="gang: %s has a queue; remove it, or use gang: KueuePodGroup or Volcano",
+        values=("self.gang",),
+        field=".queue",
+    ),
+)
+_MANAGED_BY = (
+    CelRule(
+        rule="self.matches('^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._~A-Za-z0-9]+$')",
+        says=f"not a name with a domain; write {MANAGER}, or another controller's name like "
+        "example.com/controller",
+    ),
+    CelRule(
+        rule="self == oldSelf",
+        says="cannot be changed; delete the job and apply it again",
+        forbidden=True,
+    ),
+)
+
+RULES: dict[str, tuple[CelRule, ...]] = {
+    "": _NAME,
+    "spec": (
+        *_WORLD,
+        *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
+    ),
+    "spec.parallelism": (
+        CelRule(
+            rule="self.dp % self.ep == 0",
+            says="does not divide dp = %d; use a divisor of it",
+            values=("self.dp",),
+            field=".ep",
+        ),
+    ),
+    "spec.snapshot.memoryPerNode": _MEMORY,
+    "spec.redundancy": (
+        CelRule(
+            rule="self.type == 'RAIM5' || !has(self.raim5)",
+            says="is given, but spec.redundancy.type is None; remove it, or set the type to RAIM5",
+            field=".raim5",
+        ),
+    ),
+    "spec.persistence.secretRef.name": (_DNS_NAME,),
+    "spec.failurePolicy.rules": _FAILURE_RULES,
+    "spec.failurePolicy.rules[]": _FAILURE_RULE,
+    "spec.scheduling": _SCHEDULING,
+    "spec.scheduling.queue": (_DNS_NAME,),
+    "spec.managedBy": _MANAGED_BY,
+    "spec.trainer.template.spec.containers": (
+        CelRule(rule="size(self) > 0", says="no container; give a list with the trainer"),
+        CelRule(
+            rule="size(self) == 0 || has(self[0].command) && size(self[0].command) > 0",
+            says="the trainer has no command; give a list of words, for example "
+            '["python", "train.py"]',
+        ),
+    ),
+}
+"""Path of the schema that holds the rules (`[]` for the entries of a list) → the rules."""

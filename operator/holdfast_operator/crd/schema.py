@@ -1,0 +1,212 @@
+"""The schema of a `MoETrainingJob`, written from the types that read it.
+
+Types, limits, defaults and descriptions come from `holdfast_core`; what must hold between fields
+from `rules`; the pod template from `template`.
+"""
+
+from __future__ import annotations
+
+import inspect as docstrings
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from holdfast_core.job_schema import API_VERSION, KIND, Spec
+from holdfast_core.job_status import JobStatus
+from holdfast_operator.crd.rules import RULES
+from holdfast_operator.crd.template import template_schema
+
+GROUP, VERSION = API_VERSION.split("/")
+PLURAL, SINGULAR, SHORT = "moetrainingjobs", "moetrainingjob", "moejob"
+TEMPLATE = "spec.trainer.template"
+
+_LIMITS = {"ge": "minimum", "gt": "minimum", "le": "maximum"}
+_COLUMNS = (
+    ("State", "string", ".status.phase", "What the job does"),
+    ("Ready", "string", ".status.readyText", "Ranks at work, of all ranks"),
+    ("Desired", "integer", ".spec.nodes", "Nodes"),
+    ("Step", "integer", ".status.step", "The newest completed step"),
+    ("Protected", "integer", ".status.protectedStep", "The newest step that survives a lost node"),
+    ("Restarts", "integer", ".status.restarts", "Recoveries that count towards maxRestarts"),
+    ("Age", "date", ".metadata.creationTimestamp", "Since the job was created"),
+)
+
+
+def definition() -> dict[str, Any]:
+    """The CustomResourceDefinition."""
+    columns = [
+        {"name": name, "type": kind, "jsonPath": path, "description": description}
+        for name, kind, path, description in _COLUMNS
+    ]
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": job_schema()},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.nodes",
+                "statusReplicasPath": ".status.nodesReady",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": columns,
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{PLURAL}.{GROUP}",
+            "labels": {"app.kubernetes.io/part-of": "holdfast"},
+        },
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": SINGULAR,
+                "shortNames": [SHORT],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def job_schema() -> dict[str, Any]:
+    """The structural schema of the whole document, rules included."""
+    schema = {
+        "type": "object",
+        "description": "A training job that Holdfast keeps alive.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"The version: {API_VERSION}."},
+            "kind": {"type": "string", "description": f"The kind: {KIND}."},
+            # Without its name, rules could not say that they are about it.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
+            "spec": _value(inspect.type_info(Spec), "spec", defaults=True),
+            "status": _value(inspect.type_info(JobStatus), "status", defaults=False),
+        },
+    }
+    for path, rules in RULES.items():
+        schema_at(schema, path)["x-kubernetes-validations"] = [rule.to_schema() for rule in rules]
+    return schema
+
+
+def schema_at(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """The part of `schema` at a path like `spec.failurePolicy.rules[]`."""
+    for name in path.replace("[]", ".[]").split(".") if path else ():
+        schema = schema["items"] if name == "[]" else schema["properties"][name]
+    return schema
+
+
+def describe(kind: inspect.Type) -> str:
+    """What people are told about a field: its title or description and what more there is to say,
+    or else what the docstring of its Struct begins with."""
+    for part in _parts(kind):
+        if isinstance(part, inspect.Metadata):
+            extra = part.extra or {}
+            what = (part.extra_json_schema or {}).get("description", "")
+            return f"{extra.get('title') or _sentence(what)} {extra.get('more', '')}".strip()
+        if isinstance(part, inspect.StructType):
+            text = docstrings.getdoc(part.cls) or ""
+            return text.partition("\n\n")[0].replace("\n", " ")
+    return ""
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _parts(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The members of a union but null, or the type itself."""
+    if isinstance(kind, inspect.UnionType):
+        return tuple(part for part in kind.types if not isinstance(part, inspect.NoneType))
+    return (kind,)
+
+
+def _value(kind: inspect.Type, path: str, *, defaults: bool) -> dict[str, Any]:
+    """The schema of one value, described."""
+    description = describe(kind)
+    schema: dict[str, Any] = {"description": description} if description else {}
+    if path == TEMPLATE:
+        return template_schema(description)
+    parts = [part.type if isinstance(part, inspect.Metadata) else part for part in _parts(kind)]
+    if len(parts) > 1:
+        assert {type(part) for part in parts} == {inspect.StrType, inspect.IntType}, path
+        schema |= {"x-kubernetes-int-or-string": True}
+    match parts[0]:
+        case inspect.StructType(fields=fields):
+            schema |= _struct(fields, path, defaults=defaults)
+        case inspect.EnumType(cls=cls):
+            schema |= {"type": "string", "enum": [member.value for member in cls]}
+        case inspect.BoolType():
+            schema |= {"type": "boolean"}
+        case inspect.IntType() | inspect.FloatType() as number:
+            schema |= _number(number)
+        case inspect.StrType(min_length=low, max_length=high):
+            limits = {"minLength": low, "maxLength": high}
+            schema |= {} if len(parts) > 1 else {"type": "string"}
+            schema |= {key: limit for key, limit in limits.items() if limit is not None}
+        case inspect.VarTupleType(item_type=item, max_length=high):
+            schema |= {"type": "array"} | ({} if high is None else {"maxItems": high})
+            schema |= {"items": _value(item, f"{path}[]", defaults=defaults)}
+        case inspect.DictType():
+            schema |= {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        case other:
+            raise AssertionError(f"{path}: no schema for {other}")
+    return schema | _extensions(kind)
+
+
+def _extensions(kind: inspect.Type) -> dict[str, Any]:
+    """What a type says to the API server alone."""
+    found: dict[str, Any] = {}
+    for part in _parts(kind):
+        if isinstance(part, inspect.Metadata):
+            found |= part.extra_json_schema or {}
+    return {key: value for key, value in found.items() if key not in ("description", "examples")}
+
+
+def _struct(fields: tuple[inspect.Field, ...], path: str, *, defaults: bool) -> dict[str, Any]:
+    properties = {}
+    for field in fields:
+        value = _value(field.type, f"{path}.{field.encode_name}", defaults=defaults)
+        if defaults and not field.required and field.default is not None:
+            value["default"] = _default(field)
+        properties[field.encode_name] = value
+    required = [field.encode_name for field in fields if field.required]
+    return (
+        {"type": "object"}
+        | ({"required": required} if required else {})
+        | {"properties": properties}
+    )
+
+
+def _default(field: inspect.Field) -> Any:
+    """The default as an API server stores it: without nulls, but whole, because the rules must hold
+    for it before the defaults within it are filled in."""
+    return _without_nulls(msgspec.to_builtins(field.default))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [_without_nulls(part) for part in value]
+    return value
+
+
+def _number(kind: inspect.IntType | inspect.FloatType) -> dict[str, Any]:
+    whole = isinstance(kind, inspect.IntType)
+    schema: dict[str, Any] = {"type": "integer", "format": "int64"} if whole else {"type": "number"}
+    for name, key in _LIMITS.items():
+        limit = getattr(kind, name)
+        if limit is not None:
+            schema[key] = limit
+    if kind.gt is not None:
+        schema["exclusiveMinimum"] = True
+    return schema

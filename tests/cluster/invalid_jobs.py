@@ -1,0 +1,59 @@
+"""The table of documents that are refused, for the API server and for `parse_job`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_TABLE = yaml.safe_load((Path(__file__).parent / "invalid_jobs.yaml").read_text(encoding="utf-8"))
+
+BASE: dict[str, Any] = _TABLE["base"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InvalidJob:
+    """One case of the table."""
+
+    name: str
+    document: dict[str, Any]
+    path: str
+    """What both name."""
+    server: str
+    """What the API server says."""
+    local: str
+    """What `parse_job` says."""
+
+
+def changed(values: dict[str, Any], removed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The base document with values put at dotted paths, and without what is removed."""
+    document: dict[str, Any] = deepcopy(BASE)
+    for path, value in values.items():
+        parent, key = _parent(document, path)
+        parent[key] = value
+    for path in removed:
+        parent, key = _parent(document, path)
+        del parent[key]
+    return document
+
+
+def _parent(at: Any, path: str) -> tuple[Any, Any]:
+    *parents, last = path.split(".")
+    for key in parents:
+        at = at[int(key)] if isinstance(at, list) else at.setdefault(key, {})
+    return at, int(last) if isinstance(at, list) else last
+
+
+INVALID_JOBS = [
+    InvalidJob(
+        name=case["name"],
+        document=changed(case.get("set", {}), tuple(case.get("remove", ()))),
+        path=case["path"],
+        server=case.get("says") or case["server"],
+        local=case.get("says") or case["local"],
+    )
+    for case in _TABLE["cases"]
+]
