@@ -14,3 +14,8 @@ def inherited() -> dict[str, str]:
     first = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join(filter(None, (first, environment.get("PATH", ""))))
     return environment
+
+
+def given() -> dict[str, str]:
+    """The environment as it is, for options that have a variable."""
+    return dict(os.environ)

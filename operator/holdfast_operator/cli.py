@@ -41,6 +41,8 @@ _STATUS_EPILOG = """
   holdfast status                      of the only run on this machine
   holdfast status job.yaml --watch     until the job ends
   holdfast status --dir /tmp/run1 --json | jq .protected
+  holdfast status -n team-a            all jobs of a namespace of a cluster
+  holdfast status -n team-a llm        one of them
 """
 
 _INJECT_EPILOG = """
@@ -96,9 +98,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "status", "Show where a local run stands.", _STATUS_EPILOG)
+    text = "Show where a local run, or a job in a cluster, stands."
+    parser = _add(commands, "status", text, _STATUS_EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     _add_directory(parser)
+    cluster = parser.add_argument_group("in a cluster (any of these)")
+    cluster.add_argument("-n", "--namespace", metavar="NAME", help="of the job (default: default)")
+    cluster.add_argument("--kubeconfig", metavar="FILE", help="default: as kubectl's")
+    cluster.add_argument("--context", metavar="NAME", help="of the kubeconfig")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print and end (default without a tty)")
     how.add_argument("--watch", action="store_true", help="follow until the job ends")

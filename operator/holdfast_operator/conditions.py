@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.jobs import MoETrainingJob, check_supported
 from holdfast_core.values import Generation, Membership, Redundancy
-from holdfast_operator.evidence import (
+from holdfast_operator.evidence import is_unschedulable
+from holdfast_operator.lookups import (
     agent_at,
     is_reachable,
     node_of,
@@ -20,6 +22,10 @@ from holdfast_operator.views import (
     Observed,
     Outcome,
 )
+from holdfast_operator.words import listed
+
+UNSCHEDULABLE_SHOWN_S = 5.0
+"""How long an agent may look for room before the job counts as not scheduled."""
 
 
 def newest_protected(observed: Observed) -> Generation | None:
@@ -60,9 +66,9 @@ def conditions(
     """All conditions, in the order of `ConditionType`. `waiting` says what the loop waits for."""
     return (
         _suspended(job, observed),
-        _scheduled(job, state, waiting),
-        _running(observed, state, waiting),
-        _recovering(observed, state, waiting),
+        _scheduled(job, observed, state, now, waiting),
+        _running(job, observed, state, waiting),
+        _recovering(job, observed, state, waiting),
         _protected(job, observed, state),
         _degraded(job, observed, state, now),
         _ended(ConditionType.COMPLETE, Outcome.COMPLETE, state),
@@ -76,20 +82,73 @@ def _suspended(job: MoETrainingJob, observed: Observed) -> Condition:
         return Condition(type=kind, status=False, reason="NotSuspended")
     left = sorted({a.member for a in observed.agents if a.state is not AgentState.EXITED})
     if left:
-        message = f"agents of members {left} are being stopped"
+        message = f"agents of members [{listed(left)}] are being stopped"
         return Condition(type=kind, status=False, reason="Stopping", message=message)
     message = "spec.suspend is true; snapshots are kept in memory"
     return Condition(type=kind, status=True, reason="SuspendedByUser", message=message)
 
 
-def _scheduled(job: MoETrainingJob, state: ControlState, waiting: str) -> Condition:
+def _scheduled(
+    job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
+) -> Condition:
     kind = ConditionType.SCHEDULED
     if state.membership is None:
-        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
+        return unsupported(job) or Condition(
+            type=kind, status=False, reason="WaitingForNodes", message=waiting
+        )
     if state.no_replacement_since is not None:
         return Condition(type=kind, status=False, reason="NoReplacement", message=waiting)
-    message = f"{job.spec.nodes} members on {', '.join(p.node for p in state.membership.members)}"
+    if now - max(state.began_at, state.attentive_since) >= UNSCHEDULABLE_SHOWN_S:
+        without = _without_room(observed, state.membership)
+        if without:
+            return Condition(type=kind, status=False, reason="Unschedulable", message=without)
+    message = f"{job.spec.nodes} members on {listed(p.node for p in state.membership.members)}"
     return Condition(type=kind, status=True, reason="NodesAssigned", message=message)
+
+
+def _without_room(observed: Observed, membership: Membership) -> str:
+    """The members whose agents cannot be scheduled, and what the scheduler says of the first."""
+    agents = [agent_at(observed, place) for place in membership.members]
+    waiting = [agent for agent in agents if agent is not None and is_unschedulable(agent)]
+    if not waiting:
+        return ""
+    members = listed(agent.member for agent in waiting)
+    first = waiting[0]
+    text = first.reason.partition(":")[2].strip() or "the scheduler gives no reason"
+    return f"members [{members}] wait for room; member {first.member} on {first.node}: {text}"
+
+
+def unsupported(job: MoETrainingJob) -> Condition | None:
+    """What the job asks for and this version cannot do; None when there is nothing. Nothing is
+    tried before the spec changes."""
+    try:
+        check_supported(job)
+    except InvalidJobError as error:
+        return Condition(
+            type=ConditionType.SCHEDULED, status=False, reason="Unsupported", message=str(error)
+        )
+    return None
+
+
+def refused(reason: str, message: str) -> tuple[Condition, ...]:
+    """The conditions of a job that cannot even be looked at, such as one whose document is not
+    valid: not scheduled, for this reason, and nothing else known."""
+    return (Condition(type=ConditionType.SCHEDULED, status=False, reason=reason, message=message),)
+
+
+def phase(conditions: tuple[Condition, ...]) -> str:
+    """One word for the whole job: Complete, Failed, Suspended, Recovering, Running, Starting (its
+    nodes are assigned) or Waiting (they are not)."""
+    true = {condition.type for condition in conditions if condition.status}
+    order = (
+        ConditionType.FAILED,
+        ConditionType.COMPLETE,
+        ConditionType.SUSPENDED,
+        ConditionType.RECOVERING,
+        ConditionType.RUNNING,
+    )
+    other = "Starting" if ConditionType.SCHEDULED in true else "Waiting"
+    return next((kind.value for kind in order if kind in true), other)
 
 
 def _goes_on(state: ControlState, membership: Membership) -> bool:
@@ -98,10 +157,14 @@ def _goes_on(state: ControlState, membership: Membership) -> bool:
     return state.resumed_epoch == membership.epoch and state.no_replacement_since is None
 
 
-def _running(observed: Observed, state: ControlState, waiting: str) -> Condition:
+def _running(
+    job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
+) -> Condition:
     kind, membership = ConditionType.RUNNING, state.membership
     if state.outcome is not None:
         return Condition(type=kind, status=False, reason="Ended")
+    if job.spec.suspend:
+        return Condition(type=kind, status=False, reason="Suspended")
     if membership is None or not training_runs(observed, membership):
         if membership is not None and _goes_on(state, membership):
             message = "some ranks have closed their sessions, or their daemon has just returned"
@@ -112,13 +175,16 @@ def _running(observed: Observed, state: ControlState, waiting: str) -> Condition
     return Condition(type=kind, status=True, reason="AllRanksReady", message=message)
 
 
-def _recovering(observed: Observed, state: ControlState, waiting: str) -> Condition:
+def _recovering(
+    job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
+) -> Condition:
     kind, membership = ConditionType.RECOVERING, state.membership
-    if state.outcome is not None or membership is None:
+    if state.outcome is not None or membership is None or job.spec.suspend:
         return Condition(type=kind, status=False, reason="NothingToRecover")
     if _goes_on(state, membership):
         return Condition(type=kind, status=False, reason="TrainingGoesOn")
-    if membership.epoch == 1 and state.no_replacement_since is None:
+    first = membership.epoch == state.void_epoch + 1
+    if first and state.no_replacement_since is None:
         return Condition(type=kind, status=False, reason="Starting")
     views = [view_of(observed, place, membership.epoch) for place in membership.members]
     rebuilding = [
@@ -127,7 +193,7 @@ def _recovering(observed: Observed, state: ControlState, waiting: str) -> Condit
         if view is not None and view.rebuilding
     ]
     if rebuilding:
-        message = f"members {rebuilding} rebuild their snapshots from parity"
+        message = f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
         return Condition(type=kind, status=True, reason="Rebuilding", message=message)
     message = waiting or f"epoch {membership.epoch} is being formed"
     return Condition(type=kind, status=True, reason="FormingEpoch", message=message)
@@ -159,7 +225,7 @@ def _degraded(
         if not is_reachable(job, node_of(observed, place), state, now)
     ]
     if silent:
-        message = f"no heartbeat from the daemon on {', '.join(silent)}"
+        message = f"no heartbeat from the daemon on {listed(silent)}"
         return Condition(type=kind, status=True, reason="DaemonSilent", message=message)
     if state.resumed_epoch == membership.epoch and newest_protected(observed) is not None:
         problems = _problems(observed, membership)
@@ -177,5 +243,5 @@ def _ended(kind: ConditionType, outcome: Outcome, state: ControlState) -> Condit
     if state.outcome is not outcome:
         return Condition(type=kind, status=False, reason="NotEnded")
     return Condition(
-        type=kind, status=True, reason=f"Job{outcome.value}", message=state.outcome_reason
+        type=kind, status=True, reason=state.outcome_word, message=state.outcome_reason
     )

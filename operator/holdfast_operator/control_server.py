@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,7 @@ import grpc.aio
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.values import Membership
 from holdfast_operator.heartbeats import job_view, node_view
-from holdfast_operator.views import NEVER, JobView, NodeView
+from holdfast_operator.views import JobView, NodeView
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -38,10 +38,13 @@ class _Connection:
 
 @dataclass(slots=True)
 class _Node:
-    heartbeat: control_pb2.Heartbeat
-    heard_at: float
+    """What was last heard of one node."""
+
+    view: NodeView
+    jobs: dict[str, JobView]
     connection: _Connection | None
-    evidence: object = None
+    evidence: dict[str, JobView] = field(default_factory=dict)
+    """Of each job, what could call for a decision."""
 
 
 class ControlServer(control_pb2_grpc.ControlServicer):
@@ -50,15 +53,24 @@ class ControlServer(control_pb2_grpc.ControlServicer):
     Args:
         heartbeat_s: how often daemons are told to send heartbeats.
         clock: monotonic seconds; stamps heartbeats.
-        on_evidence: called whenever something changed that a recovery could follow from, at once.
+        on_evidence: called at once, with keys of jobs, whenever something changed that a recovery
+            of one of them could follow from; without any when a node has nothing of any job.
     """
 
     def __init__(
-        self, *, heartbeat_s: float, clock: Callable[[], float], on_evidence: Callable[[], None]
+        self,
+        *,
+        heartbeat_s: float,
+        clock: Callable[[], float],
+        on_evidence: Callable[[frozenset[str]], None],
     ) -> None:
         self._heartbeat_s, self._clock, self._on_evidence = heartbeat_s, clock, on_evidence
         self._nodes: dict[str, _Node] = {}
         self._published: dict[str, Membership] = {}
+        self._placed: dict[str, set[str]] = {}
+        """Node → the jobs whose published memberships have a member on it."""
+        self._holders: dict[str, set[str]] = {}
+        """Job → the nodes that hold something of it."""
         self._dropped: set[str] = set()
         self._server: grpc.aio.Server | None = None
 
@@ -89,27 +101,83 @@ class ControlServer(control_pb2_grpc.ControlServicer):
             await self._server.stop(grace=0.2)
             self._server = None
 
+    @property
+    def heartbeat_s(self) -> float:
+        """How often daemons are told to send heartbeats."""
+        return self._heartbeat_s
+
+    def set_heartbeat_s(self, heartbeat_s: float) -> None:
+        """Tell all daemons to send heartbeats this often from now on."""
+        if heartbeat_s == self._heartbeat_s:
+            return
+        self._heartbeat_s = heartbeat_s
+        for node in self._nodes.values():
+            if node.connection is not None:
+                node.connection.outbox.put_nowait(self._welcome())
+
     def publish(self, membership: Membership) -> None:
         """Make `membership` the newest of its job, and send it to whom it concerns."""
+        self._unplace(membership.job)
         self._published[membership.job] = membership
+        for place in membership.members:
+            self._placed.setdefault(place.node, set()).add(membership.job)
         self._dropped.discard(membership.job)
-        for node in self._nodes.values():
-            self._bring_up_to_date(node)
+        self._send_news(membership.job)
 
     def drop(self, job: str) -> None:
         """Tell every daemon that knows the job that it has ended."""
-        self._published.pop(job, None)
+        self._unplace(job)
         self._dropped.add(job)
-        for node in self._nodes.values():
-            self._bring_up_to_date(node)
+        self._send_news(job)
+
+    def forget(self, job: str) -> None:
+        """Leave the job to its daemons: nothing of it was published or dropped."""
+        self._unplace(job)
+        self._dropped.discard(job)
 
     def views(self, job: str) -> dict[str, NodeView]:
         """All daemons that were ever heard, with what each last said of `job`."""
-        views = {}
-        for name, node in self._nodes.items():
-            view = node_view(node.heartbeat, job, node.heard_at)
-            views[name] = view if node.connection else replace(view, connected=False)
-        return views
+        return {name: self._view(node, job) for name, node in self._nodes.items()}
+
+    def view(self, name: str, job: str) -> NodeView | None:
+        """One daemon, with what it last said of `job`; None when it was never heard."""
+        node = self._nodes.get(name)
+        return None if node is None else self._view(node, job)
+
+    def nodes(self) -> dict[str, NodeView]:
+        """All daemons that were ever heard, without what they said of jobs."""
+        return {name: node.view for name, node in self._nodes.items()}
+
+    def holders(self, job: str) -> frozenset[str]:
+        """The nodes that last said that they hold something of the job."""
+        return frozenset(self._holders.get(job, ()))
+
+    def held_jobs(self) -> frozenset[str]:
+        """The jobs that daemons on the line hold something of."""
+        connected = (node for node in self._nodes.values() if node.connection is not None)
+        return frozenset(job for node in connected for job in node.jobs)
+
+    def jobs_on(self, name: str) -> frozenset[str]:
+        """The jobs that a node's daemon matters to."""
+        node = self._nodes.get(name)
+        held = frozenset(node.jobs) if node is not None else frozenset[str]()
+        return held | self._placed.get(name, frozenset())
+
+    def _view(self, node: _Node, job: str) -> NodeView:
+        return replace(node.view, job=node.jobs.get(job))
+
+    def _unplace(self, job: str) -> None:
+        membership = self._published.pop(job, None)
+        for place in membership.members if membership is not None else ():
+            self._placed.get(place.node, set()).discard(job)
+
+    def _send_news(self, job: str) -> None:
+        membership = self._published.get(job)
+        names = {place.node for place in membership.members} if membership is not None else set()
+        for name in names | self._holders.get(job, set()):
+            node = self._nodes.get(name)
+            if node is not None:
+                self._bring_up_to_date(node, (job,))
 
     # --- the service --------------------------------------------------------------------------
 
@@ -119,7 +187,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         """One daemon's stream, until either side ends it or a newer one of the node begins."""
         connection = _Connection()
         listener = asyncio.ensure_future(self._listen(request_iterator, connection))
-        yield control_pb2.ControlMessage(welcome=control_pb2.Welcome(heartbeat_s=self._heartbeat_s))
+        yield self._welcome()
         try:
             while (message := await connection.outbox.get()) is not None:
                 yield message
@@ -147,58 +215,85 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         finally:
             connection.outbox.put_nowait(None)
 
+    def _welcome(self) -> control_pb2.ControlMessage:
+        return control_pb2.ControlMessage(
+            welcome=control_pb2.Welcome(heartbeat_s=self._heartbeat_s)
+        )
+
     def _hear(self, heartbeat: control_pb2.Heartbeat, connection: _Connection) -> None:
-        evidence = _evidence(heartbeat)  # refuses what is malformed before it is kept
+        jobs = {state.job: job_view(state) for state in heartbeat.jobs}  # refuses the malformed
+        view = node_view(heartbeat, self._clock())
         node = self._nodes.get(heartbeat.node)
         if node is None:
-            node = _Node(heartbeat, NEVER, None)
-            self._nodes[heartbeat.node] = node
+            node = self._nodes[heartbeat.node] = _Node(view, {}, None)
+        elif node.connection is connection:
+            jobs = {job: _completed(found, node.jobs.get(job)) for job, found in jobs.items()}
+        evidence = {job: _still(found) for job, found in jobs.items()}
+        concerned = {
+            job
+            for job in evidence.keys() | node.evidence.keys()
+            if evidence.get(job) != node.evidence.get(job)
+        }
+        for job in node.jobs.keys() - jobs.keys():
+            self._holders[job].discard(view.name)
+            if not self._holders[job]:
+                del self._holders[job]
+        for job in jobs.keys() - node.jobs.keys():
+            self._holders.setdefault(job, set()).add(view.name)
+        moved = _identity(view) != _identity(node.view) or node.connection is not connection
         if node.connection is not connection:
             if node.connection is not None:
                 node.connection.outbox.put_nowait(None)
-            node.connection, node.evidence = connection, None
-            _log.info("daemon on %s connected", heartbeat.node)
-        node.heartbeat, node.heard_at = heartbeat, self._clock()
-        self._bring_up_to_date(node)
-        if evidence != node.evidence:
-            node.evidence = evidence
-            self._on_evidence()
+            node.connection = connection
+            _log.info("daemon on %s connected", view.name)
+        node.view, node.jobs, node.evidence = view, jobs, evidence
+        everything = self.jobs_on(view.name)
+        self._bring_up_to_date(node, everything)
+        if moved or concerned:
+            self._on_evidence(everything | concerned if moved else frozenset(concerned))
 
     def _disconnected(self, connection: _Connection) -> None:
         for name, node in self._nodes.items():
             if node.connection is connection:
                 node.connection = None
+                node.view = replace(node.view, connected=False)
                 _log.info("daemon on %s disconnected", name)
-                self._on_evidence()
+                self._on_evidence(self.jobs_on(name))
 
-    def _bring_up_to_date(self, node: _Node) -> None:
+    def _bring_up_to_date(self, node: _Node, jobs: Iterable[str]) -> None:
+        """Send the node what is newer of `jobs` than what it last said."""
         if node.connection is None:
             return
-        known = {state.job: state.membership for state in node.heartbeat.jobs}
-        for job in self._dropped & known.keys():
-            drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
-            node.connection.outbox.put_nowait(drop)
-        for job, membership in self._published.items():
-            theirs = known.get(job)
-            name = node.heartbeat.node
-            concerned = theirs is not None or membership.member_on(name) is not None
-            newer = theirs is None or (theirs.epoch, theirs.revision) < (
-                membership.epoch,
-                membership.revision,
-            )
-            if concerned and newer:
+        for job in jobs:
+            theirs, membership = node.jobs.get(job), self._published.get(job)
+            if theirs is not None and job in self._dropped:
+                drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
+                node.connection.outbox.put_nowait(drop)
+            elif membership is not None and _is_newer(membership, theirs):
                 proto = codec.membership_to_proto(membership)
                 node.connection.outbox.put_nowait(control_pb2.ControlMessage(membership=proto))
 
 
-def _evidence(heartbeat: control_pb2.Heartbeat) -> object:
-    """What of a heartbeat could call for a decision: everything but the passing of time."""
-    jobs = [(state.job, _still(job_view(state))) for state in heartbeat.jobs]
-    addresses = (heartbeat.peer_address, heartbeat.bulk_address)
-    return (heartbeat.memory_id, heartbeat.incarnation, addresses, sorted(jobs, key=lambda j: j[0]))
+def _is_newer(ours: Membership, theirs: JobView | None) -> bool:
+    if theirs is None or theirs.membership is None:
+        return True
+    known = theirs.membership
+    return (known.epoch, known.revision) < (ours.epoch, ours.revision)
+
+
+def _completed(view: JobView, before: JobView | None) -> JobView:
+    """A daemon sends its membership once on each stream, and then only when it has another."""
+    if view.membership is not None or before is None or before.epoch != view.epoch:
+        return view
+    return replace(view, membership=before.membership)
+
+
+def _identity(view: NodeView) -> tuple[object, ...]:
+    return (view.memory_id, view.incarnation, view.peer_address, view.bulk_address)
 
 
 def _still(view: JobView) -> JobView:
+    """What could call for a decision: everything but the passing of time."""
     ranks = tuple(replace(rank, step=0, idle_s=0.0, state="") for rank in view.ranks)
     return replace(
         view,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import Membership
-from holdfast_operator.evidence import is_reachable, node_of
+from holdfast_operator.lookups import detection_s, is_reachable, node_of, silent_s
 from holdfast_operator.placement import place_on
 from holdfast_operator.views import (
     Action,
@@ -20,6 +20,7 @@ from holdfast_operator.views import (
     DropJob,
     Event,
     Fail,
+    FenceNode,
     NodeView,
     Observed,
     Outcome,
@@ -69,20 +70,43 @@ class Draft:
             and is_reachable(self.job, node, self.state, self.now)
         ]
 
-    def end(self, outcome: Outcome, reason: str) -> None:
+    def end(self, outcome: Outcome, reason: str, word: str = "") -> None:
+        """The job has ended because of `reason`; `word` is the same in one word."""
         well = outcome is Outcome.COMPLETE
-        self.state = replace(self.state, outcome=outcome, outcome_reason=reason)
+        self.state = replace(
+            self.state,
+            outcome=outcome,
+            outcome_reason=reason,
+            outcome_word=word or f"Job{outcome.value}",
+            ended_at=self.now,
+        )
         self.tell(outcome.value, reason, warning=not well)
         self.stop(self.observed.agents)
         self.actions.append(Succeed(reason=reason) if well else Fail(reason=reason))
         self.actions.append(DropJob())
 
     def stop(self, agents: Iterable[AgentView]) -> None:
+        """Stop agents; nobody ends those on a lost node, so it is fenced until they are gone."""
+        stopped = list(agents)
+        for name in sorted({agent.node for agent in stopped}):
+            if self._is_lost(name):
+                self.fence(name)
         self.actions.extend(
             StopAgent(member=agent.member, node=agent.node)
-            for agent in agents
+            for agent in stopped
             if agent.state is not AgentState.STOPPING
         )
+
+    def fence(self, node: str) -> None:
+        action = FenceNode(node=node)
+        if action not in self.actions:
+            self.actions.append(action)
+
+    def _is_lost(self, name: str) -> bool:
+        node = self.observed.nodes.get(name)
+        if node is None or node.gone:
+            return True
+        return silent_s(node, self.state, self.now) >= detection_s(self.job)
 
     def publish(self, membership: Membership) -> None:
         changed = membership.epoch != self.state.epoch
@@ -93,6 +117,7 @@ class Draft:
                 started_from=None,
                 confirmed_epoch=membership.epoch,
                 began_at=self.now,
+                codes_awaited_since=None,
             )
         self.actions.append(PublishMembership(membership=membership))
 
@@ -103,6 +128,12 @@ class Draft:
             place.index: moved.get(place.index) or node_of(self.observed, place)
             for place in membership.members
         }
+        renewed = {
+            place.index
+            for place in membership.members
+            if places[place.index].memory_id != place.memory_id
+        }
+        self.state = replace(self.state, renewed=self.state.renewed | renewed)
         following = replace(
             membership,
             epoch=self.state.epoch + 1,

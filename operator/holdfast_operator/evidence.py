@@ -2,29 +2,37 @@
 
 Level-triggered: a cause is read from the present state, never remembered. Publishing a new epoch
 makes evidence from the old one void, so that a cause leads to one recovery. This module must not
-decide what is done about a cause: that is for `reconcile`.
+decide what is done about a cause: that is for `recovering`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast_core.jobs import MoETrainingJob, On
 from holdfast_core.values import MemberPlace, Membership
+from holdfast_operator.lookups import (
+    agent_at,
+    detection_s,
+    is_reachable,
+    node_of,
+    ranks_in,
+    silent_s,
+    view_of,
+)
+from holdfast_operator.protection import Groups
 from holdfast_operator.views import (
     AT_WORK,
+    NEVER,
     AgentState,
     AgentView,
     ControlState,
     JobView,
     NodeView,
     Observed,
-    RankView,
 )
-
-SUSPECT_AFTER_HEARTBEATS = 2.5
-"""A daemon that is this late is waited for: nothing that needs it is begun."""
+from holdfast_operator.words import exit_in_words, ranks_in_words
 
 STARTING_S = 600.0
 """Ranks that have not finished a first step in their epoch may load, compile and warm up for this
@@ -33,6 +41,17 @@ long before their silence is a hang, however small `hangSeconds` is."""
 RETURN_S = 30.0
 """How long a daemon that was seen starting on a living node may take: moving its member would cost
 more than waiting for the memory that is still there."""
+
+PATIENCE_S = 60.0
+"""How much longer a silent node is waited for that may still live, while its parity group could not
+rebuild what it holds: giving it up loses the generation that the job can go back to. After that the
+job has stood still for long enough, and starts from what is left, or fails and says why."""
+
+UNSCHEDULABLE_S = 30.0
+"""How long an agent may find no room on its node before another node is tried."""
+
+FOLLOWING_CODE = 1
+"""Exit code of a rank that Python ended with a traceback, such as a broken connection to a peer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +64,14 @@ class Cause:
     member: int | None = None
     exit_code: int | None = None
     node_lost: bool = False
-    """The member cannot go on where it lives now."""
+    """The member cannot go on where it lives now, and its memory there is lost."""
+    evicted: bool = False
+    """The member cannot go on where it lives now, though its memory is there: the node takes no
+    agent."""
+    voluntary: bool = False
+    """The member works, or has nothing to lose: only worth a recovery if it finds a better node."""
+    awaits_code: bool = False
+    """The agent may still tell with what code the rank exited."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,41 +81,7 @@ class Evidence:
     causes: tuple[Cause, ...]
     suspects: tuple[str, ...]
     """Members' nodes that are silent, but not for long enough to be lost."""
-
-
-def node_of(observed: Observed, place: MemberPlace) -> NodeView:
-    """The node that a member lives on; one that was never seen is not connected."""
-    return observed.nodes.get(place.node) or NodeView(name=place.node)
-
-
-def silent_s(node: NodeView, state: ControlState, now: float) -> float:
-    """How long the node's daemon was not heard while the loop was listening."""
-    return now - max(node.heard_at, state.attentive_since)
-
-
-def is_reachable(job: MoETrainingJob, node: NodeView, state: ControlState, now: float) -> bool:
-    """Whether the node's daemon is there to work with."""
-    late_s = SUSPECT_AFTER_HEARTBEATS * job.spec.failure_policy.detection.heartbeat_seconds
-    return node.connected and silent_s(node, state, now) < late_s
-
-
-def view_of(observed: Observed, place: MemberPlace, epoch: int) -> JobView | None:
-    """What the member's daemon says of the job in `epoch`; None while it is in another one."""
-    view = node_of(observed, place).job
-    return view if view is not None and view.epoch == epoch else None
-
-
-def ranks_in(observed: Observed, membership: Membership) -> list[RankView]:
-    """The ranks that the members' daemons know in the membership's epoch, ascending."""
-    views = (view_of(observed, place, membership.epoch) for place in membership.members)
-    return sorted((r for view in views if view for r in view.ranks), key=lambda r: r.rank)
-
-
-def agent_at(observed: Observed, place: MemberPlace) -> AgentView | None:
-    """The member's agent where it belongs."""
-    return next(
-        (a for a in observed.agents if a.member == place.index and a.node == place.node), None
-    )
+    groups: Groups
 
 
 def gather(
@@ -102,27 +94,51 @@ def gather(
     """Everything that is wrong with the training world of `membership` now."""
     causes: list[Cause] = []
     suspects: list[str] = []
+    groups = Groups(job, membership, observed, state, now)
+    strange: dict[int, bool] = {}
     for place in membership.members:
         node = node_of(observed, place)
-        loss = _node_loss(job, place, node, silent_s(node, state, now))
+        loss = _node_loss(job, place, node, silent_s(node, state, now), groups)
         if loss is not None:
             causes.append(loss)
         elif not is_reachable(job, node, state, now):
             suspects.append(place.node)
         else:
-            causes.extend(_member_causes(observed, membership, place))
-    if not causes and not suspects:
+            causes.extend(_contradiction(membership, place, observed, strange))
+            causes.extend(_member_causes(membership, place, observed, state, now))
+    if not suspects and all(cause.voluntary for cause in causes):
         causes.extend(_hang(job, membership, observed, state))
-    return Evidence(causes=tuple(causes), suspects=tuple(suspects))
+    return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
+
+
+def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """The causes without those that the others explain. When a node is lost or taken away, ranks
+    elsewhere die of it: they vanish, exit with a traceback (code 1) or are aborted (codes from 128
+    on). When a rank died of something else, code 1 and ranks without a code are its consequence."""
+    found = tuple(causes)
+    if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
+        return tuple(c for c in found if not _follows_a_loss(c))
+    if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
+        return tuple(c for c in found if c.on is not On.ANY and c.exit_code != FOLLOWING_CODE)
+    return found
+
+
+def _follows_a_loss(cause: Cause) -> bool:
+    code = cause.exit_code
+    died = code is None or code == FOLLOWING_CODE or code >= 128
+    return cause.on is On.ANY or (cause.on is On.EXIT_CODE and died)
 
 
 def _node_loss(
-    job: MoETrainingJob, place: MemberPlace, node: NodeView, silence_s: float
+    job: MoETrainingJob, place: MemberPlace, node: NodeView, silence_s: float, groups: Groups
 ) -> Cause | None:
-    detection = job.spec.failure_policy.detection
-    patience_s = detection.heartbeat_seconds * detection.missed_heartbeats
-    if not node.gone:
-        patience_s += max(detection.replace_seconds, RETURN_S if node.returning else 0.0)
+    patience_s = detection_s(job)
+    if silence_s >= patience_s and not node.gone:
+        patience_s += max(
+            job.spec.failure_policy.detection.replace_seconds,
+            RETURN_S if node.returning else 0.0,
+            0.0 if groups.bear_loss_of(place.index) else PATIENCE_S,
+        )
     if silence_s >= patience_s:
         text = (
             f"member {place.index} lost with node {place.node} (no heartbeat for {silence_s:.1f} s)"
@@ -135,31 +151,139 @@ def _node_loss(
 
 
 def _member_causes(
-    observed: Observed, membership: Membership, place: MemberPlace
+    membership: Membership,
+    place: MemberPlace,
+    observed: Observed,
+    state: ControlState,
+    now: float,
 ) -> Iterator[Cause]:
+    """What is wrong with a member whose daemon is there."""
+    agent, node = agent_at(observed, place), node_of(observed, place)
     view = view_of(observed, place, membership.epoch)
-    if view is not None:
-        if view.membership is not None and _contradict(view.membership, membership):
-            text = f"node {place.node} holds another membership of epoch {membership.epoch}"
-            yield Cause(on=On.ANY, text=text, member=place.index)
-        lost = [r.rank for r in view.ranks if r.lost]
-        if lost:
-            yield Cause(on=On.ANY, text=f"{_ranks(lost)} lost", member=place.index)
-        elif view.agent_waiting:
-            text = f"the agent of member {place.index} waits for a new epoch"
-            yield Cause(on=On.ANY, text=text, member=place.index)
-    agent = agent_at(observed, place)
-    if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
+    ran = state.resumed_epoch == membership.epoch
+    if agent is not None and is_left_over(agent, state, membership):
+        yield from _rank_failures(place, view, agent)
+        return
+    failures = list(_failures(place, view, agent))
+    if agent is None and state.confirmed_epoch == membership.epoch and not node.schedulable:
+        text = f"member {place.index} has no agent, and node {place.node} takes none"
+        yield Cause(on=On.DISRUPTION, text=text, member=place.index, evicted=True)
+    elif agent is not None and _is_taken_away(agent, ran or bool(failures)):
+        text = f"the agent of member {place.index} on {place.node} is taken away: "
         yield Cause(
-            on=On.EXIT_CODE,
-            text=f"the agent of member {place.index} exited with code {agent.exit_code}",
+            on=On.DISRUPTION,
+            text=text + agent.disruption,
             member=place.index,
-            exit_code=agent.exit_code,
+            evicted=not node.schedulable,
+        )
+    elif failures:
+        yield from failures
+    elif agent is None and ran:
+        # It took ranks with it that had closed their sessions, and are needed by the others.
+        text = f"the agent of member {place.index} has vanished"
+        yield Cause(on=On.ANY, text=text, member=place.index)
+    else:
+        yield from _better_places(
+            place, node, agent, max(state.began_at, state.attentive_since), now
         )
 
 
-def _contradict(theirs: Membership, ours: Membership) -> bool:
-    """Whether two memberships of one epoch differ in more than addresses."""
+def is_left_over(agent: AgentView, state: ControlState, membership: Membership) -> bool:
+    """Whether an agent may have failed in an earlier epoch: a control loop that starts again does
+    not know. What it took with it in this epoch is known to its daemon."""
+    knows = state.began_at > NEVER or state.resumed_epoch == membership.epoch
+    return agent.state is AgentState.EXITED and agent.exit_code != 0 and not knows
+
+
+def _is_taken_away(agent: AgentView, worked: bool) -> bool:
+    """Whether the cluster ends the agent, and training with it. One that is ending already was the
+    one at work only if there was work: else it is the last epoch's, told to stop."""
+    if not agent.disruption or agent.state is AgentState.STARTING:
+        return False
+    if agent.state is AgentState.EXITED:
+        return agent.exit_code != 0
+    return agent.state is AgentState.RUNNING or worked
+
+
+def _failures(place: MemberPlace, view: JobView | None, agent: AgentView | None) -> Iterator[Cause]:
+    yield from _rank_failures(place, view, agent)
+    if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
+        code = agent.exit_code
+        how = exit_in_words(code) if code is not None else agent.reason or "ended"
+        yield Cause(
+            on=On.EXIT_CODE,
+            text=f"the agent of member {place.index} {how}",
+            member=place.index,
+            exit_code=code,
+        )
+
+
+def _rank_failures(
+    place: MemberPlace, view: JobView | None, agent: AgentView | None
+) -> Iterator[Cause]:
+    """An agent tells the code of the first of its workers that failed, and ends the others."""
+    if view is None:
+        return
+    exits = [(rank.rank, rank.exit_code) for rank in view.ranks if rank.exit_code]
+    lost = [rank.rank for rank in view.ranks if rank.lost]
+    for rank, code in exits:
+        yield Cause(
+            on=On.EXIT_CODE,
+            text=f"rank {rank} {exit_in_words(code)}",
+            member=place.index,
+            exit_code=code,
+        )
+    if exits:
+        return
+    if lost:
+        yield Cause(
+            on=On.ANY,
+            text=f"{ranks_in_words(lost)} lost",
+            member=place.index,
+            awaits_code=agent is not None
+            and agent.state is AgentState.RUNNING
+            and not view.agent_waiting,
+        )
+    elif view.agent_waiting:
+        text = f"the agent of member {place.index} waits for a new epoch"
+        yield Cause(on=On.ANY, text=text, member=place.index)
+
+
+def _better_places(
+    place: MemberPlace, node: NodeView, agent: AgentView | None, since: float, now: float
+) -> Iterator[Cause]:
+    """Reasons to move a member that has not failed."""
+    if node.disruption:
+        text = f"node {place.node} of member {place.index} will be taken away: {node.disruption}"
+        yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
+    elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
+        text = f"there is no room for member {place.index} on node {place.node} ({agent.reason})"
+        yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
+
+
+def is_unschedulable(agent: AgentView) -> bool:
+    """Whether an agent waits because the cluster finds no room for it."""
+    return agent.state is AgentState.STARTING and agent.reason.startswith("Unschedulable")
+
+
+def _contradiction(
+    membership: Membership, place: MemberPlace, observed: Observed, strange: dict[int, bool]
+) -> Iterator[Cause]:
+    """Two memberships of one epoch. `strange` holds, by `id`, which objects were compared before:
+    what thousands of daemons report is mostly one object, and long."""
+    view = view_of(observed, place, membership.epoch)
+    theirs = None if view is None else view.membership
+    if theirs is None:
+        return
+    if id(theirs) not in strange:
+        strange[id(theirs)] = theirs is not membership and _differ(theirs, membership)
+    if strange[id(theirs)]:
+        text = f"node {place.node} holds another membership of epoch {membership.epoch}"
+        yield Cause(on=On.ANY, text=text, member=place.index)
+
+
+def _differ(theirs: Membership, ours: Membership) -> bool:
+    """Whether two memberships differ in more than addresses."""
 
     def identity(of: Membership) -> list[tuple[int, str, str]]:
         return [(place.index, place.node, place.memory_id) for place in of.members]
@@ -186,13 +310,7 @@ def _hang(
     named = [r.rank for r in behind if r.idle_s == longest_s] if len(behind) > 1 else []
     named = named or [r.rank for r in behind]
     text = (
-        f"no progress of any rank for {idle_s:.1f} s; {_ranks(named)} idle for {longest_s:.1f} s "
-        f"at step {behind_step}"
+        f"no progress of any rank for {idle_s:.1f} s; {ranks_in_words(named)} idle for "
+        f"{longest_s:.1f} s at step {behind_step}"
     )
     yield Cause(on=On.HANG, text=text, member=membership.member_of(named[0]))
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, sorted(ranks)))}"

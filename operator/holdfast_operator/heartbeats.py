@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from holdfast_core.values import Membership
 from holdfast_operator.views import JobView, NodeView, RankView
-from holdfast_protos import codec, control_pb2
+from holdfast_protos import codec, control_pb2, values_pb2
 
 
-def node_view(heartbeat: control_pb2.Heartbeat, job: str, heard_at: float) -> NodeView:
-    """The node that sent `heartbeat`, with what it knows of `job`.
-
-    Raises:
-        ProtocolError: when a membership in it is malformed.
-    """
-    state = next((state for state in heartbeat.jobs if state.job == job), None)
+def node_view(heartbeat: control_pb2.Heartbeat, heard_at: float) -> NodeView:
+    """The node that sent `heartbeat`, without what it knows of jobs."""
     return NodeView(
         name=heartbeat.node,
         connected=True,
@@ -24,7 +22,6 @@ def node_view(heartbeat: control_pb2.Heartbeat, job: str, heard_at: float) -> No
         trainer_socket=heartbeat.trainer_socket,
         memory_budget_bytes=heartbeat.memory_budget_bytes,
         memory_used_bytes=heartbeat.memory_used_bytes,
-        job=None if state is None else job_view(state),
     )
 
 
@@ -37,7 +34,9 @@ def job_view(state: control_pb2.JobState) -> JobView:
     return JobView(
         epoch=state.epoch,
         membership=(
-            codec.membership_from_proto(state.membership) if state.HasField("membership") else None
+            _membership(state.membership.SerializeToString(deterministic=True))
+            if state.HasField("membership")
+            else None
         ),
         verified=state.verified,
         line=codec.line_from_proto(state.line) if state.has_line else None,
@@ -58,6 +57,12 @@ def job_view(state: control_pb2.JobState) -> JobView:
     )
 
 
+@lru_cache(maxsize=256)
+def _membership(encoded: bytes) -> Membership:
+    """One object for all that say the same: it is long, and daemons repeat it all the time."""
+    return codec.membership_from_proto(values_pb2.Membership.FromString(encoded))
+
+
 def _rank_view(state: control_pb2.RankState) -> RankView:
     return RankView(
         rank=state.rank,
@@ -70,4 +75,5 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
             codec.generation_from_proto(state.restored) if state.HasField("restored") else None
         ),
         restored_from=state.restored_from,
+        exit_code=state.exit_code or None,
     )

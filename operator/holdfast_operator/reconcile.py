@@ -7,19 +7,23 @@ one likes, and after losing its memory; `ControlState` comes back from the daemo
 The rules, in order:
 
 1. A recovery publishes a new epoch, one more than every epoch ever seen. Nothing else does, but the
-   first placement and the end of a suspension. Addresses alone change the revision.
+   first placement and the end of a suspension. Addresses alone change the revision. An epoch that
+   is known but not confirmed by all its daemons is published again as it is.
 2. While a member's daemon is silent, but not long enough to be lost, nothing is begun: an epoch
-   needs all its daemons, and what else failed is handled together with the loss.
+   needs all its daemons, and what else failed is handled together with the loss. A node that may
+   still live is waited for longer while its parity group could not bear its loss (`protection`).
 3. Rank lost, agent failed, hang: the same members begin a new epoch where they are. Node lost: a
-   spare takes its place; without one the job waits, then fails.
-4. Failure rules: the first that matches a cause gives its action. A lost node cannot be restarted
-   in place, so it is replaced unless the rule says Fail. A cause that no rule matches is restarted
-   in place (its node replaced if that is lost), and counts. An epoch that fails before it ran is
-   not followed by the next at once.
+   spare takes its place; without one the job waits, then fails. A member that the cluster evicts,
+   or finds no room for, moves to a spare while its parity group can rebuild it (`replacing`).
+4. Failure rules: the first that matches a cause gives its action (`rules`). A lost node cannot be
+   restarted in place, so it is replaced unless the rule says Fail. An epoch that fails before it
+   ran is not followed by the next at once.
 5. A job does not start again from nothing once a generation was protected (without redundancy:
    complete). If no recovery line is left it fails, because nothing was persisted. Before that
-   point a fresh start loses no promise, and happens.
-6. An ended job, well or not, frees its memory in the daemons.
+   point a fresh start loses no promise, and happens; so it does when a person has changed the shape
+   of a suspended job (`suspending`).
+6. An ended job, well or not, frees its memory in the daemons, and is deleted when its time is over
+   (`deadlines`).
 """
 
 from __future__ import annotations
@@ -30,8 +34,10 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import Generation, Membership, Redundancy
 from holdfast_operator import conditions as judge
+from holdfast_operator.deadlines import delete_when_due, is_overdue, note_activity
 from holdfast_operator.draft import Draft
-from holdfast_operator.evidence import (
+from holdfast_operator.evidence import is_left_over
+from holdfast_operator.lookups import (
     agent_at,
     is_reachable,
     node_of,
@@ -40,15 +46,19 @@ from holdfast_operator.evidence import (
 )
 from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
+from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
 from holdfast_operator.views import (
     AT_WORK,
+    AgentState,
     ControlState,
     Decision,
     DropJob,
     Observed,
     Outcome,
+    PublishMembership,
     StartAgent,
 )
+from holdfast_operator.words import listed, ranks_in_words
 
 PLACEMENT_S = 10.0
 """How long the first placement waits for nodes that it could do without."""
@@ -74,20 +84,18 @@ def _follow_rules(draft: Draft) -> str:
         return ""
     _adopt(draft)
     if draft.job.spec.suspend:
-        return _suspend(draft)
-    if draft.state.membership is None:
-        return _place(draft)
+        return suspend(draft)
+    note_activity(draft)
     membership = draft.state.membership
+    if membership is None:
+        return "" if is_overdue(draft) else _place(draft)
     if judge.all_agents_succeeded(draft.observed, membership):
         draft.end(Outcome.COMPLETE, "all agents exited with code 0")
         return ""
     if draft.state.suspended:
-        draft.state = replace(draft.state, suspended=False)
-        draft.tell("Resumed", f"no longer suspended; epoch {draft.state.epoch + 1} begins")
-        draft.publish_next(membership, {})
-        return ""
+        return "" if is_overdue(draft) else resume(draft, membership)
     _note_progress(draft, membership)
-    if _line_is_missing(draft, membership):
+    if is_overdue(draft) or _line_is_missing(draft, membership):
         return ""
     waiting = recover(draft, membership)
     return _tend(draft, membership) if waiting is None else waiting
@@ -97,6 +105,7 @@ def _clear_away(draft: Draft) -> None:
     draft.stop(draft.observed.agents)
     if any(node.job is not None and node.connected for node in draft.observed.nodes.values()):
         draft.actions.append(DropJob())
+    delete_when_due(draft)
 
 
 def _adopt(draft: Draft) -> None:
@@ -105,7 +114,7 @@ def _adopt(draft: Draft) -> None:
     views = (node.job for node in draft.observed.nodes.values())
     seen = [view.membership for view in views if view is not None and view.membership]
     newest = max(seen, key=lambda m: (m.epoch, m.revision), default=None)
-    if newest is None or newest.job != draft.job.key:
+    if newest is None or newest.job != draft.job.key or newest.epoch <= draft.state.void_epoch:
         return
     if known is None or newest.epoch > known.epoch:
         draft.tell("Adopted", f"epoch {newest.epoch} is known to the daemons and goes on")
@@ -114,37 +123,45 @@ def _adopt(draft: Draft) -> None:
         draft.state = replace(draft.state, membership=replace(known, revision=newest.revision))
 
 
-def _suspend(draft: Draft) -> str:
-    if not draft.state.suspended:
-        draft.state = replace(draft.state, suspended=True)
-        draft.tell("Suspended", "spec.suspend is true: agents are stopped, snapshots kept")
-    draft.stop(draft.observed.agents)
-    return "the job is suspended"
-
-
 def _place(draft: Draft) -> str:
     """The first placement, once there are enough daemons; others get time to be seen, since
     one of them may know the job already."""
+    refusal = judge.unsupported(draft.job)
+    if refusal is not None:
+        return refusal.message
+    freeing = free_earlier_shape(draft)
+    if freeing:
+        return freeing
     nodes, ready = draft.observed.nodes.values(), draft.candidates()
-    absent = sorted(n.name for n in nodes if n not in ready and not n.gone)
+    names = {node.name for node in ready}
+    absent = sorted(n.name for n in nodes if n.name not in names and n.schedulable and not n.gone)
     need = draft.job.spec.nodes
     if len(ready) < need:
-        missing = f" (waiting for {', '.join(absent)})" if absent else ""
-        return f"{len(ready)} of {need} nodes have a daemon{missing}"
+        return f"{len(ready)} of {need} nodes have a daemon{_missing(draft, absent)}"
     if absent and draft.now - draft.state.attentive_since < PLACEMENT_S:
-        return f"waiting for the daemon on {', '.join(absent)}"
+        return f"waiting for the daemon on {listed(absent)}"
     try:
         membership = form(draft.job, ready, draft.state.epoch + 1)
     except InvalidJobError as error:
-        draft.end(Outcome.FAILED, str(error))
+        draft.end(Outcome.FAILED, str(error), "CannotBePlaced")
         return ""
+    draft.state = replace(draft.state, suspended=False, shape=shape_of(draft.job))
     draft.publish(membership)
-    places = ", ".join(f"{place.index} on {place.node}" for place in membership.members)
+    places = listed(f"{place.index} on {place.node}" for place in membership.members)
     draft.tell("Scheduled", f"members {places}; epoch {membership.epoch} begins")
     for place in membership.members:
         if agent_at(draft.observed, place) is None:
             draft.actions.append(StartAgent(member=place.index, node=place.node))
     return ""
+
+
+def _missing(draft: Draft, absent: list[str]) -> str:
+    """What keeps the other nodes from taking a member, in brackets; empty without other nodes."""
+    nodes = draft.observed.nodes.values()
+    closed = sorted(node.name for node in nodes if not node.schedulable and not node.gone)
+    reasons = [f"waiting for {listed(absent)}"] if absent else []
+    reasons += [f"not schedulable: {listed(closed)}"] if closed else []
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def _note_progress(draft: Draft, membership: Membership) -> None:
@@ -153,6 +170,10 @@ def _note_progress(draft: Draft, membership: Membership) -> None:
     views = [view_of(draft.observed, place, membership.epoch) for place in membership.members]
     if all(view is not None for view in views):
         draft.state = replace(draft.state, confirmed_epoch=membership.epoch)
+    if any(view is not None and view.protected is not None for view in views):
+        draft.state = replace(draft.state, renewed=frozenset())
+    if not draft.state.shape:
+        draft.state = replace(draft.state, shape=shape_of(draft.job))
     lines = [view.line for view in views if view is not None and view.line is not None]
     if lines and draft.state.started_from is None:
         start = lines[0].generation
@@ -165,7 +186,9 @@ def _note_progress(draft: Draft, membership: Membership) -> None:
         draft.state = replace(draft.state, saved=saved)
     resumed = judge.training_runs(draft.observed, membership)
     if resumed and draft.state.resumed_epoch < membership.epoch:
-        draft.state = replace(draft.state, resumed_epoch=membership.epoch)
+        draft.state = replace(
+            draft.state, resumed_epoch=membership.epoch, ran=True, unfit=frozenset()
+        )
         start = lines[0].generation if lines else None
         draft.tell("Running", _resumption(draft, membership, start))
 
@@ -175,7 +198,7 @@ def _resumption(draft: Draft, membership: Membership, start: Generation | None) 
     if start is None:
         return f"{who} from the beginning"
     rebuilt = [r.rank for r in ranks_in(draft.observed, membership) if r.restored_from == "parity"]
-    source = f"ranks {rebuilt} from parity" if rebuilt else "all from local memory"
+    source = f"{ranks_in_words(rebuilt)} from parity" if rebuilt else "all from local memory"
     return f"{who} from generation {start} (step {start.step}), {source}"
 
 
@@ -210,6 +233,7 @@ def _line_is_missing(draft: Draft, membership: Membership) -> bool:
         f"no recovery line: generation {saved} was the newest that was safe, and too much of "
         f"it is lost ({line.reason}); nothing was persisted. Run the job again to train from "
         f"the beginning",
+        "NoRecoveryLine",
     )
     return True
 
@@ -217,6 +241,8 @@ def _line_is_missing(draft: Draft, membership: Membership) -> bool:
 def _tend(draft: Draft, membership: Membership) -> str:
     """Nothing failed: addresses, and agents that are missing or out of place."""
     if draft.state.confirmed_epoch != membership.epoch:
+        # The control loop that published it may have died before it reached them all.
+        draft.actions.append(PublishMembership(membership=membership))
         return f"waiting until all daemons are in epoch {membership.epoch}"
     current = refreshed(membership, draft.observed.nodes)
     if current is not membership:
@@ -224,10 +250,24 @@ def _tend(draft: Draft, membership: Membership) -> str:
         draft.tell("Readdressed", f"epoch {current.epoch}, revision {current.revision}")
     homes = {(place.index, place.node) for place in current.members}
     draft.stop([a for a in draft.observed.agents if (a.member, a.node) not in homes])
+    left = [a for a in draft.observed.agents if is_left_over(a, draft.state, membership)]
+    if left:
+        draft.stop(a for a in left if (a.member, a.node) in homes)
+        draft.state = replace(draft.state, began_at=draft.now)  # the next to fail has failed in it
     for place in current.members:
         if agent_at(draft.observed, place) is None:
             draft.actions.append(StartAgent(member=place.index, node=place.node))
     if draft.state.resumed_epoch == membership.epoch:
         return ""
-    ready = [r.rank for r in ranks_in(draft.observed, membership) if r.state in AT_WORK]
-    return f"{len(ready)} of {membership.world_size} ranks are at work in epoch {current.epoch}"
+    ready = sum(r.state in AT_WORK for r in ranks_in(draft.observed, membership))
+    text = f"{ready} of {membership.world_size} ranks are at work in epoch {current.epoch}"
+    return text + _agents_that_wait(draft, current)
+
+
+def _agents_that_wait(draft: Draft, membership: Membership) -> str:
+    """The first agent that has not started, and why."""
+    for place in membership.members:
+        agent = agent_at(draft.observed, place)
+        if agent is not None and agent.state is AgentState.STARTING and agent.reason:
+            return f"; the agent of member {place.index} on {place.node} waits: {agent.reason}"
+    return ""

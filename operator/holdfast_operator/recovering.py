@@ -5,15 +5,18 @@ Pure. Rules 1 to 4 of `reconcile`, which calls `recover` at every look.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast_core.jobs import Action as RuleAction
-from holdfast_core.jobs import MoETrainingJob, On, Rule
+from holdfast_core.jobs import On, Rule
 from holdfast_core.values import Membership
 from holdfast_operator.draft import Draft
-from holdfast_operator.evidence import Cause, gather
-from holdfast_operator.placement import choose_spare, place_on
-from holdfast_operator.views import AgentState, FenceNode, NodeView, Outcome, StartAgent
+from holdfast_operator.evidence import Cause, Evidence, gather, is_unschedulable, principal
+from holdfast_operator.replacing import Moves, replacements
+from holdfast_operator.rules import rule_for, tell_codes_apart
+from holdfast_operator.views import AgentState, AgentView, Outcome, StartAgent
+from holdfast_operator.words import listed
 
 NO_REPLACEMENT_S = 300.0
 """How long a job waits for a node to replace a lost one when no rule says."""
@@ -22,35 +25,80 @@ FORMING_S, FORMING_S_MAX = 1.0, 5.0
 """An epoch in which training was never seen running is not ended before it is this old; doubled
 with each such epoch in a row."""
 
+EXIT_CODE_S = 0.5
+"""How long a lost rank's exit code is waited for when failure rules ask for it: agents look after
+their workers ten times a second."""
+
 
 def recover(draft: Draft, membership: Membership) -> str | None:
     """Begin a recovery if something has failed: None when nothing has, else what is waited for,
     empty when that is nothing."""
     evidence = gather(draft.job, membership, draft.observed, draft.state, draft.now)
     if evidence.suspects:
-        return f"waiting for the daemon on {', '.join(evidence.suspects)}"
-    if not evidence.causes:
-        draft.state = replace(draft.state, no_replacement_since=None)
+        return waits_for(evidence)
+    causes = principal(evidence.causes)
+    rules = [rule_for(draft.job, cause) for cause in causes]
+    moves = replacements(draft, membership, causes, rules, evidence.groups)
+    causes, rules = _worthwhile(causes, rules, moves)
+    if not causes:
+        draft.state = replace(draft.state, no_replacement_since=None, codes_awaited_since=None)
         return None
-    causes = evidence.causes
-    rules = [_rule_for(draft.job, cause) for cause in causes]
-    text = "; ".join(cause.text for cause in causes)
+    text = in_words(causes)
+    if _await_codes(draft, causes):
+        return f"{text}; waiting for the exit code"
     for cause, rule in zip(causes, rules, strict=True):
         if rule.action in (RuleAction.FAIL, RuleAction.SHRINK):
             what = "is not supported yet" if rule.action is RuleAction.SHRINK else "applies"
             rule_text = f"failure rule on {rule.on.value}: {rule.action.value} {what}"
-            draft.end(Outcome.FAILED, f"{cause.text}; {rule_text}")
+            draft.end(Outcome.FAILED, f"{cause.text}; {rule_text}", "FailureRule")
             return ""
     pause_s = _pause_s(draft, membership, causes)
     if pause_s > 0:
         return f"{text}; waiting {pause_s:.1f} s before the next epoch"
-    moved, unplaced = _replacements(draft, membership, causes, rules)
-    if unplaced:
-        return _await_replacement(draft, text, unplaced)
-    if not _may_restart(draft, rules, text):
+    if moves.unplaced:
+        return await_replacement(draft, text, moves.unplaced)
+    if moves.held and not moves.to and all(cause.member in moves.held for cause in causes):
+        return await_replacement(draft, text, moves.held, "their parity groups are not whole")
+    if not _may_restart(draft, membership, rules, text):
         return ""
-    _begin_epoch(draft, membership, causes, moved, text)
+    takes = begin_epoch(draft, membership, moves, causes)
+    how = takes or "restart in place"
+    draft.tell("Recovering", f"{text}; {how} in epoch {draft.state.epoch}", warning=True)
     return ""
+
+
+def waits_for(evidence: Evidence) -> str:
+    """What is waited for while daemons are silent."""
+    return f"waiting for the daemon on {listed(evidence.suspects)}"
+
+
+def in_words(causes: Sequence[Cause]) -> str:
+    """All causes in one line."""
+    if len(causes) <= 3:
+        return "; ".join(cause.text for cause in causes)
+    return f"{'; '.join(cause.text for cause in causes[:3])}; and {len(causes) - 3} more failures"
+
+
+def _worthwhile(
+    causes: tuple[Cause, ...], rules: list[Rule], moves: Moves
+) -> tuple[tuple[Cause, ...], list[Rule]]:
+    """Without those that would only move a member, and found no node for it."""
+    kept = [
+        (cause, rule)
+        for cause, rule in zip(causes, rules, strict=True)
+        if not cause.voluntary or cause.member in moves.to
+    ]
+    return tuple(cause for cause, _ in kept), [rule for _, rule in kept]
+
+
+def _await_codes(draft: Draft, causes: tuple[Cause, ...]) -> bool:
+    if not any(cause.awaits_code for cause in causes) or not tell_codes_apart(draft.job):
+        return False
+    since = draft.state.codes_awaited_since
+    if since is None:
+        since = draft.now
+        draft.state = replace(draft.state, codes_awaited_since=since)
+    return draft.now - since < EXIT_CODE_S
 
 
 def _pause_s(draft: Draft, membership: Membership, causes: tuple[Cause, ...]) -> float:
@@ -64,115 +112,88 @@ def _pause_s(draft: Draft, membership: Membership, causes: tuple[Cause, ...]) ->
     return state.began_at + pause_s - draft.now
 
 
-def _replacements(
-    draft: Draft, membership: Membership, causes: tuple[Cause, ...], rules: list[Rule]
-) -> tuple[dict[int, NodeView], list[int]]:
-    """member → node it moves to, and the members that must move but cannot."""
-    homes = {place.node: place.index for place in membership.members}
-    spares = {node.name: node for node in draft.candidates() if node.name not in homes}
-    alive = {node.name: node for node in draft.candidates()}
-    leaving = {cause.member for cause in causes if cause.node_lost}
-    settled = {p.index: p for p in membership.members if p.index not in leaving}
-    moved: dict[int, NodeView] = {}
-    unplaced: list[int] = []
-    for cause, rule in zip(causes, rules, strict=True):
-        member = cause.member
-        wants_other = rule.action is RuleAction.REPLACE_NODE
-        if member is None or member in moved or not (cause.node_lost or wants_other):
-            continue
-        home = alive.get(membership.place(member).node)
-        if cause.node_lost and home is not None:
-            moved[member] = home  # the node is well, only its memory is new
-            continue
-        spare = choose_spare(membership, member, spares.values(), settled)
-        if spare is not None:
-            moved[member] = spares.pop(spare.name)
-            settled[member] = place_on(member, spare)
-        elif cause.node_lost:
-            unplaced.append(member)
-    return moved, unplaced
-
-
-def _await_replacement(draft: Draft, text: str, unplaced: list[int]) -> str:
+def await_replacement(
+    draft: Draft, text: str, unplaced: list[int], why: str = "no spare is left"
+) -> str:
+    """Wait until members can get a node, and fail when that takes too long."""
     since = draft.state.no_replacement_since
     if since is None:
         since = draft.now
         draft.state = replace(draft.state, no_replacement_since=since)
-        draft.tell("NoReplacement", f"{text}; no spare is left", warning=True)
+        draft.tell("NoReplacement", f"{text}; {why}", warning=True)
     rules = draft.job.spec.failure_policy.rules
     rule = next((r for r in rules if r.on is On.NO_REPLACEMENT), None)
     patience_s = NO_REPLACEMENT_S if rule is None else rule.after_seconds or 0.0
     left_s = since + patience_s - draft.now
     if left_s > 0:
-        return f"members {unplaced} have no node and no spare is left; {left_s:.0f} s to failure"
+        who = listed(unplaced)
+        return f"members [{who}] have no node and {why}; {left_s:.0f} s to failure"
     shrink = rule is not None and rule.action is RuleAction.SHRINK
-    why = "; Shrink is not supported yet" if shrink else ""
-    draft.end(Outcome.FAILED, f"{text}; no replacement within {patience_s:g} s{why}; add spares")
+    note = "; Shrink is not supported yet" if shrink else ""
+    reason = f"{text}; no replacement within {patience_s:g} s{note}; add spares"
+    draft.end(Outcome.FAILED, reason, "NoReplacement")
     return ""
 
 
-def _may_restart(draft: Draft, rules: list[Rule], text: str) -> bool:
-    """Count the recovery; ends the job when there were too many."""
+def _may_restart(draft: Draft, membership: Membership, rules: list[Rule], text: str) -> bool:
+    """Count the recovery; ends the job when there were too many. A recovery whose epoch was decided
+    by a control loop that died before it could publish it is counted already."""
     policy = draft.job.spec.failure_policy
     window_s = policy.restart_window_seconds
     recent = tuple(at for at in draft.state.restarts if draft.now - at < window_s)
-    if any(rule.count_towards_max for rule in rules):
-        if len(recent) >= policy.max_restarts:
-            draft.state = replace(draft.state, restarts=recent)
+    state = replace(draft.state, restarts=recent)
+    counts = any(rule.count_towards_max for rule in rules)
+    if state.counted_epoch <= membership.epoch:
+        if counts and len(recent) >= policy.max_restarts:
+            draft.state = state
             draft.end(
                 Outcome.FAILED,
                 f"{text}; {len(recent)} restarts within {window_s:g} s are as many as "
                 f"failurePolicy.maxRestarts = {policy.max_restarts} allows",
+                "MaxRestartsExceeded",
             )
             return False
-        recent = (*recent, draft.now)
-    draft.state = replace(draft.state, restarts=recent, recoveries=draft.state.recoveries + 1)
+        state = replace(
+            state,
+            restarts=(*recent, draft.now) if counts else recent,
+            recoveries=state.recoveries + 1,
+            counted=state.counted + counts,
+        )
+    draft.state = replace(state, counted_epoch=state.epoch + 1)
     return True
 
 
-def _begin_epoch(
-    draft: Draft,
-    membership: Membership,
-    causes: tuple[Cause, ...],
-    moved: dict[int, NodeView],
-    text: str,
-) -> None:
-    lost = {cause.member for cause in causes if cause.node_lost}
-    away = {
-        place.index: place.node
-        for place in membership.members
-        if place.index in moved and moved[place.index].name != place.node
-    }
-    for member, node in away.items():
-        if member in lost:
-            draft.actions.append(FenceNode(node=node))
-    draft.stop(
-        [
-            agent
-            for agent in draft.observed.agents
-            if away.get(agent.member) == agent.node or agent.state is AgentState.EXITED
-        ]
-    )
+def begin_epoch(
+    draft: Draft, membership: Membership, moves: Moves, causes: tuple[Cause, ...]
+) -> str:
+    """Publish the next epoch, and move agents; returns who takes over what, empty for nobody."""
+    away = moves.away(membership)
+    agents = draft.observed.agents
+    leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
     ran = draft.state.resumed_epoch == membership.epoch
+    no_room = {agent.node for agent in leaving if is_unschedulable(agent)}
     draft.state = replace(
         draft.state,
         no_replacement_since=None,
         fruitless=0 if ran else draft.state.fruitless + 1,
+        unfit=draft.state.unfit | no_room,
     )
-    following = draft.publish_next(membership, moved)
+    for cause in causes:
+        if cause.node_lost and cause.member in away:
+            draft.fence(away[cause.member])
+    # Agents that have ended go before the epoch, since their exits speak against any epoch; what
+    # their ranks left is known to their daemons. All others go after it: a control loop that dies
+    # in between leaves an epoch to be finished, or the evidence to begin it.
+    draft.stop(a for a in agents if away.get(a.member) != a.node and _ends(a))
+    draft.publish_next(membership, moves.to)
+    draft.stop(leaving)
     for member in away:
-        draft.actions.append(StartAgent(member=member, node=following.place(member).node))
-    takes = [f"{node.name} takes over member {m}" for m, node in moved.items() if m in away]
-    if len(takes) == 1:
-        takes = [f"spare {moved[next(iter(away))].name} takes over"]
-    how = ", ".join(takes) if takes else "restart in place"
-    draft.tell("Recovering", f"{text}; {how} in epoch {following.epoch}", warning=True)
+        draft.actions.append(StartAgent(member=member, node=moves.to[member].name))
+    if len(away) == 1:
+        return f"spare {moves.to[next(iter(away))].name} takes over"
+    return listed(f"{moves.to[member].name} takes over member {member}" for member in away)
 
 
-def _rule_for(job: MoETrainingJob, cause: Cause) -> Rule:
-    """The first rule that matches; restart in place, counted, when none does."""
-    for rule in job.spec.failure_policy.rules:
-        matches_code = rule.on is On.EXIT_CODE and cause.exit_code in rule.values
-        if rule.on is On.ANY or matches_code or (rule.on is cause.on and not rule.values):
-            return rule
-    return Rule(on=On.ANY, action=RuleAction.RESTART_IN_PLACE)
+def _ends(agent: AgentView) -> bool:
+    """Whether an agent must be stopped before the member can have another one."""
+    return agent.state is AgentState.EXITED or bool(agent.disruption)

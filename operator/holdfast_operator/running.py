@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.jobs import MoETrainingJob, ignored_locally, parse_job
+from holdfast_operator import cluster_status
 from holdfast_operator.cli import EXIT_FAILED, EXIT_INTERRUPTED
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_operator.local import faults as injections
@@ -157,6 +158,8 @@ def _printer() -> Iterator[Printer]:
 
 def status(options: argparse.Namespace) -> int:
     """`holdfast status`."""
+    if options.namespace or options.kubeconfig or options.context:
+        return cluster_status.status(options)
     path = find_run(options.dir, options.job) / "status.json"
     console = Console()
     if options.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Group, RenderableType
@@ -10,9 +11,10 @@ from rich.text import Text
 
 from holdfast_core.quantities import GIB
 from holdfast_operator.local.status import MemberStatus, Status, TimedEvent
+from holdfast_operator.views import Condition
 
 EVENTS_SHOWN = 8
-_PHASE_STYLES = {
+PHASE_STYLES = {
     "Running": "green",
     "Complete": "bold green",
     "Recovering": "yellow",
@@ -52,7 +54,7 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
     head = Text.assemble(
         (status.job, "bold"),
         "  ",
-        (status.phase, _PHASE_STYLES.get(status.phase, "")),
+        (status.phase, PHASE_STYLES.get(status.phase, "")),
         f"  epoch {status.epoch}  step {status.step}  complete {status.complete or '-'}"
         f"  protected {status.protected or '-'}  restarts {status.restarts}",
     )
@@ -66,13 +68,15 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         parts.append(Text(f"started from {line}: {status.line_reason}", style="dim"))
     parts.append(_members(status))
     parts.append(_nodes(status))
-    parts.append(_conditions(status))
+    parts.append(conditions_view(status.conditions))
     parts.extend(event_text(event) for event in status.events[-EVENTS_SHOWN:])
     return Group(*parts)
 
 
 def _members(status: Status) -> Table:
-    table = _table("member", "node", "agent", "rank", "state", "step", "idle", "from", "complete")
+    table = make_table(
+        "member", "node", "agent", "rank", "state", "step", "idle", "from", "complete"
+    )
     for member in status.members:
         rows = [
             (
@@ -101,7 +105,9 @@ def _agent(member: MemberStatus) -> str:
 
 
 def _nodes(status: Status) -> Table:
-    table = _table("node", "role", "daemon", "starts", "memory used", "budget", "arenas", "parity")
+    table = make_table(
+        "node", "role", "daemon", "starts", "memory used", "budget", "arenas", "parity"
+    )
     members = {member.node: member for member in status.members}
     for node in status.nodes:
         member = members.get(node.name)
@@ -119,9 +125,10 @@ def _nodes(status: Status) -> Table:
     return table
 
 
-def _conditions(status: Status) -> Table:
-    table = _table("condition", "", "reason", "message")
-    for condition in status.conditions:
+def conditions_view(conditions: Sequence[Condition]) -> Table:
+    """What holds, and why."""
+    table = make_table("condition", "", "reason", "message")
+    for condition in conditions:
         table.add_row(
             condition.type.value,
             Text("True" if condition.status else "False", style="" if condition.status else "dim"),
@@ -131,7 +138,8 @@ def _conditions(status: Status) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
+    """An empty table in the style of all others."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column)

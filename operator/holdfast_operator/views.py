@@ -36,6 +36,9 @@ class RankView:
     restored: Generation | None = None
     restored_from: str = ""
     """"local", "parity", "none", or empty while unknown."""
+    exit_code: int | None = None
+    """Its worker failed in the epoch of the `JobView`, as the agent saw it; 128 + n for signal n.
+    Arrives a moment after `lost`, and not at all when the agent is lost too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,10 @@ class NodeView:
     memory_used_bytes: int = 0
     domain: str = ""
     schedulable: bool = True
+    """Whether it takes new agents; false for a node that is cordoned. What runs there stays."""
+    disruption: str = ""
+    """Why the node will be taken away soon, in words, such as a spot node's termination notice;
+    empty when nobody said so."""
     job: JobView | None = None
     """None when the daemon holds nothing of the job."""
 
@@ -104,14 +111,32 @@ class AgentView:
     node: str
     state: AgentState
     exit_code: int | None = None
+    reason: str = ""
+    """Why it waits or ended: a word in CamelCase, a colon, and text, such as "Unschedulable: 0/3
+    nodes are available" or "ImagePullBackOff: not found"."""
+    disruption: str = ""
+    """Why the cluster took it away, as the reason of a pod's DisruptionTarget condition; empty
+    when nobody did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Everything that is known now. A part that is missing was not seen yet."""
+    """Everything that is known now. A node that is missing was not seen yet. All agents are there:
+    an adapter that has not listed them yet must not look."""
 
     nodes: Mapping[str, NodeView]
     agents: tuple[AgentView, ...] = ()
+    _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_home: dict[tuple[int, str], AgentView] = {}
+        for agent in self.agents:
+            by_home.setdefault((agent.member, agent.node), agent)
+        object.__setattr__(self, "_by_home", by_home)
+
+    def agent(self, member: int, node: str) -> AgentView | None:
+        """The member's agent on the node; the first when there are two."""
+        return self._by_home.get((member, node))
 
 
 # --- actions --------------------------------------------------------------------------------------
@@ -167,7 +192,14 @@ class Fail:
     reason: str
 
 
-Action = PublishMembership | StartAgent | StopAgent | FenceNode | DropJob | Succeed | Fail
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeleteJob:
+    """The job has ended, and was kept for as long as `ttlSecondsAfterFinished` says."""
+
+
+Action = (
+    PublishMembership | StartAgent | StopAgent | FenceNode | DropJob | Succeed | Fail | DeleteJob
+)
 
 
 # --- the decision ---------------------------------------------------------------------------------
@@ -214,8 +246,9 @@ class Outcome(StrEnum):
 class ControlState:
     """What the control loop remembers between two looks.
 
-    All of it can be forgotten: membership and epoch come back from the daemons' heartbeats, and the
-    rest only makes counting and telling exact.
+    Membership and epoch come back from the daemons' heartbeats. What else matters to a control loop
+    that starts again is in `holdfast_operator.counters`; without it too the job goes on, but counts
+    and deadlines begin anew, and a job that ended may begin again.
     """
 
     attentive_since: float = NEVER
@@ -235,6 +268,18 @@ class ControlState:
     """When the recoveries were that count towards the maximum, within the window."""
     recoveries: int = 0
     """All of them, whether they count or not."""
+    counted: int = 0
+    """Those that counted towards the maximum, ever."""
+    counted_epoch: int = 0
+    """Newest epoch whose recovery is in the numbers above. When it is newer than the membership's,
+    that epoch was decided and never published, and the next one is the same recovery."""
+    renewed: frozenset[int] = frozenset()
+    """Members that came to memory without snapshots since all was last protected: until it is
+    again, their parity groups cannot bear another loss."""
+    codes_awaited_since: float | None = None
+    """Since when a rank is lost whose exit code the failure rules ask for."""
+    unfit: frozenset[str] = frozenset()
+    """Nodes on which an agent could not be scheduled since training last ran."""
     silent: frozenset[str] = frozenset()
     """Members' nodes whose silence was told."""
     no_replacement_since: float | None = None
@@ -245,8 +290,19 @@ class ControlState:
     saved: Generation | None = None
     """Newest generation that a recovery must not fall behind to a fresh start from."""
     suspended: bool = False
+    active_since: float | None = None
+    """When the job began, or was last resumed; None while it is suspended."""
+    ran: bool = False
+    """Training was seen running since then."""
+    shape: str = ""
+    """The layout of the training world that the snapshots are of; empty while unknown."""
+    void_epoch: int = 0
+    """Memberships up to this epoch are of another shape, and not adopted."""
     outcome: Outcome | None = None
     outcome_reason: str = ""
+    outcome_word: str = ""
+    """The same in one word in CamelCase."""
+    ended_at: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

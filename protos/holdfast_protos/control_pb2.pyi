@@ -104,7 +104,9 @@ class JobState(_message.Message):
     arena_bytes: _builtins.int
     parity_bytes: _builtins.int
     @_builtins.property
-    def membership(self) -> _values_pb2.Membership: ...
+    def membership(self) -> _values_pb2.Membership:
+        """once on each stream, and again when it has changed"""
+
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
     @_builtins.property
@@ -155,6 +157,7 @@ class RankState(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
     RESTORED_FROM_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """HEALTHY, SNAPSHOTTING, UNHEALTHY, OFFLINE (REFT §4.2)"""
@@ -167,6 +170,8 @@ class RankState(_message.Message):
     """its session ended without Close in this epoch"""
     restored_from: _builtins.str
     """"local", "parity", "none" """
+    exit_code: _builtins.int
+    """its worker failed in this epoch with this code; 0 when none has"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation: ...
     def __init__(
@@ -180,10 +185,11 @@ class RankState(_message.Message):
         lost: _builtins.bool = ...,
         restored: _values_pb2.Generation | None = ...,
         restored_from: _builtins.str = ...,
+        exit_code: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_s", b"idle_s", "lost", b"lost", "pid", b"pid", "rank", b"rank", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "idle_s", b"idle_s", "lost", b"lost", "pid", b"pid", "rank", b"rank", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

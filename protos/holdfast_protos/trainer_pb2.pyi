@@ -671,6 +671,50 @@ class PublishStoreReply(_message.Message):
 Global___PublishStoreReply: _TypeAlias = PublishStoreReply  # noqa: Y015
 
 @_typing.final
+class WorkerExitedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    epoch: _builtins.int
+    rank: _builtins.int
+    exit_code: _builtins.int
+    """1 to 255; 128 + n when signal n ended it"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        exit_code: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exit_code", b"exit_code", "job", b"job", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerExitedRequest: _TypeAlias = WorkerExitedRequest  # noqa: Y015
+
+@_typing.final
+class WorkerExitedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerExitedReply: _TypeAlias = WorkerExitedReply  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

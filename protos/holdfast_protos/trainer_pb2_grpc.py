@@ -89,6 +89,11 @@ class TrainerStub:
                 request_serializer=holdfast__protos_dot_trainer__pb2.PublishStoreRequest.SerializeToString,
                 response_deserializer=holdfast__protos_dot_trainer__pb2.PublishStoreReply.FromString,
                 _registered_method=True)
+        self.WorkerExited = channel.unary_unary(
+                '/holdfast.v1.Trainer/WorkerExited',
+                request_serializer=holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_trainer__pb2.WorkerExitedReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/holdfast.v1.Trainer/Status',
                 request_serializer=holdfast__protos_dot_trainer__pb2.StatusRequest.SerializeToString,
@@ -178,6 +183,13 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WorkerExited(self, request, context):
+        """A worker has failed, before the agent stops the others: failure rules look at its exit code.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Everything this daemon knows, as JSON, for `holdfast status` and for people.
         """
@@ -242,6 +254,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.PublishStore,
                     request_deserializer=holdfast__protos_dot_trainer__pb2.PublishStoreRequest.FromString,
                     response_serializer=holdfast__protos_dot_trainer__pb2.PublishStoreReply.SerializeToString,
+            ),
+            'WorkerExited': grpc.unary_unary_rpc_method_handler(
+                    servicer.WorkerExited,
+                    request_deserializer=holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.FromString,
+                    response_serializer=holdfast__protos_dot_trainer__pb2.WorkerExitedReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -546,6 +563,33 @@ class Trainer:
             '/holdfast.v1.Trainer/PublishStore',
             holdfast__protos_dot_trainer__pb2.PublishStoreRequest.SerializeToString,
             holdfast__protos_dot_trainer__pb2.PublishStoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WorkerExited(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Trainer/WorkerExited',
+            holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.SerializeToString,
+            holdfast__protos_dot_trainer__pb2.WorkerExitedReply.FromString,
             options,
             channel_credentials,
             insecure,

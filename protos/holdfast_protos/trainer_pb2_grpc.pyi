@@ -64,6 +64,8 @@ class TrainerStub:
     for up to `wait_s` until there is news.
     """
     PublishStore: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]
+    WorkerExited: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]
+    """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]
     """Everything this daemon knows, as JSON, for `holdfast status` and for people."""
 
@@ -97,6 +99,8 @@ class TrainerAsyncStub(TrainerStub):
     for up to `wait_s` until there is news.
     """
     PublishStore: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]  # type: ignore[assignment]
+    WorkerExited: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]  # type: ignore[assignment]
+    """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
     Status: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]  # type: ignore[assignment]
     """Everything this daemon knows, as JSON, for `holdfast status` and for people."""
 
@@ -193,6 +197,14 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.PublishStoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.PublishStoreReply, _abc.Awaitable[_trainer_pb2.PublishStoreReply]]: ...
+
+    @_abc_1.abstractmethod
+    def WorkerExited(
+        self,
+        request: _trainer_pb2.WorkerExitedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.WorkerExitedReply, _abc.Awaitable[_trainer_pb2.WorkerExitedReply]]:
+        """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
 
     @_abc_1.abstractmethod
     def Status(

@@ -86,7 +86,7 @@ class Loop:
         )
         self.port = 0
 
-    def _on_evidence(self) -> None:
+    def _on_evidence(self, jobs: frozenset[str]) -> None:
         self.calls += 1
         self.spawn(self._tell())
 

@@ -11,11 +11,11 @@ from holdfast_operator.local.status import (
     MemberStatus,
     NodeStatus,
     RankStatus,
-    Recovery,
     Status,
     TimedEvent,
     read_status,
 )
+from holdfast_operator.recoveries import Recovery
 
 __all__ = [
     "Commands",

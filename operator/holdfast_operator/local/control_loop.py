@@ -14,16 +14,18 @@ from dataclasses import replace
 from holdfast_core.errors import HoldfastError
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.control_server import ControlServer
+from holdfast_operator.counters import counters, remembered
 from holdfast_operator.local.directory import RunDirectory, replace_file
-from holdfast_operator.local.recoveries import Recoveries
-from holdfast_operator.local.reporting import counters, remembered, status_of
+from holdfast_operator.local.reporting import status_of
 from holdfast_operator.local.status import Status, TimedEvent, encode, read_status
 from holdfast_operator.local.supervisor import Supervisor
 from holdfast_operator.reconcile import reconcile
+from holdfast_operator.recoveries import Recoveries
 from holdfast_operator.views import (
     Action,
     ControlState,
     Decision,
+    DeleteJob,
     DropJob,
     Fail,
     FenceNode,
@@ -115,8 +117,8 @@ class ControlLoop:
                 self._supervisor.fence(node)
             case DropJob():
                 self._server.drop(self._job.key)
-            case Succeed() | Fail():
-                pass  # told as an event and a condition
+            case Succeed() | Fail() | DeleteJob():
+                pass  # told as an event and a condition; whoever runs the job deletes it
 
     # --- the status file ----------------------------------------------------------------------
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast_core.values import Generation, Membership
-from holdfast_operator.conditions import newest_complete, newest_protected, newest_step
-from holdfast_operator.evidence import agent_at, node_of, view_of
+from holdfast_operator.conditions import (
+    newest_complete,
+    newest_protected,
+    newest_step,
+    phase,
+)
+from holdfast_operator.counters import Counters
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.local.status import (
-    Counters,
     MemberStatus,
     NodeStatus,
     RankStatus,
-    Recovery,
     Status,
     TimedEvent,
-    phase_of,
 )
-from holdfast_operator.views import ControlState, Decision, JobView, NodeView, Observed, RankView
+from holdfast_operator.lookups import agent_at, node_of, view_of
+from holdfast_operator.recoveries import Recovery
+from holdfast_operator.views import Decision, JobView, NodeView, Observed, RankView
 
 
 def status_of(
@@ -43,7 +47,7 @@ def status_of(
         time=time,
         pid=pid,
         directory=str(directory.path),
-        phase=phase_of(decision.conditions),
+        phase=phase(decision.conditions),
         reason=state.outcome_reason or decision.reason,
         epoch=0 if membership is None else membership.epoch,
         revision=0 if membership is None else membership.revision,
@@ -60,26 +64,6 @@ def status_of(
         events=tuple(events),
         recoveries=tuple(recoveries),
         counters=counters,
-    )
-
-
-def counters(state: ControlState, *, now: float, wall: float) -> Counters:
-    """What of `state` is worth remembering, in wall-clock time."""
-    return Counters(
-        epoch=state.epoch,
-        restarted_at=tuple(wall - (now - at) for at in state.restarts),
-        recoveries=state.recoveries,
-        saved=_text(state.saved),
-    )
-
-
-def remembered(counters: Counters, *, now: float, wall: float) -> ControlState:
-    """The state of a control loop that starts again and found `counters`."""
-    return ControlState(
-        epoch=counters.epoch,
-        restarts=tuple(now - (wall - at) for at in counters.restarted_at),
-        recoveries=counters.recoveries,
-        saved=Generation.parse(counters.saved) if counters.saved else None,
     )
 
 

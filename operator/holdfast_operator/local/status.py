@@ -6,12 +6,14 @@ ever read back from it. Times are seconds since the Unix epoch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from holdfast_core.errors import StorageError
+from holdfast_operator.counters import Counters
+from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import Condition, ConditionType
 
 
@@ -80,42 +82,6 @@ class TimedEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recovery:
-    """One recovery, from the decision to the next step."""
-
-    epoch: int
-    cause: str
-    decided_at: float
-    step_before: int
-    """Newest step that any rank had reported."""
-    resumed_at: float | None = None
-    """All ranks were restored and at work."""
-    restored_step: int | None = None
-    """0 for a fresh start."""
-    lost_steps: int | None = None
-    sources: tuple[tuple[int, str], ...] = ()
-    """(rank, "local", "parity" or "none")."""
-    advanced_at: float | None = None
-    """The first step after it was completed."""
-
-    @property
-    def source(self) -> str:
-        """Where state came from, all ranks together: "parity" if it was needed for any."""
-        kinds = {source for _, source in self.sources}
-        return next((kind for kind in ("parity", "local", "none") if kind in kinds), "")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counters:
-    """What a control loop that starts again takes over, if it finds it."""
-
-    epoch: int = 0
-    restarted_at: tuple[float, ...] = ()
-    recoveries: int = 0
-    saved: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
     """All that is known of a local run."""
 
@@ -125,7 +91,7 @@ class Status:
     """Of the control loop."""
     directory: str
     phase: str
-    """The condition that says most: Complete, Failed, Suspended, Recovering, Running, Pending."""
+    """One word for the whole job (`conditions.phase`)."""
     reason: str
     """Why nothing is being done, or what is waited for."""
     epoch: int
@@ -145,7 +111,7 @@ class Status:
     nodes: tuple[NodeStatus, ...] = ()
     events: tuple[TimedEvent, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
-    counters: Counters = Counters()
+    counters: Counters = field(default_factory=Counters)
 
     def is_true(self, kind: ConditionType) -> bool:
         return any(c.type is kind and c.status for c in self.conditions)
@@ -164,19 +130,6 @@ class Status:
     @property
     def ended(self) -> bool:
         return self.phase in ("Complete", "Failed")
-
-
-def phase_of(conditions: tuple[Condition, ...]) -> str:
-    """One word for the whole job."""
-    order = (
-        ConditionType.FAILED,
-        ConditionType.COMPLETE,
-        ConditionType.SUSPENDED,
-        ConditionType.RECOVERING,
-        ConditionType.RUNNING,
-    )
-    true = {condition.type for condition in conditions if condition.status}
-    return next((kind.value for kind in order if kind in true), "Pending")
 
 
 def encode(status: Status) -> bytes:

@@ -169,6 +169,8 @@ class Supervisor:
         else:
             state = AgentState.RUNNING
         exit_code = code if state is AgentState.EXITED else None
+        if exit_code is not None and exit_code < 0:
+            exit_code = 128 - exit_code  # as a shell and a kubelet say it
         return AgentView(member=member, node=node, state=state, exit_code=exit_code)
 
     def start_agent(self, member: int, name: str) -> None:

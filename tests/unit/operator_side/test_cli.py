@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast_operator.cli import main
-from holdfast_operator.local.status import Counters, Status, encode
+from holdfast_operator.counters import Counters
+from holdfast_operator.local.status import Status, encode
 from holdfast_operator.views import Condition, ConditionType
 
 JOB = """
@@ -84,6 +85,15 @@ def test_a_bad_job_is_refused_in_plain_lines(
     error = capsys.readouterr().err
     assert error.startswith(f"holdfast: {path}") and said in error
     assert "Traceback" not in error
+
+
+def test_a_job_of_another_controller_is_not_run_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.replace("  nodes: 4", "  managedBy: example.com/other\n  nodes: 4"))
+    assert main(["run", str(path), "--dir", str(tmp_path / "run")]) == 2
+    assert "the job belongs to another controller" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,15 +8,15 @@ from virtual_world import World, make_job, running
 from holdfast_core.values import Generation, Line
 from holdfast_operator.views import Outcome
 
-ANY = {"on": "Any", "action": "RestartInPlace"}
+ANY = {"when": "Any", "action": "RestartInPlace"}
 
 
 @pytest.mark.parametrize(
     ("rules", "seconds"),
     [
         ([ANY], 300.0),
-        ([{"on": "NoReplacement", "action": "Fail", "afterSeconds": 60}, ANY], 60.0),
-        ([{"on": "NoReplacement", "action": "Fail"}, ANY], 0.0),
+        ([{"when": "NoReplacement", "action": "Fail", "afterSeconds": 60}, ANY], 60.0),
+        ([{"when": "NoReplacement", "action": "Fail"}, ANY], 0.0),
     ],
 )
 def test_without_a_spare_the_job_waits_as_the_rule_says_and_fails(
@@ -45,9 +45,10 @@ def test_a_node_that_returns_while_the_job_waits_for_a_replacement_is_taken_back
     assert world.state.no_replacement_since is None
 
 
-def test_shrink_is_refused_with_the_reason() -> None:
-    rules = [{"on": "NoReplacement", "action": "Shrink", "afterSeconds": 1}, ANY]
-    world = running(make_job(spares=0, rules=rules))
+def test_a_rule_that_was_changed_to_shrink_is_refused_with_the_reason_when_it_is_met() -> None:
+    rules = [{"when": "NoReplacement", "action": "Shrink", "afterSeconds": 1}, ANY]
+    world = running(make_job(spares=0))
+    world.job = make_job(spares=0, rules=rules)
     world.kill_node("n1")
     world.settle(8.0)
     assert "Shrink is not supported yet" in world.state.outcome_reason
@@ -55,9 +56,9 @@ def test_shrink_is_refused_with_the_reason() -> None:
 
 def test_the_first_rule_that_matches_decides() -> None:
     rules = [
-        {"on": "ExitCode", "values": [3], "action": "Fail"},
-        {"on": "ExitCode", "values": [4], "action": "ReplaceNode"},
-        {"on": "NodeLost", "action": "Fail"},
+        {"when": "ExitCode", "values": [3], "action": "Fail"},
+        {"when": "ExitCode", "values": [4], "action": "ReplaceNode"},
+        {"when": "NodeLost", "action": "Fail"},
         ANY,
     ]
     world = running(make_job(rules=rules))
@@ -89,7 +90,7 @@ def test_too_many_restarts_within_the_window_fail_the_job() -> None:
 
 def test_restarts_outside_the_window_or_that_do_not_count_are_allowed() -> None:
     rules = [
-        {"on": "NodeLost", "action": "ReplaceNode", "countTowardsMax": False},
+        {"when": "NodeLost", "action": "ReplaceNode", "countTowardsMax": False},
         ANY,
     ]
     job = make_job(maxRestarts=1, restartWindowSeconds=50, rules=rules)

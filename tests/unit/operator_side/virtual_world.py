@@ -11,6 +11,8 @@ from typing import Any
 
 from holdfast_core.jobs import MoETrainingJob, parse_job
 from holdfast_core.values import Generation, Line, Membership
+from holdfast_operator.conditions import phase
+from holdfast_operator.counters import counters, from_document, remembered, to_document
 from holdfast_operator.reconcile import reconcile
 from holdfast_operator.views import (
     Action,
@@ -31,6 +33,8 @@ from holdfast_operator.views import (
 )
 
 STEP_S = 0.25
+WALL = 1.7e9
+"""Unix time when the virtual clock showed 0."""
 
 
 def make_job(
@@ -40,9 +44,10 @@ def make_job(
     spares: int = 1,
     redundancy: str = "RAIM5",
     suspend: bool = False,
+    spec: dict[str, Any] | None = None,
     **failure_policy: Any,
 ) -> MoETrainingJob:
-    """A job of one-second heartbeats, of which five make a lost node."""
+    """A job of one-second heartbeats, of which five make a lost node. `spec` is put on top."""
     return parse_job(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -58,6 +63,7 @@ def make_job(
                 "trainer": {
                     "template": {"spec": {"containers": [{"name": "t", "command": ["train"]}]}}
                 },
+                **(spec or {}),
             },
         }
     )
@@ -72,6 +78,8 @@ class Daemon:
     heard_at: float = 0.0
     lost: set[int] = field(default_factory=set)
     waiting: bool = False
+    exits: dict[int, int] = field(default_factory=dict)
+    """Rank → exit code that its agent has told."""
 
 
 class World:
@@ -84,6 +92,15 @@ class World:
         self.gone: set[str] = set()
         self.unheard: set[str] = set()
         self.returning: set[str] = set()
+        self.cordoned: set[str] = set()
+        self.notices: dict[str, str] = {}
+        """Node → why it will be taken away."""
+        self.full: set[str] = set()
+        """Nodes on which new agents find no room."""
+        self.lingering = False
+        """Agents that are stopped stay for a while."""
+        self.protects = True
+        """What an earlier epoch protected is protected again at once in a new one."""
         self.agents: dict[tuple[int, str], AgentView] = {}
         self.state = ControlState()
         self.decision = Decision(state=self.state)
@@ -147,6 +164,8 @@ class World:
             gone=name in self.gone,
             returning=name in self.returning,
             memory_id=daemon.memory_id,
+            schedulable=name not in self.cordoned,
+            disruption=self.notices.get(name, ""),
             peer_address=f"{name}:{daemon.port}",
             bulk_address=f"{name}:{daemon.port + 1}",
             job=self.job_view(name),
@@ -166,7 +185,7 @@ class World:
             membership=membership,
             verified=True,
             line=self.line_of(membership.epoch),
-            protected=self.protected,
+            protected=self.protected if self._is_protected_in(membership.epoch) else None,
             complete=Generation(membership.epoch, self.step) if self.step else None,
             ranks=tuple(
                 RankView(
@@ -175,12 +194,16 @@ class World:
                     step=self.step,
                     idle_s=self.idle_s,
                     lost=rank in daemon.lost,
+                    exit_code=daemon.exits.get(rank),
                     restored_from="local" if membership.epoch > 1 else "none",
                 )
                 for rank in ranks
             ),
             agent_waiting=daemon.waiting,
         )
+
+    def _is_protected_in(self, epoch: int) -> bool:
+        return self.protected is not None and (self.protects or self.protected.epoch == epoch)
 
     def line_of(self, epoch: int) -> Line:
         if self.line is not None:
@@ -198,12 +221,19 @@ class World:
                     self.deliver(name, membership)
             case StartAgent(member=member, node=node):
                 assert (member, node) not in self.agents, f"{action} although there is one"
+                full = node in self.full
                 self.agents[member, node] = AgentView(
-                    member=member, node=node, state=AgentState.RUNNING
+                    member=member,
+                    node=node,
+                    state=AgentState.STARTING if full else AgentState.RUNNING,
+                    reason="Unschedulable: 0/5 nodes are available" if full else "",
                 )
             case StopAgent(member=member, node=node):
                 assert (member, node) in self.agents, f"{action} although there is none"
-                del self.agents[member, node]
+                agent = self.agents.pop((member, node))
+                if self.lingering:
+                    stopping = replace(agent, state=AgentState.STOPPING, exit_code=None)
+                    self.agents[member, node] = stopping
             case FenceNode(node=node):
                 self.fenced.append(node)
             case DropJob():
@@ -222,7 +252,7 @@ class World:
         )
         if daemon.alive and concerned and newer:
             if known is None or known.epoch < membership.epoch:
-                daemon.lost, daemon.waiting = set(), False
+                daemon.lost, daemon.waiting, daemon.exits = set(), False, {}
                 self.step, self.idle_s = 0, 0.0
             daemon.membership = membership
 
@@ -242,6 +272,31 @@ class World:
     def lose_rank(self, rank: int) -> None:
         member = self.membership.member_of(rank)
         self.daemons[self.membership.place(member).node].lost.add(rank)
+
+    def exit_rank(self, rank: int, code: int) -> None:
+        """The rank is lost, and its agent has told why."""
+        self.lose_rank(rank)
+        member = self.membership.member_of(rank)
+        self.daemons[self.membership.place(member).node].exits[rank] = code
+
+    def evict(self, member: int, why: str = "EvictionByEvictionAPI") -> None:
+        """The cluster ends the member's agent; its ranks are lost with it."""
+        place = self.membership.place(member)
+        agent = self.agents[member, place.node]
+        self.agents[member, place.node] = replace(agent, state=AgentState.STOPPING, disruption=why)
+        self.daemons[place.node].lost |= set(self.membership.ranks_of(member))
+
+    def vanish(self, member: int) -> None:
+        """Somebody deletes the agent."""
+        del self.agents[member, self.membership.place(member).node]
+
+    def reap(self) -> None:
+        """Agents that are stopping have ended."""
+        self.agents = {
+            key: agent
+            for key, agent in self.agents.items()
+            if agent.state is not AgentState.STOPPING
+        }
 
     def kill_daemon(self, name: str) -> None:
         self.daemons[name].alive = False
@@ -273,6 +328,18 @@ class World:
         self.state = ControlState()
         self.unheard = set(self.daemons)
 
+    def restart(self, document: dict[str, Any] | None = None) -> None:
+        """The control loop starts again and finds what was stored: `document`, or what it would
+        store now."""
+        if document is None:
+            document = self.stored()
+        self.forget()
+        self.state = remembered(from_document(document), now=self.now, wall=WALL + self.now)
+
+    def stored(self) -> dict[str, Any]:
+        """What an adapter stores of the present state."""
+        return to_document(counters(self.state, now=self.now, wall=WALL + self.now))
+
     # --- what tests look at -------------------------------------------------------------------
 
     def nodes_of_members(self) -> list[str]:
@@ -283,6 +350,9 @@ class World:
 
     def kinds(self) -> Iterator[str]:
         return (type(action).__name__ for action in self.actions)
+
+    def phase(self) -> str:
+        return phase(self.decision.conditions)
 
     def condition(self, kind: str) -> tuple[bool, str, str]:
         found = next(c for c in self.decision.conditions if c.type.value == kind)

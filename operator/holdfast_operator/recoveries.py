@@ -5,12 +5,37 @@ Pure: fed with what the control loop saw and decided. Only for people; nothing d
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from holdfast_operator.conditions import newest_step, training_runs
-from holdfast_operator.evidence import ranks_in
-from holdfast_operator.local.status import Recovery
+from holdfast_operator.lookups import ranks_in
 from holdfast_operator.views import Decision, Observed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery, from the decision to the next step."""
+
+    epoch: int
+    cause: str
+    decided_at: float
+    step_before: int
+    """Newest step that any rank had reported."""
+    resumed_at: float | None = None
+    """All ranks were restored and at work."""
+    restored_step: int | None = None
+    """0 for a fresh start."""
+    lost_steps: int | None = None
+    sources: tuple[tuple[int, str], ...] = ()
+    """(rank, "local", "parity" or "none")."""
+    advanced_at: float | None = None
+    """The first step after it was completed."""
+
+    @property
+    def source(self) -> str:
+        """Where state came from, all ranks together: "parity" if it was needed for any."""
+        kinds = {source for _, source in self.sources}
+        return next((kind for kind in ("parity", "local", "none") if kind in kinds), "")
 
 
 class Recoveries:

@@ -1,0 +1,32 @@
+"""Lists and exit codes in words that stay short, for events and conditions. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+NAMED_MAX = 8
+"""Names in a list for people; a job of thousands of members must not fill its own status."""
+
+
+def listed(items: Iterable[object]) -> str:
+    """`a, b, c`; of a long list the beginning, and how many more there are."""
+    names = [str(item) for item in items]
+    if len(names) <= NAMED_MAX:
+        return ", ".join(names)
+    return f"{', '.join(names[:NAMED_MAX])} and {len(names) - NAMED_MAX} more"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 3, 4`."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {listed(found)}"
+
+
+def exit_in_words(code: int) -> str:
+    """`exited with code 3`, or `was killed by SIGKILL (code 137)`."""
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return f"exited with code {code}"
+    return f"was killed by {name} (code {code})"
