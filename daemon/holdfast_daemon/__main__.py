@@ -1,4 +1,4 @@
-"""`holdfast-daemon`: parses the command line, runs a node until SIGTERM."""
+"""`holdfast-daemon`: parses the command line, runs a node until SIGTERM, or mounts its memory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
+from holdfast_daemon import mounting
+from holdfast_daemon._environment import api_server_address, redis_url
 from holdfast_daemon.logs import configure
 from holdfast_daemon.node import Node
-from holdfast_daemon.settings import DaemonSettings
+from holdfast_daemon.settings import SERVICE_ACCOUNT, Auth, DaemonSettings
 
 EPILOG = """
 The daemon owns --root: arenas, manifests and parity are files below it, on a tmpfs, and a daemon
-that starts again adopts them. Trainers talk to ROOT/daemon.sock.
+that starts again adopts them. Trainers talk to daemon.sock in --socket-dir.
 
   holdfast-daemon --root /dev/shm/holdfast --node a --host 10.0.0.5 --control operator:7700 \\
                   --budget 214748364800
+
+`holdfast-daemon mount` makes that tmpfs; see its --help.
 """
 
 
@@ -35,6 +40,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--root", type=Path, required=True, help="directory on the node's tmpfs")
+    add("--socket-dir", type=Path, metavar="DIR", help="for trainers' sockets (default: --root)")
+    add(
+        "--socket-mode",
+        type=lambda text: int(text, 8),
+        metavar="OCTAL",
+        help="permissions of these sockets (default: 600; 666 with --auth token-review)",
+    )
+    add(
+        "--auth",
+        type=Auth,
+        default=Auth.NONE,
+        choices=list(Auth),
+        help="how trainers prove who they are (default: %(default)s)",
+    )
+    add("--api-server", metavar="HOST:PORT", help="for --auth token-review (default: the pod's)")
+    add(
+        "--service-account",
+        type=Path,
+        default=SERVICE_ACCOUNT,
+        metavar="DIR",
+        help="the daemon's own token and ca.crt, for --auth token-review (default: %(default)s)",
+    )
     add("--node", required=True, help="name of this node")
     add("--host", default="127.0.0.1", help="address that peers reach (default 127.0.0.1)")
     add("--peer-port", type=int, default=0, help="gRPC between daemons (default: any)")
@@ -43,7 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", type=int, default=4 << 30, help="bytes for arenas and parity (default 4 GiB)")
     add("--metrics-port", type=int, default=None, help="/metrics and /healthz; 0 for any port")
     add("--metrics-host", default="", help="where these listen (default: --host)")
-    add("--redis", default="", metavar="URL", help="shared catalogue (default: in memory)")
+    add(
+        "--redis",
+        default="",
+        metavar="URL",
+        help="shared catalogue (default: $HOLDFAST_REDIS_URL, else in memory)",
+    )
     add("--threads", type=int, default=4, help="threads for parity, rebuilds and checks")
     add("--scrub-interval", type=float, default=600.0, metavar="S", help="seconds between checks")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -72,12 +104,22 @@ def main(
     arguments: list[str] | None = None, make_node: Callable[[DaemonSettings], Node] = Node
 ) -> int:
     """Run a daemon; 0 after SIGTERM, 2 when it cannot start with these settings."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["mount"]:
+        return mounting.main(arguments[1:])
     options = _parser().parse_args(arguments)
     configure(options.log_level, options.log_file, format=options.log_format)
     logging.getLogger("grpc").setLevel(logging.WARNING)
+    # What the daemon keeps is for nobody else: other users get descriptors, never paths.
+    os.umask(0o077)
     try:
         settings = DaemonSettings(
             root=options.root,
+            socket_dir=options.socket_dir,
+            socket_mode=options.socket_mode,
+            auth=options.auth,
+            api_server=options.api_server or api_server_address(),
+            service_account=options.service_account,
             node=options.node,
             host=options.host,
             peer_port=options.peer_port,
@@ -86,7 +128,7 @@ def main(
             budget_bytes=options.budget,
             metrics_host=options.metrics_host,
             metrics_port=options.metrics_port,
-            redis_url=options.redis,
+            redis_url=options.redis or redis_url(),
             threads=options.threads,
             scrub_interval_s=options.scrub_interval,
         )

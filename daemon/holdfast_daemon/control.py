@@ -92,10 +92,28 @@ class ControlClient:
                     _log.error("control_message_refused", cause=str(error))
 
     async def _heartbeats(self) -> AsyncIterator[control_pb2.Heartbeat]:
+        told: dict[str, tuple[int, int]] = {}
         while True:
             self._news.clear()
-            yield self._heartbeat()
+            heartbeat = self._heartbeat()
+            _leave_out_known(heartbeat, told)
+            yield heartbeat
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s):
                     await self._news.wait()
                     await asyncio.sleep(SOON_S)
+
+
+def _leave_out_known(heartbeat: control_pb2.Heartbeat, told: dict[str, tuple[int, int]]) -> None:
+    """Send a membership once on each stream: that of a large job is larger than all else, and the
+    far side remembers it. `told` is (epoch, revision) of each job, and is brought up to date."""
+    current = {
+        state.job: (state.membership.epoch, state.membership.revision)
+        for state in heartbeat.jobs
+        if state.HasField("membership")
+    }
+    for state in heartbeat.jobs:
+        if state.job in current and current[state.job] == told.get(state.job):
+            state.ClearField("membership")
+    told.clear()
+    told.update(current)

@@ -35,6 +35,12 @@ def rank_state(memory: JobMemory, rank: int, record: RankRecord) -> str:
     return "SNAPSHOTTING" if writing else "HEALTHY"
 
 
+def exit_code(memory: JobMemory, record: RankRecord) -> int:
+    """What the rank's worker failed with in this epoch, 0 when it has not."""
+    epoch, code = record.exited
+    return code if epoch == memory.epoch else 0
+
+
 def problem(memory: JobMemory) -> str:
     """Why nothing is protected, in words; empty when all is well."""
     if memory.membership is None or memory.me is None:
@@ -92,6 +98,7 @@ def _rank(host: JobHost, rank: int) -> control_pb2.RankState:
         lost=record.lost_in == memory.epoch,
         restored=codec.optional_generation_to_proto(restored),
         restored_from=source,
+        exit_code=exit_code(memory, record),
     )
 
 

@@ -134,6 +134,15 @@ class JobHost:
             self.engine.agent_waits(after_epoch)
             self.carry_out([])
 
+    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+        """A worker failed; the control loop must hear of it.
+
+        Raises:
+            InvalidJobError: the rank does not live here.
+        """
+        self.engine.worker_exited(epoch, rank, exit_code)
+        self.carry_out([])
+
     def drop(self) -> None:
         """The job has ended: free everything it holds."""
         self.stop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from types import TracebackType
 from typing import Self
 
@@ -70,9 +71,7 @@ class HttpServer:
             def log_message(self, format: str, *args: object) -> None:
                 """A scrape every few seconds is not news."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
+        self._server = _Server((host, port), Handler)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.25,), name="http", daemon=True
         )
@@ -103,6 +102,16 @@ class HttpServer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def server_bind(self) -> None:
+        """Does not look up the host's name, as its parent does: a daemon starts without DNS."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
 
 def _metrics(registry: CollectorRegistry, accept: str) -> tuple[int, str, bytes]:

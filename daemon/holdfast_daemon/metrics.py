@@ -101,21 +101,30 @@ def _durations(
     )
 
 
-_STAGES = ("staged", "committed", "protected", "persisted")
-_TRAFFIC = ("parity", "rebuild", "manifest")
-_BYTES_KIND = ("arena", "piece", "parity", "manifest", "wire")
-_OUTCOME = ("sent", "failed")
+_STAGES = ("committed", "protected")
+_BYTES_KIND = ("arena", "parity", "manifest", "wire")
+_DENIAL = ("unauthenticated", "access_denied")
+_REVIEW = ("allowed", "denied", "failed")
+_MESSAGE = ("report", "directive", "suspect")
 
 DEFINITIONS: tuple[Definition, ...] = (
     _counter("snapshots", "Snapshots of a rank that reached a stage.", "job", stage=_STAGES),
     _gauge("generation_step", "Step of the newest generation at a stage.", "job", stage=_STAGES),
     _counter("saves_skipped", "Saves that were not taken; training went on.", "job", "cause"),
     _counter("saves_failed", "Saves that were begun and lost.", "job", "cause"),
+    _gauge("saves_skipped_reported", "Saves skipped, by the count of the ranks here.", "job"),
+    _gauge("saves_failed_reported", "Saves failed, by the count of the ranks here.", "job"),
+    _gauge(
+        "protection_age_seconds",
+        "Time since the newest protected generation became so, or since there was none.",
+        "job",
+        unit="seconds",
+    ),
     _counter(
         "restores",
         "Restores of a rank, by where its bytes came from.",
         "job",
-        source=("local", "parity", "durable", "none"),
+        source=("local", "parity", "none"),
     ),
     _gauge("sessions_open", "Ranks with an open session.", "job"),
     _gauge("epoch", "Newest membership epoch.", "job"),
@@ -124,17 +133,22 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("parity_bytes", "Memory allocated for parity blocks.", "job", unit="bytes"),
     _gauge("memory_budget_bytes", "Memory that this daemon may use.", unit="bytes"),
     _gauge("memory_used_bytes", "Memory that this daemon has allocated.", unit="bytes"),
-    _counter("sent_bytes", "Bytes served to peers.", "job", unit="bytes", kind=_TRAFFIC),
-    _counter("received_bytes", "Bytes pulled from peers.", "job", unit="bytes", kind=_TRAFFIC),
+    _counter("sent_bytes", "Bytes served to peers.", unit="bytes"),
+    _counter("received_bytes", "Bytes pulled from peers.", unit="bytes"),
     _durations("encode_seconds", "Making one parity block, transfers included.", "job"),
     _durations("rebuild_seconds", "Rebuilding one lost snapshot.", "job"),
     _durations("verify_seconds", "Verifying one sealed snapshot or parity block.", "job"),
     _durations("seal_seconds", "Writing one manifest.", "job"),
     _counter("scrubbed_bytes", "Bytes checked by the background scrub.", "job", unit="bytes"),
-    _counter("scrub_errors", "Mismatches found by the background scrub.", "job"),
-    _counter("corrupt", "Bytes that did not match their checksum.", "job", kind=_BYTES_KIND),
-    _counter("reports", "Reports to the leader and the group.", "job", outcome=_OUTCOME),
-    _counter("directives", "Directives of a leader to its members.", "job", outcome=_OUTCOME),
+    _counter(
+        "corrupt",
+        "Mismatches of a checksum, found by the scrub, an adoption or a transfer.",
+        "job",
+        kind=_BYTES_KIND,
+    ),
+    _counter("peer_messages_lost", "Messages to peers that did not arrive.", kind=_MESSAGE),
+    _counter("auth_denials", "Calls of trainers that were denied.", cause=_DENIAL),
+    _counter("token_reviews", "Questions to the API server, whose a token is.", outcome=_REVIEW),
     _counter("catalogue_dropped", "Words to the catalogue that were given up."),
     _durations("loop_lag_seconds", "Delay of the daemon's event loop.", buckets=_LAG_BUCKETS_S),
 )

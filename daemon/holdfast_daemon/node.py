@@ -8,21 +8,23 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import grpc.aio
 
 from holdfast_core.errors import StaleEpochError, StorageError
 from holdfast_core.values import Membership
 from holdfast_daemon import describe
+from holdfast_daemon.auth import Authenticator, TokenAuthenticator, TrustingAuthenticator
 from holdfast_daemon.bulk import Kind, Located, Request
 from holdfast_daemon.bulk_client import BulkClient
 from holdfast_daemon.bulk_server import BulkServer
 from holdfast_daemon.catalogue import Catalogue, MemoryCatalogue
 from holdfast_daemon.catalogue_redis import RedisCatalogue, RedisSettings
+from holdfast_daemon.claims import Claims
 from holdfast_daemon.control import ControlClient
 from holdfast_daemon.descriptors import DescriptorServer
 from holdfast_daemon.engine import EngineSettings, JobEngine
-from holdfast_daemon.engine.state import ParityState, SlotState
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.http import HttpServer
 from holdfast_daemon.job_storage import JobStorage
@@ -30,12 +32,14 @@ from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
 from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
-from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, Target, TargetKind
-from holdfast_daemon.settings import DaemonSettings
+from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_of
+from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
+from holdfast_daemon.settings import Auth, DaemonSettings
 from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.trainer_service import Claims, TrainerService
+from holdfast_daemon.token_review import TokenReviewApi
+from holdfast_daemon.trainer_service import TrainerService
 from holdfast_daemon.worker import EffectWorker
-from holdfast_protos import codec, control_pb2, peer_pb2_grpc, trainer_pb2_grpc
+from holdfast_protos import codec, control_pb2
 
 PULSE_S = 1.0
 BULK_TIMEOUT_S = 5.0
@@ -67,11 +71,13 @@ class Node:
         self._outbox = PeerOutbox(self._send_failed)
         self._claims = Claims()
         self._descriptors = DescriptorServer(
-            settings.root / "arena.sock",
+            settings.arena_socket,
             self._claims.resolve,
             self._claims.closed,
             on_granted=self._claims.granted,
+            mode=settings.permissions,
         )
+        self._authenticator = self._make_authenticator()
         self._scrub = ScrubPlan(
             ScrubSettings(
                 interval_s=settings.scrub_interval_s, rate_bytes_s=settings.scrub_rate_bytes_s
@@ -82,6 +88,8 @@ class Node:
         self._control: ControlClient | None = None
         self._http: HttpServer | None = None
         self._pulse: asyncio.Task[None] | None = None
+        self._counted_bytes = (0, 0)
+        """Sent to and received from peers, as far as metrics have it."""
         self._turned_at = time.monotonic()
         self._started_at = time.monotonic()
 
@@ -98,6 +106,7 @@ class Node:
         for job in self.storage.jobs():
             self._adopt(job)
         self._bulk.start()
+        clear_socket(settings.arena_socket)
         await self._descriptors.start()
         await self._serve()
         if settings.metrics_port is not None:
@@ -140,6 +149,7 @@ class Node:
         for server in self._servers:
             await server.stop(STOP_GRACE_S)
         await self._descriptors.close()
+        self._authenticator.close()
         await self._outbox.close()
         await self._catalogue.close()
         if self._http is not None:
@@ -187,7 +197,7 @@ class Node:
             memory_budget_bytes=self._settings.budget_bytes,
             memory_used_bytes=self.storage.reserved_bytes,
             jobs=[describe.job_state(host) for host in self.hosts.values()],
-            trainer_socket=str(self._settings.root / "daemon.sock"),
+            trainer_socket=str(self._settings.socket),
         )
 
     def _receive(self, message: control_pb2.ControlMessage) -> None:
@@ -269,29 +279,23 @@ class Node:
 
     async def _serve(self) -> None:
         settings = self._settings
-        trainers = grpc.aio.server()
-        trainer_pb2_grpc.add_TrainerServicer_to_server(
-            TrainerService(
-                host_of=self.hosts.get,
-                hosts=lambda: self.hosts,
-                ended=lambda job: job in self._ended,
-                claims=self._claims,
-                arena_socket=settings.root / "arena.sock",
-                node_host=settings.host,
-                status=self._status,
-            ),
-            trainers,
+        service = TrainerService(
+            host_of=self.hosts.get,
+            hosts=lambda: self.hosts,
+            ended=lambda job: job in self._ended,
+            claims=self._claims,
+            arena_socket=settings.arena_socket,
+            node_host=settings.host,
+            status=self._status,
+            authenticator=self._authenticator,
+            metrics=self.metrics,
         )
-        socket = settings.root / "daemon.sock"
-        socket.unlink(missing_ok=True)
-        trainers.add_insecure_port(f"unix:{socket}")
-        peers = grpc.aio.server()
-        peer_pb2_grpc.add_PeerServicer_to_server(PeerService(self.hosts.get), peers)
-        port = peers.add_insecure_port(f"{settings.host}:{settings.peer_port}")
-        self._peer_address = f"{settings.host}:{port}"
-        self._servers = [trainers, peers]
-        for server in self._servers:
-            await server.start()
+        trainers = await serve_trainers(service, settings.socket, settings.permissions)
+        self._servers.append(trainers)
+        peers, self._peer_address = await serve_peers(
+            PeerService(self.hosts.get), settings.host, settings.peer_port
+        )
+        self._servers.append(peers)
 
     async def _beat(self) -> None:
         """Once a second: gauges, the catalogue, the scrub, and the sign that the loop turns."""
@@ -301,13 +305,25 @@ class Node:
             self._observer.refresh(
                 self.hosts, self.storage.reserved_bytes, self._settings.budget_bytes
             )
+            self._count_traffic()
             self._scrub_next(before)
             await asyncio.sleep(PULSE_S)
             lag_s = time.monotonic() - before - PULSE_S
             self.metrics.observe("loop_lag_seconds", max(0.0, lag_s))
 
+    def _count_traffic(self) -> None:
+        sent, received = self._bulk.sent_bytes, self._bulk_client.received_bytes
+        before_sent, before_received = self._counted_bytes
+        self.metrics.add("sent_bytes", sent - before_sent)
+        self.metrics.add("received_bytes", received - before_received)
+        self._counted_bytes = sent, received
+
     def _scrub_next(self, now: float) -> None:
-        targets = {target: host for host in self.hosts.values() for target in _scrub_targets(host)}
+        targets = {
+            target: host
+            for host in self.hosts.values()
+            for target in targets_of(host.engine.memory)
+        }
         target = self._scrub.next(now, targets)
         if target is None:
             return
@@ -322,7 +338,7 @@ class Node:
             )
         )
 
-    def _status(self) -> dict[str, object]:
+    def _status(self) -> dict[str, Any]:
         return {
             "node": self._settings.node,
             "memory_id": self.storage.memory_id,
@@ -341,6 +357,17 @@ class Node:
 
     def _send_failed(self, kind: str, reason: str) -> None:
         _log.debug("peer_message_lost", kind=kind, cause=reason)
+        self.metrics.add("peer_messages_lost", kind=kind)
+
+    def _make_authenticator(self) -> Authenticator:
+        settings = self._settings
+        if settings.auth is Auth.NONE:
+            return TrustingAuthenticator()
+        return TokenAuthenticator(
+            TokenReviewApi(settings.api_server, settings.service_account),
+            time.time,
+            lambda outcome: self.metrics.add("token_reviews", outcome=outcome),
+        )
 
     def _make_catalogue(self) -> Catalogue:
         if not self._settings.redis_url:
@@ -351,30 +378,3 @@ class Node:
             source=lambda: {job: describe.as_json(host) for job, host in self.hosts.items()},
             dropped=lambda count: self.metrics.add("catalogue_dropped", count),
         )
-
-
-def _scrub_targets(host: JobHost) -> list[Target]:
-    memory = host.engine.memory
-    snapshots = [
-        Target(
-            kind=TargetKind.SNAPSHOT,
-            index=arena.rank,
-            slot=slot.index,
-            generation=slot.generation,
-            nbytes=slot.manifest.payload_bytes,
-        )
-        for arena, slot in memory.slots()
-        if slot.state is SlotState.SEALED and slot.generation and slot.manifest
-    ]
-    parities = [
-        Target(
-            kind=TargetKind.PARITY,
-            index=parity.lane,
-            slot=parity.index,
-            generation=parity.generation,
-            nbytes=0,
-        )
-        for parity in memory.parities.values()
-        if parity.state is ParityState.READY and parity.generation
-    ]
-    return [*snapshots, *parities]

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon import describe
 from holdfast_daemon.catalogue import Catalogue, RankHealth, Stage
 from holdfast_daemon.effects import (
@@ -73,6 +74,8 @@ class NodeObserver:
 
     def __init__(self, metrics: Metrics, catalogue: Catalogue) -> None:
         self._metrics, self._catalogue = metrics, catalogue
+        self._protected_at: dict[str, tuple[Generation | None, float]] = {}
+        """Of each job, the newest protected generation, and when it was first seen here."""
 
     def note(self, host: JobHost, note: Note) -> None:
         fields = {
@@ -120,12 +123,29 @@ class NodeObserver:
             if memory.directive and memory.directive.protected:
                 step = memory.directive.protected.step
                 metrics.set("generation_step", step, job=job, stage="protected")
+            self._age(host)
+            records = memory.ranks.values()
+            metrics.set("saves_skipped_reported", sum(r.skipped for r in records), job=job)
+            metrics.set("saves_failed_reported", sum(r.failed for r in records), job=job)
             self._catalogue.publish_snapshot(job, describe.as_json(host))
             for rank in memory.my_ranks():
                 state = describe.rank_state(memory, rank, memory.rank(rank))
                 self._catalogue.publish_rank_state(job, rank, RankHealth(state))
 
+    def _age(self, host: JobHost) -> None:
+        """How long nothing newer was protected; not of a job that asks for no protection."""
+        memory, now = host.engine.memory, host.now
+        if memory.membership is None or memory.membership.redundancy is Redundancy.NONE:
+            return
+        protected = memory.directive.protected if memory.directive else None
+        generation, since = self._protected_at.get(host.job, (None, now))
+        if generation != protected:
+            generation, since = protected, now
+        self._protected_at[host.job] = generation, since
+        self._metrics.set("protection_age_seconds", now - since, job=host.job)
+
     def forget(self, job: str) -> None:
+        self._protected_at.pop(job, None)
         self._metrics.forget_job(job)
         self._catalogue.forget_job(job)
 

@@ -32,7 +32,7 @@ class PeerOutbox:
     """Sends reports, directives and suspicions; implements `host.Outbox`."""
 
     def __init__(self, on_failed: Callable[[str, str], None]) -> None:
-        """`on_failed(kind, reason)` counts what did not arrive."""
+        """`on_failed(kind, reason)` counts what did not arrive: a report, directive or suspect."""
         self._on_failed = on_failed
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._pending: dict[tuple[str, str, str], tuple[Message, JobHost]] = {}
@@ -81,16 +81,20 @@ class PeerOutbox:
         if channel is None:
             channel = self._channels[address] = grpc.aio.insecure_channel(address)
         stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(channel)
+        kind = ""
         try:
             match message:
                 case peer_pb2.ReportMessage():
+                    kind = "report"
                     reply = await stub.Report(message, timeout=SEND_TIMEOUT_S)
                 case peer_pb2.DirectiveMessage():
+                    kind = "directive"
                     reply = await stub.Direct(message, timeout=SEND_TIMEOUT_S)
                 case peer_pb2.SuspectMessage():
+                    kind = "suspect"
                     reply = await stub.Suspect(message, timeout=SEND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            self._on_failed(type(message).__name__, error.code().name)
+            self._on_failed(kind, error.code().name)
             return
         if reply.epoch > host.engine.memory.epoch and not host.dropped:
             host.carry_out(host.engine.on_peer_epoch(reply.epoch, host.now))

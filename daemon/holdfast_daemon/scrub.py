@@ -1,7 +1,7 @@
 """Plans the background check of everything that is held: what to verify next, and when.
 
 Memory rots while nobody looks; a damaged block that is found during a recovery is found too late.
-Pure: it is told the time and what is held, and it reads nothing.
+Pure: it is told the time and what is held, and it reads no clock and no file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.values import Generation
+from holdfast_daemon.engine.state import JobMemory, ParityState, SlotState
 
 
 class TargetKind(StrEnum):
@@ -86,3 +87,30 @@ class ScrubPlan:
 
     def _due_at(self, target: Target) -> float:
         return self._verified_at[target] + self._settings.interval_s
+
+
+def targets_of(memory: JobMemory) -> list[Target]:
+    """Everything sealed that a job holds on this node."""
+    snapshots = [
+        Target(
+            kind=TargetKind.SNAPSHOT,
+            index=arena.rank,
+            slot=slot.index,
+            generation=slot.generation,
+            nbytes=slot.manifest.payload_bytes,
+        )
+        for arena, slot in memory.slots()
+        if slot.state is SlotState.SEALED and slot.generation and slot.manifest
+    ]
+    parities = [
+        Target(
+            kind=TargetKind.PARITY,
+            index=parity.lane,
+            slot=parity.index,
+            generation=parity.generation,
+            nbytes=0,
+        )
+        for parity in memory.parities.values()
+        if parity.state is ParityState.READY and parity.generation
+    ]
+    return [*snapshots, *parities]

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from holdfast_core.errors import InvalidJobError
 
 SOCKET_PATH_BYTES_MAX = 107
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes mounts the token of a pod, and the CA of the cluster."""
+
+
+class Auth(StrEnum):
+    """How trainers prove who they are."""
+
+    NONE = "none"
+    """They do not: whoever may connect may do everything."""
+    TOKEN_REVIEW = "token-review"
+    """By a service-account token that the Kubernetes API server knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +28,18 @@ class DaemonSettings:
 
     root: Path
     """Directory on the node's dedicated tmpfs; everything the daemon keeps lies below it."""
+    socket_dir: Path | None = None
+    """Where the sockets for trainers lie, `root` when None. Trainers in pods mount this directory
+    alone, at the same path."""
+    socket_mode: int | None = None
+    """Permissions of these sockets. None: everybody's where trainers must prove who they are, else
+    the daemon's own user's."""
+    auth: Auth = Auth.NONE
+    """How trainers prove who they are."""
+    api_server: str = ""
+    """`host:port` of the Kubernetes API server; only for `Auth.TOKEN_REVIEW`."""
+    service_account: Path = SERVICE_ACCOUNT
+    """Directory with the daemon's own token and the cluster's CA; only for `Auth.TOKEN_REVIEW`."""
     node: str
     """Name of the node, unique in the cluster."""
     host: str = "127.0.0.1"
@@ -42,11 +66,18 @@ class DaemonSettings:
     """Bytes that the scrub verifies in a second at most."""
 
     def __post_init__(self) -> None:
-        longest = len(str(self.root / "daemon.sock").encode())
+        longest = len(str(self.socket).encode())
         if longest > SOCKET_PATH_BYTES_MAX:
+            name = "--root" if self.socket_dir is None else "--socket-dir"
             raise InvalidJobError(
-                f"--root {self.root} is too long: {longest} bytes with its socket's name, and a "
-                f"Unix socket's path has at most {SOCKET_PATH_BYTES_MAX}; choose a shorter one"
+                f"{name} {self.socket.parent} is too long: {longest} bytes with its socket's name, "
+                f"and a Unix socket's path has at most {SOCKET_PATH_BYTES_MAX}; choose a shorter "
+                f"one"
+            )
+        if self.socket_mode is not None and not 0 <= self.socket_mode <= 0o777:
+            raise InvalidJobError(
+                f"--socket-mode {self.socket_mode:o} is no set of permissions; give an octal "
+                f"number such as 660"
             )
         if self.budget_bytes <= 0:
             raise InvalidJobError(f"--budget must be positive, not {self.budget_bytes}")
@@ -54,3 +85,20 @@ class DaemonSettings:
             raise InvalidJobError("--node must name this node")
         if self.threads < 1:
             raise InvalidJobError(f"--threads must be at least 1, not {self.threads}")
+
+    @property
+    def socket(self) -> Path:
+        """Where trainers talk to the daemon."""
+        return (self.socket_dir or self.root) / "daemon.sock"
+
+    @property
+    def arena_socket(self) -> Path:
+        """Where trainers get the descriptors of arenas."""
+        return self.socket.with_name("arena.sock")
+
+    @property
+    def permissions(self) -> int:
+        """Of both sockets."""
+        if self.socket_mode is not None:
+            return self.socket_mode
+        return 0o600 if self.auth is Auth.NONE else 0o666

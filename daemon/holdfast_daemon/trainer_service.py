@@ -2,52 +2,64 @@
 
 A request that must wait asks the engine again after each change; it holds no state of its own, so a
 client may repeat any call. Errors of ours become aborted calls that carry the error's code.
+
+Every call that names a job is authorized by its token; one that names a session is by the session's
+id, which only an authorized call gives out (`claims`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
 import msgspec
 
 from holdfast_core.errors import (
+    AccessDeniedError,
     HoldfastError,
-    ProtocolError,
     SnapshotSkippedError,
     StaleEpochError,
     StepOrderError,
+    UnauthenticatedError,
     UnknownSessionError,
     UnreachableError,
 )
 from holdfast_core.layouts import SLOTS_PER_ARENA
 from holdfast_core.values import Generation
-from holdfast_daemon.descriptors import ClaimRequest
+from holdfast_daemon.auth import Authenticator
+from holdfast_daemon.claims import Claims, SessionSeal
 from holdfast_daemon.engine import RestoreState
 from holdfast_daemon.host import JobHost
+from holdfast_daemon.logs import OncePerCause, bind
+from holdfast_daemon.metrics import Metrics
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 ASK_AGAIN_S = 1.0
 WORLD_WAIT_S_MAX = 30.0
+DETAIL_CHARACTERS_MAX = 500
+"""Logged of why a stranger's call was denied: what it sent as its job is part of it."""
 
+_log = bind(logging.getLogger(__name__))
+_BEARER = "Bearer "
 _STATUS = {
+    AccessDeniedError.code: grpc.StatusCode.PERMISSION_DENIED,
+    UnauthenticatedError.code: grpc.StatusCode.UNAUTHENTICATED,
     UnreachableError.code: grpc.StatusCode.UNAVAILABLE,
     UnknownSessionError.code: grpc.StatusCode.NOT_FOUND,
     StaleEpochError.code: grpc.StatusCode.FAILED_PRECONDITION,
     StepOrderError.code: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
-async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: HoldfastError) -> None:
+async def refuse(context: Context, error: HoldfastError) -> None:
     """End the call with `error` as the caller's side will raise it again."""
     await context.abort(
         _STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT),
@@ -58,51 +70,13 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: HoldfastErr
 
 def _translating(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(handler)
-    async def translated(
-        self: TrainerService, request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Any:
+    async def translated(self: TrainerService, request: Any, context: Context) -> Any:
         try:
             return await handler(self, request, context)
         except HoldfastError as error:
-            await refuse(context, error)
+            await self.refuse(request, context, error)
 
     return translated
-
-
-@dataclass(slots=True)
-class Claims:
-    """Tokens of the arena socket, and the sessions they belong to."""
-
-    requests: dict[str, ClaimRequest] = field(default_factory=dict)
-    sessions: dict[str, tuple[JobHost, str]] = field(default_factory=dict)
-
-    def issue(self, path: Path, session: tuple[JobHost, str] | None) -> str:
-        """A token for the arena at `path`: a claim of `session`, or read-only when that is None."""
-        token = secrets.token_hex(24)
-        self.requests[token] = ClaimRequest(path=path, exclusive=session is not None)
-        if session is not None:
-            self.sessions[token] = session
-        return token
-
-    def resolve(self, token: str) -> ClaimRequest:
-        """A token is good once."""
-        request = self.requests.pop(token, None)
-        if request is None:
-            raise ProtocolError("the token is not known; open the session again")
-        return request
-
-    def granted(self, token: str) -> None:
-        """The lock is taken: tell the engine."""
-        if entry := self.sessions.get(token):
-            host, session = entry
-            host.carry_out(host.engine.claimed(session, host.now))
-
-    def closed(self, token: str) -> None:
-        """The trainer's process is gone, or closed its claim."""
-        if entry := self.sessions.pop(token, None):
-            host, session = entry
-            if not host.dropped:
-                host.carry_out(host.engine.session_ended(session, clean=False, now=host.now))
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
@@ -117,18 +91,24 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         claims: Claims,
         arena_socket: Path,
         node_host: str,
-        status: Callable[[], dict[str, object]],
+        status: Callable[[], dict[str, Any]],
+        authenticator: Authenticator,
+        metrics: Metrics,
     ) -> None:
         self._host_of, self._hosts, self._ended = host_of, hosts, ended
         self._claims = claims
         self._arena_socket = arena_socket
         self._node_host = node_host
         self._status = status
+        self._authenticator = authenticator
+        self._metrics = metrics
+        self._complaints = OncePerCause(_log)
+        self._seal = SessionSeal()
 
     @_translating
     async def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
-        host = self._host(request.job)
+        host = await self._authorized(request.job, context)
         epoch = host.engine.hello(request.rank, request.store_address)
         membership = host.engine.memory.membership
         return trainer_pb2.HelloReply(
@@ -139,10 +119,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         )
 
     async def Restore(
-        self, request: trainer_pb2.RestoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: trainer_pb2.RestoreRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.RestoreProgress]:
         try:
-            host = self._host(request.job)
+            host = await self._authorized(request.job, context)
             told = ""
             while True:
                 state = host.engine.restore_state(request.rank, request.epoch)
@@ -157,7 +137,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                     )
                 await host.changed(ASK_AGAIN_S)
         except HoldfastError as error:
-            await refuse(context, error)
+            await self.refuse(request, context, error)
 
     def _decision(self, host: JobHost, state: RestoreState) -> trainer_pb2.RestoreProgress:
         assert state.line is not None
@@ -175,11 +155,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 state.line.generation,
                 state.source,
             )
+        self._metrics.add("restores", job=host.job, source=state.source)
         return trainer_pb2.RestoreProgress(phase="ready", detail=state.detail, decision=decision)
 
     @_translating
     async def Open(self, request: trainer_pb2.OpenRequest, context: Any) -> Any:
-        host = self._host(request.job)
+        host = await self._authorized(request.job, context)
         session, effects = host.engine.open(
             rank=request.rank,
             epoch=request.epoch,
@@ -193,7 +174,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             await host.changed(ASK_AGAIN_S)
         arena = host.storage.arena(opened.arena.rank, opened.arena.layout_id)
         return trainer_pb2.OpenReply(
-            session=session,
+            session=self._seal.seal(session),
             token=self._claims.issue(arena.path, (host, session)),
             arena_bytes=arena.nbytes,
             slot_bytes=opened.arena.layout.slot_bytes,
@@ -202,10 +183,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     @_translating
     async def Grant(self, request: trainer_pb2.GrantRequest, context: Any) -> Any:
-        host = self._host_of_session(request.session)
+        host, session = self._of_session(request.session)
         try:
             slot, effects = host.engine.grant(
-                request.session, epoch=request.epoch, step=request.step, now=host.now
+                session, epoch=request.epoch, step=request.step, now=host.now
             )
         except SnapshotSkippedError as skipped:
             host.carry_out(host.engine.tick(host.now))
@@ -215,10 +196,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     @_translating
     async def Commit(self, request: trainer_pb2.CommitRequest, context: Any) -> Any:
-        host = self._host_of_session(request.session)
+        host, session = self._of_session(request.session)
         host.carry_out(
             host.engine.commit(
-                request.session,
+                session,
                 epoch=request.epoch,
                 step=request.step,
                 slot=request.slot,
@@ -230,31 +211,31 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             )
         )
         while True:
-            digest = host.engine.committed(request.session, epoch=request.epoch, step=request.step)
+            digest = host.engine.committed(session, epoch=request.epoch, step=request.step)
             if digest is not None:
                 return trainer_pb2.CommitReply(manifest_digest=digest)
             await host.changed(ASK_AGAIN_S)
 
     @_translating
     async def Abort(self, request: trainer_pb2.AbortRequest, context: Any) -> Any:
-        host = self._host_of_session(request.session)
+        host, session = self._of_session(request.session)
         host.carry_out(
-            host.engine.abort(request.session, epoch=request.epoch, step=request.step, now=host.now)
+            host.engine.abort(session, epoch=request.epoch, step=request.step, now=host.now)
         )
         return trainer_pb2.AbortReply()
 
     async def Watch(
-        self, request: trainer_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: trainer_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.WatchEvent]:
         try:
-            host = self._host_of_session(request.session)
+            host, name = self._of_session(request.session)
         except HoldfastError as error:
             await refuse(context, error)
             return
-        session = host.engine.memory.sessions[request.session]
+        session = host.engine.memory.sessions[name]
         told: Generation | None = None
         told_dead: set[Generation] = set()
-        while request.session in host.engine.memory.sessions and not host.dropped:
+        while name in host.engine.memory.sessions and not host.dropped:
             memory = host.engine.memory
             if memory.epoch > session.epoch:
                 yield trainer_pb2.WatchEvent(epoch_ended=memory.epoch)
@@ -275,15 +256,15 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     @_translating
     async def Close(self, request: trainer_pb2.CloseRequest, context: Any) -> Any:
-        host = self._host_of_session(request.session)
-        host.carry_out(host.engine.session_ended(request.session, clean=True, now=host.now))
+        host, session = self._of_session(request.session)
+        host.carry_out(host.engine.session_ended(session, clean=True, now=host.now))
         return trainer_pb2.CloseReply()
 
     @_translating
     async def Progress(self, request: trainer_pb2.ProgressReport, context: Any) -> Any:
-        host = self._host_of_session(request.session)
+        host, session = self._of_session(request.session)
         host.engine.progress(
-            request.session,
+            session,
             step=request.step,
             skipped=request.skipped,
             failed=request.failed,
@@ -295,6 +276,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, "the agent")
+        await self._authenticator.authorize(_token(context), request.job)
         loop = asyncio.get_running_loop()
         until = loop.time() + min(request.wait_s, WORLD_WAIT_S_MAX)
         while True:
@@ -329,16 +311,39 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     @_translating
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
-        host = self._host(request.job)
+        host = await self._authorized(request.job, context)
         host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
         return trainer_pb2.PublishStoreReply()
 
-    async def Status(self, request: trainer_pb2.StatusRequest, context: Any) -> Any:
-        return trainer_pb2.StatusReply(json=msgspec.json.encode(self._status()).decode())
+    @_translating
+    async def WorkerExited(self, request: trainer_pb2.WorkerExitedRequest, context: Any) -> Any:
+        host = await self._authorized(request.job, context)
+        host.worker_exited(request.epoch, request.rank, request.exit_code)
+        return trainer_pb2.WorkerExitedReply()
+
+    @_translating
+    async def Status(self, request: trainer_pb2.StatusRequest, context: Context) -> Any:
+        status = self._status()
+        seen = await self._authenticator.visible(_token(context), status["jobs"])
+        status["jobs"] = {job: status["jobs"][job] for job in seen}
+        return trainer_pb2.StatusReply(json=msgspec.json.encode(status).decode())
+
+    async def refuse(self, request: Any, context: Context, error: HoldfastError) -> None:
+        """Count the refusal, then end the call with it."""
+        job = getattr(request, "job", "")
+        if isinstance(error, AccessDeniedError):
+            self._metrics.add("auth_denials", cause=error.code)
+            detail = str(error)[:DETAIL_CHARACTERS_MAX]
+            self._complaints.warning("call_denied", cause=error.code, detail=detail)
+        elif isinstance(error, StaleEpochError) and self._host_of(job) is not None:
+            self._metrics.add("stale_epoch_refusals", job=job)
+        await refuse(context, error)
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _host(self, job: str) -> JobHost:
+    async def _authorized(self, job: str, context: Context) -> JobHost:
+        """The job, for a caller that may act for it."""
+        await self._authenticator.authorize(_token(context), job)
         host = self._host_of(job)
         if host is None:
             raise UnreachableError(
@@ -347,8 +352,18 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             )
         return host
 
-    def _host_of_session(self, session: str) -> JobHost:
+    def _of_session(self, sealed: str) -> tuple[JobHost, str]:
+        """The job and the engine's id of a session."""
+        session = self._seal.open(sealed)
         for host in self._hosts().values():
             if session in host.engine.memory.sessions:
-                return host
+                return host, session
         raise UnknownSessionError(f"session {session} is not known here; open a new one")
+
+
+def _token(context: Context) -> str:
+    """The bearer's token of a call; empty when it carries none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str) and value.startswith(_BEARER):
+            return value.removeprefix(_BEARER)
+    return ""

@@ -67,6 +67,8 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         self._heartbeat_s, self._clock, self._on_evidence = heartbeat_s, clock, on_evidence
         self._nodes: dict[str, _Node] = {}
         self._published: dict[str, Membership] = {}
+        self._messages: dict[str, control_pb2.ControlMessage] = {}
+        """Of what is published; that of a large job takes long to make, and goes to many."""
         self._placed: dict[str, set[str]] = {}
         """Node → the jobs whose published memberships have a member on it."""
         self._holders: dict[str, set[str]] = {}
@@ -119,6 +121,9 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         """Make `membership` the newest of its job, and send it to whom it concerns."""
         self._unplace(membership.job)
         self._published[membership.job] = membership
+        self._messages[membership.job] = control_pb2.ControlMessage(
+            membership=codec.membership_to_proto(membership)
+        )
         for place in membership.members:
             self._placed.setdefault(place.node, set()).add(membership.job)
         self._dropped.discard(membership.job)
@@ -168,6 +173,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
 
     def _unplace(self, job: str) -> None:
         membership = self._published.pop(job, None)
+        self._messages.pop(job, None)
         for place in membership.members if membership is not None else ():
             self._placed.get(place.node, set()).discard(job)
 
@@ -270,8 +276,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
                 drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
                 node.connection.outbox.put_nowait(drop)
             elif membership is not None and _is_newer(membership, theirs):
-                proto = codec.membership_to_proto(membership)
-                node.connection.outbox.put_nowait(control_pb2.ControlMessage(membership=proto))
+                node.connection.outbox.put_nowait(self._messages[job])
 
 
 def _is_newer(ours: Membership, theirs: JobView | None) -> bool:

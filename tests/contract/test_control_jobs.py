@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
@@ -57,7 +57,7 @@ class Line:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub: control_pb2_grpc.ControlAsyncStub = control_pb2_grpc.ControlStub(channel)
 
-            async def beats():  # type: ignore[no-untyped-def]
+            async def beats() -> AsyncIterator[control_pb2.Heartbeat]:
                 while (beat := await self._beats.get()) is not None:
                     yield beat
 

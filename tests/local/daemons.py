@@ -20,14 +20,18 @@ from typing import Any, Protocol
 
 import faulty_daemon
 import grpc
+from bearer import Bearer
 from waiting import WAIT_S, wait_for
 
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
 BUDGET_BYTES = 256 << 20
 
+_LATE = ["grpc._channel", "encodings.idna"]
+"""What is imported at its first use, when a daemon of another user may not read it any more."""
+
 _forking = multiprocessing.get_context("forkserver")
-_forking.set_forkserver_preload(["holdfast_daemon.__main__", "faulty_daemon"])
+_forking.set_forkserver_preload(["holdfast_daemon.__main__", "faulty_daemon", *_LATE])
 
 
 class Running(Protocol):
@@ -44,9 +48,9 @@ class Running(Protocol):
 class ForkedDaemon:
     """A daemon process forked with everything imported."""
 
-    def __init__(self, arguments: list[str], log: Path, trap: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, trap: Path, uid: int | None) -> None:
         self._process = _forking.Process(
-            target=faulty_daemon.run, args=(arguments, str(log), str(trap)), daemon=True
+            target=faulty_daemon.run, args=(arguments, str(log), str(trap), uid), daemon=True
         )
         self._process.start()
         assert self._process.pid is not None
@@ -82,6 +86,12 @@ class DaemonProcess:
     """Run the plain command."""
     process: Running | None = None
     channel: grpc.Channel | None = None
+    socket_dir: Path | None = None
+    """Where its sockets lie; `root` when None."""
+    token: str = ""
+    """What calls carry, from now on."""
+    uid: int | None = None
+    """Run it as this user, without capabilities; `root` and the log must be that user's."""
     trap: Path = field(init=False)
     log: Path = field(init=False)
 
@@ -97,12 +107,13 @@ class DaemonProcess:
             *("--control", f"127.0.0.1:{self.control_port}"),
             *("--budget", str(BUDGET_BYTES)),
             *("--log-level", "debug"),
+            *(("--socket-dir", str(self.socket_dir)) if self.socket_dir else ()),
             *self.arguments,
         ]
         self.process = (
             command(arguments, self.log)
             if self.plain
-            else ForkedDaemon(arguments, self.log, self.trap)
+            else ForkedDaemon(arguments, self.log, self.trap, self.uid)
         )
 
     def arm(self, *traps: faulty_daemon.Trap) -> None:
@@ -133,8 +144,10 @@ class DaemonProcess:
 
     def stub(self) -> trainer_pb2_grpc.TrainerStub:
         if self.channel is None:
-            self.channel = grpc.insecure_channel(f"unix:{self.root}/daemon.sock")
-        return trainer_pb2_grpc.TrainerStub(self.channel)
+            self.channel = grpc.insecure_channel(f"unix:{self.socket_dir or self.root}/daemon.sock")
+        return trainer_pb2_grpc.TrainerStub(
+            grpc.intercept_channel(self.channel, Bearer(lambda: self.token))
+        )
 
     def status(self) -> dict[str, Any]:
         reply = self.stub().Status(trainer_pb2.StatusRequest(), timeout=5)

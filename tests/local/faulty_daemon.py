@@ -255,8 +255,17 @@ class TrappedNode(Node):
         return host
 
 
-def run(arguments: list[str], log: str, trap: str) -> None:
+def become(uid: int) -> None:
+    """Be another user from here on, without any capability."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def run(arguments: list[str], log: str, trap: str, uid: int | None = None) -> None:
     """The whole life of a forked daemon; ends with the process that the tests run in."""
+    if uid is not None:
+        become(uid)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)

@@ -19,6 +19,7 @@ from holdfast._sampler import RecoverableSampler
 from holdfast._session import Session
 from holdfast._settings import Settings
 from holdfast_core.errors import (
+    AccessDeniedError,
     CorruptError,
     HoldfastError,
     InvalidJobError,
@@ -32,6 +33,7 @@ from holdfast_core.errors import (
     StaleEpochError,
     StepOrderError,
     StorageError,
+    UnauthenticatedError,
     UnknownSessionError,
     UnreachableError,
     VersionMismatchError,
@@ -41,6 +43,7 @@ from holdfast_core.topology import Topology
 from holdfast_core.units import UnitKey, UnitKind
 
 __all__ = [
+    "AccessDeniedError",
     "CorruptError",
     "HoldfastError",
     "InvalidJobError",
@@ -60,6 +63,7 @@ __all__ = [
     "StepOrderError",
     "StorageError",
     "Topology",
+    "UnauthenticatedError",
     "UnitKey",
     "UnitKind",
     "UnknownSessionError",

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
@@ -81,6 +81,14 @@ class HoldfastAgent(LocalElasticAgent):
         workers: dict[int, Any] = super()._start_workers(worker_group)
         self._started = True
         return workers
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and result.failures:
+            # Those that failed later were stopped by torchrun because of the first.
+            rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
+            self._membership.worker_exited(rank, first.exitcode)
+        return result
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         self.kill_workers()

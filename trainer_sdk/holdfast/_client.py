@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from holdfast._arena import Arena, claim_arena, read_arena
+from holdfast._token import Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.values import Generation, Line, Manifest
@@ -25,6 +26,7 @@ from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 _RECONNECT_MS_MAX = 1000
 _T = TypeVar("_T")
+_Request = TypeVar("_Request")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,16 +155,23 @@ class DaemonClient(Protocol):
 
 
 class GrpcClient:
-    """A daemon behind the Unix socket at `socket`."""
+    """A daemon behind the Unix socket at `socket`; calls carry the token in `token_file`."""
 
     def __init__(
-        self, socket: Path, job: str, rank: int, store_address: str, timeout_s: float
+        self,
+        socket: Path,
+        job: str,
+        rank: int,
+        store_address: str,
+        timeout_s: float,
+        token_file: Path | None = None,
     ) -> None:
         self._job = job
         self._rank = rank
         self._store_address = store_address
         self._timeout_s = timeout_s
         self._socket = socket
+        self._token = Token(token_file)
         self._arena_socket = socket.parent / "arena.sock"
         self._channel = grpc.insecure_channel(
             f"unix:{socket}",
@@ -174,6 +183,8 @@ class GrpcClient:
                 ("grpc.enable_http_proxy", 0),
             ],
         )
+        # Connects while the model is still being built, so that a restore need not wait for it.
+        self._channel.subscribe(lambda _: None, try_to_connect=True)
         self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
 
     def hello(self) -> Hello:
@@ -183,7 +194,7 @@ class GrpcClient:
             rank=self._rank,
             store_address=self._store_address,
         )
-        reply = self._call(lambda: self._stub.Hello(request, timeout=self._timeout_s))
+        reply = self._ask(self._stub.Hello, request)
         codec.check_version(reply.protocol_version, f"the daemon at {self._socket}")
         if reply.arena_socket:
             self._arena_socket = Path(reply.arena_socket)
@@ -193,7 +204,9 @@ class GrpcClient:
         request = trainer_pb2.RestoreRequest(job=self._job, rank=self._rank, epoch=epoch)
 
         def run() -> Decision:
-            for message in self._stub.Restore(request, timeout=timeout_s):
+            for message in self._stub.Restore(
+                request, timeout=timeout_s, metadata=self._token.metadata()
+            ):
                 if message.HasField("decision"):
                     return _decision(message.decision)
                 on_progress(
@@ -212,7 +225,7 @@ class GrpcClient:
             largest_slot_bytes=largest_slot_bytes,
             pid=os.getpid(),
         )
-        reply = self._call(lambda: self._stub.Open(request, timeout=timeout_s))
+        reply = self._ask(self._stub.Open, request, timeout_s)
         return Opened(
             session=reply.session,
             token=reply.token,
@@ -228,7 +241,7 @@ class GrpcClient:
 
     def grant(self, session: str, epoch: int, step: int) -> Grant:
         request = trainer_pb2.GrantRequest(session=session, epoch=epoch, step=step)
-        reply = self._call(lambda: self._stub.Grant(request, timeout=self._timeout_s))
+        reply = self._ask(self._stub.Grant, request)
         if reply.WhichOneof("outcome") == "slot":
             return Grant(slot=reply.slot)
         return Grant(skipped=reply.skipped or "the daemon has no slot")
@@ -244,15 +257,16 @@ class GrpcClient:
             digests=commit.digests,
             nan_units=commit.nan_units,
         )
-        self._call(lambda: self._stub.Commit(request, timeout=self._timeout_s))
+        self._ask(self._stub.Commit, request)
 
     def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
         request = trainer_pb2.AbortRequest(session=session, epoch=epoch, step=step, reason=reason)
-        self._call(lambda: self._stub.Abort(request, timeout=self._timeout_s))
+        self._ask(self._stub.Abort, request)
 
     def watch(self, session: str) -> Iterator[Event]:
         try:
-            for message in self._stub.Watch(trainer_pb2.WatchRequest(session=session)):
+            request = trainer_pb2.WatchRequest(session=session)
+            for message in self._stub.Watch(request, metadata=self._token.metadata()):
                 event = _event(message)
                 if event is not None:
                     yield event
@@ -271,14 +285,25 @@ class GrpcClient:
             step_s=report.step_s,
             staged_s=report.staged_s,
         )
-        self._call(lambda: self._stub.Progress(request, timeout=self._timeout_s))
+        self._ask(self._stub.Progress, request)
 
     def close_session(self, session: str) -> None:
         request = trainer_pb2.CloseRequest(session=session)
-        self._call(lambda: self._stub.Close(request, timeout=self._timeout_s))
+        self._ask(self._stub.Close, request)
 
     def close(self) -> None:
         self._channel.close()
+
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _T],
+        request: _Request,
+        timeout_s: float | None = None,
+    ) -> _T:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return self._call(
+            lambda: method(request, timeout=timeout_s, metadata=self._token.metadata())
+        )
 
     def _call(self, call: Callable[[], _T]) -> _T:
         try:

@@ -32,6 +32,8 @@ class Environment:
     """`MASTER_ADDR:MASTER_PORT` of the training world's store; empty outside torchrun."""
     copy_threads: int | None
     """`HOLDFAST_COPY_THREADS`."""
+    token_file: Path | None
+    """`HOLDFAST_TOKEN_FILE`: proves to the daemon which pod this is; None when it does not ask."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -55,8 +57,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         world_size=_number(found, "WORLD_SIZE", 1),
         local_rank=_number(found, "LOCAL_RANK", 0),
         store_address=f"{address}:{port}" if address and port else "",
+        token_file=read_token_file(found),
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )
+
+
+def read_token_file(variables: Mapping[str, str] | None = None) -> Path | None:
+    """`HOLDFAST_TOKEN_FILE` of this process, or of `variables` instead."""
+    found = (os.environ if variables is None else variables).get("HOLDFAST_TOKEN_FILE", "")
+    return Path(found) if found else None
 
 
 def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:

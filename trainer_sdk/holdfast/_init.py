@@ -80,7 +80,8 @@ def init(
         name = job if job is not None else environment.job
         if not name or path is None:
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
-        client = GrpcClient(path, name, own_rank, environment.store_address, tuned.rpc_timeout_s)
+        store, token_file = environment.store_address, environment.token_file
+        client = GrpcClient(path, name, own_rank, store, tuned.rpc_timeout_s, token_file)
     return ProtectedSession(
         live=live,
         stateful=stateful or {},

@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from holdfast._token import Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
@@ -81,15 +82,19 @@ class Daemon(Protocol):
     def publish_store(self, epoch: int, store_address: str) -> None:
         """Tells the other agents where the store of `epoch` is."""
 
+    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+        """Tells the control loop that a worker failed; 128 + n stands for signal n."""
+
     def close(self) -> None:
         """Ends the connection and whatever waits on it."""
 
 
 class GrpcDaemon:
-    """The daemon behind the Unix socket at `socket`."""
+    """The daemon behind the Unix socket at `socket`; calls carry the token in `token_file`."""
 
-    def __init__(self, socket: Path, job: str) -> None:
+    def __init__(self, socket: Path, job: str, token_file: Path | None = None) -> None:
         self._socket, self._job = socket, job
+        self._token = Token(token_file)
         options = [
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 500),
@@ -107,7 +112,9 @@ class GrpcDaemon:
             peek=peek,
         )
         try:
-            reply = self._stub.JoinWorld(request, timeout=wait_s + REPLY_S)
+            reply = self._stub.JoinWorld(
+                request, timeout=wait_s + REPLY_S, metadata=self._token.metadata()
+            )
         except (grpc.RpcError, ValueError) as error:
             self._raise(error)
         return World(
@@ -126,7 +133,16 @@ class GrpcDaemon:
             job=self._job, epoch=epoch, store_address=store_address
         )
         try:
-            self._stub.PublishStore(request, timeout=REPLY_S)
+            self._stub.PublishStore(request, timeout=REPLY_S, metadata=self._token.metadata())
+        except (grpc.RpcError, ValueError) as error:
+            self._raise(error)
+
+    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+        request = trainer_pb2.WorkerExitedRequest(
+            job=self._job, epoch=epoch, rank=rank, exit_code=exit_code
+        )
+        try:
+            self._stub.WorkerExited(request, timeout=REPLY_S, metadata=self._token.metadata())
         except (grpc.RpcError, ValueError) as error:
             self._raise(error)
 
@@ -148,15 +164,17 @@ class HoldfastRendezvous(RendezvousHandler):
     Args:
         daemon: the node's daemon.
         job: key of the job; torchrun's run id.
+        host: address that the job's other nodes reach this process at; the daemon's when empty. In
+            a pod it is another one.
 
     Attributes:
         kill: kills this agent's workers at once, whatever state they are in. To be replaced before
             the first rendezvous where the agent has other children than workers.
     """
 
-    def __init__(self, daemon: Daemon, job: str) -> None:
+    def __init__(self, daemon: Daemon, job: str, host: str = "") -> None:
         self.kill: Callable[[], None] = kill_children
-        self._daemon, self._job = daemon, job
+        self._daemon, self._job, self._host = daemon, job, host
         self._epoch = 0
         self._serves_store = False
         self._store: TCPStore | None = None
@@ -178,6 +196,19 @@ class HoldfastRendezvous(RendezvousHandler):
     def wait_ended(self, timeout_s: float) -> bool:
         """Whether the epoch of the last world has ended, after waiting for it."""
         return self._ended.wait(timeout_s)
+
+    def worker_exited(self, rank: int, exit_code: int) -> None:
+        """Tell the control loop of a worker that failed in the present epoch, if the daemon is
+        there to hear it: failure rules look at exit codes, and a recovery happens without."""
+        if self._ended.is_set():
+            return  # it was killed because the epoch has ended
+        code = 128 - exit_code if exit_code < 0 else exit_code
+        try:
+            self._daemon.worker_exited(self._epoch, rank, code)
+        except HoldfastError as error:
+            log.warning(
+                "rank %d exited with code %d, which was not reported: %s", rank, code, error
+            )
 
     def get_backend(self) -> str:
         return BACKEND
@@ -214,7 +245,8 @@ class HoldfastRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: when the job has ended.
-            RendezvousConnectionError: when the daemon stays away or speaks another version.
+            RendezvousConnectionError: when the daemon stays away, speaks another version, or denies
+                this job to this process; the cause says which.
         """
         after_epoch, self._store = self._epoch, None
         while True:
@@ -270,14 +302,15 @@ class HoldfastRendezvous(RendezvousHandler):
             )
             self._store.set_timeout(timedelta(seconds=STORE_S))
             return world.store_address
+        host = self._host or world.node_host
         self._store = TCPStore(
-            world.node_host,
+            host,
             0,
             is_master=True,
             timeout=timedelta(seconds=STORE_S),
             wait_for_workers=False,
         )
-        address = f"{world.node_host}:{self._store.port}"
+        address = f"{host}:{self._store.port}"
         self._daemon.publish_store(world.epoch, address)
         return address
 

@@ -5,7 +5,8 @@ rendezvous is `_rendezvous`, the agent `_agent`. It ends when the job has ended 
 done; failures of workers are the control loop's business.
 
 Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
-job ended while this node was waiting for a world; 69 when the daemon stayed away.
+job ended while this node was waiting for a world; 69 when the daemon stayed away; 77 when it denied
+the job to this process.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from holdfast._agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
-from holdfast._environment import set_for_workers
+from holdfast._environment import read_token_file, set_for_workers
 from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._script import run_script
+from holdfast_core.errors import AccessDeniedError
 
 log = logging.getLogger(__name__)
 
 EXIT_JOB_ENDED = 75
 EXIT_NO_DAEMON = 69
+EXIT_DENIED = 77
 MONITOR_S = 0.1
 GRACE_S = 5.0
 PRELOAD = ["torch", "torch._dynamo", "holdfast._agent", "holdfast._script"]
@@ -54,7 +57,8 @@ a process that has imported torch already; restarts then cost no import. Any oth
 executed afresh each time, and so is every command with --fresh.
 
 Workers see what torchrun gives them, HOLDFAST_SOCKET and HOLDFAST_JOB. TORCHELASTIC_RESTART_COUNT
-is the epoch.
+is the epoch. HOLDFAST_TOKEN_FILE names the file with the token that the daemon wants in
+Kubernetes.
 """
 
 
@@ -70,6 +74,8 @@ class LaunchSettings:
     """Workers on each node."""
     command: tuple[str, ...]
     """The trainer's command line."""
+    host: str = ""
+    """Address that the job's other nodes reach this process at; the daemon's when empty."""
     fresh: bool = False
     """Start every worker as a new program instead of a fork that has imported torch."""
     log_dir: Path | None = None
@@ -105,7 +111,8 @@ def launch(settings: LaunchSettings) -> int:
 
 
 def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
-    rendezvous = HoldfastRendezvous(GrpcDaemon(settings.socket, settings.job), settings.job)
+    daemon = GrpcDaemon(settings.socket, settings.job, read_token_file())
+    rendezvous = HoldfastRendezvous(daemon, settings.job, settings.host)
     entrypoint: Callable[..., None] | str = run_script if script else settings.command[0]
     spec = WorkerSpec(
         role="trainer",
@@ -135,7 +142,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         return EXIT_JOB_ENDED
     except RendezvousConnectionError as error:
         log.error("%s", error)
-        return EXIT_NO_DAEMON
+        return EXIT_DENIED if isinstance(error.__cause__, AccessDeniedError) else EXIT_NO_DAEMON
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:
@@ -173,6 +180,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
     add("--job", required=True, help="key of the job")
     add("--nodes", type=int, required=True, help="members of the job")
     add("--nproc", type=int, required=True, help="workers to start on this node")
+    add("--host", default="", help="address of this process for other nodes (default: the daemon's)")
     add("--member-node", metavar="NAME", help="name of this node, for messages")
     add("--exit-file", type=Path, metavar="FILE", help="write the exit code here at the end")
     add("--log-dir", type=Path, metavar="DIR", help="write the workers' output here, not through")
@@ -196,6 +204,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
         socket=args.socket,
         job=args.job,
         nproc=args.nproc,
+        host=args.host,
         command=tuple(command),
         fresh=args.fresh,
         log_dir=args.log_dir,

@@ -32,6 +32,7 @@ def handler_of(params: RendezvousParameters) -> HoldfastRendezvous:
         ValueError: when the endpoint is missing.
     """
     # It needs the package of torch that loads this module.
+    from holdfast._environment import read_token_file  # noqa: PLC0415
     from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous  # noqa: PLC0415
 
     if not params.endpoint:
@@ -39,4 +40,5 @@ def handler_of(params: RendezvousParameters) -> HoldfastRendezvous:
             "--rdzv-endpoint is missing; give the path of the daemon's socket, as in "
             "--rdzv-endpoint /run/holdfast/daemon.sock"
         )
-    return HoldfastRendezvous(GrpcDaemon(Path(params.endpoint), params.run_id), params.run_id)
+    daemon = GrpcDaemon(Path(params.endpoint), params.run_id, read_token_file())
+    return HoldfastRendezvous(daemon, params.run_id)

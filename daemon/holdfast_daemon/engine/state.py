@@ -122,6 +122,8 @@ class RankRecord:
     passed: Generation | None = None
     lost_in: int = 0
     """Epoch in which its session ended without Close."""
+    exited: tuple[int, int] = (0, 0)
+    """(epoch, exit code) of its worker's newest failure, in the agent's words."""
     last_step: int = 0
     last_sign: float = 0.0
     seal_error: str = ""

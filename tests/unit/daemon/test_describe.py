@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.values import MemberPlace, Membership
-from holdfast_daemon.describe import rank_state
+from holdfast_daemon.describe import exit_code, rank_state
+from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
 
 
@@ -37,3 +41,23 @@ def test_a_fenced_daemon_calls_no_rank_healthy(memory: JobMemory) -> None:
 
 def test_a_rank_whose_session_broke_off_is_offline(memory: JobMemory) -> None:
     assert rank_state(memory, 0, RankRecord(lost_in=5)) == "OFFLINE"
+
+
+def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: JobMemory) -> None:
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory = memory
+    membership = memory.membership
+    assert membership is not None
+    engine.worker_exited(4, 0, 3)  # says nothing of epoch 5
+    assert exit_code(memory, memory.rank(0)) == 0
+    engine.worker_exited(5, 0, 137)
+    assert exit_code(memory, memory.rank(0)) == 137
+    memory.membership = replace(membership, epoch=6)
+    assert exit_code(memory, memory.rank(0)) == 0
+
+
+def test_an_exit_code_of_a_rank_that_lives_elsewhere_is_refused(memory: JobMemory) -> None:
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory = memory
+    with pytest.raises(InvalidJobError, match="rank 1 does not live on node a"):
+        engine.worker_exited(5, 1, 3)

@@ -27,12 +27,12 @@ def test_names_are_unique_and_helps_are_sentences() -> None:
 def test_counters_gauges_and_histograms_take_values() -> None:
     metrics = Metrics()
     metrics.add("snapshots", job="moe", stage="committed")
-    metrics.add("sent_bytes", 4096, job="moe", kind="parity")
+    metrics.add("sent_bytes", 4096)
     metrics.set("epoch", 3, job="moe")
     metrics.observe("seal_seconds", 0.002, job="moe")
     read = metrics.registry.get_sample_value
     assert read("holdfast_snapshots_total", {"job": "moe", "stage": "committed"}) == 1
-    assert read("holdfast_sent_bytes_total", {"job": "moe", "kind": "parity"}) == 4096
+    assert read("holdfast_sent_bytes_total", {}) == 4096
     assert read("holdfast_epoch", {"job": "moe"}) == 3
     assert read("holdfast_seal_seconds_bucket", {"job": "moe", "le": "0.005"}) == 1
 
@@ -40,7 +40,7 @@ def test_counters_gauges_and_histograms_take_values() -> None:
 def test_a_forgotten_job_leaves_no_series_and_others_keep_theirs() -> None:
     metrics = Metrics()
     for job in ("gone", "kept"):
-        metrics.add("snapshots", job=job, stage="staged")
+        metrics.add("snapshots", job=job, stage="committed")
         metrics.add("saves_skipped", job=job, cause="no_free_slot")
         metrics.observe("encode_seconds", 1.0, job=job)
         metrics.set("sessions_open", 2, job=job)
@@ -51,12 +51,12 @@ def test_a_forgotten_job_leaves_no_series_and_others_keep_theirs() -> None:
 
     text = exposition(metrics)
     assert "gone" not in text
-    assert 'holdfast_snapshots_total{job="kept",stage="staged"} 1.0' in text
+    assert 'holdfast_snapshots_total{job="kept",stage="committed"} 1.0' in text
     assert "holdfast_memory_budget_bytes 10.0" in text
 
 
 def test_a_label_value_outside_its_list_is_a_programming_error() -> None:
-    with pytest.raises(AssertionError, match="stage is one of staged"):
+    with pytest.raises(AssertionError, match="stage is one of committed"):
         Metrics().add("snapshots", job="moe", stage="eaten")
     with pytest.raises(AssertionError, match="is a gauge, not a counter"):
         Metrics().add("epoch", job="moe")

@@ -108,6 +108,9 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
     def PublishStore(self, request: Any, context: Any) -> trainer_pb2.PublishStoreReply:
         raise NotImplementedError
 
+    def WorkerExited(self, request: Any, context: Any) -> trainer_pb2.WorkerExitedReply:
+        raise NotImplementedError
+
     def Status(self, request: Any, context: Any) -> trainer_pb2.StatusReply:
         raise NotImplementedError
 

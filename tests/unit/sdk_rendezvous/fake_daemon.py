@@ -9,17 +9,24 @@ from typing import Any
 
 import grpc
 
-from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+from holdfast_core.errors import HoldfastError
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 
 class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
-    """Serves JoinWorld and PublishStore at `socket` until `stop`."""
+    """Serves what agents call at `socket` until `stop`."""
 
     def __init__(self, socket: Path) -> None:
         self.changed = threading.Condition()
         self.epoch, self.finished = 0, False
+        self.denial: HoldfastError | None = None
+        """What a call for a world is refused with."""
+        self.bearers: list[str] = []
+        """What calls for a world carried as authorization."""
         self.stores: dict[int, str] = {}
         self.left: list[int] = []
+        self.exits: list[tuple[int, int]] = []
+        """(epoch, exit code) of workers that failed."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{socket}")
@@ -46,6 +53,11 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
         self._server.stop(0).wait()
 
     def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> trainer_pb2.World:
+        carried = dict(context.invocation_metadata())
+        self.bearers.append(str(carried.get("authorization", "")))
+        if self.denial is not None:
+            context.set_trailing_metadata(codec.error_to_metadata(self.denial))
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.denial))
         with self.changed:
             if not request.peek:
                 self.left.append(request.after_epoch)
@@ -70,3 +82,10 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
             self.stores[request.epoch] = request.store_address
             self.changed.notify_all()
         return trainer_pb2.PublishStoreReply()
+
+    def WorkerExited(
+        self, request: trainer_pb2.WorkerExitedRequest, context: Any
+    ) -> trainer_pb2.WorkerExitedReply:
+        with self.changed:
+            self.exits.append((request.epoch, request.exit_code))
+        return trainer_pb2.WorkerExitedReply()

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch import main, script_of
+from holdfast.launch import EXIT_DENIED, main, script_of
+from holdfast_core.errors import AccessDeniedError
 
 PYTHON = "/opt/venv/bin/python3.11"
 START_S = 120.0
@@ -146,6 +147,7 @@ def test_workers_that_are_stopped_or_killed_are_replaced_and_the_agent_ends_with
             os.kill(worker["pid"], 0)
     os.kill(second[0]["pid"], signal.SIGKILL)
     daemon.wait(lambda: 3 in daemon.left)  # the agent waits for the epoch after 3
+    assert daemon.exits == [(3, 128 + signal.SIGKILL)]  # but not those that epoch 3 ended
     daemon.begin(4)
     third = agent.workers(RESTART_S)
     assert [worker["epoch"] for worker in third] == ["4", "4"]
@@ -164,3 +166,19 @@ def test_a_terminated_agent_takes_its_workers_along(daemon: Any, agent: Agent) -
     for worker in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(worker["pid"], 0)
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_denied_its_job_says_so_and_does_not_wait(
+    daemon: Any, tmp_path: Path
+) -> None:
+    daemon.denial = AccessDeniedError("pod a may not act for job default.moe")
+    token = tmp_path / "token"
+    token.write_text("this-pod\n")
+    command = [sys.executable, "-m", "holdfast.launch", "--socket", str(tmp_path / "daemon.sock")]
+    command += ["--job", "default.moe", "--nodes", "1", "--nproc", "1", "--fresh", "--", "true"]
+    environment = os.environ | {"HOLDFAST_TOKEN_FILE": str(token)}
+    ended = subprocess.run(command, env=environment, capture_output=True, check=False, text=True)
+    assert ended.returncode == EXIT_DENIED
+    assert "AccessDeniedError: pod a may not act for job default.moe" in ended.stderr
+    assert daemon.bearers == ["Bearer this-pod"]

@@ -53,6 +53,8 @@ class PlayedDaemon:
         self.worlds, self.rank, self.nodes = worlds, rank, nodes
         self.failures = failures or []
         self.closed = False
+        self.exits: list[tuple[int, int, int]] = []
+        self.deaf = False
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
         worlds = self.worlds
@@ -82,6 +84,11 @@ class PlayedDaemon:
         with self.worlds.changed:
             self.worlds.stores[epoch] = store_address
             self.worlds.changed.notify_all()
+
+    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+        if self.deaf:
+            raise UnreachableError("away")
+        self.exits.append((epoch, rank, exit_code))
 
     def close(self) -> None:
         with self.worlds.changed:
@@ -119,6 +126,17 @@ def test_the_nodes_of_an_epoch_meet_in_the_store_that_the_first_one_serves() -> 
         assert info is not None
         assert f"{info.master_addr}:{info.master_port}" == worlds.stores[3]
         assert first.use_agent_store
+
+
+def test_the_store_is_served_where_the_other_nodes_reach_this_process() -> None:
+    worlds = Worlds()
+    handler = HoldfastRendezvous(PlayedDaemon(worlds), "default.moe", "127.0.0.2")
+    try:
+        worlds.begin(1)
+        handler.next_rendezvous()
+        assert worlds.stores[1].startswith("127.0.0.2:")
+    finally:
+        handler.shutdown()
 
 
 def test_an_agent_waits_until_the_epoch_after_the_one_that_it_left() -> None:
@@ -192,3 +210,31 @@ def test_torchrun_finds_the_backend_by_its_name() -> None:
 def test_a_missing_endpoint_is_an_error_that_says_what_to_give() -> None:
     with pytest.raises(ValueError, match="--rdzv-endpoint"):
         handler_of(RendezvousParameters("holdfast", "", "default.moe", 1, 1))
+
+
+def test_the_exit_code_of_a_worker_is_told_and_signals_are_128_and_more() -> None:
+    worlds = Worlds()
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, killed):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        handler.worker_exited(0, 3)
+        handler.worker_exited(0, -9)
+        assert daemon.exits == [(1, 0, 3), (1, 0, 137)]
+        worlds.begin(2)
+        assert killed.wait(30.0)
+        handler.worker_exited(0, -9)  # killed because epoch 1 has ended
+        assert len(daemon.exits) == 2
+
+
+def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worlds = Worlds()
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        daemon.deaf = True
+        handler.worker_exited(0, 3)
+    assert "rank 0 exited with code 3, which was not reported: away" in caplog.text

@@ -1,0 +1,256 @@
+"""Who may act for which job: the trainers' tokens, judged and remembered.
+
+In Kubernetes the trainers' sockets are open to every pod that mounts them, so a caller proves who
+it is with a projected service-account token, and may act for a job when its pod is one of the job's
+(`may_act_for`). The API server says whose a token is (`token_review`); what it said is kept for a
+minute. When it is away, what it said of a token that has not expired still holds: a daemon must not
+stop the training that it protects because the control plane is upgraded.
+
+Must not: keep, log or repeat a token. Only its SHA-256 is remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+from base64 import urlsafe_b64decode
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from holdfast_core.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    UnauthenticatedError,
+    UnreachableError,
+)
+from holdfast_daemon.logs import bind
+
+AUDIENCE = "holdfast.dev/daemon"
+FRESH_S = 60.0
+"""What the API server said of a token is not asked again for this long: a pod that was deleted
+keeps its access for at most this time, and has lost its socket by then."""
+DENIED_FRESH_S = 5.0
+"""As FRESH_S, for a token that was refused: it will not become good, but calls may repeat."""
+AWAY_S = 5.0
+"""Pause before an API server that did not answer is asked again about a token known before."""
+REMEMBERED_MAX = 4096
+"""Tokens remembered: more than a node has pods, renewed hourly, for a day."""
+REVIEWS_AT_ONCE = 4
+
+_log = bind(logging.getLogger(__name__))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """The pod that a token was made for."""
+
+    namespace: str
+    pod: str
+
+
+class Reviewer(Protocol):
+    """Asks whose a token is; blocks, and is called on a thread."""
+
+    def review(self, token: str) -> Identity:
+        """
+        Raises:
+            UnauthenticatedError: the token is refused.
+            UnreachableError: there is no answer.
+        """
+
+
+class Authenticator(Protocol):
+    """Decides what the bearer of a token may do."""
+
+    async def authorize(self, token: str, job: str) -> None:
+        """Return when the caller may act for `job`.
+
+        Raises:
+            UnauthenticatedError: no token, or one that is refused.
+            AccessDeniedError: the caller does not belong to the job.
+            UnreachableError: nobody can tell now; ask again.
+        """
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        """Those of `jobs` that the caller may act for. Raises as `authorize`, but for denials."""
+
+    def close(self) -> None:
+        """Answer no more."""
+
+
+class TrustingAuthenticator:
+    """Everybody may do everything: the socket's permissions keep strangers out."""
+
+    async def authorize(self, token: str, job: str) -> None:
+        del token, job
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        del token
+        return list(jobs)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def may_act_for(identity: Identity, job: str) -> bool:
+    """Whether the pod is one of the job's: of its namespace, and named `<job>-<member>-<attempt>`.
+
+    Job keys are `<namespace>.<name>`, and neither part has a dot.
+    """
+    namespace, dot, name = job.partition(".")
+    return (
+        bool(dot)
+        and identity.namespace == namespace
+        and re.fullmatch(rf"{re.escape(name)}-[0-9]+-[0-9]+", identity.pod) is not None
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """What the API server said of a token."""
+
+    identity: Identity | None
+    refusal: str
+    """Why, when there is no identity."""
+    fresh_until: float
+    expires_at: float
+    """When the token does; what was said of it holds no longer."""
+
+
+class TokenAuthenticator:
+    """Judges tokens by what a `Reviewer` says of them. For one event loop.
+
+    Args:
+        now: Unix time in seconds, because tokens expire by it.
+        reviewed: called after each review with `allowed`, `denied` or `failed`.
+    """
+
+    def __init__(
+        self,
+        reviewer: Reviewer,
+        now: Callable[[], float],
+        reviewed: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        self._reviewer, self._now, self._reviewed = reviewer, now, reviewed
+        self._known: dict[bytes, _Known] = {}
+        self._asking: dict[bytes, asyncio.Task[_Known]] = {}
+        self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="token-review")
+
+    async def authorize(self, token: str, job: str) -> None:
+        identity = await self._identify(token)
+        if not may_act_for(identity, job):
+            namespace, _, name = job.partition(".")
+            raise AccessDeniedError(
+                f"pod {identity.pod} of namespace {identity.namespace} may not act for job {job}: "
+                f"only pods of namespace {namespace} that are named {name}-<member>-<attempt> may; "
+                f"run the trainer in the pods that the operator makes for the job"
+            )
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        identity = await self._identify(token)
+        return [job for job in jobs if may_act_for(identity, job)]
+
+    def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _identify(self, token: str) -> Identity:
+        if not token:
+            raise UnauthenticatedError(
+                f"this call carries no token: mount a projected service-account token of audience "
+                f"{AUDIENCE}, and name its file in HOLDFAST_TOKEN_FILE"
+            )
+        digest = hashlib.sha256(token.encode()).digest()
+        known = self._known.get(digest)
+        if known is None or self._now() >= min(known.fresh_until, known.expires_at):
+            known = await self._ask(digest, token)
+        if known.identity is None:
+            raise UnauthenticatedError(
+                f"the token is refused: {known.refusal}; it must be a service-account token of "
+                f"this cluster for audience {AUDIENCE}, bound to a running pod"
+            )
+        return known.identity
+
+    async def _ask(self, digest: bytes, token: str) -> _Known:
+        """One review for all calls that wait for the same token, whichever of them is given up."""
+        task = self._asking.get(digest)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._review(digest, token))
+            self._asking[digest] = task
+            task.add_done_callback(lambda ended: self._answered(digest, ended))
+        return await asyncio.shield(task)
+
+    def _answered(self, digest: bytes, ended: asyncio.Task[_Known]) -> None:
+        del self._asking[digest]
+        if not ended.cancelled():
+            ended.exception()  # whoever asked may be gone; then nobody else looks at it
+
+    async def _review(self, digest: bytes, token: str) -> _Known:
+        loop = asyncio.get_running_loop()
+        try:
+            identity = await loop.run_in_executor(self._threads, self._reviewer.review, token)
+        except UnauthenticatedError as error:
+            self._reviewed("denied")
+            until = self._now() + DENIED_FRESH_S
+            known = _Known(
+                identity=None,
+                refusal=str(error).replace(token, "<token>"),
+                fresh_until=until,
+                expires_at=until,
+            )
+        except HoldfastError as error:
+            self._reviewed("failed")
+            known = self._known_before(digest, error)
+        else:
+            self._reviewed("allowed")
+            until = self._now() + FRESH_S
+            expires_at = token_expiry(token)
+            known = _Known(
+                identity=identity,
+                refusal="",
+                fresh_until=until,
+                expires_at=until if expires_at is None else expires_at,
+            )
+        self._remember(digest, known)
+        return known
+
+    def _known_before(self, digest: bytes, error: HoldfastError) -> _Known:
+        """What holds while the API server is away: what it said before, until the token expires."""
+        before, now = self._known.get(digest), self._now()
+        if before is None or before.identity is None or now >= before.expires_at:
+            raise UnreachableError(
+                f"the API server cannot be asked whose the token of this call is: {error}; the "
+                f"call can be repeated"
+            ) from error
+        _log.warning("token_review_failed", cause=str(error), pod=before.identity.pod)
+        return replace(before, fresh_until=now + AWAY_S)
+
+    def _remember(self, digest: bytes, known: _Known) -> None:
+        if len(self._known) >= REMEMBERED_MAX:
+            now = self._now()
+            self._known = {d: k for d, k in self._known.items() if k.expires_at > now}
+        if len(self._known) >= REMEMBERED_MAX:
+            del self._known[next(iter(self._known))]
+        self._known.pop(digest, None)
+        self._known[digest] = known
+
+
+def token_expiry(token: str) -> float | None:
+    """Unix time at which a JSON web token expires; None when it does not say.
+
+    Only for tokens that are reviewed besides: the signature is not looked at.
+    """
+    parts = token.split(".")
+    if len(parts) != 3:
+        return None
+    try:
+        claims = json.loads(urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        return float(claims["exp"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,245 @@
+"""The API server, in plain values: one request at a time, counted and with errors of ours.
+
+The official client finds the cluster, its certificates and tokens, and keeps connections; objects
+stay the mappings that JSON has, because the typed models cost more than all else that the operator
+does and drop fields they do not know. This module must not retry: its callers are level-triggered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+import aiohttp
+from kubernetes.aio import client, config
+from kubernetes.aio.config.config_exception import ConfigException
+
+from holdfast_core.errors import HoldfastError, UnreachableError
+from holdfast_operator.kube.resources import Resource
+
+Object = dict[str, Any]
+"""An object of the API, as JSON has it."""
+
+REQUEST_S = 15.0
+"""A request that takes longer has failed."""
+CONNECT_S = 5.0
+CONNECTIONS_MAX = 64
+
+CONFLICT, GONE, NOT_FOUND, INVALID = 409, 410, 404, 422
+
+MERGE_PATCH = "application/merge-patch+json"
+
+
+class ApiError(HoldfastError):
+    """The API server refused a request."""
+
+    code = "kubernetes_api"
+
+    def __init__(self, message: str, *, status: int, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status; 0 when no answer came."""
+        self.reason = reason
+        """One word of the API server, such as AlreadyExists."""
+
+
+class CountsRequests(Protocol):
+    """Is told of every request."""
+
+    def request(self, verb: str, resource: str, code: str) -> None:
+        """`code` is the HTTP status; `none` when no answer came, or it broke off."""
+
+
+class Api:
+    """A connection to the API server.
+
+    Args:
+        api_client: of the official package; `connect` makes one.
+        counter: counts requests.
+    """
+
+    def __init__(self, api_client: client.ApiClient, counter: CountsRequests) -> None:
+        self._client, self._counter = api_client, counter
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def credentials(self) -> dict[str, Any]:
+        """How to reach and convince the API server, for another client of it, as of now."""
+        settings = self._client.configuration
+        bearer = (await settings.auth_settings()).get("BearerToken", {}).get("value", "")
+        found = {
+            "server": settings.host,
+            "ca_path": settings.ssl_ca_cert,
+            "insecure": not settings.verify_ssl,
+            "certificate_path": settings.cert_file,
+            "private_key_path": settings.key_file,
+            "token": bearer.partition(" ")[2],
+        }
+        return {name: value for name, value in found.items() if value}
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        """One object.
+
+        Raises:
+            ApiError: for this and all other requests, when it failed.
+        """
+        return await self._json("get", resource, resource.path(namespace, name))
+
+    async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object:
+        """A list, with `items` and `metadata.resourceVersion`."""
+        return await self._json("list", resource, resource.path(namespace), query=query)
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, **query: str
+    ) -> Object:
+        return await self._json("create", resource, resource.path(namespace), body, query=query)
+
+    async def replace(
+        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
+    ) -> Object:
+        """Put `body` in the place of the object of its name; its `metadata.resourceVersion` is
+        checked by the server if it has one."""
+        path = resource.path(namespace, body["metadata"]["name"], subresource)
+        return await self._json("update", resource, path, body, subresource=subresource)
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: Object,
+        subresource: str = "",
+    ) -> Object:
+        """Merge `body` into the object (RFC 7386)."""
+        path = resource.path(namespace, name, subresource)
+        return await self._json("patch", resource, path, body, subresource=subresource)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
+    ) -> Object:
+        """Delete an object, only if it is still the one with `uid`. A `grace_s` of 0 does not wait
+        for a node; below 0 leaves it to the object. Returns the object, or a Status."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if grace_s >= 0:
+            options["gracePeriodSeconds"] = grace_s
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        return await self._json("delete", resource, resource.path(namespace, name), options)
+
+    async def watch(
+        self, resource: Resource, namespace: str, *, silence_s: float, **query: str
+    ) -> AsyncIterator[Object]:
+        """Events of a watch as the server sends them, until it ends the stream. Nothing for
+        `silence_s` ends it with an ApiError."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
+        query = {"watch": "true", "allowWatchBookmarks": "true", **query}
+        path = resource.path(namespace)
+        async with self._answer("watch", resource, path, None, query, timeout) as response:
+            while line := await response.content.readline():
+                yield json.loads(line)
+
+    async def _json(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        body: Object | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        subresource: str = "",
+    ) -> Object:
+        timeout = aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S)
+        async with self._answer(
+            verb, resource, path, body, query or {}, timeout, subresource
+        ) as response:
+            answer: Object = json.loads(await response.read())
+            return answer
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        verb: str,
+        resource: Resource,
+        path: str,
+        body: Object | None,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout,
+        subresource: str = "",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a request, counted, if it is a good one."""
+        what = f"{resource.plural}/{subresource}" if subresource else resource.plural
+        url = f"{self._client.configuration.host}{path}"
+        headers = {"Content-Type": MERGE_PATCH if verb == "patch" else "application/json"}
+        try:
+            await self._client.update_params_for_auth(
+                headers, [], ["BearerToken"], path, _METHODS[verb], None
+            )
+            answer = await self._client.rest_client.request(
+                _METHODS[verb],
+                f"{url}?{urlencode(query)}" if query else url,
+                headers=headers,
+                body=body,
+                _request_timeout=timeout,
+            )
+            async with answer.response as response:
+                self._counter.request(verb, what, str(response.status))
+                if response.status >= 400:
+                    raise _refusal(verb, path, response.status, await response.read())
+                yield response
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            self._counter.request(verb, what, "none")
+            text = str(error) or type(error).__name__
+            raise ApiError(f"{verb} {path}: no answer: {text}", status=0) from error
+
+
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "watch": "GET",
+    "create": "POST",
+    "update": "PUT",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+
+def _refusal(verb: str, path: str, status: int, body: bytes) -> ApiError:
+    try:
+        said = json.loads(body)
+        message, reason = said["message"], said.get("reason", "")
+    except (ValueError, TypeError, KeyError):
+        message, reason = body[:200].decode(errors="replace"), ""
+    return ApiError(f"{verb} {path}: {status} {message}", status=status, reason=reason)
+
+
+async def connect(counter: CountsRequests, kubeconfig: str = "", context: str = "") -> Api:
+    """A connection with the service account of the pod that this runs in, else with a kubeconfig:
+    the given one, $KUBECONFIG or ~/.kube/config.
+
+    Raises:
+        UnreachableError: when there is neither.
+    """
+    settings = client.Configuration()
+    settings.connection_pool_maxsize = CONNECTIONS_MAX
+    try:
+        if kubeconfig or context or not _in_cluster(settings):
+            await config.load_kube_config(
+                kubeconfig or None, context or None, client_configuration=settings
+            )
+    except (ConfigException, OSError) as error:
+        raise UnreachableError(
+            f"no cluster is known: {error}. Give --kubeconfig FILE, set KUBECONFIG, or run in a pod"
+        ) from error
+    return Api(client.ApiClient(settings), counter)
+
+
+def _in_cluster(settings: client.Configuration) -> bool:
+    """Take the service account's address and token, if this runs in a pod."""
+    with suppress(ConfigException):
+        config.load_incluster_config(settings)
+        return True
+    return False

@@ -1,0 +1,68 @@
+"""Knows whether this process has been listening, and notices daemons that fall silent.
+
+A silent daemon sends no event, so somebody must look; it is done once for all jobs. And a process
+that was itself held up has not heard what was said: silence from before proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from holdfast_operator.control_server import ControlServer
+from holdfast_operator.lookups import SUSPECT_AFTER_HEARTBEATS
+
+TICK_S = 0.1
+LAPSE_HEARTBEATS = 2.0
+"""A pause of this process that is longer makes silence from before it prove nothing."""
+
+
+class Attention:
+    """`run` it as a task.
+
+    Args:
+        wake: called with the keys of jobs that a daemon's silence concerns.
+    """
+
+    def __init__(
+        self,
+        server: ControlServer,
+        *,
+        clock: Callable[[], float],
+        wake: Callable[[frozenset[str]], None],
+    ) -> None:
+        self._server, self._clock, self._wake = server, clock, wake
+        self._late: frozenset[str] = frozenset()
+        self._ticked_at = clock()
+        self.lapsed_at = self._ticked_at
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.tick()
+            await asyncio.sleep(TICK_S)
+
+    def tick(self) -> None:
+        """Look once."""
+        self.listened_since(self._clock())
+        late = self.late()
+        for name in sorted(late - self._late):
+            self._wake(self._server.jobs_on(name))
+        self._late = late
+
+    def listened_since(self, time: float) -> bool:
+        """Whether this process has been listening without a long pause since `time`."""
+        now = self._clock()
+        if now - self._ticked_at > max(LAPSE_HEARTBEATS * self._server.heartbeat_s, 2 * TICK_S):
+            self.lapsed_at = now
+        self._ticked_at = now
+        return time >= self.lapsed_at
+
+    def late(self) -> frozenset[str]:
+        """The nodes whose daemons are not on the line, or late with their heartbeats."""
+        limit = self._clock() - SUSPECT_AFTER_HEARTBEATS * self._server.heartbeat_s
+        return frozenset(
+            name
+            for name, view in self._server.nodes().items()
+            if not view.connected or view.heard_at < limit
+        )

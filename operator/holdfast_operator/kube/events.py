@@ -1,0 +1,118 @@
+"""Tells people, by Events on the job, what was decided. Never holds up or ends a control loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast_core.jobs import API_VERSION, KIND
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.resources import EVENTS, Resource
+from holdfast_operator.kube.times import micro_timestamp
+from holdfast_operator.views import Event
+
+_log = logging.getLogger(__name__)
+
+CONTROLLER = "holdfast.dev/operator"
+NOTE_CHARACTERS_MAX = 1024
+WAITING_MAX = 1000
+REPEAT_S = 300.0
+"""The same words about the same job are not said again for this long."""
+REMEMBERED_MAX = 4096
+
+
+class EventsApi(Protocol):
+    """What of `Api` is needed."""
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, **query: str
+    ) -> Object: ...
+
+
+class Recorder:
+    """Posts events, one after another. `run` it as a task.
+
+    Args:
+        instance: name of this operator's pod.
+        clock: monotonic seconds.
+        wall: seconds since the Unix epoch.
+        on_drop: called for each event that is given up.
+    """
+
+    def __init__(
+        self,
+        api: EventsApi,
+        *,
+        instance: str,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        on_drop: Callable[[], None],
+    ) -> None:
+        self._api, self._instance = api, instance
+        self._clock, self._wall, self._on_drop = clock, wall, on_drop
+        self._queue: asyncio.Queue[tuple[str, Object]] = asyncio.Queue(WAITING_MAX)
+        self._said: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+
+    def tell(self, job: Object, event: Event) -> None:
+        """Post `event` about `job`, the resource, soon."""
+        metadata = job["metadata"]
+        words = (metadata["uid"], event.reason, event.message)
+        now = self._clock()
+        if now - self._said.get(words, float("-inf")) < REPEAT_S:
+            return
+        self._said[words] = now
+        while len(self._said) > REMEMBERED_MAX:
+            self._said.popitem(last=False)
+        body = self._body(metadata, event)
+        try:
+            self._queue.put_nowait((metadata["namespace"], body))
+        except asyncio.QueueFull:
+            self._on_drop()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            namespace, body = await self._queue.get()
+            try:
+                await self._api.create(EVENTS, namespace, body)
+            except ApiError as error:
+                self._on_drop()
+                _log.info("an event is not posted: %s", error)
+            finally:
+                self._queue.task_done()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until what was told is posted, but not for longer than `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._queue.join()
+        except TimeoutError:
+            _log.info("%d events were not posted in time", self._queue.qsize())
+
+    def _body(self, metadata: Object, event: Event) -> Object:
+        return {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name']}.{secrets.token_hex(8)}",
+                "namespace": metadata["namespace"],
+            },
+            "eventTime": micro_timestamp(self._wall()),
+            "reportingController": CONTROLLER,
+            "reportingInstance": self._instance,
+            "action": event.reason,
+            "reason": event.reason,
+            "note": event.message[:NOTE_CHARACTERS_MAX],
+            "type": "Warning" if event.warning else "Normal",
+            "regarding": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+        }

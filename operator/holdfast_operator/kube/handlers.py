@@ -1,0 +1,82 @@
+"""kopf, for what it does well: it watches the jobs. Everything else would be done twice.
+
+Its handlers and their patches, annotations, finalizers, events and peering are left alone: a
+level-triggered control loop needs to know that a job changed, and nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import kopf
+
+from holdfast_core.errors import UnreachableError
+from holdfast_operator.kube.api import Api, Object
+from holdfast_operator.kube.resources import JOBS
+
+SERVER_S = 300
+"""The API server ends a watch after this long; kopf begins the next one where it ended."""
+
+
+async def watch_jobs(
+    api: Api,
+    take_in: Callable[[str | None, Object], None],
+    *,
+    namespace: str,
+    begun: Callable[[], None],
+) -> None:
+    """Call `take_in` with (kind of change, job) for every job there is, and each time that one
+    changes, until cancelled.
+
+    Args:
+        namespace: of the jobs; empty for all.
+        begun: called once it is on its way and has put its signal handlers in the place of others.
+
+    Raises:
+        UnreachableError: when jobs cannot be watched.
+    """
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        found = await api.credentials()
+        return kopf.ConnectionInfo(**found)
+
+    @kopf.on.event(JOBS.group, JOBS.version, JOBS.plural, registry=registry)
+    async def changed(event: kopf.RawEvent, **_: Any) -> None:
+        take_in(event["type"], dict(event["object"]))
+
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    tasks = await kopf.spawn_tasks(
+        registry=registry,
+        settings=_settings(),
+        standalone=True,
+        clusterwide=not namespace,
+        namespaces=[namespace] if namespace else [],
+    )
+    begun()
+    try:
+        # Not `kopf.run_tasks`: in the end that cancels every task of the process.
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        errors = [error for task in done if (error := task.exception()) is not None]
+        raise UnreachableError(f"jobs are not watched any more: {errors}") from next(
+            iter(errors), None
+        )
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.posting.level = logging.WARNING
+    settings.scanning.disabled = True  # the CRD is there before the operator is
+    settings.watching.server_timeout = SERVER_S
+    settings.queueing.exit_timeout = 1.0
+    settings.process.ultimate_exiting_timeout = None  # the end of the process is not kopf's
+    return settings

@@ -1,0 +1,273 @@
+"""The control loop of one job: observe, reconcile, write the status, carry out; and again.
+
+Level-triggered: it looks when something changed and when a deadline could have passed. What it
+remembers may be lost at any time; what must not be lost is in the status before it is acted upon.
+Decides nothing about failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from dataclasses import replace
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.jobs import MoETrainingJob, parse_job
+from holdfast_operator.counters import from_document, remembered
+from holdfast_operator.kube.acting import Acting
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.farewell import Farewell
+from holdfast_operator.kube.nodes import Wants, wants_of
+from holdfast_operator.kube.pacing import pause_s
+from holdfast_operator.kube.pods import TrainerPod, agents
+from holdfast_operator.kube.status import recoveries_of, refusal_status, status_of
+from holdfast_operator.kube.status_writer import StatusWriter
+from holdfast_operator.kube.story import Story
+from holdfast_operator.kube.world import World
+from holdfast_operator.reconcile import reconcile
+from holdfast_operator.views import ControlState, Decision, Event, Observed
+
+_log = logging.getLogger(__name__)
+
+SOON_S = 0.01
+"""What comes together is looked at together."""
+DUTY = 4.0
+"""A loop rests this many times as long as its last look kept the process busy, whatever wakes
+it."""
+REFUSED_S = 30.0
+"""How often a job is tried again whose pods the cluster refuses; nothing else changes its mind."""
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 30.0
+CANDIDATES_MIN = 16
+
+_NO_MORE = (400, 422)
+"""Answers to a pod that will be the same for ever."""
+
+
+class JobLoop:
+    """One job.
+
+    Args:
+        resource: the job, as the API has it.
+    """
+
+    def __init__(self, world: World, resource: Object) -> None:
+        self._world, self._resource = world, resource
+        self._wake = asyncio.Event()
+        self._woken_at = world.clock()
+        self._busy_s = 0.0
+        self._generation = -1
+        self._job: MoETrainingJob | None = None
+        self.wants: Wants | None = None
+        """What its pods need of a node; None while the document is not understood."""
+        self._refusal: tuple[str, str] | None = None
+        status = resource.get("status") or {}
+        clocks = world.clocks
+        self._state: ControlState = remembered(
+            from_document(status.get("counters") or {}), now=clocks.now, wall=clocks.wall
+        )
+        self._story = Story(world.metrics, recoveries_of(status))
+        self._members_before = frozenset(m["node"] for m in status.get("members") or [])
+        self._writer = StatusWriter(
+            world.api,
+            resource,
+            clock=world.clock,
+            interval_s=self._status_s,
+            count=lambda result: world.metrics.add("status_writes", result=result),
+        )
+        self._acting = Acting(world, _attempts(status))
+        self._farewell = Farewell(world, self._members_before)
+        self.looked_at = world.clock()
+
+    @property
+    def key(self) -> str:
+        metadata = self._resource["metadata"]
+        return f"{metadata['namespace']}.{metadata['name']}"
+
+    @property
+    def uid(self) -> str:
+        return str(self._resource["metadata"]["uid"])
+
+    @property
+    def status(self) -> Object:
+        """The newest status that was written."""
+        return self._writer.written
+
+    @property
+    def heartbeat_s(self) -> float | None:
+        """How often the job wants heartbeats; None while the document is not understood."""
+        if self._job is None:
+            return None
+        return self._job.spec.failure_policy.detection.heartbeat_seconds
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether the job's pods take what they ask for from their nodes."""
+        return self._job is not None and not self._job.spec.suspend
+
+    def see(self, resource: Object) -> None:
+        """Take in a newer form of the job."""
+        changed = resource["metadata"].get("generation") != self._generation
+        self._resource = resource
+        self._writer.see(resource)
+        if changed or resource["metadata"].get("deletionTimestamp"):
+            self.wake()
+
+    def wake(self) -> None:
+        """Look soon."""
+        if not self._wake.is_set():
+            self._woken_at = self._world.clock()
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Until the job is gone, or cancelled."""
+        backoff_s = BACKOFF_S_MIN
+        while True:
+            self._wake.clear()
+            self._busy_s = 0.0
+            try:
+                pause = await self._turn()
+                backoff_s = BACKOFF_S_MIN
+            except ApiError as error:
+                _log.warning("%s: %s; trying again in %.1f s", self.key, error, backoff_s)
+                pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
+            except Exception:
+                # One job's trouble must not end the loops of all others.
+                _log.exception("%s: the control loop failed; it goes on", self.key)
+                pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
+            if pause is None:
+                return
+            self.looked_at = self._world.clock()
+            rest_s = min(BACKOFF_S_MAX, max(SOON_S, DUTY * self._busy_s))
+            await asyncio.sleep(rest_s)
+            await self._wait(pause - rest_s)
+
+    async def _wait(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await self._wake.wait()
+        except TimeoutError:
+            self._woken_at = self._world.clock()
+
+    async def _turn(self) -> float | None:
+        """One turn; how long to rest after it, None when the job is gone."""
+        metadata = self._resource["metadata"]
+        if metadata.get("deletionTimestamp"):
+            return await self._farewell.turn(self._resource, self._pods())
+        await self._farewell.keep(self._resource)
+        if metadata.get("generation") != self._generation or self._refusal is not None:
+            await self._admit()
+        if self._refusal is not None:
+            return await self._refuse(*self._refusal)
+        assert self._job is not None and self.wants is not None
+        return await self._look(self._job, self.wants)
+
+    # --- admission ----------------------------------------------------------------------------
+
+    async def _admit(self) -> None:
+        """Understand the document, and ask the API server what it thinks of its pods."""
+        resource = self._resource
+        generation = resource["metadata"].get("generation")
+        try:
+            job = parse_job(resource)
+        except InvalidJobError as error:
+            self._refusal, self._generation = ("InvalidSpec", str(error)), generation
+            return
+        fresh = self._job is None and not self._pods()
+        if fresh or self._refusal is not None or _template(self._job) != _template(job):
+            try:
+                await self._world.trainers.try_out(job)
+            except ApiError as error:
+                if error.status not in (403, *_NO_MORE):
+                    raise
+                word = "InvalidTemplate" if error.status in _NO_MORE else "PodsRefused"
+                self._refusal, self._generation = (word, str(error)), generation
+                return
+        self._job, self.wants, self._refusal = job, wants_of(job), None
+        self._generation = generation
+
+    async def _refuse(self, reason: str, message: str) -> float:
+        now = self._world.clocks.text(self._world.clock())
+        status = refusal_status(self._resource, reason, message, now)
+        if await self._writer.write(status):
+            self._world.recorder.tell(
+                self._resource, Event(reason=reason, message=message, warning=True)
+            )
+        return REFUSED_S
+
+    # --- looking ------------------------------------------------------------------------------
+
+    async def _look(self, job: MoETrainingJob, wants: Wants) -> float:
+        world, now = self._world, self._world.clock()
+        before = self._state
+        if world.attention.listened_since(before.looked_at):
+            # Pauses between looks are this loop's own; heartbeats were heard all the time.
+            before = replace(before, looked_at=now)
+        pods = self._pods()
+        observed = self._observe(job, wants, pods)
+        decision = reconcile(job, observed, before, now)
+        self._state = decision.state
+        world.metrics.observe("reconcile_seconds", world.clock() - self._woken_at)
+        for event in decision.events:
+            world.recorder.tell(self._resource, event)
+        self._story.follow(job, before, observed, decision, world.clocks.at_wall(now))
+        status = self._status_of(job, observed, decision, pods, now)
+        self._busy_s = world.clock() - now
+        # Before anything is done: an operator that starts again must know of it.
+        remembered = await self._writer.write(status)
+        failed = await self._acting.carry_out(job, before, decision, pods, observed, remembered)
+        for event in failed:
+            world.recorder.tell(self._resource, event)
+        late = world.attention.late()
+        return pause_s(job, decision, late=late, failed=bool(failed), now=world.clock())
+
+    def _pods(self) -> list[TrainerPod]:
+        """The job's pods; not those of another job that had its name."""
+        return [pod for pod in self._world.pods.of(self.key) if pod.owner == self.uid]
+
+    def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
+        near = {pod.node for pod in pods} | self._members_before
+        if self._state.membership is not None:
+            self._members_before = frozenset()
+            near |= {place.node for place in self._state.membership.members}
+        wanted = job.spec.nodes + job.spec.failure_policy.spares
+        others = max(CANDIDATES_MIN, 2 * wanted)
+        nodes = self._world.places.views(self.key, wants, near, others)
+        return Observed(nodes=nodes, agents=agents(pods))
+
+    def _status_of(
+        self,
+        job: MoETrainingJob,
+        observed: Observed,
+        decision: Decision,
+        pods: list[TrainerPod],
+        now: float,
+    ) -> Object:
+        return status_of(
+            job,
+            observed,
+            decision,
+            previous=self._writer.written,
+            pods={(pod.member, pod.node): pod.name for pod in pods},
+            recoveries=self._story.recoveries,
+            clocks=self._world.clocks,
+            now=now,
+        )
+
+    def _status_s(self) -> float:
+        members = self._job.spec.nodes if self._job is not None else 0
+        return max(self._world.status_s(), members / 100)
+
+
+def _template(job: MoETrainingJob | None) -> Object | None:
+    return None if job is None else job.spec.trainer.template
+
+
+def _attempts(status: Object) -> dict[int, int]:
+    """member → attempt of its newest pod, from a status."""
+    found = {}
+    for member in status.get("members") or []:
+        attempt = re.search(r"-(\d+)$", member.get("pod", ""))
+        if attempt is not None:
+            found[member["index"]] = int(attempt[1])
+    return found

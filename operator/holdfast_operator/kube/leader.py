@@ -1,0 +1,146 @@
+"""One operator at a time: a Lease, held and renewed, or the end of the process.
+
+Not the official client's election: that one ends on a connection error, writes local time as UTC,
+and does not give the Lease back when it stops, so that the next leader would wait for its end.
+Times of the Lease are never compared with a clock of ours, since clocks differ: a Lease has ended
+when it was seen unchanged for its duration.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.resources import LEASES, Resource
+from holdfast_operator.kube.times import Clock, Sleep, micro_timestamp
+
+_log = logging.getLogger(__name__)
+
+LEASE_S = 15
+RENEW_DEADLINE_S = 10.0
+"""A leader that could not renew for this long stops before anybody may follow it."""
+RETRY_S = 2.0
+
+
+class LeaseApi(Protocol):
+    """What of `Api` is needed."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, **query: str
+    ) -> Object: ...
+
+    async def replace(
+        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
+    ) -> Object: ...
+
+
+class Leader:
+    """A candidate for one Lease.
+
+    Args:
+        identity: of this process; the same for a container that is started again in its pod.
+        clock: monotonic seconds.
+        wall: seconds since the Unix epoch.
+    """
+
+    def __init__(
+        self,
+        api: LeaseApi,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        clock: Clock,
+        wall: Clock,
+        sleep: Sleep,
+    ) -> None:
+        self._sleep = sleep
+        self._api, self._namespace, self._name = api, namespace, name
+        self._identity, self._clock, self._wall = identity, clock, wall
+        self._seen: tuple[str, float] = ("", clock())
+        """(resource version of another's Lease, since when it is unchanged)."""
+        self.leads = False
+
+    async def acquire(self) -> None:
+        """Return when this process leads."""
+        while not await self._try():
+            await self._sleep(RETRY_S)
+        self.leads = True
+        _log.info("%s leads", self._identity)
+
+    async def keep(self) -> None:
+        """Renew; returns when the Lease is lost."""
+        renewed_at = self._clock()
+        while self._clock() - renewed_at < RENEW_DEADLINE_S:
+            await self._sleep(RETRY_S)
+            began = self._clock()
+            if await self._try():
+                renewed_at = began
+            elif self._held_by_another():
+                break
+        self.leads = False
+
+    async def release(self) -> None:
+        """Let another one follow at once."""
+        if not self.leads:
+            return
+        self.leads = False
+        try:
+            lease = await self._api.get(LEASES, self._namespace, self._name)
+            if lease["spec"].get("holderIdentity") == self._identity:
+                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
+                await self._api.replace(LEASES, self._namespace, lease)
+        except ApiError as error:
+            _log.info("the Lease is not given back: %s", error)
+
+    def _held_by_another(self) -> bool:
+        return bool(self._seen[0])
+
+    async def _try(self) -> bool:
+        """Take or renew the Lease; whether it is ours now."""
+        try:
+            lease = await self._api.get(LEASES, self._namespace, self._name)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                _log.warning("the Lease cannot be read: %s", error)
+                return False
+            lease = {"metadata": {"name": self._name}, "spec": {}}
+        spec = lease.get("spec") or {}
+        holder = spec.get("holderIdentity") or ""
+        if holder not in ("", self._identity) and not self._has_ended(lease):
+            return False
+        return await self._take(lease, spec, holder)
+
+    def _has_ended(self, lease: Object) -> bool:
+        version, since = self._seen
+        if lease["metadata"]["resourceVersion"] != version:
+            self._seen = (lease["metadata"]["resourceVersion"], self._clock())
+            return False
+        duration_s = float(lease["spec"].get("leaseDurationSeconds") or LEASE_S)
+        return self._clock() - since >= duration_s
+
+    async def _take(self, lease: Object, spec: Object, holder: str) -> bool:
+        now = micro_timestamp(self._wall())
+        mine = {"holderIdentity": self._identity, "leaseDurationSeconds": LEASE_S, "renewTime": now}
+        if holder != self._identity:
+            changes = int(spec.get("leaseTransitions") or 0) + 1
+            mine |= {"acquireTime": now, "leaseTransitions": changes}
+        body = {
+            **lease,
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "spec": {**spec, **mine},
+        }
+        try:
+            if "resourceVersion" in lease["metadata"]:
+                await self._api.replace(LEASES, self._namespace, body)
+            else:
+                await self._api.create(LEASES, self._namespace, body)
+        except ApiError as error:
+            _log.warning("the Lease is not ours: %s", error)
+            return False
+        self._seen = ("", self._clock())
+        return True

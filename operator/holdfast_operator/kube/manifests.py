@@ -1,0 +1,216 @@
+"""The objects that a job is made of: a pod for each member, and what all of them share. Pure.
+
+The trainer's container becomes the launcher, which starts the command of the template once for
+each rank. Everything that the template says and Holdfast does not need stays as it is.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from holdfast_core.jobs import API_VERSION, KIND, MoETrainingJob
+from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.gangs import gang_parts
+from holdfast_operator.kube.resources import (
+    GROUP,
+    ROLE_BINDINGS,
+    ROLES,
+    SERVICE_ACCOUNTS,
+    SERVICES,
+    Resource,
+)
+
+JOB_LABEL, MEMBER_LABEL, ATTEMPT_LABEL = f"{GROUP}/job", f"{GROUP}/member", f"{GROUP}/attempt"
+NODE_ANNOTATION = f"{GROUP}/node"
+"""The node that the pod was made for; a pod that waits for its scheduler has no other mark."""
+
+TRAINER_SELECTOR = "app.kubernetes.io/component=trainer,app.kubernetes.io/part-of=holdfast"
+
+SOCKETS_PATH = "/run/holdfast/sockets"
+SOCKET_PATH = f"{SOCKETS_PATH}/daemon.sock"
+TOKEN_DIRECTORY = "/var/run/secrets/holdfast.dev"
+TOKEN_AUDIENCE = f"{GROUP}/daemon"
+TOKEN_S = 3600
+POD_IP = "HOLDFAST_POD_IP"
+"""Variable with the address that other nodes reach the trainer at; not that of its daemon."""
+SHARED_MEMORY_PATH = "/dev/shm"
+
+
+def common_labels(job: MoETrainingJob) -> dict[str, str]:
+    """On every object of the job."""
+    return {
+        JOB_LABEL: job.metadata.name,
+        "app.kubernetes.io/name": "moetrainingjob",
+        "app.kubernetes.io/instance": job.metadata.name,
+        "app.kubernetes.io/part-of": "holdfast",
+        "app.kubernetes.io/managed-by": "holdfast-operator",
+    }
+
+
+def pod_name(job: MoETrainingJob, member: int, attempt: int) -> str:
+    return f"{job.metadata.name}-{member}-{attempt}"
+
+
+def pod_manifest(job: MoETrainingJob, member: int, node: str, attempt: int) -> Object:
+    """The pod that runs `member` on `node`."""
+    gang = gang_parts(job)
+    template = deepcopy(job.spec.trainer.template)
+    given = template.get("metadata") or {}
+    labels = {
+        **(given.get("labels") or {}),
+        **common_labels(job),
+        "app.kubernetes.io/component": "trainer",
+        MEMBER_LABEL: str(member),
+        ATTEMPT_LABEL: str(attempt),
+        **gang.labels,
+    }
+    annotations = {
+        **(given.get("annotations") or {}),
+        NODE_ANNOTATION: node,
+        **gang.annotations,
+    }
+    spec: Object = template["spec"]
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("serviceAccountName", f"{job.metadata.name}-trainer")
+    spec.setdefault("hostname", f"{job.metadata.name}-{member}")
+    spec.setdefault("subdomain", job.metadata.name)
+    if gang.scheduler_name:
+        spec.setdefault("schedulerName", gang.scheduler_name)
+    _pin(spec, node)
+    _launch(job, spec["containers"][0], node)
+    _mount(spec, spec["containers"][0])
+    metadata = {
+        "name": pod_name(job, member, attempt),
+        "namespace": job.metadata.namespace,
+        "labels": labels,
+        "annotations": annotations,
+        "ownerReferences": [owner_reference(job)],
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
+    """What the pods of the job share, in the order in which it is made."""
+    name = job.metadata.name
+    account = f"{name}-trainer"
+    service: Object = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {JOB_LABEL: name, "app.kubernetes.io/component": "trainer"},
+        },
+    }
+    service_account: Object = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": account},
+    }
+    role: Object = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": {"name": account},
+        "rules": [
+            {
+                "apiGroups": [GROUP],
+                "resources": ["moetrainingjobs"],
+                "resourceNames": [name],
+                "verbs": ["get"],
+            }
+        ],
+    }
+    binding: Object = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": account},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
+        "subjects": [
+            {"kind": "ServiceAccount", "name": account, "namespace": job.metadata.namespace}
+        ],
+    }
+    objects = [
+        (SERVICES, service),
+        (SERVICE_ACCOUNTS, service_account),
+        (ROLES, role),
+        (ROLE_BINDINGS, binding),
+        *gang_parts(job).objects,
+    ]
+    for _, body in objects:
+        body["metadata"] |= {
+            "namespace": job.metadata.namespace,
+            "labels": common_labels(job),
+            "ownerReferences": [owner_reference(job)],
+        }
+    return tuple(objects)
+
+
+def owner_reference(job: MoETrainingJob) -> Object:
+    """Makes an object go when the job goes. Does not block the job's deletion: that would need a
+    permission on finalizers and win nothing."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": job.metadata.name,
+        "uid": job.metadata.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
+def _pin(spec: Object, node: str) -> None:
+    """Let the scheduler put the pod on `node` and nowhere else: unlike `nodeName`, this keeps its
+    accounts of what nodes have left, and its words about what is missing."""
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    # Terms are alternatives, so that each of them must name the node.
+    for term in required.setdefault("nodeSelectorTerms", [{}]) or [{}]:
+        term["matchFields"] = [{"key": "metadata.name", "operator": "In", "values": [node]}]
+
+
+def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
+    container["command"] = [
+        *("python", "-m", "holdfast.launch"),
+        *("--socket", SOCKET_PATH),
+        *("--job", job.key),
+        *("--nodes", str(job.spec.nodes)),
+        *("--nproc", str(job.spec.nproc_per_node)),
+        *("--member-node", node),
+        *("--host", f"$({POD_IP})"),
+        "--",
+        *job.command,
+    ]
+    container.pop("args", None)
+    ours = {
+        "PYTHONUNBUFFERED": "1",
+        "HOLDFAST_SOCKET": SOCKET_PATH,
+        "HOLDFAST_JOB": job.key,
+        "HOLDFAST_TOKEN_FILE": f"{TOKEN_DIRECTORY}/token",
+    }
+    own = {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    taken = {*ours, POD_IP}
+    given = [entry for entry in container.get("env") or [] if entry["name"] not in taken]
+    texts = [{"name": name, "value": text} for name, text in ours.items()]
+    container["env"] = [*given, *texts, own]
+
+
+def _mount(spec: Object, container: Object) -> None:
+    volumes: list[Object] = [
+        {"name": "holdfast-sockets", "hostPath": {"path": SOCKETS_PATH, "type": "Directory"}},
+        {"name": "holdfast-token", "projected": {"sources": [{"serviceAccountToken": _TOKEN}]}},
+    ]
+    mounts: list[Object] = [
+        {"name": "holdfast-sockets", "mountPath": SOCKETS_PATH, "readOnly": True},
+        {"name": "holdfast-token", "mountPath": TOKEN_DIRECTORY, "readOnly": True},
+    ]
+    given = container.get("volumeMounts") or []
+    if all(mount.get("mountPath") != SHARED_MEMORY_PATH for mount in given):
+        # A container's own /dev/shm has 64 MiB, too little for NCCL and data loaders.
+        volumes.append({"name": "holdfast-shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": "holdfast-shm", "mountPath": SHARED_MEMORY_PATH})
+    spec["volumes"] = [*(spec.get("volumes") or []), *volumes]
+    container["volumeMounts"] = [*given, *mounts]
+
+
+_TOKEN: Object = {"audience": TOKEN_AUDIENCE, "expirationSeconds": TOKEN_S, "path": "token"}

@@ -1,0 +1,127 @@
+"""The operator's metrics: one list of definitions, and the collectors made from it.
+
+The exposition, the documentation and the dashboard are made from this list, so that they cannot
+disagree. Every label has few values: no job, pod or node names, and causes are those of failure
+rules. Must not hold what anything decides by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+PREFIX = "holdfast_operator_"
+
+_FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SLOW_S = (0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class MetricType(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Definition:
+    """One metric, as data."""
+
+    name: str
+    """Without the prefix; a counter's exposition adds `_total`."""
+    type: MetricType
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, in seconds."""
+
+    @property
+    def exposed_name(self) -> str:
+        """The name in the exposition."""
+        suffix = "_total" if self.type is MetricType.COUNTER else ""
+        return f"{PREFIX}{self.name}{suffix}"
+
+
+def _counter(name: str, help: str, *labels: str) -> Definition:
+    return Definition(name=name, type=MetricType.COUNTER, help=help, labels=labels)
+
+
+def _gauge(name: str, help: str, *labels: str) -> Definition:
+    return Definition(name=name, type=MetricType.GAUGE, help=help, labels=labels)
+
+
+def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Definition:
+    return Definition(name=name, type=MetricType.HISTOGRAM, help=help, buckets=buckets)
+
+
+DEFINITIONS: tuple[Definition, ...] = (
+    _gauge("leader", "1 while this replica holds the Lease."),
+    _gauge("jobs", "Jobs in a phase.", "phase"),
+    _gauge("ranks_desired", "Ranks of all jobs that have not ended."),
+    _gauge("ranks_ready", "Ranks at work."),
+    _gauge("daemons_connected", "Daemons whose Control stream is open."),
+    _histogram("reconcile_seconds", "From what woke a job's loop to its decision.", _FAST_S),
+    _histogram("act_seconds", "Carrying out the actions of one decision.", _FAST_S),
+    _counter("recoveries", "Recoveries that were begun.", "cause"),
+    _counter("recoveries_finished", "Recoveries after which training ran again.", "source"),
+    _histogram("recovery_seconds", "From a recovery's decision to ranks at work.", _SLOW_S),
+    _histogram(
+        "replacement_seconds",
+        "From a lost node's last heartbeat to the creation of the pod that replaces it.",
+        _SLOW_S,
+    ),
+    _counter("jobs_ended", "Jobs that ended.", "outcome"),
+    _counter("pods_created", "Trainer pods created."),
+    _counter("pods_deleted", "Trainer pods deleted.", "force"),
+    _counter("status_writes", "Writes of a job's status.", "result"),
+    _counter("events_dropped", "Events that could not be posted."),
+    _counter("api_requests", "Requests to the API server.", "verb", "resource", "code"),
+    _counter("watch_restarts", "Watches that began again after an error.", "resource"),
+    _counter("action_failures", "Actions that the API server refused; tried again.", "action"),
+)
+
+
+class Metrics:
+    """The metrics of one operator, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._collectors = {each.name: _make(each, self.registry) for each in DEFINITIONS}
+
+    def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
+        """Adds to the counter `name`."""
+        counter = self._find(name, labels)
+        assert isinstance(counter, Counter)
+        counter.inc(amount)
+
+    def set(self, name: str, value: float, /, **labels: str) -> None:
+        """Sets the gauge `name`."""
+        gauge = self._find(name, labels)
+        assert isinstance(gauge, Gauge)
+        gauge.set(value)
+
+    def observe(self, name: str, seconds: float, /) -> None:
+        """Adds an observation to the histogram `name`."""
+        histogram = self._find(name, {})
+        assert isinstance(histogram, Histogram)
+        histogram.observe(seconds)
+
+    def request(self, verb: str, resource: str, code: str) -> None:
+        """Counts a request to the API server."""
+        self.add("api_requests", verb=verb, resource=resource, code=code)
+
+    def _find(self, name: str, labels: Mapping[str, str]) -> MetricWrapperBase:
+        collector = self._collectors[name]
+        return collector.labels(**labels) if labels else collector
+
+
+def _make(definition: Definition, registry: CollectorRegistry) -> MetricWrapperBase:
+    name, labels = PREFIX + definition.name, definition.labels
+    if definition.type is MetricType.COUNTER:
+        return Counter(name, definition.help, labels, registry=registry)
+    if definition.type is MetricType.GAUGE:
+        return Gauge(name, definition.help, labels, registry=registry)
+    return Histogram(name, definition.help, labels, registry=registry, buckets=definition.buckets)

@@ -1,0 +1,189 @@
+"""Nodes as the reconciler wants them: what the API says of one, joined with what its daemon says.
+
+Pure. Whether a pod of the job could run on a node is judged as the scheduler would, as far as the
+node's own object and the pods of trainers tell; the scheduler has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.kube.amounts import Amounts, amount, amounts, lacking
+from holdfast_operator.kube.api import Object
+from holdfast_operator.views import NodeView
+
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+"""An administrator's word that the node is down for good."""
+
+LEAVING = frozenset(
+    {
+        "ToBeDeletedByClusterAutoscaler",
+        "aws-node-termination-handler/asg-lifecycle-termination",
+        "aws-node-termination-handler/rebalance-recommendation",
+        "aws-node-termination-handler/scheduled-maintenance",
+        "aws-node-termination-handler/spot-itn",
+        "cloud.google.com/impending-node-termination",
+        "karpenter.sh/disrupted",
+        "karpenter.sh/disruption",
+    }
+)
+"""Taints by which infrastructure announces that a node will be taken away."""
+
+_REPELLING = frozenset({"NoSchedule", "NoExecute"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taint:
+    """Repels pods that do not tolerate it."""
+
+    key: str
+    value: str
+    effect: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubeNode:
+    """What matters of a node's object."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ready: bool = True
+    cordoned: bool = False
+    taints: tuple[Taint, ...] = ()
+    allocatable: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def leaving(self) -> str:
+        """Why the node will be taken away soon; empty when nobody says so."""
+        return next((f"taint {t.key}" for t in self.taints if t.key in LEAVING), "")
+
+    @property
+    def out_of_service(self) -> bool:
+        return any(taint.key == OUT_OF_SERVICE for taint in self.taints)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wants:
+    """What a job's pods need of a node; made once for each version of the job."""
+
+    selector: Mapping[str, str]
+    terms: tuple[Object, ...]
+    """Of the required node affinity; one must match. Empty for any node."""
+    tolerations: tuple[Object, ...]
+    requests: Amounts
+    domain_label: str
+    memory_bytes: int
+    """For snapshots, within the daemon's budget."""
+
+
+def read_node(raw: Object) -> KubeNode:
+    """The node."""
+    metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    conditions = status.get("conditions") or []
+    return KubeNode(
+        name=metadata["name"],
+        labels=metadata.get("labels") or {},
+        ready=any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions),
+        cordoned=bool(spec.get("unschedulable")),
+        taints=tuple(
+            Taint(key=t.get("key", ""), value=t.get("value", ""), effect=t.get("effect", ""))
+            for t in spec.get("taints") or []
+        ),
+        allocatable={
+            name: amount(text) for name, text in (status.get("allocatable") or {}).items()
+        },
+    )
+
+
+def wants_of(job: MoETrainingJob) -> Wants:
+    """What the job's template asks for."""
+    spec = job.spec.trainer.template["spec"]
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    return Wants(
+        selector=spec.get("nodeSelector") or {},
+        terms=tuple(required.get("nodeSelectorTerms") or ()),
+        tolerations=tuple(spec.get("tolerations") or ()),
+        requests=amounts(spec),
+        domain_label=job.spread_topology_key,
+        memory_bytes=job.memory_per_node_bytes or 0,
+    )
+
+
+def unfit(node: KubeNode, wants: Wants, taken: Amounts) -> str:
+    """Why a pod cannot come to the node, in words; empty when it can. `taken` is what trainers of
+    other jobs ask for there."""
+    if not node.ready:
+        return "not ready"
+    if node.cordoned:
+        return "cordoned"
+    for taint in node.taints:
+        if taint.effect in _REPELLING and not any(_tolerates(t, taint) for t in wants.tolerations):
+            return f"taint {taint.key}"
+    for key, value in wants.selector.items():
+        if node.labels.get(key) != value:
+            return f"label {key} is not {value}"
+    if wants.terms and not any(_matches(term, node.labels) for term in wants.terms):
+        return "node affinity"
+    missing = lacking(wants.requests, node.allocatable, taken)
+    return f"not enough {missing}" if missing else ""
+
+
+def node_view(
+    name: str,
+    node: KubeNode | None,
+    heard: NodeView | None,
+    wants: Wants,
+    *,
+    taken: Amounts = (),
+    returning: bool = False,
+) -> NodeView:
+    """The node for the reconciler. `node` is None when there is no such object (any more), `heard`
+    when no daemon has ever dialled in."""
+    view = heard or NodeView(name=name)
+    if node is None:
+        return replace(view, gone=True, schedulable=False)
+    free_bytes = view.memory_budget_bytes - view.memory_used_bytes
+    fits = view.job is not None or free_bytes >= wants.memory_bytes
+    return replace(
+        view,
+        gone=node.out_of_service,
+        returning=returning and node.ready,
+        disruption=node.leaving,
+        domain=node.labels.get(wants.domain_label, ""),
+        schedulable=fits and not unfit(node, wants, taken),
+    )
+
+
+def _tolerates(toleration: Object, taint: Taint) -> bool:
+    if toleration.get("effect") not in (None, "", taint.effect):
+        return False
+    key: str = toleration.get("key", "")
+    if toleration.get("operator", "Equal") == "Exists":
+        return key in ("", taint.key)
+    return key == taint.key and str(toleration.get("value", "")) == taint.value
+
+
+def _matches(term: Object, labels: Mapping[str, str]) -> bool:
+    return all(_holds(each, labels) for each in term.get("matchExpressions") or [])
+
+
+def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
+    found, values = labels.get(expression["key"]), expression.get("values") or []
+    match expression["operator"]:
+        case "In":
+            return found in values
+        case "NotIn":
+            return found not in values
+        case "Exists":
+            return found is not None
+        case "DoesNotExist":
+            return found is None
+        case "Gt":
+            return found is not None and amount(found) > amount(values[0])
+        case "Lt":
+            return found is not None and amount(found) < amount(values[0])
+        case _:
+            return True  # unknown to this version; the scheduler judges it

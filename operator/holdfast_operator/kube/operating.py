@@ -1,0 +1,224 @@
+"""One replica of the operator, put together: waits for its Lease, then leads until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+
+from holdfast_operator.control_server import ControlServer
+from holdfast_operator.kube.api import Api
+from holdfast_operator.kube.attention import Attention
+from holdfast_operator.kube.daemons import DaemonPod, Daemons, read_daemon
+from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
+from holdfast_operator.kube.events import Recorder
+from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, Fleet
+from holdfast_operator.kube.handlers import watch_jobs
+from holdfast_operator.kube.health import Health
+from holdfast_operator.kube.leader import Leader
+from holdfast_operator.kube.manifests import TRAINER_SELECTOR
+from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.nodes import KubeNode, read_node
+from holdfast_operator.kube.options import Options
+from holdfast_operator.kube.places import Places
+from holdfast_operator.kube.pods import TrainerPod, read_pod
+from holdfast_operator.kube.resources import NODES, PODS, Resource
+from holdfast_operator.kube.times import ClockPair
+from holdfast_operator.kube.trainers import PodIndex, Trainers
+from holdfast_operator.kube.watches import Cache, Fed, Watch
+from holdfast_operator.kube.world import World
+
+_log = logging.getLogger(__name__)
+
+FAREWELL_S = 3.0
+"""For the last events."""
+
+
+class Operating:
+    """One replica. `run` it.
+
+    Args:
+        catch_signals: lets signals call `stop`; called again whenever a library took them.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        api: Api,
+        metrics: Metrics,
+        catch_signals: Callable[[Operating], None],
+    ) -> None:
+        self._options, self._api, self._metrics = options, api, metrics
+        self._catch_signals = catch_signals
+        clock = time.monotonic
+        self._fleet = Fleet()
+        self._leader = Leader(
+            api,
+            namespace=options.namespace,
+            name=options.lease,
+            identity=options.identity,
+            clock=clock,
+            wall=time.time,
+            sleep=asyncio.sleep,
+        )
+        self._server = ControlServer(
+            heartbeat_s=HEARTBEAT_S_MAX, clock=clock, on_evidence=self._fleet.wake
+        )
+        self._pods = PodIndex(lambda key: self._fleet.wake((key,)))
+        self._pod_cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
+        self._nodes: Cache[KubeNode] = Cache(read_node, self._node_changed)
+        self._daemons = Daemons(clock)
+        self._daemon_cache: Cache[DaemonPod] = Cache(read_daemon, self._daemons.change)
+        selector = {"labelSelector": TRAINER_SELECTOR}
+        self._watches = {
+            "pods": self._watch(PODS, self._pod_cache, options.watch_namespace, selector),
+            "nodes": self._watch(NODES, self._nodes),
+            "daemons": self._watch(
+                PODS,
+                self._daemon_cache,
+                options.namespace,
+                {"labelSelector": options.daemon_selector},
+            ),
+        }
+        self._recorder = Recorder(
+            api,
+            instance=options.identity,
+            clock=clock,
+            wall=time.time,
+            on_drop=lambda: metrics.add("events_dropped"),
+        )
+        self._attention = Attention(self._server, clock=clock, wake=self._fleet.wake)
+        self._stop = asyncio.Event()
+        self._ready = False
+
+    def health(self) -> Health:
+        """For probes."""
+        now = time.monotonic()
+        return Health(
+            leads=self._leader.leads,
+            ready=self._ready,
+            oldest_look_s=self._fleet.oldest_look_s(now),
+            watches_s=tuple((kind, now - watch.alive_at) for kind, watch in self._watches.items()),
+        )
+
+    def stop(self) -> None:
+        """End soon, and let another replica follow."""
+        self._stop.set()
+
+    async def run(self) -> bool:
+        """Until told to stop, or the Lease is lost; whether it ended as it was told to."""
+        self._catch_signals(self)
+        self._metrics.set("leader", 0)
+        acquired = asyncio.create_task(self._leader.acquire())
+        await _first(acquired, self._stop.wait())
+        if not acquired.done():
+            acquired.cancel()
+            return True
+        self._metrics.set("leader", 1)
+        lost = asyncio.create_task(self._leader.keep())
+        try:
+            await _first(lost, self._lead())
+        finally:
+            told = not lost.done()
+            lost.cancel()
+            if told:
+                await self._leader.release()
+        if not told:
+            _log.error("the Lease is lost: ending, so that only one replica works")
+        return told
+
+    async def _lead(self) -> None:
+        options = self._options
+        port = await self._server.start(options.listen or "[::]", options.control_port)
+        target = endpoint_slice(options.service, options.namespace, options.address, port)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._server.stop)
+            work: list[Coroutine[None, None, None]] = [
+                *(watch.run() for watch in self._watches.values()),
+                self._recorder.run(),
+                self._attention.run(),
+                Endpoints(self._api, target).run(),
+            ]
+            tasks = [asyncio.create_task(each) for each in work]
+            stack.callback(lambda: [task.cancel() for task in tasks])
+            for kind, watch in self._watches.items():
+                await watch.synced.wait()
+                _log.info("the watch of %s is in step", kind)
+            self._fleet.begin(self._world())
+            tasks.append(asyncio.create_task(self._fleet.run()))
+            stack.push_async_callback(self._recorder.flush, FAREWELL_S)
+            stack.push_async_callback(self._fleet.stop)
+            watching = watch_jobs(
+                self._api,
+                self._fleet.take_in,
+                namespace=options.watch_namespace,
+                begun=self._begun,
+            )
+            await _first(self._stop.wait(), watching, *tasks)
+
+    def _begun(self) -> None:
+        self._ready = True
+        self._catch_signals(self)
+
+    def _world(self) -> World:
+        clock = time.monotonic
+        return World(
+            api=self._api,
+            server=self._server,
+            attention=self._attention,
+            places=Places(
+                self._server,
+                self._nodes,
+                daemon_changed_at=self._daemons.changed_at,
+                requests_of=self._fleet.requests_of,
+                clock=clock,
+            ),
+            pods=self._pods,
+            trainers=Trainers(self._api, self._pod_cache, self._metrics),
+            recorder=self._recorder,
+            metrics=self._metrics,
+            clock=clock,
+            clocks=ClockPair(now=clock(), wall=time.time()),
+            status_s=self._fleet.status_s,
+        )
+
+    def _watch(
+        self,
+        resource: Resource,
+        cache: Fed,
+        namespace: str = "",
+        query: dict[str, str] | None = None,
+    ) -> Watch:
+        return Watch(
+            self._api,
+            resource,
+            cache,
+            clock=time.monotonic,
+            sleep=asyncio.sleep,
+            on_restart=lambda kind: self._metrics.add("watch_restarts", resource=kind),
+            namespace=namespace,
+            query=query,
+        )
+
+    def _node_changed(self, before: KubeNode | None, now: KubeNode | None) -> None:
+        node = now or before
+        assert node is not None
+        self._fleet.wake(self._server.jobs_on(node.name))
+        if self._server.jobs_on(node.name):
+            self._fleet.wake(())
+
+
+async def _first(*work: asyncio.Future[None] | Coroutine[object, object, object]) -> None:
+    """Wait for the first to end, cancel those that were begun here, and raise what it raised."""
+    begun = [asyncio.ensure_future(each) for each in work]
+    try:
+        done, _ = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ours = [task for task, given in zip(begun, work, strict=True) if task is not given]
+        for task in ours:
+            task.cancel()
+        await asyncio.gather(*ours, return_exceptions=True)
+    for task in done:
+        task.result()

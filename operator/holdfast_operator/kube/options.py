@@ -1,0 +1,98 @@
+"""The command line of `holdfast-operator`. What a pod knows of itself comes from its environment,
+which flags override."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DESCRIPTION = "Carries out the MoETrainingJobs of a Kubernetes cluster."
+
+_EPILOG = """
+In a cluster this runs as the Deployment holdfast-operator of the chart. By hand, for development:
+
+  holdfast-operator --kubeconfig ~/.kube/config --namespace holdfast-system --address 10.0.0.5
+
+Several replicas may run: one holds the Lease and works, the others wait. The process ends when it
+loses its Lease, and is expected to be started again.
+
+`holdfast-operator release-finalizers`, with the same flags, ends the operator and lets every job be
+deleted without one: for the moment before it is uninstalled.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How this operator runs."""
+
+    kubeconfig: str
+    context: str
+    namespace: str
+    """Where Holdfast itself is installed."""
+    watch_namespace: str
+    """Whose jobs are carried out; empty for all."""
+    identity: str
+    """Of this replica; the name of its pod."""
+    address: str
+    """Where daemons reach this replica."""
+    listen: str
+    control_port: int
+    http_port: int
+    service: str
+    """The Service that daemons dial."""
+    lease: str
+    daemon_selector: str
+    """Labels of the daemons' pods in `namespace`."""
+    log_level: str
+
+
+def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Options:
+    """The options; exits with a message when they are not right."""
+    parser = argparse.ArgumentParser(
+        prog="holdfast-operator",
+        description=DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--kubeconfig", default="", metavar="FILE", help="default: the pod's service account")
+    add("--context", default="", metavar="NAME", help="of the kubeconfig; default: its current one")
+    add(
+        "--namespace",
+        default=environment.get("POD_NAMESPACE", "holdfast-system"),
+        metavar="NAME",
+        help="where Holdfast is installed (default: $POD_NAMESPACE, else holdfast-system)",
+    )
+    add("--watch-namespace", default="", metavar="NAME", help="only jobs of this one; default: all")
+    add(
+        "--identity",
+        default=environment.get("POD_NAME", ""),
+        metavar="NAME",
+        help="of this replica (default: $POD_NAME)",
+    )
+    add(
+        "--address",
+        default=environment.get("POD_IP", ""),
+        metavar="IP",
+        help="where daemons reach this replica (default: $POD_IP)",
+    )
+    add("--listen", default="", metavar="HOST", help="listen here only (default: everywhere)")
+    add("--control-port", type=int, default=7700, metavar="PORT", help="default: %(default)s")
+    add("--http-port", type=int, default=7704, metavar="PORT", help="default: %(default)s")
+    add("--service", default="holdfast-control", metavar="NAME", help="default: %(default)s")
+    add("--lease", default="holdfast-operator", metavar="NAME", help="default: %(default)s")
+    add(
+        "--daemon-selector",
+        default="app.kubernetes.io/component=daemon,app.kubernetes.io/part-of=holdfast",
+        metavar="LABELS",
+        help="of the daemons' pods (default: %(default)s)",
+    )
+    levels = ["debug", "info", "warning", "error"]
+    add("--log-level", default="info", choices=levels, help="default: %(default)s")
+    found = parser.parse_args(arguments)
+    for flag, value in (("--identity", found.identity), ("--address", found.address)):
+        if not value:
+            variable = "POD_NAME" if flag == "--identity" else "POD_IP"
+            parser.error(f"{flag} is missing: give it, or set {variable}")
+    return Options(**vars(found))

@@ -1,0 +1,78 @@
+"""When a job's control loop must look again by itself. Pure.
+
+Whatever happens wakes the loop; this is for what happens by nothing happening. Looking is cheap
+but not free: hundreds of jobs that are well share one core.
+"""
+
+from __future__ import annotations
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.conditions import phase as phase_of
+from holdfast_operator.views import ControlState, Decision
+
+CALM_S = 5.0
+"""Of a job that is well: hangs and the steps in its status."""
+ENDED_S = 60.0
+WAITING_S = 2.0
+"""Of a job that waits for nodes: the coming of one wakes it."""
+BUSY_S = 0.5
+FAILED_S = 2.0
+"""After an action that the API server refused."""
+NOW_S = 0.05
+"""Acting changes what there is to see."""
+
+
+def pause_s(
+    job: MoETrainingJob,
+    decision: Decision,
+    *,
+    late: frozenset[str],
+    failed: bool,
+    now: float,
+) -> float:
+    """How long the loop may rest after `decision`.
+
+    Args:
+        late: nodes whose daemons are silent.
+        failed: an action of the decision could not be carried out.
+    """
+    state, phase = decision.state, phase_of(decision.conditions)
+    if failed:
+        return FAILED_S
+    if decision.actions:
+        return NOW_S
+    if state.outcome is not None:
+        return _until(_end_of_keeping(job, state), ENDED_S, now)
+    if phase == "Suspended":
+        return CALM_S
+    members = state.membership.members if state.membership is not None else ()
+    if any(place.node in late for place in members):
+        heartbeat_s = job.spec.failure_policy.detection.heartbeat_seconds
+        return min(BUSY_S, heartbeat_s / 4)
+    if phase == "Running":
+        hang_s = job.spec.failure_policy.detection.hang_seconds
+        return _until(_deadline(job, state), min(CALM_S, max(BUSY_S, hang_s / 8)), now)
+    return _until(_deadline(job, state), WAITING_S if phase == "Waiting" else BUSY_S, now)
+
+
+def _deadline(job: MoETrainingJob, state: ControlState) -> float | None:
+    """When a deadline of the spec passes."""
+    if state.active_since is None:
+        return None
+    spec = job.spec
+    limits = [spec.active_deadline_seconds]
+    if not state.ran:
+        limits.append(spec.pre_running_deadline_seconds)
+    ends = [state.active_since + limit for limit in limits if limit is not None]
+    return min(ends, default=None)
+
+
+def _end_of_keeping(job: MoETrainingJob, state: ControlState) -> float | None:
+    kept_s = job.spec.ttl_seconds_after_finished
+    if kept_s is None or state.ended_at is None:
+        return None
+    return state.ended_at + kept_s
+
+
+def _until(time: float | None, most_s: float, now: float) -> float:
+    return most_s if time is None else min(most_s, max(NOW_S, time - now))

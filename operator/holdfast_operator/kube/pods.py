@@ -1,0 +1,155 @@
+"""Pods of trainers as the reconciler sees them. Pure, and tolerant: a pod is what a cluster made
+of it, not what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from holdfast_operator.kube.amounts import Amounts, amounts
+from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.manifests import (
+    ATTEMPT_LABEL,
+    JOB_LABEL,
+    MEMBER_LABEL,
+    NODE_ANNOTATION,
+)
+from holdfast_operator.views import AgentState, AgentView
+
+KILLED_CODE = 128 + 9
+"""Of a container whose end nobody saw, such as that of an evicted pod."""
+
+SCHEDULED = "PodScheduled"
+DISRUPTED = "DisruptionTarget"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerPod:
+    """One pod of a job."""
+
+    namespace: str
+    name: str
+    uid: str
+    job: str
+    """Name of the job."""
+    owner: str
+    """The uid of the job that it was made for."""
+    member: int
+    attempt: int
+    node: str
+    state: AgentState
+    exit_code: int | None = None
+    reason: str = ""
+    disruption: str = ""
+    requests: Amounts = ()
+
+    @property
+    def job_key(self) -> str:
+        return f"{self.namespace}.{self.job}"
+
+
+def read_pod(raw: Object) -> TrainerPod | None:
+    """The pod; None when its labels are not those of a trainer."""
+    metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
+    labels = metadata.get("labels") or {}
+    try:
+        job = labels[JOB_LABEL]
+        member, attempt = int(labels[MEMBER_LABEL]), int(labels[ATTEMPT_LABEL])
+    except (KeyError, ValueError):
+        return None
+    owners = metadata.get("ownerReferences") or []
+    annotations = metadata.get("annotations") or {}
+    state, exit_code, reason = _state(metadata, spec, status)
+    return TrainerPod(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        job=job,
+        owner=next((owner["uid"] for owner in owners if owner.get("controller")), ""),
+        member=member,
+        attempt=attempt,
+        node=annotations.get(NODE_ANNOTATION) or spec.get("nodeName", ""),
+        state=state,
+        exit_code=exit_code,
+        reason=reason,
+        disruption=_condition(status, DISRUPTED, "True").get("reason", ""),
+        requests=amounts(spec),
+    )
+
+
+def agents(pods: Iterable[TrainerPod]) -> tuple[AgentView, ...]:
+    """The members' agents: for each member and node the newest pod that is not on its way out, or
+    else the newest that is."""
+    newest: dict[tuple[int, str], TrainerPod] = {}
+    for pod in pods:
+        place = (pod.member, pod.node)
+        other = newest.get(place)
+        if other is None or _rank(pod) > _rank(other):
+            newest[place] = pod
+    return tuple(
+        AgentView(
+            member=pod.member,
+            node=pod.node,
+            state=pod.state,
+            exit_code=pod.exit_code,
+            reason=pod.reason,
+            disruption=pod.disruption,
+        )
+        for _, pod in sorted(newest.items())
+    )
+
+
+def _rank(pod: TrainerPod) -> tuple[bool, int]:
+    return pod.state is not AgentState.STOPPING, pod.attempt
+
+
+def _state(metadata: Object, spec: Object, status: Object) -> tuple[AgentState, int | None, str]:
+    """(state, exit code, why)."""
+    if metadata.get("deletionTimestamp"):
+        return AgentState.STOPPING, None, ""
+    trainer = _trainer_status(spec, status)
+    state = trainer.get("state") or {}
+    ended = state.get("terminated")
+    if ended is not None:
+        code = int(ended.get("exitCode", KILLED_CODE))
+        why = _words(ended.get("reason", ""), ended.get("message", "")) if code else ""
+        return AgentState.EXITED, code, why
+    phase = status.get("phase", "Pending")
+    if phase == "Succeeded":
+        return AgentState.EXITED, 0, ""
+    if phase == "Failed":
+        why = _words(status.get("reason", ""), status.get("message", ""))
+        return AgentState.EXITED, KILLED_CODE, why
+    if phase == "Running" and "running" in state:
+        return AgentState.RUNNING, None, ""
+    return AgentState.STARTING, None, _waits_for(status, state)
+
+
+def _waits_for(status: Object, trainer_state: Object) -> str:
+    unscheduled = _condition(status, SCHEDULED, "False")
+    if unscheduled:
+        return _words(unscheduled.get("reason", ""), unscheduled.get("message", ""))
+    inits = [each.get("state") or {} for each in status.get("initContainerStatuses") or []]
+    for state in (*inits, trainer_state):
+        waiting = state.get("waiting") or {}
+        if waiting.get("reason") not in (None, "PodInitializing"):
+            return _words(waiting["reason"], waiting.get("message", ""))
+    return ""
+
+
+def _trainer_status(spec: Object, status: Object) -> Object:
+    """Of the first container of the template."""
+    containers = spec.get("containers") or [{}]
+    name = containers[0].get("name")
+    statuses: list[Object] = status.get("containerStatuses") or []
+    return next((each for each in statuses if each.get("name") == name), {})
+
+
+def _condition(status: Object, kind: str, value: str) -> Object:
+    conditions: list[Object] = status.get("conditions") or []
+    matching = (c for c in conditions if c.get("type") == kind and c.get("status") == value)
+    return next(matching, {})
+
+
+def _words(reason: str, message: str) -> str:
+    return ": ".join(part for part in (reason, message.strip()) if part)

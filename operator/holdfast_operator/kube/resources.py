@@ -1,0 +1,43 @@
+"""The kinds of object that the operator touches, and where the API server keeps them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.jobs import API_VERSION
+
+GROUP, VERSION = API_VERSION.split("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of object in the API."""
+
+    group: str
+    """Empty for the core group."""
+    version: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """The URL path of a collection, an object or a subresource. Without a namespace, the
+        collection is that of all namespaces."""
+        parts = ["/api", self.version] if not self.group else ["/apis", self.group, self.version]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts += [part for part in (self.plural, name, subresource) if part]
+        return "/".join(parts)
+
+
+JOBS = Resource(GROUP, VERSION, "moetrainingjobs")
+PODS = Resource("", "v1", "pods")
+NODES = Resource("", "v1", "nodes", namespaced=False)
+SERVICES = Resource("", "v1", "services")
+SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
+ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles")
+ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings")
+EVENTS = Resource("events.k8s.io", "v1", "events")
+LEASES = Resource("coordination.k8s.io", "v1", "leases")
+ENDPOINT_SLICES = Resource("discovery.k8s.io", "v1", "endpointslices")
+VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh", "v1beta1", "podgroups")
+COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups")

@@ -1,0 +1,161 @@
+"""The pods of trainers: all of them by job, and what is done to them at the API server.
+
+Every answer goes into the copy that the watch keeps, so that the next look of a control loop sees
+what the last one did. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.manifests import job_objects, pod_manifest
+from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.pods import TrainerPod
+from holdfast_operator.kube.resources import (
+    PODS,
+    ROLE_BINDINGS,
+    ROLES,
+    SERVICE_ACCOUNTS,
+    Resource,
+)
+from holdfast_operator.kube.watches import Cache
+from holdfast_operator.views import AgentState
+
+_log = logging.getLogger(__name__)
+
+GRACE_S = 8
+"""Between SIGTERM and SIGKILL of a pod; longer than the launcher gives its workers."""
+AT_ONCE_MAX = 16
+"""Requests about pods that are on their way together."""
+
+EXISTS = "AlreadyExists"
+
+
+class TrainersApi(Protocol):
+    """What of `Api` is needed."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, **query: str
+    ) -> Object: ...
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
+    ) -> Object: ...
+
+
+class PodIndex:
+    """The trainers' pods by job. `on_change` is called with the key of a job whose pods changed."""
+
+    def __init__(self, on_change: Callable[[str], None]) -> None:
+        self._on_change = on_change
+        self._by_job: dict[str, dict[str, TrainerPod]] = {}
+
+    def change(self, before: TrainerPod | None, now: TrainerPod | None) -> None:
+        """One pod came, changed or went."""
+        if before is not None:
+            pods = self._by_job.get(before.job_key, {})
+            pods.pop(before.name, None)
+            if not pods:
+                self._by_job.pop(before.job_key, None)
+        if now is not None:
+            self._by_job.setdefault(now.job_key, {})[now.name] = now
+        for key in {pod.job_key for pod in (before, now) if pod is not None}:
+            self._on_change(key)
+
+    def of(self, key: str) -> list[TrainerPod]:
+        """All pods with the job's labels, by name."""
+        return [pod for _, pod in sorted(self._by_job.get(key, {}).items())]
+
+
+class Trainers:
+    """What can be done to the pods of jobs.
+
+    Args:
+        cache: the watch's copy of the pods.
+    """
+
+    def __init__(self, api: TrainersApi, cache: Cache[TrainerPod | None], metrics: Metrics) -> None:
+        self._api, self._cache, self._metrics = api, cache, metrics
+        self._slots = asyncio.Semaphore(AT_ONCE_MAX)
+
+    async def prepare(self, job: MoETrainingJob) -> None:
+        """Make what the job's pods share, where it is missing.
+
+        Raises:
+            ApiError: when the API server refuses it.
+        """
+        for resource, body in job_objects(job):
+            if _has_account(job) and resource in (SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS):
+                continue
+            try:
+                await self._api.create(resource, job.metadata.namespace, body)
+            except ApiError as error:
+                if error.reason != EXISTS:
+                    raise
+
+    async def try_out(self, job: MoETrainingJob) -> None:
+        """Ask the API server whether it would take the job's pods, without making one.
+
+        Raises:
+            ApiError: what it says against them.
+        """
+        body = pod_manifest(job, 0, "any", 0)
+        if not _has_account(job):
+            # Admission looks for ours, which is made with the first pods.
+            body["spec"]["serviceAccountName"] = "default"
+        await self._api.create(PODS, job.metadata.namespace, body, dryRun="All")
+
+    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None:
+        """Create the member's pod. One of its name that is there already is taken for it.
+
+        Raises:
+            ApiError: when the API server refuses it.
+        """
+        body = pod_manifest(job, member, node, attempt)
+        async with self._slots:
+            try:
+                self._cache.written(await self._api.create(PODS, job.metadata.namespace, body))
+                self._metrics.add("pods_created")
+            except ApiError as error:
+                if error.reason != EXISTS:
+                    raise
+                name = body["metadata"]["name"]
+                self._cache.put(await self._api.get(PODS, job.metadata.namespace, name))
+
+    async def stop(self, pods: Iterable[TrainerPod], *, force: bool = False) -> None:
+        """Delete pods; with `force` without waiting for their nodes.
+
+        Raises:
+            ApiError: when the API server refuses it.
+        """
+        await asyncio.gather(*(self._stop(pod, force) for pod in pods))
+
+    async def _stop(self, pod: TrainerPod, force: bool) -> None:
+        # An ended pod has nothing to be graceful to.
+        force = force or pod.state is AgentState.EXITED
+        async with self._slots:
+            try:
+                answer = await self._api.delete(
+                    PODS, pod.namespace, pod.name, uid=pod.uid, grace_s=0 if force else GRACE_S
+                )
+            except ApiError as error:
+                if error.status != NOT_FOUND and error.reason != "Conflict":
+                    raise
+                self._cache.remove(pod.namespace, pod.name)
+                return
+        self._metrics.add("pods_deleted", force=str(force).lower())
+        if force or answer.get("kind") != "Pod":
+            self._cache.remove(pod.namespace, pod.name)
+        elif self._cache.get(pod.namespace, pod.name) is not None:
+            self._cache.put(answer)
+
+
+def _has_account(job: MoETrainingJob) -> bool:
+    return "serviceAccountName" in job.spec.trainer.template["spec"]

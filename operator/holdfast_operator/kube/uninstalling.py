@@ -1,0 +1,148 @@
+"""`holdfast-operator release-finalizers`: what must happen before the operator is uninstalled.
+
+A job with our finalizer cannot be deleted without an operator, and neither can its namespace. So
+the finalizers go first. The operator that still runs would put them back: it is ended by taking its
+Lease, which nobody gets back before `LEASE_S` have passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.farewell import FINALIZER
+from holdfast_operator.kube.leader import RETRY_S
+from holdfast_operator.kube.resources import JOBS, LEASES, Resource
+from holdfast_operator.kube.times import micro_timestamp
+
+_log = logging.getLogger(__name__)
+
+LEASE_S = 60
+"""Longer than it takes to delete the Deployment of the operator."""
+OPERATOR_ENDS_S = 2 * RETRY_S
+"""The operator looks at its Lease every `RETRY_S`."""
+PAGE = "500"
+TRIES = 10
+
+
+class Sleep(Protocol):
+    """`asyncio.sleep`."""
+
+    def __call__(self, seconds: float, /) -> Awaitable[None]: ...
+
+
+class UninstallApi(Protocol):
+    """What of `Api` is needed."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
+
+    async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object: ...
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, **query: str
+    ) -> Object: ...
+
+    async def replace(
+        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
+    ) -> Object: ...
+
+    async def patch(
+        self, resource: Resource, namespace: str, name: str, body: Object, subresource: str = ""
+    ) -> Object: ...
+
+
+async def release_finalizers(
+    api: UninstallApi,
+    *,
+    namespace: str,
+    lease: str,
+    identity: str,
+    watch_namespace: str,
+    wall: Callable[[], float],
+    sleep: Sleep = asyncio.sleep,
+) -> int:
+    """End the operator and take its finalizer off every job; returns how many had it.
+
+    Args:
+        namespace: where the operator's Lease is.
+        identity: of this process.
+        watch_namespace: whose jobs; empty for all.
+        wall: seconds since the Unix epoch.
+
+    Raises:
+        ApiError: when the API server refuses something.
+    """
+    await _take_lease(api, namespace, lease, identity, wall)
+    await sleep(OPERATOR_ENDS_S)
+    released = 0
+    query = {"limit": PAGE}
+    while True:
+        page = await api.list(JOBS, watch_namespace, **query)
+        for job in page["items"]:
+            released += await _release(api, job)
+        token = page["metadata"].get("continue")
+        if not token:
+            return released
+        query["continue"] = token
+
+
+async def _take_lease(
+    api: UninstallApi, namespace: str, name: str, identity: str, wall: Callable[[], float]
+) -> None:
+    for _ in range(TRIES):
+        now = micro_timestamp(wall())
+        spec = {
+            "holderIdentity": identity,
+            "leaseDurationSeconds": LEASE_S,
+            "acquireTime": now,
+            "renewTime": now,
+        }
+        try:
+            there = await api.get(LEASES, namespace, name)
+            await api.replace(LEASES, namespace, {**there, "spec": {**there["spec"], **spec}})
+            return
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return  # no operator has ever led
+            if error.status != CONFLICT:
+                raise
+    raise ApiError(
+        f"the Lease {namespace}/{name} cannot be taken: it changed {TRIES} times meanwhile. "
+        f"Try again",
+        status=CONFLICT,
+    )
+
+
+async def _release(api: UninstallApi, job: Object) -> bool:
+    """Whether the job had the finalizer."""
+    for _ in range(TRIES):
+        metadata = job["metadata"]
+        finalizers = metadata.get("finalizers") or []
+        if FINALIZER not in finalizers:
+            return False
+        name = f"{metadata['namespace']}/{metadata['name']}"
+        left = [each for each in finalizers if each != FINALIZER]
+        version = metadata["resourceVersion"]
+        body = {"metadata": {"finalizers": left, "resourceVersion": version}}
+        try:
+            await api.patch(JOBS, metadata["namespace"], metadata["name"], body)
+            _log.info("released %s", name)
+            return True
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return True
+            if error.status != CONFLICT:
+                raise
+        try:
+            job = await api.get(JOBS, metadata["namespace"], metadata["name"])
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return True
+            raise
+    raise ApiError(
+        f"the finalizer stays on {name}: it changed {TRIES} times meanwhile. Try again",
+        status=CONFLICT,
+    )

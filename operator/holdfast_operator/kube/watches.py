@@ -1,0 +1,198 @@
+"""Keeps a copy of some objects of the API, by one list and then a watch that resumes.
+
+The official client has a watch (it decodes every object into models and gives up on connection
+errors) and an informer (threads); kopf's watches feed handlers, not a copy. This one keeps parsed
+objects, so that what is looked at often is read once, and tells of each change.
+
+Never relists without need: bookmarks keep the resource version fresh, and only 410 starts over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from holdfast_operator.kube.api import GONE, Api, ApiError, Object
+from holdfast_operator.kube.resources import Resource
+from holdfast_operator.kube.times import Clock, Sleep
+
+_log = logging.getLogger(__name__)
+
+SERVER_S = 300
+"""The server ends a watch after this long, so that connections spread over API servers."""
+SILENCE_S = 90.0
+"""Bookmarks come about once a minute: a watch that hears nothing for longer is dead."""
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 30.0
+PAGE = "500"
+
+T = TypeVar("T")
+Key = tuple[str, str]
+"""(namespace, name)."""
+
+
+class Fed(Protocol):
+    """What a watch feeds: a cache of objects of any kind."""
+
+    version: int
+
+    def put(self, raw: Object) -> None: ...
+
+    def remove(self, namespace: str, name: str) -> None: ...
+
+    def replace_all(self, raws: list[Object], version: int) -> None: ...
+
+
+class Cache(Generic[T]):
+    """The newest known form of every object, parsed by `parse`.
+
+    Args:
+        parse: from the API's form; called once for each version.
+        on_change: (before, now) for each object that came, changed or went; None for absent.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[Object], T],
+        on_change: Callable[[T | None, T | None], None],
+    ) -> None:
+        self._parse, self._on_change = parse, on_change
+        self._objects: dict[Key, T] = {}
+        self._versions: dict[Key, int] = {}
+        self.version = 0
+        """Everything up to this resource version has been seen."""
+
+    def get(self, namespace: str, name: str) -> T | None:
+        return self._objects.get((namespace, name))
+
+    def all(self) -> Mapping[Key, T]:
+        """Every object; not to be kept."""
+        return self._objects
+
+    def put(self, raw: Object) -> None:
+        """Take in an object, if it is newer than what is known."""
+        key, version = _identity(raw)
+        if version <= self._versions.get(key, -1):
+            return
+        self._versions[key] = version
+        before, now = self._objects.get(key), self._parse(raw)
+        self._objects[key] = now
+        if before != now:
+            self._on_change(before, now)
+
+    def written(self, raw: Object) -> None:
+        """Take in the answer to a write of ours ahead of the watch, unless the watch is already
+        past it: then the object may be gone again."""
+        if _identity(raw)[1] > self.version:
+            self.put(raw)
+
+    def remove(self, namespace: str, name: str) -> None:
+        key = (namespace, name)
+        self._versions.pop(key, None)
+        before = self._objects.pop(key, None)
+        if before is not None:
+            self._on_change(before, None)
+
+    def replace_all(self, raws: list[Object], version: int) -> None:
+        """Take in a full list."""
+        listed = {_identity(raw)[0] for raw in raws}
+        for key in [key for key in self._objects if key not in listed]:
+            if self._versions[key] <= version:
+                self.remove(*key)
+        for raw in raws:
+            self.put(raw)
+        self.version = version
+
+
+class Watch:
+    """Feeds a cache. `run` it as a task.
+
+    Args:
+        namespace: empty for all.
+        query: selectors, as the API takes them.
+        on_restart: called whenever the watch had to begin again because of an error.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        resource: Resource,
+        cache: Fed,
+        *,
+        clock: Clock,
+        sleep: Sleep,
+        on_restart: Callable[[str], None],
+        namespace: str = "",
+        query: Mapping[str, str] | None = None,
+    ) -> None:
+        self._api, self._resource, self._cache = api, resource, cache
+        self._clock, self._sleep, self._on_restart = clock, sleep, on_restart
+        self._namespace, self._query = namespace, dict(query or {})
+        self._version = ""
+        self.synced = asyncio.Event()
+        """Set once the first list is in the cache."""
+        self.alive_at = clock()
+        """When the watch last heard from the server, or tried to."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        backoff_s = BACKOFF_S_MIN
+        while True:
+            self.alive_at = self._clock()
+            try:
+                if not self._version:
+                    await self._list()
+                await self._follow()
+                backoff_s = BACKOFF_S_MIN
+            except ApiError as error:
+                self._on_restart(self._resource.plural)
+                if error.status == GONE:
+                    self._version = ""
+                _log.info("watch of %s begins again: %s", self._resource.plural, error)
+                await self._sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+
+    async def _list(self) -> None:
+        items: list[Object] = []
+        query = {**self._query, "limit": PAGE}
+        while True:
+            page = await self._api.list(self._resource, self._namespace, **query)
+            items += page["items"]
+            following = page["metadata"].get("continue", "")
+            if not following:
+                break
+            query["continue"] = following
+        self._version = page["metadata"]["resourceVersion"]
+        self._cache.replace_all(items, int(self._version))
+        self.synced.set()
+
+    async def _follow(self) -> None:
+        query = {
+            **self._query,
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(SERVER_S),
+        }
+        events = self._api.watch(self._resource, self._namespace, silence_s=SILENCE_S, **query)
+        async for event in events:
+            self.alive_at = self._clock()
+            self._take(event["type"], event["object"])
+
+    def _take(self, kind: str, raw: Object) -> None:
+        if kind == "ERROR":
+            status = int(raw.get("code", 500))
+            message = f"watch of {self._resource.plural}: {raw.get('message', raw)}"
+            raise ApiError(message, status=status, reason=str(raw.get("reason", "")))
+        self._version = raw["metadata"]["resourceVersion"]
+        if kind == "DELETED":
+            self._cache.remove(*_identity(raw)[0])
+        elif kind != "BOOKMARK":
+            self._cache.put(raw)
+        self._cache.version = int(self._version)
+
+
+def _identity(raw: Mapping[str, Any]) -> tuple[Key, int]:
+    metadata = raw["metadata"]
+    key = (metadata.get("namespace", ""), metadata["name"])
+    return key, int(metadata.get("resourceVersion", 0))

@@ -1,0 +1,34 @@
+"""What all jobs' control loops share. Only holds; `__main__` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast_operator.control_server import ControlServer
+from holdfast_operator.kube.api import Api
+from holdfast_operator.kube.attention import Attention
+from holdfast_operator.kube.events import Recorder
+from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.places import Places
+from holdfast_operator.kube.times import ClockPair
+from holdfast_operator.kube.trainers import PodIndex, Trainers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The rest of the operator, as one job's control loop sees it."""
+
+    api: Api
+    server: ControlServer
+    attention: Attention
+    places: Places
+    pods: PodIndex
+    trainers: Trainers
+    recorder: Recorder
+    metrics: Metrics
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    clocks: ClockPair
+    status_s: Callable[[], float]
+    """How long news of a job's status that can wait is kept back: the more jobs, the longer."""

@@ -1,0 +1,48 @@
+"""What a daemon may be told, and where its sockets then are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_daemon.settings import Auth, DaemonSettings
+
+ROOT = Path("/run/holdfast/memory")
+
+
+def test_sockets_lie_in_the_root_and_are_the_daemons_own() -> None:
+    settings = DaemonSettings(root=ROOT, node="a")
+    assert (settings.socket, settings.arena_socket) == (ROOT / "daemon.sock", ROOT / "arena.sock")
+    assert settings.permissions == 0o600
+
+
+def test_sockets_lie_where_pods_mount_them_and_are_everybodys_who_proves_who_it_is() -> None:
+    sockets = Path("/run/holdfast/sockets")
+    settings = DaemonSettings(root=ROOT, node="a", socket_dir=sockets, auth=Auth.TOKEN_REVIEW)
+    assert (settings.socket, settings.arena_socket) == (
+        sockets / "daemon.sock",
+        sockets / "arena.sock",
+    )
+    assert settings.permissions == 0o666
+    narrower = DaemonSettings(root=ROOT, node="a", auth=Auth.TOKEN_REVIEW, socket_mode=0o660)
+    assert narrower.permissions == 0o660
+
+
+@pytest.mark.parametrize(
+    ("root", "socket_dir", "words"),
+    [("/" + 100 * "r", None, "--root"), ("/r", "/" + 100 * "s", "--socket-dir")],
+)
+def test_a_path_too_long_for_a_socket_is_refused(
+    root: str, socket_dir: str | None, words: str
+) -> None:
+    directory = Path(socket_dir) if socket_dir else None
+    with pytest.raises(InvalidJobError, match=f"{words} .* at most 107"):
+        DaemonSettings(root=Path(root), node="a", socket_dir=directory)
+    DaemonSettings(root=Path("/" + 100 * "r"), node="a", socket_dir=Path("/s"))
+
+
+def test_impossible_permissions_are_refused() -> None:
+    with pytest.raises(InvalidJobError, match="--socket-mode 1777"):
+        DaemonSettings(root=ROOT, node="a", socket_mode=0o1777)

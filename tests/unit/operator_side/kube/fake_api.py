@@ -1,0 +1,89 @@
+"""An API server in memory: objects by path, resource versions, conflicts; no schema, no watches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.resources import Resource
+
+
+class FakeApi:
+    """What the adapters need of `Api`. `refuse` is raised by the next request, once."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str, str], Object] = {}
+        self.requests: list[tuple[str, str, str]] = []
+        """(verb, kind of object, name)."""
+        self.refuse: ApiError | None = None
+        self._version = 100
+
+    def put(self, resource: Resource, body: Object) -> Object:
+        """Somebody else writes an object."""
+        self._version += 1
+        kept = copy.deepcopy(body)
+        kept["metadata"] |= {"resourceVersion": str(self._version)}
+        kept["metadata"].setdefault("uid", f"uid-{self._version}")
+        metadata = kept["metadata"]
+        self.objects[(resource.plural, metadata.get("namespace", ""), metadata["name"])] = kept
+        return copy.deepcopy(kept)
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        self._note("get", resource, name)
+        return copy.deepcopy(self._find(resource, namespace, name))
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, **query: str
+    ) -> Object:
+        name = body["metadata"]["name"]
+        self._note("create", resource, name)
+        if (resource.plural, namespace, name) in self.objects:
+            raise ApiError("there already", status=CONFLICT, reason="AlreadyExists")
+        if "dryRun" in query:
+            return body
+        return self.put(
+            resource, {**body, "metadata": {**body["metadata"], "namespace": namespace}}
+        )
+
+    async def replace(
+        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
+    ) -> Object:
+        name = body["metadata"]["name"]
+        self._note(f"update {subresource}".strip(), resource, name)
+        found = self._find(resource, namespace, name)
+        wanted = body["metadata"].get("resourceVersion")
+        if wanted not in (None, found["metadata"]["resourceVersion"]):
+            raise ApiError("changed meanwhile", status=CONFLICT, reason="Conflict")
+        if subresource:
+            return self.put(resource, {**found, subresource: body[subresource]})
+        return self.put(resource, {**body, "metadata": {**found["metadata"], **body["metadata"]}})
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
+    ) -> Object:
+        self._note("delete", resource, name)
+        found = self._find(resource, namespace, name)
+        if uid and found["metadata"]["uid"] != uid:
+            raise ApiError("another one", status=CONFLICT, reason="Conflict")
+        if grace_s == 0:
+            del self.objects[(resource.plural, namespace, name)]
+            return {"kind": "Status"}
+        found["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        return {**self.put(resource, found), "kind": "Pod"}
+
+    def made(self, resource: Resource) -> list[str]:
+        """Names of all objects of a kind."""
+        return sorted(name for plural, _, name in self.objects if plural == resource.plural)
+
+    def _find(self, resource: Resource, namespace: str, name: str) -> Any:
+        try:
+            return self.objects[(resource.plural, namespace, name)]
+        except KeyError:
+            raise ApiError("not there", status=NOT_FOUND, reason="NotFound") from None
+
+    def _note(self, verb: str, resource: Resource, name: str) -> None:
+        self.requests.append((verb, resource.plural, name))
+        refusal, self.refuse = self.refuse, None
+        if refusal is not None:
+            raise refusal

@@ -1,0 +1,65 @@
+"""`holdfast status` of jobs in a cluster."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console, RenderableType
+from samples import job_resource
+
+from holdfast_operator.cluster_status import job_view, jobs_view
+
+
+def text(view: RenderableType) -> str:
+    out = StringIO()
+    Console(file=out, width=200).print(view)
+    return out.getvalue()
+
+
+def running_job() -> dict[str, object]:
+    job = job_resource()
+    job["metadata"]["creationTimestamp"] = "2023-11-14T22:13:20Z"
+    job["status"] = {
+        "phase": "Running",
+        "epoch": 2,
+        "step": 40,
+        "readyText": "8/8",
+        "protected": "2.39",
+        "protectedStep": 39,
+        "restarts": 1,
+        "members": [{"index": 0, "node": "n0", "pod": "moe-0-1", "state": "running"}],
+        "lastRecoveries": [{"cause": "rank 2 lost", "seconds": 3.25, "source": "parity"}],
+        "conditions": [
+            {"type": "Running", "status": "True", "reason": "AllRanksReady", "message": "8 ranks"},
+            {"type": "OfAnotherVersion", "status": "True", "reason": "x", "message": ""},
+        ],
+    }
+    return job
+
+
+def test_all_jobs_have_a_line_each() -> None:
+    shown = text(jobs_view([running_job(), job_resource()], now=1_700_000_000.0 + 600))
+    lines = shown.splitlines()
+    assert lines[1].split() == ["moe", "Running", "8/8", "40", "39", "1", "10", "min"]
+    assert lines[2].split()[:2] == ["moe", "-"]
+
+
+def test_one_job_tells_its_members_recoveries_conditions_and_events() -> None:
+    event = {
+        "eventTime": "2023-11-14T22:13:20.250000Z",
+        "reason": "Recovering",
+        "note": "rank 2 lost; restart in place",
+        "type": "Warning",
+    }
+    shown = text(job_view(running_job(), [event]))
+    assert "team/moe  Running  epoch 2  step 40  protected 2.39  ready 8/8  restarts 1" in shown
+    assert "moe-0-1" in shown
+    assert "3.25" in shown
+    assert "parity" in shown
+    assert "AllRanksReady" in shown
+    assert "rank 2 lost; restart in place" in shown
+    assert "OfAnotherVersion" not in shown
+
+
+def test_a_job_that_no_operator_has_seen_says_so() -> None:
+    assert "not seen by an operator yet" in text(job_view(job_resource(), []))

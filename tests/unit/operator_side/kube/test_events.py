@@ -1,0 +1,89 @@
+"""Events for people: one for each thing that happened, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fake_api import FakeApi
+from samples import job_resource
+
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.events import REPEAT_S, WAITING_MAX, Recorder
+from holdfast_operator.views import Event
+
+LOST = Event(reason="Recovering", message="rank 2 lost", warning=True)
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.api, self.now, self.dropped = FakeApi(), 0.0, 0
+
+    def posted(self, *steps: Callable[[Recorder], None]) -> list[Object]:
+        """What is posted of what `steps` tell."""
+
+        async def run() -> None:
+            recorder = Recorder(
+                self.api,
+                instance="pod",
+                clock=lambda: self.now,
+                wall=lambda: 1_700_000_000.25,
+                on_drop=self._drop,
+            )
+            for step in steps:
+                step(recorder)
+            task = asyncio.create_task(recorder.run())
+            await recorder.flush(5.0)
+            task.cancel()
+
+        asyncio.run(run())
+        return [found for key, found in self.api.objects.items() if key[0] == "events"]
+
+    def _drop(self) -> None:
+        self.dropped += 1
+
+
+def tell(event: Event) -> Callable[[Recorder], None]:
+    return lambda recorder: recorder.tell(job_resource(), event)
+
+
+def test_an_event_is_about_its_job() -> None:
+    (event,) = Desk().posted(tell(LOST))
+    assert event["regarding"]["uid"] == "job-uid"
+    assert (event["reason"], event["type"], event["note"]) == (
+        "Recovering",
+        "Warning",
+        "rank 2 lost",
+    )
+    assert event["eventTime"] == "2023-11-14T22:13:20.250000Z"
+    assert event["metadata"]["namespace"] == "team"
+
+
+def test_the_same_words_are_not_said_again_and_again() -> None:
+    desk = Desk()
+
+    def later(recorder: Recorder) -> None:
+        desk.now += REPEAT_S
+
+    assert len(desk.posted(tell(LOST), tell(LOST), later, tell(LOST))) == 2
+
+
+def test_a_refused_event_is_counted_and_the_next_is_posted() -> None:
+    desk = Desk()
+    desk.api.refuse = ApiError("no", status=403)
+    other = Event(reason="Running", message="on we go")
+    (event,) = desk.posted(tell(LOST), tell(other))
+    assert event["reason"] == "Running"
+    assert desk.dropped == 1
+
+
+def test_a_flood_is_dropped_and_not_waited_for() -> None:
+    desk = Desk()
+    flood = [tell(Event(reason="Flood", message=str(i))) for i in range(WAITING_MAX + 5)]
+    assert len(desk.posted(*flood)) == WAITING_MAX
+    assert desk.dropped == 5
+
+
+def test_long_notes_are_cut_to_what_the_api_takes() -> None:
+    (event,) = Desk().posted(tell(Event(reason="Long", message="x" * 5000)))
+    assert len(event["note"]) == 1024

@@ -1,0 +1,169 @@
+"""What a job's pods and shared objects look like."""
+
+from __future__ import annotations
+
+from samples import make_job
+
+from holdfast_core.jobs import Gang
+from holdfast_operator.kube.gangs import gang_parts
+from holdfast_operator.kube.manifests import job_objects, pod_manifest
+from holdfast_operator.kube.pods import read_pod
+from holdfast_operator.kube.resources import (
+    COSCHEDULING_POD_GROUPS,
+    SERVICES,
+    VOLCANO_POD_GROUPS,
+)
+
+GANGS = {
+    Gang.KUEUE_POD_GROUP: {"gang": "KueuePodGroup", "queue": "team-a"},
+    Gang.VOLCANO: {"gang": "Volcano", "queue": "team-a"},
+    Gang.COSCHEDULING: {"gang": "Coscheduling"},
+}
+
+
+def test_the_trainers_command_is_run_by_the_launcher() -> None:
+    container = pod_manifest(make_job(), 1, "n7", 2)["spec"]["containers"][0]
+    assert container["command"] == [
+        *("python", "-m", "holdfast.launch", "--socket", "/run/holdfast/sockets/daemon.sock"),
+        *("--job", "team.moe", "--nodes", "2", "--nproc", "4", "--member-node", "n7"),
+        *("--host", "$(HOLDFAST_POD_IP)", "--"),
+        *("python", "train.py", "--steps", "9"),
+    ]
+    assert "args" not in container
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert env["HOLDFAST_JOB"] == "team.moe"
+    address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert {"name": "HOLDFAST_POD_IP", "valueFrom": address} in container["env"]
+    assert env["HOLDFAST_TOKEN_FILE"] == "/var/run/secrets/holdfast.dev/token"
+
+
+def test_a_pod_is_named_labelled_owned_and_never_restarted() -> None:
+    pod = pod_manifest(make_job(), 1, "n7", 2)
+    assert pod["metadata"]["name"] == "moe-1-2"
+    assert pod["metadata"]["namespace"] == "team"
+    assert pod["metadata"]["labels"]["holdfast.dev/job"] == "moe"
+    assert pod["metadata"]["labels"]["holdfast.dev/member"] == "1"
+    assert pod["metadata"]["labels"]["holdfast.dev/attempt"] == "2"
+    assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "trainer"
+    owner = pod["metadata"]["ownerReferences"][0]
+    assert (owner["uid"], owner["controller"]) == ("job-uid", True)
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pod["spec"]["serviceAccountName"] == "moe-trainer"
+    assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == ("moe-1", "moe")
+
+
+def test_what_is_written_into_a_pod_is_read_from_it() -> None:
+    pod = pod_manifest(make_job(), 1, "n7", 2)
+    found = read_pod(pod)
+    assert found is not None
+    assert (found.job_key, found.member, found.attempt) == ("team.moe", 1, 2)
+    assert (found.node, found.owner) == ("n7", "job-uid")
+
+
+def test_a_pod_comes_to_its_node_whatever_alternatives_the_template_gives() -> None:
+    terms = [
+        {"matchExpressions": [{"key": "gpu", "operator": "Exists"}]},
+        {"matchExpressions": [{"key": "rack", "operator": "In", "values": ["r1"]}]},
+    ]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    job = make_job({"affinity": {"nodeAffinity": required}})
+    for template in (job, make_job()):
+        affinity = pod_manifest(template, 0, "n7", 1)["spec"]["affinity"]["nodeAffinity"]
+        found = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        assert [term["matchFields"][0]["values"] for term in found] == [["n7"]] * len(found)
+    assert (
+        "matchFields"
+        not in job.spec.trainer.template["spec"]["affinity"]["nodeAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]["nodeSelectorTerms"][0]
+    )
+
+
+def test_a_template_keeps_what_it_says() -> None:
+    container = {
+        "name": "t",
+        "command": ["train"],
+        "env": [{"name": "A", "value": "1"}, {"name": "HOLDFAST_JOB", "value": "other"}],
+        "volumeMounts": [{"name": "big", "mountPath": "/dev/shm"}],
+    }
+    template = {
+        "containers": [container, {"name": "sidecar", "command": ["watch"]}],
+        "serviceAccountName": "mine",
+        "volumes": [{"name": "big", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}],
+        "tolerations": [{"operator": "Exists"}],
+    }
+    spec = pod_manifest(make_job(template), 0, "n", 1)["spec"]
+    assert spec["serviceAccountName"] == "mine"
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert spec["containers"][1] == {"name": "sidecar", "command": ["watch"]}
+    env = [(entry["name"], entry.get("value")) for entry in spec["containers"][0]["env"]]
+    assert env.count(("A", "1")) == 1
+    assert ("HOLDFAST_JOB", "other") not in env
+    assert [volume["name"] for volume in spec["volumes"]] == [
+        *("big", "holdfast-sockets", "holdfast-token")
+    ]
+
+
+def test_a_pod_has_the_sockets_a_token_and_shared_memory() -> None:
+    spec = pod_manifest(make_job(), 0, "n", 1)["spec"]
+    mounts = {m["mountPath"]: m for m in spec["containers"][0]["volumeMounts"]}
+    assert mounts["/run/holdfast/sockets"]["readOnly"]
+    assert "/var/run/secrets/holdfast.dev" in mounts
+    assert "/dev/shm" in mounts
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    token = volumes["holdfast-token"]["projected"]["sources"][0]["serviceAccountToken"]
+    assert token == {"audience": "holdfast.dev/daemon", "expirationSeconds": 3600, "path": "token"}
+
+
+def test_what_pods_share_is_owned_and_allows_one_thing() -> None:
+    objects = job_objects(make_job())
+    assert [(body["kind"], body["metadata"]["name"]) for _, body in objects] == [
+        ("Service", "moe"),
+        ("ServiceAccount", "moe-trainer"),
+        ("Role", "moe-trainer"),
+        ("RoleBinding", "moe-trainer"),
+    ]
+    assert all(b["metadata"]["ownerReferences"][0]["uid"] == "job-uid" for _, b in objects)
+    service = next(body for resource, body in objects if resource == SERVICES)
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    role = next(body for _, body in objects if body["kind"] == "Role")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["holdfast.dev"],
+            "resources": ["moetrainingjobs"],
+            "resourceNames": ["moe"],
+            "verbs": ["get"],
+        }
+    ]
+
+
+def test_without_a_gang_pods_are_plain() -> None:
+    parts = gang_parts(make_job())
+    assert (parts.labels, parts.annotations, parts.objects) == ({}, {}, ())
+    assert "schedulerName" not in pod_manifest(make_job(), 0, "n", 1)["spec"]
+
+
+def test_kueue_knows_the_group_by_labels() -> None:
+    pod = pod_manifest(make_job(scheduling=GANGS[Gang.KUEUE_POD_GROUP]), 0, "n", 1)["metadata"]
+    assert pod["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert pod["labels"]["kueue.x-k8s.io/pod-group-name"] == "moe"
+    assert pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
+
+
+def test_volcano_gets_a_pod_group_with_its_queue() -> None:
+    job = make_job(scheduling=GANGS[Gang.VOLCANO])
+    pod = pod_manifest(job, 0, "n", 1)
+    assert pod["spec"]["schedulerName"] == "volcano"
+    assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "moe"
+    group = dict(job_objects(job))[VOLCANO_POD_GROUPS]
+    assert group["spec"] == {"minMember": 2, "queue": "team-a"}
+    assert group["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
+
+
+def test_coscheduling_gets_a_pod_group_and_the_templates_scheduler() -> None:
+    job = make_job({"schedulerName": "ours"}, scheduling=GANGS[Gang.COSCHEDULING])
+    pod = pod_manifest(job, 0, "n", 1)
+    assert pod["spec"]["schedulerName"] == "ours"
+    assert pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == "moe"
+    assert dict(job_objects(job))[COSCHEDULING_POD_GROUPS]["spec"] == {"minMember": 2}

@@ -1,0 +1,123 @@
+"""Options, metrics, health, endpoints, daemons' pods and times."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_api import FakeApi
+
+from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.daemons import Daemons, read_daemon
+from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
+from holdfast_operator.kube.health import LOOK_S_MAX, WATCH_S_MAX, Health
+from holdfast_operator.kube.metrics import DEFINITIONS, Metrics
+from holdfast_operator.kube.options import parse
+from holdfast_operator.kube.resources import ENDPOINT_SLICES, JOBS, NODES, PODS
+from holdfast_operator.kube.times import micro_timestamp, seconds_of, timestamp
+
+POD = {"POD_NAME": "op-1", "POD_NAMESPACE": "hf", "POD_IP": "10.0.0.1"}
+
+
+def test_a_pod_knows_itself_from_its_environment_and_flags_override_it() -> None:
+    options = parse([], POD)
+    assert (options.identity, options.namespace, options.address) == ("op-1", "hf", "10.0.0.1")
+    assert options.control_port == 7700
+    assert parse(["--address", "10.0.0.2"], POD).address == "10.0.0.2"
+
+
+def test_what_is_missing_is_said_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([], {"POD_NAME": "op-1"})
+    assert "--address is missing: give it, or set POD_IP" in capsys.readouterr().err
+
+
+def test_paths_are_those_of_the_api() -> None:
+    assert PODS.path("ns", "p") == "/api/v1/namespaces/ns/pods/p"
+    assert PODS.path() == "/api/v1/pods"
+    assert NODES.path("ignored", "n0") == "/api/v1/nodes/n0"
+    group = "/apis/holdfast.dev/v1alpha1/namespaces/ns/moetrainingjobs"
+    assert JOBS.path("ns", "j", "status") == f"{group}/j/status"
+
+
+def test_every_defined_metric_can_be_written_and_is_exposed_by_its_name() -> None:
+    metrics = Metrics()
+    for each in DEFINITIONS:
+        labels = dict.fromkeys(each.labels, "x")
+        match each.type.value:
+            case "counter":
+                metrics.add(each.name, **labels)
+            case "gauge":
+                metrics.set(each.name, 1.0, **labels)
+            case _:
+                metrics.observe(each.name, 1.0)
+        suffix = "_count" if each.buckets else ""
+        found = metrics.registry.get_sample_value(f"{each.exposed_name}{suffix}", labels)
+        assert found == 1.0, each.name
+
+
+def test_one_who_waits_for_the_lease_is_well_and_ready() -> None:
+    waiting = Health(leads=False, ready=False, oldest_look_s=1e6)
+    assert (waiting.unwell(), waiting.not_ready()) == ("", "")
+
+
+def test_a_leader_is_ready_once_it_sees() -> None:
+    assert "on their way" in Health(leads=True, ready=False).not_ready()
+    assert Health(leads=True, ready=True).not_ready() == ""
+
+
+def test_what_hangs_makes_a_leader_unwell() -> None:
+    assert "looked at" in Health(leads=True, ready=True, oldest_look_s=LOOK_S_MAX + 1).unwell()
+    deaf = Health(leads=True, ready=True, watches_s=(("pods", WATCH_S_MAX + 1),))
+    assert "watch of pods" in deaf.unwell()
+
+
+def test_daemons_are_pointed_to_the_leader_and_only_when_they_are_not() -> None:
+    api = FakeApi()
+
+    def point(address: str) -> None:
+        wanted = endpoint_slice("holdfast-control", "hf", address, 7700)
+        asyncio.run(Endpoints(api, wanted).point_here())
+
+    point("10.0.0.1")
+    point("10.0.0.1")
+    found: Object = api.objects[(ENDPOINT_SLICES.plural, "hf", "holdfast-control")]
+    assert found["metadata"]["labels"]["kubernetes.io/service-name"] == "holdfast-control"
+    assert found["endpoints"][0]["addresses"] == ["10.0.0.1"]
+    point("10.0.0.2")
+    found = api.objects[(ENDPOINT_SLICES.plural, "hf", "holdfast-control")]
+    assert found["endpoints"][0]["addresses"] == ["10.0.0.2"]
+    verbs = [verb for verb, _, _ in api.requests]
+    assert verbs == ["get", "create", "get", "get", "update"]
+
+
+def test_an_ipv6_address_has_its_own_kind_of_slice() -> None:
+    assert endpoint_slice("s", "hf", "fd00::1", 7700)["addressType"] == "IPv6"
+
+
+def daemon(container: str, *, running: bool = True) -> Object:
+    state: Object = {"running": {}} if running else {"terminated": {}}
+    return {
+        "metadata": {"name": "d", "namespace": "hf", "uid": "u"},
+        "spec": {"nodeName": "n0"},
+        "status": {"containerStatuses": [{"containerID": container, "state": state}]},
+    }
+
+
+def test_a_daemon_that_starts_again_is_noticed_and_one_that_runs_on_is_not() -> None:
+    now = [1.0]
+    daemons = Daemons(lambda: now[0])
+    first = read_daemon(daemon("c1"))
+    daemons.change(None, first)
+    assert read_daemon(daemon("c1")) == first
+    now[0] = 5.0
+    daemons.change(first, read_daemon(daemon("c1", running=False)))
+    assert daemons.changed_at("n0") == 5.0
+    assert daemons.changed_at("n1") == float("-inf")
+
+
+def test_times_are_written_as_the_api_wants_them_and_read_back() -> None:
+    assert timestamp(1_700_000_000.9) == "2023-11-14T22:13:20Z"
+    assert micro_timestamp(1_700_000_000.0) == "2023-11-14T22:13:20.000000Z"
+    assert seconds_of("2023-11-14T22:13:20Z") == 1_700_000_000.0
+    assert seconds_of("soon") is None

@@ -1,0 +1,217 @@
+"""The status that people and the next operator read."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from fake_api import FakeApi
+from samples import job_resource
+from virtual_world import World
+from virtual_world import make_job as virtual_job
+
+from holdfast_operator.counters import from_document, remembered
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.resources import JOBS
+from holdfast_operator.kube.status import (
+    conditions_of,
+    essence,
+    recoveries_of,
+    refusal_status,
+    status_of,
+)
+from holdfast_operator.kube.status_writer import StatusWriter
+from holdfast_operator.kube.times import ClockPair
+from holdfast_operator.recoveries import Recovery
+from holdfast_operator.views import Condition, ConditionType
+
+CLOCKS = ClockPair(now=0.0, wall=1_700_000_000.0)
+
+
+def status(world: World, previous: Object | None = None, **changes: object) -> Object:
+    """The status after the world's last look."""
+    given = {"pods": {}, "recoveries": [], **changes}
+    return status_of(
+        world.job,
+        world.observed(),
+        world.decision,
+        previous=previous or {},
+        clocks=CLOCKS,
+        now=world.now,
+        **given,  # type: ignore[arg-type]
+    )
+
+
+def running() -> World:
+    world = World(virtual_job())
+    world.settle(3.0)
+    return world
+
+
+def test_a_job_at_work_says_so_in_one_word_and_in_numbers() -> None:
+    world = running()
+    found = status(world, pods={(0, "n0"): "job-0-1"})
+    assert found["phase"] == "Running"
+    assert (found["ready"], found["desired"], found["readyText"]) == (4, 4, "4/4")
+    assert found["nodesReady"] == 4
+    assert found["epoch"] == 1
+    assert found["selector"] == "holdfast.dev/job=job"
+    assert found["members"][0] == {
+        "index": 0,
+        "node": "n0",
+        "pod": "job-0-1",
+        "state": "running",
+    }
+    assert found["startedAt"].startswith("2023-11-14T22:")
+    assert "problem" not in found
+
+
+def test_a_job_that_waits_says_what_for() -> None:
+    world = World(virtual_job(), nodes=1)
+    world.look()
+    found = status(world)
+    assert found["phase"] == "Waiting"
+    assert "1 of 4 nodes" in found["problem"]
+    assert "startedAt" not in found
+
+
+def test_what_an_operator_must_not_forget_comes_back_from_the_status() -> None:
+    world = running()
+    world.daemons["n1"].lost.add(1)
+    world.settle(5.0)
+    found = status(world)
+    state = remembered(from_document(found["counters"]), now=CLOCKS.now, wall=CLOCKS.wall)
+    assert state.epoch == world.state.epoch == 2
+    assert (state.recoveries, state.counted) == (1, 1)
+    assert state.restarts == pytest.approx(world.state.restarts, abs=0.001)
+
+
+def test_a_transition_time_changes_with_the_status_alone() -> None:
+    first = Condition(type=ConditionType.RUNNING, status=True, reason="A", message="x")
+    told = conditions_of((first,), 1, {}, "t1")
+    other_words = conditions_of((replace(first, reason="B"),), 2, {"conditions": told}, "t2")
+    assert other_words[0]["lastTransitionTime"] == "t1"
+    assert (other_words[0]["reason"], other_words[0]["observedGeneration"]) == ("B", 2)
+    ended = conditions_of((replace(first, status=False),), 2, {"conditions": told}, "t3")
+    assert ended[0]["lastTransitionTime"] == "t3"
+
+
+def test_a_refused_job_says_why_and_keeps_what_was_known() -> None:
+    resource = job_resource()
+    resource["status"] = {"counters": {"epoch": 4}, "conditions": [{"type": "Running"}]}
+    found = refusal_status(resource, "InvalidTemplate", "no image", "t1")
+    assert found["phase"] == "Waiting"
+    assert found["problem"] == "no image"
+    assert found["counters"] == {"epoch": 4}
+    assert [c["type"] for c in found["conditions"]] == ["Scheduled", "Running"]
+    assert found["observedGeneration"] == 3
+
+
+def test_steps_and_words_can_wait_and_everything_else_cannot() -> None:
+    world = running()
+    before = status(world)
+    world.settle(2.0)
+    assert essence(status(world)) == essence(before)
+    world.daemons["n1"].lost.add(1)
+    world.look()
+    assert essence(status(world)) != essence(before)
+
+
+def test_recoveries_survive_in_the_status() -> None:
+    over = Recovery(
+        epoch=2,
+        cause="rank 1 lost",
+        decided_at=1_700_000_000.0,
+        step_before=9,
+        resumed_at=1_700_000_004.5,
+        restored_step=8,
+        lost_steps=1,
+        sources=((1, "parity"),),
+    )
+    found = status(running(), recoveries=[over])
+    assert found["lastRecoveries"] == [
+        {
+            "cause": "rank 1 lost",
+            "detectedAt": "2023-11-14T22:13:20Z",
+            "restoredStep": 8,
+            "lostSteps": 1,
+            "seconds": 4.5,
+            "source": "parity",
+        }
+    ]
+    (again,) = recoveries_of(found)
+    assert (again.cause, again.source, again.lost_steps) == ("rank 1 lost", "parity", 1)
+    assert again.resumed_at == pytest.approx(1_700_000_004.5)
+
+
+class Writing:
+    """A writer before a fake API server, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.api, self.now = FakeApi(), 0.0
+        self.counts: list[str] = []
+        self.resource = self.api.put(JOBS, job_resource())
+        self.writer = StatusWriter(
+            self.api,
+            self.resource,
+            clock=lambda: self.now,
+            interval_s=lambda: 2.0,
+            count=self.counts.append,
+        )
+
+    def write(self, **status: object) -> bool:
+        return asyncio.run(self.writer.write(status))
+
+    @property
+    def stored(self) -> Object:
+        found: Object = self.api.objects[("moetrainingjobs", "team", "moe")]
+        return found
+
+
+def test_an_unchanged_status_is_not_written() -> None:
+    writing = Writing()
+    assert writing.write(phase="Running", step=1)
+    writing.now = 100.0
+    assert writing.write(phase="Running", step=1)
+    assert writing.counts == ["written"]
+
+
+def test_news_that_can_wait_are_kept_back() -> None:
+    writing = Writing()
+    writing.write(phase="Running", step=1)
+    writing.now = 1.9
+    writing.write(phase="Running", step=2)
+    assert writing.stored["status"]["step"] == 1
+    writing.write(phase="Recovering", step=2)
+    assert writing.stored["status"]["phase"] == "Recovering"
+    writing.now = 4.0
+    writing.write(phase="Recovering", step=3)
+    assert writing.stored["status"]["step"] == 3
+
+
+def test_a_change_by_somebody_else_is_read_and_not_overwritten() -> None:
+    writing = Writing()
+    changed = job_resource(suspend=True)
+    writing.api.put(JOBS, changed)
+    assert writing.write(phase="Running")
+    assert writing.counts == ["conflict", "written"]
+    assert writing.stored["spec"]["suspend"] is True
+    assert writing.stored["status"] == {"phase": "Running"}
+
+
+def test_another_job_of_the_name_gets_no_status_of_this_one() -> None:
+    writing = Writing()
+    other = job_resource()
+    other["metadata"]["uid"] = "another"
+    writing.api.put(JOBS, other)
+    assert not writing.write(phase="Running")
+    assert "status" not in writing.stored
+
+
+def test_a_status_that_could_not_be_written_is_tried_again() -> None:
+    writing = Writing()
+    writing.api.refuse = ApiError("no answer", status=0)
+    assert not writing.write(phase="Running")
+    assert writing.write(phase="Running")
+    assert writing.counts == ["failed", "written"]
