@@ -18,8 +18,10 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 SOURCES := core protos daemon operator trainer_sdk
-CHECKED := $(wildcard $(SOURCES) tests benchmarks examples)
+CHECKED := $(wildcard $(SOURCES) charts tests benchmarks examples)
 STUBS := protos/holdfast_protos
+CLUSTER := $(BIN)/python tests/cluster/cli.py
+CRD := crds/holdfast.dev_moetrainingjobs.yaml
 
 # The stamp holds the path of the shared environment; when that was deleted, install again.
 DEPS := $(file <$(STAMP))
@@ -45,7 +47,7 @@ chain = "$(1)/bin/python" -m venv --without-pip "$(2)"; \
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## "; print "make TARGET [ARGS=...]" } \
 		/^##@/ { print "\n" substr($$0, 5) } \
-		/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+		/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install: $(STAMP) ## Set up .venv (all other targets do this themselves)
@@ -61,7 +63,7 @@ test: $(STAMP) redis ## Run the tests; ARGS="tests/unit -k raim5" narrows them
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: check
-check: $(STAMP) ## Format, lint, types, import contracts, generated stubs
+check: $(STAMP) ## Format, lint, types, import contracts, generated files
 	@echo "== format"; $(BIN)/python -m ruff format --check .
 	echo "== lint"; $(BIN)/python -m ruff check .
 	echo "== import contracts"; $(BIN)/lint-imports --no-logo
@@ -72,6 +74,11 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated stubs
 	  cmp "$$drift/holdfast_protos/$$name" "$(STUBS)/$$name" \
 	    || { echo "$$name is not what its .proto says: run 'make protos'" >&2; exit 1; }
 	done
+	echo "== generated resource and reference"; $(BIN)/python -m holdfast_operator.crd > "$$drift/crd"
+	$(BIN)/python -m holdfast_operator.crd --reference docs/job.md > "$$drift/reference"
+	cmp "$$drift/crd" $(CRD) && cmp "$$drift/reference" docs/job.md \
+	  || { echo "not what the job's types say: run 'make crds'" >&2; exit 1; }
+	echo "== generated files of the chart"; $(BIN)/python charts/chart_files.py --check
 	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
 
 .PHONY: mutants
@@ -82,6 +89,21 @@ mutants: $(STAMP) ## Plant bugs in the protocol and see the simulation find them
 format: $(STAMP) ## Rewrite the sources in the house format
 	@$(BIN)/python -m ruff check --fix-only --quiet .
 	$(BIN)/python -m ruff format .
+
+##@ On a real Kubernetes (needs root and Go)
+
+.PHONY: cluster
+cluster: $(STAMP) ## Start Kubernetes on this machine, with our images; ARGS="--nodes 3"
+	@$(CLUSTER) up $(ARGS)
+
+.PHONY: cluster-down
+cluster-down: $(STAMP) ## End it
+	@$(CLUSTER) down
+
+.PHONY: test-cluster
+test-cluster: $(STAMP) ## Run the cluster tests on a cluster of their own
+	@$(CLUSTER) build
+	$(BIN)/python -m pytest tests/cluster $(ARGS)
 
 ##@ Now and then
 
@@ -108,6 +130,16 @@ bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--
 .PHONY: protos
 protos: $(STAMP) ## Generate the stubs from the .proto files
 	@$(call generate,protos)
+
+.PHONY: crds
+crds: $(STAMP) ## Generate the custom resource and its reference from the job's types
+	@$(BIN)/python -m holdfast_operator.crd > $(CRD).new && mv $(CRD).new $(CRD)
+	$(BIN)/python -m holdfast_operator.crd --reference docs/job.md > docs/job.md.new
+	mv docs/job.md.new docs/job.md
+
+.PHONY: chart
+chart: $(STAMP) ## Generate the chart's schema, dashboard and copy of the custom resource
+	@$(BIN)/python charts/chart_files.py
 
 .PHONY: clean
 clean: ## Delete everything that can be made again (the shared environment stays)

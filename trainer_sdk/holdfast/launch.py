@@ -180,7 +180,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
     add("--job", required=True, help="key of the job")
     add("--nodes", type=int, required=True, help="members of the job")
     add("--nproc", type=int, required=True, help="workers to start on this node")
-    add("--host", default="", help="address of this process for other nodes (default: the daemon's)")
+    add("--host", default="", help="address for the job's other nodes (default: the daemon's)")
     add("--member-node", metavar="NAME", help="name of this node, for messages")
     add("--exit-file", type=Path, metavar="FILE", help="write the exit code here at the end")
     add("--log-dir", type=Path, metavar="DIR", help="write the workers' output here, not through")
