@@ -1,0 +1,71 @@
+"""The example job for the test cluster: our image, this machine's torch, real limits."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import images
+import yaml
+from machine import ROOT, ClusterError
+
+TORCH = "/opt/torch"
+"""Where trainers find the packages of the environment that runs the tests."""
+
+_EXAMPLE = ROOT / "examples" / "moe-job.yaml"
+
+
+def trainer_job(
+    name: str = "moe",
+    *,
+    namespace: str = "default",
+    steps: int = 200,
+    memory: str = "2Gi",
+    arguments: tuple[str, ...] = (),
+    **spec: Any,
+) -> dict[str, Any]:
+    """`examples/moe-job.yaml` for this cluster.
+
+    Args:
+        steps: how long the trainer trains.
+        memory: limit of each trainer container; arenas are charged to the daemon.
+        arguments: more for the trainer's command line.
+        spec: replaces fields of the job's spec as they are.
+    """
+    job: dict[str, Any] = yaml.safe_load(_EXAMPLE.read_text(encoding="utf-8"))
+    job["metadata"] = {"name": name, "namespace": namespace}
+    pod = job["spec"]["trainer"]["template"]["spec"]
+    trainer = pod["containers"][0]
+    trainer |= {
+        "image": images.TRAINER,
+        "imagePullPolicy": "IfNotPresent",
+        "args": ["--steps", str(steps), *arguments],
+        "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
+    }
+    lend_torch(pod)
+    job["spec"] |= copy.deepcopy(spec)
+    return job
+
+
+def lend_torch(pod: dict[str, Any]) -> None:
+    """Give every container of a pod's spec the packages of this machine, torch among them."""
+    source = {"path": str(site_packages()), "type": "Directory"}
+    pod.setdefault("volumes", []).append({"name": "torch", "hostPath": source})
+    for container in pod["containers"]:
+        mount = {"name": "torch", "mountPath": TORCH, "readOnly": True}
+        container.setdefault("volumeMounts", []).append(mount)
+        container.setdefault("env", []).append({"name": "PYTHONPATH", "value": TORCH})
+
+
+def site_packages() -> Path:
+    """The folder that torch is installed in.
+
+    Raises:
+        ClusterError: when there is none.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ClusterError("torch is not installed: run the tests by `make test-cluster`")
+    return Path(found.origin).parents[1]
