@@ -1,0 +1,220 @@
+"""The Grafana dashboard, made from the lists of metrics of the daemon and the operator.
+
+Every metric has a panel, in the section that it is listed under here; one that is listed nowhere,
+or is listed and does not exist, is an error. So the dashboard cannot miss or invent a metric.
+
+Pure: files are the business of `chart_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+Json = dict[str, Any]
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Protection": (
+        "holdfast_protection_age_seconds",
+        "holdfast_generation_step",
+        "holdfast_snapshots_total",
+        "holdfast_sessions_open",
+    ),
+    "Recovery": (
+        "holdfast_operator_recoveries_total",
+        "holdfast_operator_recoveries_finished_total",
+        "holdfast_operator_recovery_seconds",
+        "holdfast_operator_replacement_seconds",
+        "holdfast_restores_total",
+        "holdfast_rebuild_seconds",
+        "holdfast_epoch",
+        "holdfast_stale_epoch_refusals_total",
+    ),
+    "Jobs": (
+        "holdfast_operator_jobs",
+        "holdfast_operator_ranks_desired",
+        "holdfast_operator_ranks_ready",
+        "holdfast_operator_jobs_ended_total",
+    ),
+    "Saves": (
+        "holdfast_saves_skipped_total",
+        "holdfast_saves_failed_total",
+        "holdfast_saves_skipped_reported",
+        "holdfast_saves_failed_reported",
+        "holdfast_encode_seconds",
+        "holdfast_seal_seconds",
+        "holdfast_verify_seconds",
+    ),
+    "Memory": (
+        "holdfast_memory_used_bytes",
+        "holdfast_memory_budget_bytes",
+        "holdfast_arena_bytes",
+        "holdfast_parity_bytes",
+    ),
+    "Between daemons": (
+        "holdfast_sent_bytes_total",
+        "holdfast_received_bytes_total",
+        "holdfast_peer_messages_lost_total",
+        "holdfast_operator_daemons_connected",
+    ),
+    "Integrity and access": (
+        "holdfast_corrupt_total",
+        "holdfast_scrubbed_bytes_total",
+        "holdfast_auth_denials_total",
+        "holdfast_token_reviews_total",
+    ),
+    "Health": (
+        "holdfast_operator_leader",
+        "holdfast_operator_reconcile_seconds",
+        "holdfast_operator_act_seconds",
+        "holdfast_operator_api_requests_total",
+        "holdfast_operator_action_failures_total",
+        "holdfast_operator_watch_restarts_total",
+        "holdfast_operator_status_writes_total",
+        "holdfast_operator_events_dropped_total",
+        "holdfast_operator_pods_created_total",
+        "holdfast_operator_pods_deleted_total",
+        "holdfast_loop_lag_seconds",
+        "holdfast_catalogue_dropped_total",
+    ),
+}
+"""Section → its metrics, by the names of the exposition."""
+
+COLUMNS = 3
+WIDTH, HEIGHT = 24 // COLUMNS, 8
+
+_DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
+
+
+class Definition(Protocol):
+    """What daemon and operator say of a metric."""
+
+    @property
+    def exposed_name(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def help(self) -> str: ...
+    @property
+    def labels(self) -> tuple[str, ...]: ...
+
+
+def series(definition: Definition) -> tuple[str, ...]:
+    """The names under which Prometheus knows it."""
+    name = definition.exposed_name
+    if definition.type == "histogram":
+        return tuple(f"{name}_{suffix}" for suffix in ("bucket", "sum", "count"))
+    return (name,)
+
+
+def dashboard(definitions: Sequence[Definition]) -> Json:
+    """The dashboard, as Grafana imports it.
+
+    Raises:
+        ValueError: when a metric is in no section, or a section has one that does not exist.
+    """
+    known = {each.exposed_name: each for each in definitions}
+    placed = {name for names in SECTIONS.values() for name in names}
+    if missing := known.keys() - placed:
+        raise ValueError(f"give a section in charts/dashboards.py to {', '.join(sorted(missing))}")
+    if gone := placed - known.keys():
+        raise ValueError(f"take out of charts/dashboards.py: {', '.join(sorted(gone))}")
+    return {
+        "uid": "holdfast",
+        "title": "Holdfast",
+        "tags": ["holdfast"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "templating": {"list": [*_variables()]},
+        "panels": list(_panels(known)),
+    }
+
+
+def _variables() -> Iterator[Json]:
+    yield {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
+    for name, label in (("job", "Job"), ("node", "Node")):
+        metric = "holdfast_epoch" if name == "job" else "holdfast_memory_budget_bytes"
+        yield {
+            "name": name,
+            "label": label,
+            "type": "query",
+            "datasource": _DATASOURCE,
+            "query": {"query": f"label_values({metric}, {name})", "refId": name},
+            "refresh": 2,
+            "sort": 1,
+            "includeAll": True,
+            "allValue": ".*",
+            "multi": True,
+            "current": {"text": "All", "value": "$__all"},
+        }
+
+
+def _panels(known: dict[str, Definition]) -> Iterator[Json]:
+    number, top = 1, 0
+    for section, names in SECTIONS.items():
+        place = {"x": 0, "y": top, "w": 24, "h": 1}
+        yield {"id": number, "type": "row", "title": section, "collapsed": False, "gridPos": place}
+        number, top = number + 1, top + 1
+        for index, name in enumerate(names):
+            row, column = divmod(index, COLUMNS)
+            place = {"x": column * WIDTH, "y": top + row * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            yield _panel(known[name], number, place)
+            number += 1
+        top += -(-len(names) // COLUMNS) * HEIGHT
+
+
+def _panel(definition: Definition, number: int, place: Json) -> Json:
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": definition.help.rstrip("."),
+        "description": f"`{definition.exposed_name}`",
+        "datasource": _DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": _unit(definition)}, "overrides": []},
+        "options": {"legend": {"displayMode": "list"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend}
+            for index, (expression, legend) in enumerate(_queries(definition))
+        ],
+    }
+
+
+def _unit(definition: Definition) -> str:
+    name, counter = definition.exposed_name, definition.type == "counter"
+    if "_bytes" in name:
+        return "binBps" if counter else "bytes"
+    if name.endswith("_seconds"):
+        return "s"
+    return "ops" if counter else "short"
+
+
+def _queries(definition: Definition) -> Iterator[tuple[str, str]]:
+    """(expression, legend) of each line of a panel."""
+    name, labels = definition.exposed_name, definition.labels
+    ours = not name.startswith("holdfast_operator_")
+    filters = [f'{label}=~"${label}"' for label in ("job",) if label in labels]
+    filters += ['node=~"$node"'] if ours else []
+    chosen = f"{{{', '.join(filters)}}}" if filters else ""
+    # A daemon's own memory and traffic is told apart by node, everything else by its labels.
+    shown = labels or (("node",) if ours else ())
+    legend = " ".join(f"{{{{{label}}}}}" for label in shown) or "all"
+    by = f" by ({', '.join(shown)})" if shown else ""
+    if definition.type == "counter":
+        yield f"sum{by} (rate({name}{chosen}[$__rate_interval]))", legend
+    elif definition.type == "gauge":
+        yield f"{_gauge_sum(name)}{by} ({name}{chosen})", legend
+    else:
+        by = f" by ({', '.join(('le', *labels))})"
+        rate = f"sum{by} (rate({name}_bucket{chosen}[$__rate_interval]))"
+        for quantile, word in ((0.5, "median"), (0.99, "p99")):
+            yield f"histogram_quantile({quantile}, {rate})", f"{legend} {word}" if labels else word
+
+
+def _gauge_sum(name: str) -> str:
+    """How one gauge of several processes is put together."""
+    if name in ("holdfast_generation_step", "holdfast_epoch"):
+        return "max"  # every daemon knows a newest one
+    return "min" if name == "holdfast_protection_age_seconds" else "sum"

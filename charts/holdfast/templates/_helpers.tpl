@@ -1,0 +1,135 @@
+{{/* The name of the chart in labels. */}}
+{{- define "holdfast.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* What the names of all objects begin with: the release, and the chart unless they are alike. */}}
+{{- define "holdfast.fullname" -}}
+{{- $name := include "holdfast.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Names of parts. */}}
+{{- define "holdfast.operator" -}}{{ include "holdfast.fullname" . }}-operator{{- end -}}
+{{- define "holdfast.daemon" -}}{{ include "holdfast.fullname" . }}-daemon{{- end -}}
+{{- define "holdfast.control" -}}{{ include "holdfast.fullname" . }}-control{{- end -}}
+{{- define "holdfast.redis" -}}{{ include "holdfast.fullname" . }}-redis{{- end -}}
+{{- define "holdfast.test" -}}{{ include "holdfast.fullname" . }}-test{{- end -}}
+
+{{/* Labels of every object. Arguments: root, component. */}}
+{{- define "holdfast.labels" -}}
+{{ include "holdfast.selector" . }}
+app.kubernetes.io/part-of: holdfast
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* Labels that never change, by which pods are found. Arguments: root, component. */}}
+{{- define "holdfast.selector" -}}
+app.kubernetes.io/name: {{ include "holdfast.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* Labels of a pod: selector, what the operator looks for, and the person's own.
+     Arguments: root, component, more. */}}
+{{- define "holdfast.podLabels" -}}
+{{- $ours := include "holdfast.labels" . | fromYaml -}}
+{{- toYaml (merge $ours (.more | default dict)) -}}
+{{- end -}}
+
+{{/* An image of ours. Arguments: root, name, given. */}}
+{{- define "holdfast.image" -}}
+{{- $image := .root.Values.image -}}
+{{- .given | default (printf "%s/%s:%s" $image.registry .name ($image.tag | default .root.Chart.AppVersion)) -}}
+{{- end -}}
+
+{{- define "holdfast.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Bytes of a quantity such as 1.5Gi, rounded down. Exact below 8 PiB. */}}
+{{- define "holdfast.bytes" -}}
+{{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $text := . | toString -}}
+{{- if not (kindIs "string" .) -}}{{- $text = . | int64 | toString -}}{{- end -}}
+{{- $unit := regexFind "[A-Za-z]+$" $text -}}
+{{- if not (and (hasKey $units $unit) (regexMatch "^[0-9]+(\\.[0-9]+)?[A-Za-z]*$" $text)) -}}
+{{- fail (printf "%q is no amount of memory: give a number of bytes, or one with Ki, Mi, Gi, Ti, k, M, G or T" $text) -}}
+{{- end -}}
+{{- mulf (trimSuffix $unit $text | float64) (get $units $unit | float64) | floor | int64 -}}
+{{- end -}}
+
+{{/* Bytes of the daemon's limit, which are those of the tmpfs too: budget and overhead. */}}
+{{- define "holdfast.daemonBytes" -}}
+{{- $budget := include "holdfast.bytes" .Values.daemon.memory.budget | int64 -}}
+{{- $overhead := include "holdfast.bytes" .Values.daemon.memory.overhead | int64 -}}
+{{- add $budget $overhead -}}
+{{- end -}}
+
+{{/* Of pods, and of containers, that need nothing from the kernel. */}}
+{{- define "holdfast.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "holdfast.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* What a pod knows of itself, as environment. */}}
+{{- define "holdfast.podEnvironment" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end -}}
+
+{{/* Rules of a role. Arguments: root, rules (from files/rbac.yaml). */}}
+{{- define "holdfast.rules" -}}
+{{- range .rules }}
+# {{ .name }}: {{ .why }}
+- apiGroups: {{ toJson .apiGroups }}
+  resources: {{ toJson .resources }}
+  {{- with .resourceNames }}
+  resourceNames: {{ toJson . }}
+  {{- end }}
+  verbs: {{ toJson .verbs }}
+{{- end }}
+{{- end -}}
+
+{{/* The secret with the URL of Redis; empty without Redis. */}}
+{{- define "holdfast.redisSecret" -}}
+{{- $redis := .Values.redis -}}
+{{- if $redis.external.existingSecret -}}{{ $redis.external.existingSecret }}
+{{- else if $redis.external.url -}}{{ include "holdfast.redis" . }}
+{{- else if $redis.enabled -}}{{ $redis.existingSecret | default (include "holdfast.redis" .) }}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether our own Redis runs: "true" or empty. */}}
+{{- define "holdfast.ownRedis" -}}
+{{- $external := .Values.redis.external -}}
+{{- if and .Values.redis.enabled (or $external.url $external.existingSecret) -}}
+{{- fail "redis.enabled and redis.external exclude each other: choose one" -}}
+{{- end -}}
+{{- if .Values.redis.enabled }}true{{ end -}}
+{{- end -}}

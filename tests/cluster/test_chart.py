@@ -1,0 +1,383 @@
+"""The chart before a real Helm and a real API server: what is rendered, refused, and kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster import Cluster
+from holdfast_system import CHART, NAMESPACE, RELEASE, VALUES, Holdfast
+from machine import ROOT, ClusterError, wait_for
+
+RESOURCE = "holdfast.dev_moetrainingjobs.yaml"
+DRY = "chart-dry-run"
+"""A namespace in which nothing is ever made but a service account."""
+MONITORING = Path(__file__).with_name("monitoring_resources.yaml")
+URL = "redis://user:secret-word@redis.example:6380/0"
+MIB, GIB = 2**20, 2**30
+
+Document = dict[str, Any]
+
+VALUE_SETS: dict[str, Document] = {
+    "defaults": {},
+    "minimal": {
+        "crds": {"enabled": False},
+        "operator": {"replicas": 1, "resources": {}, "podDisruptionBudget": {"enabled": False}},
+        "daemon": {"auth": "none", "priorityClassName": "", "tolerations": []},
+        "rbac": {"aggregatedRoles": False},
+        "networkPolicy": {"enabled": False},
+        "uninstall": {"releaseFinalizers": False},
+    },
+    "everything": {
+        "fullnameOverride": "other",
+        "image": {"tag": "1", "pullSecrets": ["registry"]},
+        "operator": {
+            "image": "registry.example/operator@sha256:" + "0" * 64,
+            "priorityClassName": "system-cluster-critical",
+            "serviceAccount": {"annotations": {"team": "a"}},
+            "podLabels": {"team": "a"},
+            "podAnnotations": {"team": "a"},
+            "nodeSelector": {"pool": "system"},
+            "tolerations": [{"key": "system", "operator": "Exists"}],
+            "affinity": {"podAntiAffinity": {}},
+            "extraArgs": ["--log-level=debug"],
+        },
+        "daemon": {
+            "cpu": {"request": 2, "limit": "8"},
+            "updateStrategy": {"type": "RollingUpdate", "maxUnavailable": "10%"},
+            "serviceAccount": {"annotations": {"team": "a"}},
+            "seLinuxOptions": {"type": "spc_t"},
+            "podLabels": {"team": "a"},
+            "podAnnotations": {"team": "a"},
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [{"operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "extraArgs": ["--log-format=text"],
+        },
+        "gangScheduling": {"volcano": True, "coscheduling": True},
+        "redis": {
+            "enabled": True,
+            "persistence": {"enabled": True, "storageClassName": "fast"},
+            "nodeSelector": {"pool": "system"},
+            "tolerations": [{"operator": "Exists"}],
+        },
+        "networkPolicy": {"daemonExtraEgress": [{"ports": [{"port": 9000}]}]},
+        "monitoring": {
+            "monitors": {"enabled": True, "labels": {"release": "prometheus"}},
+            "rules": {"enabled": True, "disabled": ["HoldfastJobFailed"]},
+            "dashboard": {"enabled": True, "annotations": {"folder": "training"}},
+        },
+    },
+    "redis": {"redis": {"enabled": True}},
+    "external Redis": {"redis": {"external": {"url": URL, "port": 6380}}},
+    "Redis of a secret": {"redis": {"external": {"existingSecret": "redis-url"}}},
+    "one namespace": {"operator": {"watchNamespace": "team-a"}},
+    "monitoring": {
+        "monitoring": {
+            "monitors": {"enabled": True},
+            "rules": {"enabled": True},
+            "dashboard": {"enabled": True},
+        }
+    },
+}
+
+WAIT = ("--wait=legacy", "--timeout=180s")
+"""Helm's newer way to wait takes a DaemonSet with OnDelete for one that never gets ready."""
+
+MONITORING_KINDS = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+
+
+class Renderer:
+    """`helm template`, as documents."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self._folder = cluster, folder
+
+    def values(self, values: Document) -> Path:
+        path = self._folder / "values.yaml"
+        path.write_text(json.dumps(values))
+        return path
+
+    def text(self, values: Document) -> str:
+        chosen = ("--namespace", DRY, "--values", self.values(values))
+        return self.cluster.helm("template", RELEASE, CHART, *chosen)
+
+    def documents(self, values: Document) -> list[Document]:
+        return [each for each in yaml.safe_load_all(self.text(values)) if each]
+
+    def one(self, kind: str, name: str, values: Document | None = None) -> Document:
+        """The only document of its kind and name."""
+        (found,) = (
+            each
+            for each in self.documents(values or {})
+            if (each["kind"], each["metadata"]["name"]) == (kind, name)
+        )
+        return found
+
+
+@pytest.fixture
+def render(cluster: Cluster, tmp_path: Path) -> Renderer:
+    return Renderer(cluster, tmp_path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dry_namespace(cluster: Cluster) -> Iterator[None]:
+    """Where everything could be made, and the kinds of the Prometheus operator."""
+    cluster.kubectl("create", "namespace", DRY)
+    for release in (RELEASE, "other"):
+        cluster.kubectl("create", "serviceaccount", f"{release}-test", "-n", DRY)
+    cluster.kubectl("apply", "-f", MONITORING)
+    cluster.kubectl("wait", "--for=condition=Established", "-f", MONITORING, "--timeout=30s")
+    yield
+    cluster.kubectl("delete", "-f", MONITORING)
+    cluster.kubectl("delete", "namespace", DRY, "--wait=false")
+
+
+# --- what is rendered ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_helm_finds_nothing_to_complain_about(render: Renderer, name: str) -> None:
+    render.cluster.helm("lint", "--strict", CHART, "--values", render.values(VALUE_SETS[name]))
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_api_server_takes_every_document_strictly(render: Renderer, name: str) -> None:
+    values = VALUE_SETS[name]
+    kinds = {each["kind"] for each in render.documents(values)}
+    assert (name in ("monitoring", "everything")) == (kinds >= MONITORING_KINDS)
+    text = "\n---\n".join(map(json.dumps, (_in_dry(each) for each in render.documents(values))))
+    words = ("apply", "--dry-run=server", "--validate=strict", "-f", "-")
+    render.cluster.kubectl(*words, stdin=text)
+
+
+def _in_dry(document: Document) -> Document:
+    """Roles for another namespace are looked at in ours, which exists."""
+    if document["metadata"].get("namespace"):
+        document["metadata"]["namespace"] = DRY
+    return document
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_only_the_step_that_mounts_memory_has_privileges(render: Renderer, name: str) -> None:
+    privileged = []
+    for document in render.documents(VALUE_SETS[name]):
+        pod = document if document["kind"] == "Pod" else document.get("spec", {}).get("template")
+        if not pod or "containers" not in pod["spec"]:
+            continue
+        spec = pod["spec"]
+        for container in [*spec.get("initContainers", ()), *spec["containers"]]:
+            merged = {**spec["securityContext"], **container["securityContext"]}
+            if merged.get("privileged"):
+                privileged.append(container["name"])
+                continue
+            assert merged["runAsNonRoot"], container["name"]
+            assert merged["runAsUser"] == 65532
+            assert merged["allowPrivilegeEscalation"] is False
+            assert merged["readOnlyRootFilesystem"] is True
+            assert merged["capabilities"] == {"drop": ["ALL"]}
+            assert merged["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert privileged == ["mount-memory"]
+
+
+def test_the_resource_is_the_one_of_the_repository_and_outlives_the_release(
+    render: Renderer,
+) -> None:
+    source = yaml.safe_load((ROOT / "crds" / RESOURCE).read_text(encoding="utf-8"))
+    rendered = render.one("CustomResourceDefinition", "moetrainingjobs.holdfast.dev")
+    assert rendered["spec"] == source["spec"]
+    assert source["metadata"]["labels"].items() <= rendered["metadata"]["labels"].items()
+    assert rendered["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("budget", "overhead", "wanted"),
+    [
+        ("4Gi", "512Mi", (4 * GIB, 512 * MIB)),
+        ("1.5Gi", "100Ki", (3 * GIB // 2, 100 * 2**10)),
+        ("2Ti", "1Gi", (2 * 2**40, GIB)),
+        ("1T", "1G", (10**12, 10**9)),
+        ("300M", "3k", (300 * 10**6, 3000)),
+        (200 * GIB, GIB + 1, (200 * GIB, GIB + 1)),
+        ("214748364801", "1", (214748364801, 1)),
+        ("0.7Gi", "1", (751619276, 1)),
+    ],
+)
+def test_the_limit_is_the_budget_and_the_overhead(
+    render: Renderer, budget: str | int, overhead: str | int, wanted: tuple[int, int]
+) -> None:
+    values = {"daemon": {"memory": {"budget": budget, "overhead": overhead}}}
+    pod = render.one("DaemonSet", "holdfast-daemon", values)["spec"]["template"]["spec"]
+    (mount,), (daemon,) = pod["initContainers"], pod["containers"]
+    assert f"--budget={wanted[0]}" in daemon["args"]
+    assert f"--size={sum(wanted)}" in mount["command"]
+    memory = daemon["resources"]["requests"]["memory"]
+    assert memory == daemon["resources"]["limits"]["memory"] == str(sum(wanted))
+
+
+@pytest.mark.parametrize("name", ["redis", "external Redis"])
+def test_no_password_is_outside_of_its_secret(render: Renderer, name: str) -> None:
+    documents = render.documents(VALUE_SETS[name])
+    (secret,) = (each for each in documents if each["kind"] == "Secret")
+    found = re.search(r":([^:@]+)@", secret["stringData"]["url"])
+    assert found is not None
+    assert len(found[1]) >= 10
+    documents.remove(secret)
+    assert found[1] not in json.dumps(documents)
+
+
+def test_daemons_read_the_url_of_redis_from_its_secret(render: Renderer) -> None:
+    wanted = {
+        "redis": "holdfast-redis",
+        "external Redis": "holdfast-redis",
+        "Redis of a secret": "redis-url",
+    }
+    for name in ("defaults", *wanted):
+        daemon = render.one("DaemonSet", "holdfast-daemon", VALUE_SETS[name])
+        (container,) = daemon["spec"]["template"]["spec"]["containers"]
+        found = [
+            each["valueFrom"]["secretKeyRef"]["name"]
+            for each in container["env"]
+            if each["name"] == "HOLDFAST_REDIS_URL"
+        ]
+        assert found == ([wanted[name]] if name in wanted else [])
+
+
+def test_one_namespace_needs_no_permission_in_any_other(render: Renderer) -> None:
+    roles = [
+        each
+        for each in render.documents(VALUE_SETS["one namespace"])
+        if each["kind"] == "ClusterRole" and "aggregate" not in json.dumps(each["metadata"])
+    ]
+    allowed = {
+        resource for role in roles for rule in role["rules"] for resource in rule["resources"]
+    }
+    assert allowed == {"nodes", "tokenreviews"}
+    role = render.one("Role", "holdfast-operator-jobs", VALUE_SETS["one namespace"])
+    assert role["metadata"]["namespace"] == "team-a"
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"daemons": {}}, "additional properties 'daemons' not allowed"),
+        ({"daemon": {"memory": {"bugdet": "1Gi"}}}, "additional properties 'bugdet' not allowed"),
+        ({"daemon": {"memory": {"budget": "1 GB"}}}, "'/daemon/memory/budget': '1 GB' does not"),
+        ({"daemon": {"memory": {"budget": "-1"}}}, "'/daemon/memory/budget': '-1' does not match"),
+        ({"daemon": {"memory": {"overhead": 0}}}, "'/daemon/memory/overhead': minimum"),
+        ({"daemon": {"updateStrategy": {"type": "Recreate"}}}, "must be one of 'OnDelete'"),
+        ({"daemon": {"auth": "token"}}, "must be one of 'token-review', 'none'"),
+        ({"operator": {"replicas": "two"}}, "'/operator/replicas': got string, want integer"),
+        ({"operator": {"replicas": 0}}, "'/operator/replicas': minimum"),
+        ({"crds": {"enabled": "yes"}}, "'/crds/enabled': got string, want boolean"),
+        ({"redis": {"external": {"url": "redis.example"}}}, "'/redis/external/url'"),
+        (
+            {"redis": {"enabled": True, "external": {"url": URL}}},
+            "redis.enabled and redis.external exclude each other: choose one",
+        ),
+        (
+            {"monitoring": {"rules": {"enabled": True, "disabled": ["HoldfastNothing"]}}},
+            "monitoring.rules.disabled: there is no alert HoldfastNothing",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_in_these_words(
+    render: Renderer, values: Document, message: str
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        render.text(values)
+    assert message in str(caught.value)
+
+
+# --- what is installed --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def holdfast(cluster: Cluster, dry_namespace: None) -> Iterator[Holdfast]:
+    """Installed as a person would; a resource that another test applied is taken over."""
+    _release(cluster, "install", "--create-namespace", "--take-ownership", *WAIT)
+    yield Holdfast(cluster)
+    if RELEASE in cluster.helm("list", "--short", "--namespace", NAMESPACE).split():
+        cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
+
+
+def _release(cluster: Cluster, verb: str, *words: str, **values: str) -> None:
+    """Run helm with the settings of this machine; `values` are more, with "__" for a dot."""
+    told = {**VALUES, **{name.replace("__", "."): value for name, value in values.items()}}
+    settings = [word for name, value in told.items() for word in ("--set", f"{name}={value}")]
+    cluster.helm(verb, RELEASE, CHART, "--namespace", NAMESPACE, *words, *settings)
+
+
+def test_the_test_of_the_chart_passes(holdfast: Holdfast) -> None:
+    said = holdfast.cluster.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs")
+    assert "The operator leads, MoETrainingJob is served, and every daemon is well." in said
+
+
+def _daemons(cluster: Cluster) -> dict[str, str]:
+    """Name → uid of each daemon's pod."""
+    label = "app.kubernetes.io/component=daemon"
+    found = cluster.get("pods", "-n", NAMESPACE, "-l", label)["items"]
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
+
+
+def _secret(cluster: Cluster) -> Document:
+    found: Document = cluster.get("secret", "holdfast-redis", "-n", NAMESPACE)["data"]
+    return found
+
+
+def test_an_upgrade_leaves_daemons_and_passwords_alone(holdfast: Holdfast) -> None:
+    cluster = holdfast.cluster
+    before = _daemons(cluster)
+    # The image does not exist: what is looked at is what an upgrade keeps, not Redis.
+    redis = {"redis__enabled": "true", "redis__image": "localhost/none:dev"}
+    _release(cluster, "upgrade", **redis)
+    secret = _secret(cluster)
+    _release(cluster, "upgrade", daemon__threads="3", **redis)
+    assert _secret(cluster) == secret
+    assert _daemons(cluster) == before
+    _release(cluster, "upgrade", *WAIT)
+    assert _daemons(cluster) == before
+
+
+def test_a_job_can_be_deleted_when_the_release_is_gone(holdfast: Holdfast) -> None:
+    cluster = holdfast.cluster
+    cluster.apply(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "left-behind", "namespace": DRY},
+            "spec": {
+                "nodes": 2,
+                "parallelism": {"dp": 2},
+                "redundancy": {"raim5": {"groupSize": 2}},
+                "trainer": {
+                    "template": {
+                        "spec": {
+                            "containers": [
+                                {"name": "t", "image": "localhost/none:dev", "command": ["train"]}
+                            ]
+                        }
+                    }
+                },
+            },
+        }
+    )
+
+    def finalizers() -> list[str]:
+        found = cluster.get("moejob", "left-behind", "-n", DRY)["metadata"]
+        return list(found.get("finalizers", ()))
+
+    wait_for("the operator to take the job in", finalizers, 90.0)
+    cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--timeout", "120s")
+    assert finalizers() == []
+    cluster.kubectl("delete", "moejob", "left-behind", "-n", DRY, "--timeout=10s")
+    left = cluster.get("clusterroles,clusterrolebindings", "-l", "app.kubernetes.io/name=holdfast")
+    assert left["items"] == []
