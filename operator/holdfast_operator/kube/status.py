@@ -14,7 +14,7 @@ from holdfast_operator.conditions import phase as phase_of
 from holdfast_operator.counters import counters, to_document
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import JOB_LABEL
-from holdfast_operator.kube.times import ClockPair, seconds_of, timestamp
+from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
 from holdfast_operator.lookups import agent_at, ranks_in, view_of
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import (
@@ -58,7 +58,7 @@ def status_of(
     status: Object = {
         "phase": phase,
         "epoch": state.epoch,
-        "step": step or state.started_from or previous.get("step", 0),
+        "step": step or _step_before(previous, state.epoch, state.started_from),
         "ready": ready,
         "desired": job.world_size,
         "readyText": f"{ready}/{job.world_size}",
@@ -161,6 +161,13 @@ def recoveries_of(status: Object) -> list[Recovery]:
     return found
 
 
+def _step_before(previous: Object, epoch: int, started_from: int | None) -> int:
+    """The newest step that is known when no rank tells of any, such as after the end."""
+    reached: int = previous.get("step", 0)
+    same = previous.get("epoch") == epoch
+    return max(reached, started_from or 0) if same else started_from or reached
+
+
 def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, int]:
     """(ranks at work, nodes whose ranks are all at work)."""
     if membership is None:
@@ -192,7 +199,7 @@ def _members(
 
 
 def _recovery(recovery: Recovery) -> Object:
-    found: Object = {"cause": recovery.cause, "detectedAt": timestamp(recovery.decided_at)}
+    found: Object = {"cause": recovery.cause, "detectedAt": micro_timestamp(recovery.decided_at)}
     if recovery.restored_step is not None:
         found["restoredStep"] = recovery.restored_step
     if recovery.lost_steps is not None:

@@ -118,6 +118,14 @@ def test_steps_and_words_can_wait_and_everything_else_cannot() -> None:
     assert essence(status(world)) != essence(before)
 
 
+def test_the_step_stays_when_the_ranks_have_gone_but_not_across_a_recovery() -> None:
+    world = running()
+    silent = replace(world.decision.state, membership=None, epoch=5, started_from=311)
+    world.decision = replace(world.decision, state=silent)
+    assert status(world, {"step": 400, "epoch": 5})["step"] == 400
+    assert status(world, {"step": 400, "epoch": 4})["step"] == 311
+
+
 def test_recoveries_survive_in_the_status() -> None:
     over = Recovery(
         epoch=2,
@@ -133,7 +141,7 @@ def test_recoveries_survive_in_the_status() -> None:
     assert found["lastRecoveries"] == [
         {
             "cause": "rank 1 lost",
-            "detectedAt": "2023-11-14T22:13:20Z",
+            "detectedAt": "2023-11-14T22:13:20.000000Z",
             "restoredStep": 8,
             "lostSteps": 1,
             "seconds": 4.5,
