@@ -47,7 +47,7 @@ chain = "$(1)/bin/python" -m venv --without-pip "$(2)"; \
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## "; print "make TARGET [ARGS=...]" } \
 		/^##@/ { print "\n" substr($$0, 5) } \
-		/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
+		/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install: $(STAMP) ## Set up .venv (all other targets do this themselves)
@@ -92,6 +92,12 @@ format: $(STAMP) ## Rewrite the sources in the house format
 
 ##@ On a real Kubernetes (needs root and Go)
 
+.PHONY: cluster-demo
+cluster-demo: $(STAMP) ## The same on a real Kubernetes: a rank, a pod, a daemon, a node, the operator
+	@$(CLUSTER) build
+	HOLDFAST_CACHE="$(HOLDFAST_CACHE)" PYTHONPATH=tests/cluster \
+	  $(BIN)/python tests/cluster/cluster_demo.py --report build/cluster-demo/report.json $(ARGS)
+
 .PHONY: cluster
 cluster: $(STAMP) ## Start Kubernetes on this machine, with our images; ARGS="--nodes 3"
 	@$(CLUSTER) up $(ARGS)
@@ -104,6 +110,10 @@ cluster-down: $(STAMP) ## End it
 test-cluster: $(STAMP) ## Run the cluster tests on a cluster of their own
 	@$(CLUSTER) build
 	$(BIN)/python -m pytest tests/cluster $(ARGS)
+
+.PHONY: bench-operator
+bench-operator: $(STAMP) ## Measure the operator with thousands of members; ARGS="--members 200 --jobs 20"
+	@PYTHONPATH=tests/cluster $(BIN)/python -m benchmarks.operator_scale $(ARGS)
 
 ##@ Now and then
 

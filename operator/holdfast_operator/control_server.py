@@ -25,6 +25,9 @@ from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
+RESEND_HEARTBEATS = 2.0
+"""A daemon that does not say that it has the newest membership is sent it again after so many."""
+
 _Stream = grpc.aio.ServicerContext[control_pb2.Heartbeat, control_pb2.ControlMessage]
 
 
@@ -34,6 +37,8 @@ class _Connection:
 
     outbox: asyncio.Queue[control_pb2.ControlMessage | None] = field(default_factory=asyncio.Queue)
     """None ends the stream."""
+    sent: dict[str, tuple[control_pb2.ControlMessage, float]] = field(default_factory=dict)
+    """Of each job, the newest membership that went into the outbox, and when."""
 
 
 @dataclass(slots=True)
@@ -119,6 +124,9 @@ class ControlServer(control_pb2_grpc.ControlServicer):
 
     def publish(self, membership: Membership) -> None:
         """Make `membership` the newest of its job, and send it to whom it concerns."""
+        if membership == self._published.get(membership.job):
+            self._send_news(membership.job)
+            return
         self._unplace(membership.job)
         self._published[membership.job] = membership
         self._messages[membership.job] = control_pb2.ControlMessage(
@@ -276,7 +284,15 @@ class ControlServer(control_pb2_grpc.ControlServicer):
                 drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
                 node.connection.outbox.put_nowait(drop)
             elif membership is not None and _is_newer(membership, theirs):
-                node.connection.outbox.put_nowait(self._messages[job])
+                self._send_membership(node.connection, job)
+
+    def _send_membership(self, connection: _Connection, job: str) -> None:
+        message, now = self._messages[job], self._clock()
+        before, sent_at = connection.sent.get(job, (None, now))
+        # A daemon takes a moment to say that it has it, and that of a large job is long.
+        if before is not message or now - sent_at >= RESEND_HEARTBEATS * self._heartbeat_s:
+            connection.sent[job] = (message, now)
+            connection.outbox.put_nowait(message)
 
 
 def _is_newer(ours: Membership, theirs: JobView | None) -> bool:

@@ -36,6 +36,10 @@ _log = logging.getLogger(__name__)
 
 STUCK_S = GRACE_S + 4.0
 """A pod that is being stopped for longer, on a node whose daemon is silent, is not waited for."""
+STARTING_S = 0.5
+"""No more pods are created in one turn once it takes longer: thousands take long, and a failure
+must not wait for them. The next look starts the rest."""
+STARTS_AT_ONCE = 64
 
 
 class Acting:
@@ -47,7 +51,7 @@ class Acting:
 
     def __init__(self, world: World, attempts: dict[int, int]) -> None:
         self._world, self._attempts = world, attempts
-        self._prepared_for = ""
+        self._prepared_for, self._to_prepare = "", False
         self._lost_at: dict[int, float] = {}
         """Member → last heartbeat of the node that it was lost with, until its pod is made."""
         self._stopping_since: dict[str, float] = {}
@@ -74,6 +78,7 @@ class Acting:
         self._note_losses(before, decision, observed)
         failed: list[Event] = []
         later: list[Coroutine[None, None, None]] = [self._clear_stuck(pods, observed)]
+        starts: list[StartAgent] = []
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         for action in decision.actions:
             match action:
@@ -86,15 +91,16 @@ class Acting:
                     there = [p for p in pods if (p.member, p.node) == (member, node)]
                     going = [p for p in there if p.state is not AgentState.STOPPING]
                     later.append(self._world.trainers.stop(going))
-                case StartAgent(member=member, node=node):
-                    later.append(self._start(job, member, node, pods))
+                case StartAgent():
+                    starts.append(action)
                 case DropJob() if remembered:
                     self._world.server.drop(job.key)
                 case DeleteJob():
                     later.append(self._delete(job))
                 case _:
                     pass  # told as an event and a condition
-        if any(isinstance(action, StartAgent) for action in decision.actions):
+        self._to_prepare |= any(isinstance(action, StartAgent) for action in decision.actions)
+        if self._to_prepare:
             await self._try(self._prepare(job), failed)
         await asyncio.gather(*(self._try(work, failed) for work in later))
         if decision.actions:
@@ -119,10 +125,20 @@ class Acting:
         if self._prepared_for != job.metadata.uid:
             await self._world.trainers.prepare(job)
             self._prepared_for = job.metadata.uid
+        self._to_prepare = False  # what failed is tried again, though all pods are there by then
 
-    async def _start(
-        self, job: MoETrainingJob, member: int, node: str, pods: Sequence[TrainerPod]
+    async def _start_all(
+        self, job: MoETrainingJob, starts: Sequence[StartAgent], failed: list[Event]
     ) -> None:
+        began = self._world.clock()
+        for first in range(0, len(starts), STARTS_AT_ONCE):
+            if self._world.clock() - began >= STARTING_S:
+                return
+            now = starts[first : first + STARTS_AT_ONCE]
+            work = (self._start(job, each.member, each.node) for each in now)
+            await asyncio.gather(*(self._try(each, failed) for each in work))
+
+    async def _start(self, job: MoETrainingJob, member: int, node: str) -> None:
         seen = [pod.attempt for pod in self._world.pods.of(job.key) if pod.member == member]
         attempt = max([self._attempts.get(member, 0), *seen]) + 1
         self._attempts[member] = attempt

@@ -21,6 +21,11 @@ class DaemonPod:
     """(id, whether it runs) of each container."""
     ending: bool
 
+    @property
+    def runs(self) -> bool:
+        """All its containers run, and nobody ends them."""
+        return bool(self.containers) and all(on for _, on in self.containers) and not self.ending
+
 
 def read_daemon(raw: Object) -> DaemonPod:
     """The pod."""
@@ -44,7 +49,10 @@ class Daemons:
         self._changed_at: dict[str, float] = {}
 
     def change(self, before: DaemonPod | None, now: DaemonPod | None) -> None:
-        """One pod came, changed or went."""
+        """One pod came, changed or went. One that runs when it is seen first, as after a start of
+        this process, may have run for long: its node may have lost its power since."""
+        if before is None and now is not None and now.runs:
+            return
         for pod in (before, now):
             if pod is not None and pod.node:
                 self._changed_at[pod.node] = self._clock()

@@ -110,10 +110,17 @@ def test_a_daemon_that_starts_again_is_noticed_and_one_that_runs_on_is_not() -> 
     first = read_daemon(daemon("c1"))
     daemons.change(None, first)
     assert read_daemon(daemon("c1")) == first
+    assert daemons.changed_at("n0") == float("-inf")  # who knows how long it has run
     now[0] = 5.0
     daemons.change(first, read_daemon(daemon("c1", running=False)))
     assert daemons.changed_at("n0") == 5.0
     assert daemons.changed_at("n1") == float("-inf")
+
+
+def test_a_new_pod_of_a_daemon_is_noticed() -> None:
+    daemons = Daemons(lambda: 3.0)
+    daemons.change(None, read_daemon(daemon("c1", running=False)))
+    assert daemons.changed_at("n0") == 3.0
 
 
 def test_times_are_written_as_the_api_wants_them_and_read_back() -> None:

@@ -1,0 +1,204 @@
+"""Holdfast on the test cluster: installed by helm, watched through the API, as its users do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import images
+from cluster import Cluster
+from machine import ROOT, ClusterError, wait_for
+
+NAMESPACE = "holdfast-system"
+RELEASE = "holdfast"
+CHART = ROOT / "charts" / "holdfast"
+VALUES = {
+    "operator.image": images.OPERATOR,
+    "daemon.image": images.DAEMON,
+    "image.pullPolicy": "IfNotPresent",
+    "daemon.memory.budget": "768Mi",
+    "daemon.memory.overhead": "320Mi",
+    "daemon.cpu.request": "50m",
+    "operator.resources.requests.cpu": "50m",
+}
+"""What a machine of two cores that plays five nodes has to spare."""
+
+
+class Holdfast:
+    """The release on `cluster`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def install(self, *, timeout_s: float = 180.0, **values: str) -> None:
+        """Install or upgrade the chart; returns when its pods are ready.
+
+        Args:
+            values: more settings, with "__" for a dot: `redis__enabled="true"`.
+
+        Raises:
+            ClusterError: with helm's words.
+        """
+        told = VALUES | {name.replace("__", "."): value for name, value in values.items()}
+        settings = [word for name, value in told.items() for word in ("--set", f"{name}={value}")]
+        self.cluster.helm(
+            *("upgrade", "--install", RELEASE, CHART, "--namespace", NAMESPACE),
+            *(
+                "--create-namespace",
+                "--take-ownership",
+                "--wait=legacy",
+                "--timeout",
+                f"{timeout_s:g}s",
+                *settings,
+            ),
+        )
+
+    def uninstall(self) -> None:
+        self.cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--wait")
+
+    def daemon_on(self, node: str) -> str:
+        """Name of the daemon's pod on `node`."""
+        return self._pods("daemon", f"spec.nodeName={node}")[0]
+
+    def operators(self) -> list[str]:
+        """Names of the operator's pods."""
+        return self._pods("operator")
+
+    def leader(self) -> str:
+        """Name of the operator's pod that leads; empty when none does."""
+        with suppress(ClusterError):
+            lease = self.cluster.get("lease", "holdfast-operator", "-n", NAMESPACE)
+            return str(lease["spec"].get("holderIdentity") or "").partition("_")[0]
+        return ""
+
+    def kill(self, pod: str, namespace: str = NAMESPACE) -> None:
+        """SIGKILL every process of a pod, as a crash of its container does."""
+        for pid in self.cluster.pod_processes(pod, namespace):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _pods(self, component: str, *fields: str) -> list[str]:
+        selector = f"app.kubernetes.io/name=holdfast,app.kubernetes.io/component={component}"
+        chosen = [word for field in fields for word in ("--field-selector", field)]
+        found = self.cluster.get("pods", "-n", NAMESPACE, "-l", selector, *chosen)
+        return [pod["metadata"]["name"] for pod in found["items"]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """An event of a job."""
+
+    time: float
+    """Seconds since the Unix epoch."""
+    reason: str
+    message: str
+    warning: bool
+
+
+class Job:
+    """One `MoETrainingJob` of the cluster."""
+
+    def __init__(self, cluster: Cluster, document: dict[str, Any]) -> None:
+        self.cluster, self.document = cluster, document
+        self.name: str = document["metadata"]["name"]
+        self.namespace: str = document["metadata"].get("namespace", "default")
+
+    def apply(self) -> None:
+        self.cluster.apply(self.document)
+
+    def delete(self) -> None:
+        """Delete the job; returns when it is gone."""
+        self.cluster.kubectl("delete", "moejob", self.name, "-n", self.namespace, "--timeout=120s")
+
+    def patch(self, spec: dict[str, Any]) -> None:
+        """Change the job's spec."""
+        text = json.dumps({"spec": spec})
+        self.cluster.kubectl(
+            "patch", "moejob", self.name, "-n", self.namespace, "--type=merge", "-p", text
+        )
+
+    def status(self) -> dict[str, Any]:
+        """The job's status; empty before the operator has written any."""
+        found: dict[str, Any] = self.cluster.get("moejob", self.name, "-n", self.namespace)
+        return found.get("status") or {}
+
+    def wait(
+        self, what: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float
+    ) -> dict[str, Any]:
+        """Wait until the status is as wanted; returns it.
+
+        Raises:
+            ClusterError: when it is not within `timeout_s`, or the job has failed; with where it
+                stands.
+        """
+        seen: dict[str, Any] = {}
+
+        def probe() -> bool:
+            with suppress(ClusterError):  # the API server is away with a partition
+                seen.clear()
+                seen.update(self.status())
+            return bool(seen) and (condition(seen) or seen.get("phase") == "Failed")
+
+        try:
+            wait_for(what, probe, timeout_s)
+        except ClusterError as error:
+            raise ClusterError(f"{error}: {self._standing(seen)}") from error
+        if not condition(seen):
+            raise ClusterError(f"the job failed before {what}: {self._standing(seen)}")
+        return seen
+
+    def events(self) -> list[Told]:
+        """All events of the job, oldest first."""
+        chosen = f"regarding.name={self.name},regarding.kind=MoETrainingJob"
+        found = self.cluster.get(
+            "events.events.k8s.io", "-n", self.namespace, "--field-selector", chosen
+        )
+        told = [
+            Told(
+                time=datetime.fromisoformat(item["eventTime"]).timestamp(),
+                reason=item["reason"],
+                message=item["note"],
+                warning=item["type"] == "Warning",
+            )
+            for item in found["items"]
+            if item.get("eventTime")
+        ]
+        return sorted(told, key=lambda event: event.time)
+
+    def member(self, index: int) -> tuple[str, str]:
+        """(pod, node) of a member."""
+        member = next(m for m in self.status()["members"] if m["index"] == index)
+        return member["pod"], member["node"]
+
+    def rank_process(self, index: int) -> int:
+        """Pid, as this host sees it, of a member's first rank: it has the arena mapped.
+
+        Raises:
+            ClusterError: when there is none within a while.
+        """
+        pod, _ = self.member(index)
+
+        def probe() -> int | None:
+            pids = self.cluster.pod_processes(pod, self.namespace)
+            return next((pid for pid in pids if _has_arena(pid)), None)
+
+        found = wait_for(f"the rank of member {index} to map its arena", probe, 60.0)
+        assert found is not None
+        return found
+
+    def _standing(self, status: dict[str, Any]) -> str:
+        told = "; ".join(f"{event.reason}: {event.message}" for event in self.events()[-5:])
+        return f"{status.get('phase')}: {status.get('problem', '')}; last events: {told}"
+
+
+def _has_arena(pid: int) -> bool:
+    with suppress(OSError):
+        return "/arena" in Path(f"/proc/{pid}/maps").read_text()
+    return False

@@ -1,0 +1,286 @@
+"""The example job on the test cluster, with faults: each is injected, survived and accounted for.
+
+The trainer's own log says what training did; the job's status and events say what the operator did.
+Knows nothing that a user of the cluster could not know, but how to break the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster
+from holdfast_system import NAMESPACE, Holdfast, Job
+from jobs import trainer_job
+from machine import ClusterError, wait_for
+
+from holdfast_operator.demo_report import FaultReport, Injected, LoggedStep, account, read_log
+from holdfast_operator.local import Recovery, TimedEvent
+
+RUN_S, RECOVERY_S = 600.0, 240.0
+DETECTION: dict[str, Any] = {
+    "heartbeatSeconds": 0.5,
+    "missedHeartbeats": 4,
+    "replaceSeconds": 0,
+    "hangSeconds": 60,
+}
+DETECTION_S = 2.0
+"""When `DETECTION` calls a silent node lost."""
+
+_OUTPUT = "/output"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A fault of a script."""
+
+    kind: str
+    at: float
+    """Share of all steps that are done when it happens."""
+    inject: Callable[[Run], str]
+    """Does it; returns what was hit, in words."""
+    restarts: bool = True
+    """Training is stopped by it, and begins a new epoch."""
+    after: Callable[[Run], None] = lambda run: None
+    """What is done once it was survived, such as giving a node its power back."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of the job, under a name of its own."""
+
+    cluster: Cluster
+    name: str
+    steps: int
+    say: Callable[[str], None] = print
+    injected: list[Injected] = field(default_factory=list)
+    faults: list[FaultReport] = field(default_factory=list)
+    broken: str = ""
+    """The node that the last fault hit."""
+
+    @property
+    def holdfast(self) -> Holdfast:
+        return Holdfast(self.cluster)
+
+    @property
+    def folder(self) -> Path:
+        """Where the trainer writes; the same on every node."""
+        return self.cluster.home / "shared" / self.name
+
+    @property
+    def job(self) -> Job:
+        document = trainer_job(
+            self.name,
+            steps=self.steps,
+            memory="1500Mi",
+            arguments=(
+                *("--log-file", f"{_OUTPUT}/log.jsonl"),
+                *("--hash-file", f"{_OUTPUT}/sha256"),
+            ),
+        )
+        document["spec"]["failurePolicy"]["detection"] = DETECTION
+        pod = document["spec"]["trainer"]["template"]["spec"]
+        pod["volumes"].append({"name": "output", "hostPath": {"path": str(self.folder)}})
+        mount = {"name": "output", "mountPath": _OUTPUT}
+        pod["containers"][0].setdefault("volumeMounts", []).append(mount)
+        return Job(self.cluster, document)
+
+    def log(self) -> list[LoggedStep]:
+        return read_log(self.folder / "log.jsonl")
+
+    def carry_out(self, script: Sequence[Fault] = ()) -> str:
+        """Run the job to its end, with the faults of `script`; the hash of its final state.
+
+        Raises:
+            ClusterError: when a fault was not survived, or the job did not end well.
+        """
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.folder.chmod(0o777)
+        job = self.job
+        with suppress(ClusterError):
+            job.delete()
+        job.apply()
+        for fault in script:
+            self._inject(job, fault)
+        job.wait("the job to end", lambda status: status.get("phase") == "Complete", RUN_S)
+        return (self.folder / "sha256").read_text().strip()
+
+    def _inject(self, job: Job, fault: Fault) -> None:
+        step = max(1, int(fault.at * self.steps))
+        before = job.wait(
+            f"step {step}, protected",
+            lambda s: s.get("phase") == "Running" and s.get("protectedStep", 0) >= step,
+            RUN_S,
+        )
+        at = time.time()
+        what = fault.inject(self)
+        last = [line for line in self.log() if line.time <= at][-1]
+        done = Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=at)
+        self.injected.append(done)
+        recoveries = before.get("recoveries", 0) + fault.restarts
+
+        def survived(status: dict[str, Any]) -> bool:
+            on = status.get("phase") in ("Running", "Complete")
+            enough = status.get("recoveries", 0) >= recoveries
+            return on and enough and status.get("protectedStep", 0) > done.step + 1
+
+        job.wait(f"{what} to be survived", survived, RECOVERY_S)
+        report = account(done, self.log(), recoveries_of(job.status()), self._told(job))
+        self.faults.append(report)
+        self.say(
+            f"  {what}: noticed after {report.detected_seconds} s, next step after "
+            f"{report.recovery_seconds} s, {report.lost_steps} steps lost, from {report.source}"
+        )
+        fault.after(self)
+
+    def _told(self, job: Job) -> list[TimedEvent]:
+        return [
+            TimedEvent(time=e.time, reason=e.reason, message=e.message, warning=e.warning)
+            for e in job.events()
+        ]
+
+
+def recoveries_of(status: dict[str, Any]) -> list[Recovery]:
+    """The recoveries that a job's status tells of."""
+    found = []
+    for each in status.get("lastRecoveries", []):
+        epoch = re.search(r"in epoch (\d+)", each["cause"])
+        found.append(
+            Recovery(
+                epoch=int(epoch[1]) if epoch else 0,
+                cause=each["cause"],
+                decided_at=datetime.fromisoformat(each["detectedAt"]).timestamp(),
+                step_before=0,
+                restored_step=each.get("restoredStep"),
+                sources=((0, each.get("source", "")),),
+            )
+        )
+    return found
+
+
+# --- what can happen ------------------------------------------------------------------------------
+
+
+def kill_rank(run: Run) -> str:
+    os.kill(run.job.rank_process(2), signal.SIGKILL)
+    return "rank 2"
+
+
+def delete_pod(run: Run) -> str:
+    pod, _ = run.job.member(1)
+    run.cluster.kubectl("delete", "pod", pod, "-n", run.job.namespace, "--wait=false")
+    return f"pod {pod}"
+
+
+def kill_daemon(run: Run) -> str:
+    _, node = run.job.member(1)
+    run.holdfast.kill(run.holdfast.daemon_on(node))
+    return f"daemon on {node}"
+
+
+def kill_node(run: Run) -> str:
+    run.broken = _node_without_operator(run)
+    run.cluster.kill_node(run.broken)
+    return f"power of {run.broken}"
+
+
+def boot_node(run: Run) -> None:
+    run.cluster.boot_node(run.broken)
+    _wait_for_daemon(run)
+
+
+def kill_operator(run: Run) -> str:
+    """In the middle of a recovery, which another replica has to finish."""
+    recoveries = run.job.status().get("recoveries", 0)
+    os.kill(run.job.rank_process(0), signal.SIGKILL)
+    run.job.wait("a recovery", lambda s: s.get("recoveries", 0) > recoveries, 30.0)
+    leader = run.holdfast.leader()
+    run.holdfast.kill(leader)
+    return "rank 0, then the operator"
+
+
+def partition(run: Run) -> str:
+    run.broken = _node_without_operator(run)
+    run.cluster.partition(run.broken)
+    return f"network of {run.broken}"
+
+
+def heal(run: Run) -> None:
+    run.cluster.heal(run.broken)
+    run.cluster.wait_ready([run.broken])
+    _wait_for_daemon(run)
+
+
+def drain(run: Run) -> str:
+    _, run.broken = run.job.member(1)
+    run.cluster.kubectl(
+        *("drain", run.broken, "--ignore-daemonsets", "--delete-emptydir-data", "--force"),
+        *("--pod-selector", "app.kubernetes.io/component=trainer", "--timeout=60s"),
+    )
+    return f"drain of {run.broken}"
+
+
+def uncordon(run: Run) -> None:
+    run.cluster.kubectl("uncordon", run.broken)
+
+
+def roll_out(run: Run) -> str:
+    """A new version of the daemons, node after node, as an administrator does it."""
+    for node in run.cluster.nodes:
+        pod = run.holdfast.daemon_on(node)
+        run.cluster.kubectl("delete", "pod", pod, "-n", NAMESPACE)
+        run.broken = node
+        _wait_for_daemon(run)
+    return "all daemons, in turn"
+
+
+def _node_without_operator(run: Run) -> str:
+    """A member's node that the leading operator is not on: what is to be seen is how soon it acts,
+    not how soon another one takes its place."""
+    leader = run.cluster.get("pod", run.holdfast.leader(), "-n", NAMESPACE)
+    homes: list[str] = [member["node"] for member in run.job.status()["members"]]
+    return next(node for node in reversed(homes) if node != leader["spec"]["nodeName"])
+
+
+def _wait_for_daemon(run: Run) -> None:
+    """The daemon on the broken node is ready again, so that the next fault finds a spare."""
+
+    def ready() -> bool:
+        with suppress(ClusterError, IndexError):
+            pod = run.cluster.get("pod", run.holdfast.daemon_on(run.broken), "-n", NAMESPACE)
+            conditions = {c["type"]: c["status"] for c in pod["status"].get("conditions", [])}
+            return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+        return False
+
+    wait_for(f"the daemon on {run.broken}", ready, 120.0)
+
+
+DEMO = (
+    Fault(kind="kill-rank", at=0.15, inject=kill_rank),
+    Fault(kind="delete-pod", at=0.3, inject=delete_pod),
+    Fault(kind="kill-daemon", at=0.45, inject=kill_daemon, restarts=False),
+    Fault(kind="kill-node", at=0.6, inject=kill_node, after=boot_node),
+    Fault(kind="kill-operator", at=0.75, inject=kill_operator),
+)
+"""What `make cluster-demo` does."""
+
+EVERYTHING = (
+    Fault(kind="kill-rank", at=0.06, inject=kill_rank),
+    Fault(kind="delete-pod", at=0.14, inject=delete_pod),
+    Fault(kind="kill-daemon", at=0.22, inject=kill_daemon, restarts=False),
+    Fault(kind="kill-node", at=0.3, inject=kill_node, after=boot_node),
+    Fault(kind="kill-operator", at=0.4, inject=kill_operator),
+    Fault(kind="partition", at=0.5, inject=partition, after=heal),
+    Fault(kind="drain", at=0.6, inject=drain, after=uncordon),
+    Fault(kind="rollout", at=0.7, inject=roll_out, restarts=False),
+)
