@@ -78,11 +78,14 @@ class Loop:
     """The near side: a server, and how often it called for a look."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls, self.passed_s = 0, 0.0
+        """Time that the server thinks has passed in addition to what has."""
         self._called = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self.server = ControlServer(
-            heartbeat_s=0.5, clock=time.monotonic, on_evidence=self._on_evidence
+            heartbeat_s=0.5,
+            clock=lambda: time.monotonic() + self.passed_s,
+            on_evidence=self._on_evidence,
         )
         self.port = 0
 
@@ -205,6 +208,26 @@ def test_a_daemon_that_comes_back_is_brought_up_to_date() -> None:
             daemon = loop.daemon("n1")
             daemon.beat(state(4, revision=1))
             await daemon.receives(is_membership(4, revision=2))
+
+    asyncio.run(scenario())
+
+
+def test_a_membership_is_not_repeated_to_a_daemon_before_it_can_answer() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            daemon = loop.daemon("n0")
+            daemon.beat()
+            await loop.until(lambda: loop.calls == 1)
+            loop.server.publish(membership(2))
+            loop.server.publish(membership(2))  # as every look does until all daemons have it
+            loop.server.publish(membership(3))
+            await daemon.receives(is_membership(3))
+            assert sum(map(is_membership(2), daemon.received)) == 1
+            loop.passed_s = 60.0
+            loop.server.publish(membership(3))
+            loop.server.publish(membership(4))
+            await daemon.receives(is_membership(4))
+            assert sum(map(is_membership(3), daemon.received)) == 2
 
     asyncio.run(scenario())
 

@@ -99,10 +99,12 @@ class Acting:
                     later.append(self._delete(job))
                 case _:
                     pass  # told as an event and a condition
-        self._to_prepare |= any(isinstance(action, StartAgent) for action in decision.actions)
+        self._to_prepare |= bool(starts)
         if self._to_prepare:
             await self._try(self._prepare(job), failed)
-        await asyncio.gather(*(self._try(work, failed) for work in later))
+        await asyncio.gather(
+            self._start_all(job, starts, failed), *(self._try(work, failed) for work in later)
+        )
         if decision.actions:
             self._world.metrics.observe("act_seconds", self._world.clock() - began)
         if before.outcome is None and decision.state.outcome is not None:

@@ -102,7 +102,7 @@ async def _take_lease(
         }
         try:
             there = await api.get(LEASES, namespace, name)
-            await api.replace(LEASES, namespace, {**there, "spec": {**there["spec"], **spec}})
+            await api.replace(LEASES, namespace, {**there, "spec": {**(there.get("spec") or {}), **spec}})
             return
         except ApiError as error:
             if error.status == NOT_FOUND:

@@ -39,8 +39,8 @@ def carry_out(trainers: SlowTrainers, members: int) -> None:
     )
     actions = tuple(StartAgent(member=m, node=f"n{m}") for m in range(members))
     decision = Decision(actions=actions, state=ControlState(), conditions=(), events=())
-    hands = Acting(cast(World, world), {})
-    work = hands.carry_out(make_job(), ControlState(), decision, [], Observed(), True)
+    hands, seen = Acting(cast(World, world), {}), Observed(nodes={}, agents=())
+    work = hands.carry_out(make_job(), ControlState(), decision, [], seen, True)
     assert asyncio.run(work) == []
 
 
