@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import Membership
-from holdfast_operator.lookups import detection_s, is_reachable, node_of, silent_s
+from holdfast_operator.lookups import agent_at, detection_s, is_reachable, node_of, silent_s
 from holdfast_operator.placement import place_on
 from holdfast_operator.views import (
     Action,
@@ -118,6 +118,12 @@ class Draft:
                 confirmed_epoch=membership.epoch,
                 began_at=self.now,
                 codes_awaited_since=None,
+                carried=frozenset(
+                    place.index
+                    for place in membership.members
+                    if (agent := agent_at(self.observed, place)) is not None
+                    and agent.state is AgentState.RUNNING
+                ),
             )
         self.actions.append(PublishMembership(membership=membership))
 

@@ -189,10 +189,14 @@ def _member_causes(
 
 
 def is_left_over(agent: AgentView, state: ControlState, membership: Membership) -> bool:
-    """Whether an agent may have failed in an earlier epoch: a control loop that starts again does
-    not know. What it took with it in this epoch is known to its daemon."""
-    knows = state.began_at > NEVER or state.resumed_epoch == membership.epoch
-    return agent.state is AgentState.EXITED and agent.exit_code != 0 and not knows
+    """Whether an agent may have failed in an earlier epoch: its daemon tells of the ranks before
+    the agent's own end is known, and a control loop that starts again does not know when it was.
+    What it took with it in this epoch is known to its daemon."""
+    if agent.state is not AgentState.EXITED or agent.exit_code == 0:
+        return False
+    if state.resumed_epoch == membership.epoch:
+        return False
+    return state.began_at == NEVER or agent.member in state.carried
 
 
 def _is_taken_away(agent: AgentView, worked: bool) -> bool:

@@ -253,7 +253,9 @@ def _tend(draft: Draft, membership: Membership) -> str:
     left = [a for a in draft.observed.agents if is_left_over(a, draft.state, membership)]
     if left:
         draft.stop(a for a in left if (a.member, a.node) in homes)
-        draft.state = replace(draft.state, began_at=draft.now)  # the next to fail has failed in it
+        # The next of theirs that fails has failed in this epoch.
+        carried = draft.state.carried.difference(agent.member for agent in left)
+        draft.state = replace(draft.state, began_at=draft.now, carried=carried)
     for place in current.members:
         if agent_at(draft.observed, place) is None:
             draft.actions.append(StartAgent(member=place.index, node=place.node))

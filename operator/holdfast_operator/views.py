@@ -283,6 +283,9 @@ class ControlState:
     silent: frozenset[str] = frozenset()
     """Members' nodes whose silence was told."""
     no_replacement_since: float | None = None
+    carried: frozenset[int] = frozenset()
+    """Members whose agents were at work before the current epoch was published, and are still the
+    same: until training runs, the end of one of them is a part of what ended the last epoch."""
     resumed_epoch: int = 0
     """Newest epoch whose training was seen running, and told."""
     started_from: int | None = None

@@ -102,7 +102,8 @@ async def _take_lease(
         }
         try:
             there = await api.get(LEASES, namespace, name)
-            await api.replace(LEASES, namespace, {**there, "spec": {**(there.get("spec") or {}), **spec}})
+            held = {**(there.get("spec") or {}), **spec}
+            await api.replace(LEASES, namespace, {**there, "spec": held})
             return
         except ApiError as error:
             if error.status == NOT_FOUND:

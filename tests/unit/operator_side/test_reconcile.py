@@ -125,10 +125,12 @@ def test_agents_that_fail_together_while_an_epoch_forms_share_the_next_one() -> 
     world = running()
     world.lose_rank(0)
     world.look()
-    for member in range(4):
-        world.exit_agent(member, 1)
-        world.look()
-        world.now += 0.1
+    for _ in ("with the last epoch", "in this one"):
+        assert world.membership.epoch == 2
+        for member in range(4):
+            world.exit_agent(member, 1)
+            world.look()
+            world.now += 0.1
     world.settle(2.0)
     assert world.membership.epoch == 3 and world.condition("Running")[0]
 

@@ -159,3 +159,28 @@ def test_a_worker_that_never_had_a_session_is_seen_by_its_code() -> None:
     assert world.state.outcome is Outcome.FAILED
     assert world.state.outcome_reason.startswith("rank 2 exited with code 1; 0 restarts")
     assert world.condition("Failed")[1] == "MaxRestartsExceeded"
+
+
+def test_an_agent_that_ends_after_its_ranks_is_started_again_in_the_epoch_that_they_began() -> None:
+    world = running()
+    world.lose_rank(2)
+    world.look()
+    assert world.membership.epoch == 2
+    world.exit_agent(1, 137)
+    world.settle(5.0)
+    assert world.membership.epoch == 2
+    assert (world.state.counted, world.state.recoveries) == (1, 1)
+    assert world.phase() == "Running"
+
+
+def test_an_agent_that_fails_again_before_training_ran_counts() -> None:
+    world = running()
+    world.lose_rank(2)
+    world.look()
+    world.exit_agent(1, 137)
+    world.look()
+    world.look()
+    world.exit_agent(1, 1)
+    world.settle(5.0)
+    assert world.membership.epoch == 3
+    assert world.state.counted == 2
