@@ -131,6 +131,7 @@ def test_agents_that_fail_together_while_an_epoch_forms_share_the_next_one() -> 
             world.exit_agent(member, 1)
             world.look()
             world.now += 0.1
+        world.look()
     world.settle(2.0)
     assert world.membership.epoch == 3 and world.condition("Running")[0]
 
