@@ -45,12 +45,21 @@ _INOTIFY_INSTANCES = 2048
 class Cluster:
     """Nodes `node1` … `nodeN` and their control plane. A context manager that owns all of it."""
 
-    def __init__(self, nodes: int = 5, *, slot: int | None = None, attach: bool = False) -> None:
+    def __init__(
+        self,
+        nodes: int = 5,
+        *,
+        slot: int | None = None,
+        attach: bool = False,
+        node_grace_s: int = 50,
+    ) -> None:
         """
         Args:
             nodes: how many to start.
             slot: which slot to take; the first free one when None.
             attach: use what runs in the slot already, instead of taking it; see `running`.
+            node_grace_s: how long a node whose kubelet is silent stays Ready. Simulated nodes
+                renew their leases five times within it, which thousands should not do often.
 
         Raises:
             ClusterError: when the machine lacks something, or the slot is taken; says what.
@@ -75,6 +84,7 @@ class Cluster:
             network=self.network,
             binaries=self.binaries,
             processes=self.processes,
+            node_grace_s=node_grace_s,
         )
         self.nodes = {f"node{number}": self._node(number) for number in range(1, nodes + 1)}
 
@@ -282,21 +292,8 @@ class Cluster:
         """Add nodes `sim-1` … that KWOK plays; pods must tolerate `kwok.x-k8s.io/node=fake`."""
         if self.processes.find("kwok") is None:
             self.control_plane.start_kwok()
-        taint = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
         names = [f"sim-{number}" for number in range(1, count + 1)]
-        items = [
-            {
-                "apiVersion": "v1",
-                "kind": "Node",
-                "metadata": {
-                    "name": name,
-                    "annotations": _SIMULATED,
-                    "labels": {"kubernetes.io/hostname": name, **_SIMULATED},
-                },
-                "spec": {"taints": [taint]},
-            }
-            for name in names
-        ]
+        items = [simulated_node(name) for name in names]
         self.apply({"apiVersion": "v1", "kind": "List", "items": items})
         self.wait_ready(names)
 
@@ -304,6 +301,21 @@ class Cluster:
         """Take the simulated nodes away, with the pods on them."""
         self.processes.end("kwok")
         self.kubectl("delete", "nodes", "-l", ",".join(f"{k}={v}" for k, v in _SIMULATED.items()))
+
+
+def simulated_node(name: str) -> dict[str, Any]:
+    """A node that KWOK plays, once `simulate_nodes` has started it."""
+    taint = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "annotations": _SIMULATED,
+            "labels": {"kubernetes.io/hostname": name, **_SIMULATED},
+        },
+        "spec": {"taints": [taint]},
+    }
 
 
 def _is_ready(node: Document, since: datetime | None) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import images
 import pytest
 from cluster import Cluster
+from holdfast_system import Holdfast
 from machine import ClusterError
 
 _HERE = Path(__file__).parent
@@ -27,7 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder: they take minutes, not the usual seconds."""
+    """Mark the tests of this folder: they take minutes, not the usual seconds. Files that install
+    Holdfast come last: others run an operator of their own, and two would work on the same jobs."""
+    installing = {each.path for each in items if "holdfast" in getattr(each, "fixturenames", ())}
+    items.sort(key=lambda item: item.path in installing)
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("cluster")
@@ -48,6 +52,14 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with owned:
         owned.load_image(archive)
         yield owned
+
+
+@pytest.fixture(scope="session")
+def holdfast(cluster: Cluster) -> Holdfast:
+    """The chart, installed; it stays. A test that changes the release puts it back."""
+    system = Holdfast(cluster)
+    system.install()
+    return system
 
 
 @pytest.hookimpl(wrapper=True)

@@ -37,7 +37,7 @@ class Holdfast:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    def install(self, *, timeout_s: float = 180.0, **values: str) -> None:
+    def install(self, chart: Path = CHART, *, timeout_s: float = 180.0, **values: str) -> None:
         """Install or upgrade the chart; returns when its pods are ready.
 
         Args:
@@ -49,7 +49,7 @@ class Holdfast:
         told = VALUES | {name.replace("__", "."): value for name, value in values.items()}
         settings = [word for name, value in told.items() for word in ("--set", f"{name}={value}")]
         self.cluster.helm(
-            *("upgrade", "--install", RELEASE, CHART, "--namespace", NAMESPACE),
+            *("upgrade", "--install", RELEASE, chart, "--namespace", NAMESPACE),
             *(
                 "--create-namespace",
                 "--take-ownership",

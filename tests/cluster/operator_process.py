@@ -45,6 +45,12 @@ class OperatorProcess:
         """Where daemons dial."""
         return f"127.0.0.1:{self.control_port}"
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> Self:
         self.start()
         return self

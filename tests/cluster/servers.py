@@ -31,6 +31,16 @@ _AUDIT_POLICY = {
         {"level": "None"},
     ],
 }
+_KWOK = {
+    "apiVersion": "config.kwok.x-k8s.io/v1alpha1",
+    "kind": "KwokConfiguration",
+    # Thousands of nodes and pods; by default four of each are seen to at a time.
+    "options": {
+        "nodeLeaseParallelism": 16,
+        "nodePlayStageParallelism": 16,
+        "podPlayStageParallelism": 16,
+    },
+}
 _START_S = 60.0
 
 
@@ -42,6 +52,8 @@ class ControlPlane:
     network: Network
     binaries: Binaries
     processes: Processes
+    node_grace_s: int = 50
+    """How long a node whose kubelet is silent stays Ready."""
 
     @property
     def kubeconfigs(self) -> Path:
@@ -83,11 +95,15 @@ class ControlPlane:
     def start_kwok(self) -> None:
         """Start what plays the kubelet of nodes annotated `kwok.x-k8s.io/node: fake`."""
         selector = "kwok.x-k8s.io/node=fake"
+        settings = self.home / "kwok.json"
+        settings.write_text(json.dumps(_KWOK))
+        configs = ("--config", self.binaries.find(KWOK_STAGES), "--config", settings)
         self._start(
             "kwok",
-            *("--kubeconfig", self.kubeconfig, "--config", self.binaries.find(KWOK_STAGES)),
+            *("--kubeconfig", self.kubeconfig, *configs),
             *("--manage-nodes-with-annotation-selector", selector, "--cidr", "10.240.0.0/13"),
-            *("--node-lease-duration-seconds", "40", "--node-ip", self.network.control_address),
+            *("--node-lease-duration-seconds", str(self.node_grace_s * 4 // 5)),
+            *("--node-ip", self.network.control_address),
         )
 
     @property
@@ -127,6 +143,7 @@ class ControlPlane:
             *("--kubeconfig", self.kubeconfigs / "kube-controller-manager", *common),
             *("--service-account-private-key-file", self._key, "--use-service-account-credentials"),
             *("--root-ca-file", self._certificate),
+            *("--node-monitor-grace-period", f"{self.node_grace_s}s"),
         )
         self._start("kube-scheduler", "--kubeconfig", self.kubeconfigs / "kube-scheduler", *common)
         zone = f"kubernetes cluster.local {{\n    kubeconfig {self.kubeconfig} {ADMIN}\n  }}"

@@ -1,0 +1,282 @@
+"""What each permission of Holdfast is for, as something that one can see done, or not done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import jobs
+from audit import Audit, Permission
+from daemon_calls import hello, token_for
+from holdfast_system import NAMESPACE, Holdfast
+from machine import ClusterError, wait_for
+
+from holdfast_core.errors import HoldfastError
+
+TEAM = "rbac-test"
+WAIT_S = 60.0
+OPERATOR, DAEMON = f"{NAMESPACE}:holdfast-operator", f"{NAMESPACE}:holdfast-daemon"
+LEASE = ("lease", "holdfast-operator", "-n", NAMESPACE)
+ENDPOINTS = ("endpointslice", "holdfast-control", "-n", NAMESPACE)
+
+Document = dict[str, Any]
+
+
+class Scene:
+    """The system, and the job that a check makes."""
+
+    def __init__(self, holdfast: Holdfast, name: str) -> None:
+        self.holdfast, self.cluster = holdfast, holdfast.cluster
+        self.name = name
+        self.seen = ""
+        """What a check noted when it began."""
+        self.audit = Audit(self.cluster)
+
+    def job(self, **spec: Any) -> None:
+        """Apply a job of one member, whose pod never gets further than its image."""
+        container = {"name": "trainer", "image": "localhost/none", "command": ["train"]}
+        container["imagePullPolicy"] = "Never"
+        self.cluster.apply(_job(self.name, container, spec))
+
+    def short_job(self) -> None:
+        """Apply a job that is done at once, and goes."""
+        document = jobs.trainer_job(self.name, namespace=TEAM)
+        pod = document["spec"]["trainer"]["template"]["spec"]
+        pod["containers"][0] |= {"command": ["python", "-c", "pass"], "args": []}
+        job = _job(self.name, {}, {"ttlSecondsAfterFinished": 0})
+        job["spec"]["trainer"] = document["spec"]["trainer"]
+        self.cluster.apply(job)
+
+    def find(self, kind: str, name: str = "") -> Document:
+        """An object of the job's namespace; empty when there is none."""
+        with suppress(ClusterError):
+            found: Document = self.cluster.get(kind, name or self.name, "-n", TEAM)
+            return found
+        return {}
+
+    def status(self) -> Document:
+        found: Document = self.find("moejob").get("status") or {}
+        return found
+
+    def pods(self) -> list[Document]:
+        """The job's pods that are not being deleted."""
+        label = f"holdfast.dev/job={self.name}"
+        found = self.cluster.get("pods", "-n", TEAM, "-l", label)["items"]
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def wait_standby(self) -> None:
+        """Return when one operator leads and another waits to follow."""
+        ready = "{.status.readyReplicas}/{.status.updatedReplicas}/{.status.replicas}"
+        words = ("deployment", "holdfast-operator", "-n", NAMESPACE, "-o", f"jsonpath={ready}")
+        wait_for(
+            "two operators",
+            lambda: (
+                self.cluster.kubectl("get", *words) == "2/2/2"
+                and self.holdfast.leader() in self.holdfast.operators()
+            ),
+            WAIT_S,
+        )
+
+    def change_leader(self) -> None:
+        """Let the other operator follow."""
+        leader = self.holdfast.leader()
+        self.cluster.kubectl("delete", "pod", leader, "-n", NAMESPACE, "--wait=false")
+        wait_for("another leader", lambda: self.holdfast.leader() not in ("", leader), WAIT_S)
+
+    def endpoint(self) -> str:
+        """Address that daemons are sent to; empty when there is none."""
+        with suppress(ClusterError):
+            return str(self.cluster.get(*ENDPOINTS)["endpoints"][0]["addresses"][0])
+        return ""
+
+    def leader_address(self) -> str:
+        with suppress(ClusterError):
+            pod = self.cluster.get("pod", self.holdfast.leader(), "-n", NAMESPACE)
+            return str(pod["status"].get("podIP", ""))
+        return ""
+
+    def used(self, account: str) -> set[Permission]:
+        """What was asked and allowed since the check began."""
+        return {r.permission for r in self.audit.requests(account) if not r.refused}
+
+    def refused(self, account: str) -> set[Permission]:
+        return {r.permission for r in self.audit.requests(account) if r.refused}
+
+
+def _job(name: str, container: Document, spec: Document) -> Document:
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "metadata": {"name": name, "namespace": TEAM},
+        "spec": {
+            "nodes": 1,
+            "parallelism": {"dp": 1, "ep": 1},
+            "redundancy": {"type": "None"},
+            "snapshot": {"memoryPerNode": "16Mi"},
+            "trainer": {"template": {"spec": {"containers": [container]}}},
+            **spec,
+        },
+    }
+
+
+# --- what each permission is for ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """What the system does by a permission.
+
+    Args:
+        provoke: makes the system want to use it.
+        done: whether it has done so.
+        again: it does not try again by itself, so that it is provoked once more.
+        changes_leader: the permission is used when an operator begins to lead.
+        refusal: what is refused without it; the permission itself when None.
+        values: of the chart, when the rule is not among its default ones.
+    """
+
+    provoke: Callable[[Scene], None]
+    done: Callable[[Scene], object]
+    again: bool = False
+    changes_leader: bool = False
+    refusal: Permission | None = None
+    account: str = OPERATOR
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+def _job_of_a_new_leader(scene: Scene) -> None:
+    scene.change_leader()
+    scene.job()
+
+
+def suspended_job(scene: Scene) -> None:
+    """A job that has had its pod, and shall have none."""
+    scene.job()
+    wait_for("the pod", scene.pods, WAIT_S)
+    scene.job(suspend=True)
+
+
+def _job_whose_pod_is_there(scene: Scene) -> None:
+    container = {"name": "trainer", "image": "localhost/none", "imagePullPolicy": "Never"}
+    metadata = {"name": f"{scene.name}-0-1", "namespace": TEAM}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+    scene.cluster.apply({**pod, "spec": {"containers": [container]}})
+    scene.job()
+
+
+def _note_renewal(scene: Scene) -> None:
+    scene.seen = scene.cluster.get(*LEASE)["spec"]["renewTime"]
+
+
+def _is_renewed(scene: Scene) -> bool:
+    return bool(scene.cluster.get(*LEASE)["spec"]["renewTime"] > scene.seen)
+
+
+def _delete(*what: str) -> Callable[[Scene], None]:
+    def provoke(scene: Scene) -> None:
+        scene.cluster.kubectl("delete", *what)
+
+    return provoke
+
+
+def _exists(*what: str) -> Callable[[Scene], bool]:
+    def done(scene: Scene) -> bool:
+        with suppress(ClusterError):
+            return bool(scene.cluster.get(*what))
+        return False
+
+    return done
+
+
+def _made(kind: str, suffix: str = "") -> Check:
+    """Of an object that a job gets."""
+    return Check(provoke=Scene.job, done=lambda scene: scene.find(kind, f"{scene.name}{suffix}"))
+
+
+def _is_known(scene: Scene) -> bool:
+    """Whether the daemon takes the pod for one of its job."""
+    pod = scene.pods()[0]
+    token = token_for(scene.cluster, pod["metadata"]["name"], TEAM)
+    try:
+        return bool(hello(scene.cluster, pod["spec"]["nodeName"], token, f"{TEAM}.{scene.name}"))
+    except HoldfastError as error:
+        scene.seen = str(error)
+        return False
+
+
+def _show_token(scene: Scene) -> None:
+    scene.job()
+    wait_for("the pod", lambda: [p for p in scene.pods() if "nodeName" in p["spec"]], WAIT_S)
+    assert not _is_known(scene)
+    assert "let its service account create tokenreviews.authentication.k8s.io" in scene.seen
+
+
+def _events(scene: Scene) -> bool:
+    chosen = f"regarding.name={scene.name},regarding.kind=MoETrainingJob"
+    words = ("events.events.k8s.io", "-n", TEAM, "--field-selector", chosen)
+    return bool(scene.cluster.get(*words)["items"])
+
+
+def _gang(name: str) -> Callable[[Scene], None]:
+    return lambda scene: scene.job(scheduling={"gang": name})
+
+
+GANGS = {"gangScheduling__volcano": "true", "gangScheduling__coscheduling": "true"}
+CREATE_ROLE = Permission(verb="create", group="rbac.authorization.k8s.io", resource="roles")
+GET_POD = Permission(verb="get", group="", resource="pods")
+
+CHECKS = {
+    "jobs-watch": Check(provoke=_job_of_a_new_leader, done=Scene.status, changes_leader=True),
+    # Nobody may grant what he may not do.
+    "jobs-get": Check(
+        provoke=Scene.job,
+        done=lambda scene: scene.find("role", f"{scene.name}-trainer"),
+        refusal=CREATE_ROLE,
+    ),
+    "jobs-patch": Check(
+        provoke=Scene.job, done=lambda scene: scene.find("moejob")["metadata"].get("finalizers")
+    ),
+    "jobs-delete": Check(provoke=Scene.short_job, done=lambda scene: not scene.find("moejob")),
+    "jobs-status": Check(provoke=Scene.job, done=Scene.status),
+    "pods-watch": Check(provoke=_job_of_a_new_leader, done=Scene.status, changes_leader=True),
+    "pods-get": Check(
+        provoke=_job_whose_pod_is_there,
+        done=lambda scene: GET_POD in scene.used(OPERATOR),
+        again=True,
+    ),
+    "pods-create": Check(provoke=Scene.job, done=Scene.pods, again=True),
+    "pods-delete": Check(provoke=suspended_job, done=lambda scene: not scene.pods()),
+    "services-create": _made("service"),
+    "serviceaccounts-create": _made("serviceaccount", "-trainer"),
+    "roles-create": _made("role", "-trainer"),
+    "rolebindings-create": _made("rolebinding", "-trainer"),
+    "events-create": Check(provoke=Scene.job, done=_events, again=True),
+    "volcano-create": Check(
+        provoke=_gang("Volcano"),
+        done=lambda scene: scene.find("podgroups.scheduling.volcano.sh"),
+        values=GANGS,
+    ),
+    "coscheduling-create": Check(
+        provoke=_gang("Coscheduling"),
+        done=lambda scene: scene.find("podgroups.scheduling.x-k8s.io"),
+        values=GANGS,
+    ),
+    "nodes-watch": Check(provoke=_job_of_a_new_leader, done=Scene.status, changes_leader=True),
+    "daemons-watch": Check(
+        provoke=_job_of_a_new_leader,
+        done=Scene.status,
+        changes_leader=True,
+        values={"operator__watchNamespace": TEAM},
+    ),
+    "lease-create": Check(provoke=_delete(*LEASE), done=_exists(*LEASE)),
+    "lease-renew": Check(provoke=_note_renewal, done=_is_renewed),
+    "endpoints-create": Check(provoke=_delete(*ENDPOINTS), done=_exists(*ENDPOINTS)),
+    "endpoints-renew": Check(
+        provoke=Scene.change_leader,
+        done=lambda scene: scene.endpoint() == scene.leader_address() != "",
+        changes_leader=True,
+    ),
+    "tokenreviews-create": Check(provoke=_show_token, done=_is_known, account=DAEMON),
+}

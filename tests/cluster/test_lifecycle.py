@@ -1,0 +1,360 @@
+"""From the beginning of a job to its end, and of the release: nothing is left behind, nothing is
+wedged, and nothing loops."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+from audit import Audit
+from cluster import Cluster
+from daemon_calls import hello, token_for
+from holdfast_system import CHART, NAMESPACE, Holdfast, Job
+from machine import ClusterError, wait_for
+
+from holdfast_core.errors import AccessDeniedError
+from holdfast_operator.kube.farewell import FINALIZER
+
+TEAM = "lifecycle-test"
+WAIT_S = 90.0
+MEMORY = "/run/holdfast/memory"
+TOKEN = "run/secrets/holdfast.dev/token"
+"""/var/run is a link to /run, which would lead to this host's."""
+STEPS = 100_000
+"""More than any test waits for."""
+
+Document = dict[str, Any]
+
+
+def _small(name: str, template: Document | None = None, **spec: Any) -> Document:
+    """A job of one member, whose pod never gets further than its image."""
+    container = {"name": "trainer", "image": "localhost/none", "imagePullPolicy": "Never"}
+    container["command"] = ["train"]  # type: ignore[assignment]
+    pod = {"containers": [container]} | (template or {})
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "metadata": {"name": name, "namespace": TEAM},
+        "spec": {
+            "nodes": 1,
+            "parallelism": {"dp": 1, "ep": 1},
+            "redundancy": {"type": "None"},
+            "snapshot": {"memoryPerNode": "16Mi"},
+            "trainer": {"template": {"spec": pod}},
+            **spec,
+        },
+    }
+
+
+class System:
+    """The release, and what its jobs have."""
+
+    def __init__(self, holdfast: Holdfast) -> None:
+        self.holdfast, self.cluster = holdfast, holdfast.cluster
+
+    def job(self, document: Document) -> Job:
+        """Apply a job."""
+        found = Job(self.cluster, document)
+        found.apply()
+        return found
+
+    def names(self, kinds: str, *words: str) -> list[str]:
+        """`kind/name` of objects in the jobs' namespace."""
+        found = self.cluster.kubectl("get", kinds, "-n", TEAM, "-o", "name", *words)
+        return found.split()
+
+    def pods(self, job: str) -> dict[str, str]:
+        """Name → uid of each pod of a job."""
+        label = f"holdfast.dev/job={job}"
+        found = self.cluster.get("pods", "-n", TEAM, "-l", label)["items"]
+        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
+
+    def metadata(self, job: str) -> Document:
+        found: Document = self.cluster.get("moejob", job, "-n", TEAM)["metadata"]
+        return found
+
+    def is_there(self, job: str) -> bool:
+        return f"moetrainingjob.holdfast.dev/{job}" in self.names("moejob")
+
+    def wait_taken_in(self, job: str) -> None:
+        """Return once the operator holds on to the job."""
+        wait_for(
+            f"the finalizer of {job}",
+            lambda: FINALIZER in self.metadata(job).get("finalizers", ()),
+            WAIT_S,
+        )
+
+    def wait_pod(self, job: str) -> str:
+        """Name of the only pod of a job, once it has a node."""
+
+        def found() -> str:
+            pods = self.cluster.get("pods", "-n", TEAM, "-l", f"holdfast.dev/job={job}")["items"]
+            return next((p["metadata"]["name"] for p in pods if "nodeName" in p["spec"]), "")
+
+        return wait_for(f"the pod of {job}", found, WAIT_S)
+
+    def used_bytes(self) -> dict[str, tuple[float, int]]:
+        """Node → (what its daemon says that it has allocated, what its tmpfs has in use)."""
+        found = {}
+        for node in self.cluster.nodes:
+            pod = self.cluster.get("pod", self.holdfast.daemon_on(node), "-n", NAMESPACE)
+            url = f"http://{pod['status']['podIP']}:7703/metrics"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                text = answer.read().decode()
+            told = re.search(r"^holdfast_memory_used_bytes (\S+)$", text, re.MULTILINE)
+            assert told is not None
+            disk = os.statvfs(self.cluster.nodes[node].path(MEMORY))
+            found[node] = (float(told[1]), (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
+        return found
+
+    def scale_operator(self, replicas: int) -> None:
+        """Returns when that many are there, and ready."""
+        words = ("deployment", "holdfast-operator", "-n", NAMESPACE)
+        self.cluster.kubectl("scale", *words, f"--replicas={replicas}")
+        wait_for("the operators", lambda: len(self.holdfast.operators()) == replicas, WAIT_S)
+        self.cluster.kubectl("rollout", "status", *words, "--timeout=90s")
+
+    def live_through_another(self, name: str) -> None:
+        """A job comes and goes: the operator has looked at all there is meanwhile."""
+        other = self.job(_small(name))
+        self.wait_pod(name)
+        other.delete()
+
+
+@pytest.fixture(scope="module")
+def system(cluster: Cluster, holdfast: Holdfast) -> Iterator[System]:
+    cluster.kubectl("create", "namespace", TEAM)
+    yield System(holdfast)
+    cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
+    cluster.kubectl("delete", "namespace", TEAM, "--wait=false")
+
+
+@pytest.fixture
+def training(system: System) -> Job:
+    """A real job of four members, which trains and is protected; made when it is not there."""
+    job = system.job(jobs.trainer_job("training", namespace=TEAM, steps=STEPS))
+    job.wait("the job to be protected", _is_protected, 180.0)
+    return job
+
+
+def _is_protected(status: Document) -> bool:
+    return status.get("phase") == "Running" and status.get("protectedStep", 0) > 0
+
+
+def _condition(status: Document, kind: str) -> tuple[str, str]:
+    """(status, reason) of a condition; empty when there is none."""
+    found = (c for c in status.get("conditions", ()) if c["type"] == kind)
+    return next(((c["status"], c["reason"]) for c in found), ("", ""))
+
+
+def _older_chart(folder: Path) -> Path:
+    chart = folder / "holdfast"
+    shutil.copytree(CHART, chart)
+    described = chart / "Chart.yaml"
+    text = described.read_text(encoding="utf-8")
+    described.write_text(re.sub(r"(?m)^version: .*$", "version: 0.0.1", text), encoding="utf-8")
+    return chart
+
+
+# --- a job that trains --------------------------------------------------------------------------
+
+
+def test_an_upgrade_of_the_chart_lets_a_job_train_on(
+    system: System, training: Job, tmp_path: Path
+) -> None:
+    system.holdfast.install(_older_chart(tmp_path))
+    training.wait("the job to be followed", _is_protected, WAIT_S)
+    pods, operators = system.pods("training"), system.holdfast.operators()
+    before = training.status()
+    system.holdfast.install()
+    wait_for(
+        "an operator of the new version to lead",
+        lambda: system.holdfast.leader() not in ("", *operators),
+        WAIT_S,
+    )
+    after = training.wait("the step to grow", lambda s: s["step"] > before["step"], WAIT_S)
+    assert system.pods("training") == pods
+    assert len(pods) == 4
+    assert after["epoch"] == before["epoch"]
+    assert after["restarts"] == before["restarts"]
+
+
+def test_a_suspended_job_keeps_its_memory_and_goes_on_where_it_was(
+    system: System, training: Job
+) -> None:
+    training.patch({"suspend": True})
+    status = training.wait("the suspension", lambda s: s.get("phase") == "Suspended", WAIT_S)
+    wait_for("the pods to go", lambda: not system.pods("training"), WAIT_S)
+    assert status["protectedStep"] > 0
+    assert sum(told > 0 for told, _ in system.used_bytes().values()) >= 4
+    training.patch({"suspend": False})
+    resumed = training.wait("training", _is_protected, 180.0)
+    assert resumed["step"] >= status["protectedStep"]
+    assert resumed["restarts"] == status["restarts"]
+    assert resumed["epoch"] > status["epoch"]
+    wait_for(
+        "the event of the resumption",
+        lambda: any(
+            event.reason == "Running"
+            and f"in epoch {resumed['epoch']} from" in event.message
+            and "from the beginning" not in event.message
+            for event in training.events()
+        ),
+        WAIT_S,
+    )
+
+
+def test_a_pod_is_let_in_to_its_own_job_alone(system: System, training: Job) -> None:
+    cluster = system.cluster
+    pod, node = training.member(0)
+    process = training.rank_process(0)
+    mounted = Path(f"/proc/{process}/root/{TOKEN}").read_text(encoding="utf-8").strip()
+    other = system.job(_small("curious"))
+    theirs = token_for(cluster, system.wait_pod("curious"), TEAM)
+    assert hello(cluster, node, mounted, f"{TEAM}.training") == training.status()["epoch"]
+    with pytest.raises(AccessDeniedError, match=f"pod {pod} of"):
+        hello(cluster, node, mounted, f"{TEAM}.curious")
+    with pytest.raises(AccessDeniedError, match="pod curious-0-1 of"):
+        hello(cluster, node, theirs, f"{TEAM}.training")
+    other.delete()
+
+
+def test_a_deleted_job_leaves_no_object_and_no_memory(system: System, training: Job) -> None:
+    nodes = [member["node"] for member in training.status()["members"]]
+    before = system.used_bytes()
+    assert all(told > 0 for told, _ in (before[node] for node in nodes))
+    training.delete()
+    # The daemons say so before the job is gone.
+    after = system.used_bytes()
+    assert {told for told, _ in after.values()} == {0.0}
+    for node in nodes:
+        assert after[node][1] < before[node][1] / 10
+    kinds = "pods,services,serviceaccounts,roles,rolebindings"
+    wait_for(
+        "all objects to go",
+        lambda: not [name for name in system.names(kinds) if "/training" in name],
+        WAIT_S,
+    )
+
+
+# --- without an operator ------------------------------------------------------------------------
+
+
+def test_a_job_that_is_deleted_while_no_operator_runs_goes_with_the_next_one(
+    system: System,
+) -> None:
+    system.job(_small("patient"))
+    system.wait_taken_in("patient")
+    system.wait_pod("patient")
+    system.scale_operator(0)
+    try:
+        system.cluster.kubectl("delete", "moejob", "patient", "-n", TEAM, "--wait=false")
+        metadata = system.metadata("patient")
+        assert "deletionTimestamp" in metadata
+        assert metadata["finalizers"] == [FINALIZER]
+    finally:
+        system.scale_operator(2)
+    wait_for("the job to go", lambda: not system.is_there("patient"), WAIT_S)
+    wait_for("its pod to go", lambda: not system.pods("patient"), WAIT_S)
+
+
+def test_after_the_release_is_gone_jobs_and_their_namespace_can_be_deleted(
+    system: System,
+) -> None:
+    cluster, namespace = system.cluster, f"{TEAM}-left"
+    cluster.kubectl("create", "namespace", namespace)
+    for name in ("first", "second"):
+        document = _small(name)
+        document["metadata"]["namespace"] = namespace
+        cluster.apply(document)
+
+    def taken_in() -> bool:
+        found = cluster.get("moejob", "-n", namespace)["items"]
+        return all("finalizers" in job["metadata"] for job in found)
+
+    wait_for("the jobs to be taken in", taken_in, WAIT_S)
+    system.holdfast.uninstall()
+    try:
+        cluster.kubectl("delete", "moejob", "first", "-n", namespace, "--timeout=10s")
+        cluster.kubectl("delete", "namespace", namespace, "--timeout=60s")
+    finally:
+        system.holdfast.install()
+    # And the next release takes over at once.
+    wait_for("a leader", lambda: system.holdfast.leader() in system.holdfast.operators(), 15.0)
+    system.live_through_another("newcomer")
+
+
+# --- jobs that do not run -----------------------------------------------------------------------
+
+TOO_MUCH = {"requests": {"cpu": "1000"}}
+NOWHERE = {
+    "podAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "labelSelector": {"matchLabels": {"app": "that-nobody-has"}},
+                "topologyKey": "kubernetes.io/hostname",
+            }
+        ]
+    }
+}
+
+
+@pytest.mark.parametrize("reason", ["WaitingForNodes", "Unschedulable"])
+def test_a_job_without_room_says_so_once_and_waits(system: System, reason: str) -> None:
+    name = reason.lower()
+    document = _small(name)
+    pod = document["spec"]["trainer"]["template"]["spec"]
+    if reason == "WaitingForNodes":
+        pod["containers"][0]["resources"] = TOO_MUCH
+    else:
+        pod["affinity"] = NOWHERE
+    job = system.job(document)
+    expected = ("False", reason)
+    job.wait("the condition", lambda s: _condition(s, "Scheduled") == expected, WAIT_S)
+    operator, audit = f"{NAMESPACE}:holdfast-operator", Audit(system.cluster)
+    pods, epoch, told = system.pods(name), job.status().get("epoch"), len(job.events())
+    system.live_through_another(f"beside-{name}")
+    assert system.pods(name) == pods
+    assert len(pods) <= 1
+    assert (job.status().get("epoch"), len(job.events())) == (epoch, told)
+    mine = [r for r in audit.requests(operator) if r.name == name and r.namespace == TEAM]
+    assert len(mine) <= 5, "it keeps asking the API server"
+    assert _condition(job.status(), "Scheduled") == expected
+    job.delete()
+
+
+def test_a_job_that_wants_what_this_version_cannot_do_says_so(system: System) -> None:
+    job = system.job(_small("advanced", persistence={"uri": "s3://bucket/path"}))
+    status = job.wait("the condition", lambda s: "conditions" in s, WAIT_S)
+    assert _condition(status, "Scheduled") == ("False", "Unsupported")
+    assert "spec.persistence" in status["problem"]
+    system.live_through_another("beside-advanced")
+    assert not system.pods("advanced")
+    job.delete()
+
+
+def test_a_job_of_another_manager_is_left_alone(system: System) -> None:
+    system.job(_small("theirs", managedBy="example.com/other"))
+    system.live_through_another("beside-theirs")
+    found = system.cluster.get("moejob", "theirs", "-n", TEAM)
+    assert "status" not in found
+    assert "finalizers" not in found["metadata"]
+    assert not system.pods("theirs")
+
+
+def test_a_finished_job_goes_when_its_time_is_over(system: System) -> None:
+    lent = jobs.trainer_job("x")["spec"]["trainer"]["template"]["spec"]
+    lent["containers"][0] |= {"command": ["python", "-c", "pass"], "args": []}
+    job = system.job(_small("brief", lent, ttlSecondsAfterFinished=6))
+    job.wait("its end", lambda s: s.get("phase") == "Complete", WAIT_S)
+    wait_for("the job to go", lambda: not system.is_there("brief"), WAIT_S)
+    wait_for("its pod to go", lambda: not system.pods("brief"), WAIT_S)
+    with pytest.raises(ClusterError, match="not found"):
+        system.cluster.get("service", "brief", "-n", TEAM)
