@@ -42,6 +42,10 @@ RETURN_S = 30.0
 """How long a daemon that was seen starting on a living node may take: moving its member would cost
 more than waiting for the memory that is still there."""
 
+DIAL_S = 10.0
+"""How much longer a daemon is waited for that this control loop has never heard, since it may have
+to notice that the last one is gone, and dial again."""
+
 PATIENCE_S = 60.0
 """How much longer a silent node is waited for that may still live, while its parity group could not
 rebuild what it holds: giving it up loses the generation that the job can go back to. After that the
@@ -137,6 +141,7 @@ def _node_loss(
         patience_s += max(
             job.spec.failure_policy.detection.replace_seconds,
             RETURN_S if node.returning else 0.0,
+            DIAL_S if node.heard_at == NEVER else 0.0,
             0.0 if groups.bear_loss_of(place.index) else PATIENCE_S,
         )
     if silence_s >= patience_s:

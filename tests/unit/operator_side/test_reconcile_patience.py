@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from virtual_world import World, make_job, running
 
-from holdfast_operator.evidence import PATIENCE_S
+from holdfast_operator.evidence import DIAL_S, PATIENCE_S
+from holdfast_operator.lookups import detection_s
 
 DETECTED_S = 6.0
 """A little more than five missed heartbeats."""
@@ -95,3 +96,14 @@ def test_without_redundancy_every_silent_node_is_waited_for_that_may_live() -> N
     world.revive_daemon("n0")
     world.settle(1.0)
     assert world.membership.epoch == 1 and world.phase() == "Running"
+
+
+def test_a_daemon_that_a_new_control_loop_never_heard_gets_time_to_dial() -> None:
+    world = running()
+    silent = world.membership.members[1].node
+    world.forget()
+    world.daemons[silent].alive = False
+    world.settle(detection_s(world.job) + DIAL_S - 1.0)
+    assert world.membership.epoch == 1
+    world.settle(2.0)
+    assert world.membership.epoch == 2
