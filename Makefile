@@ -80,6 +80,7 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 	  || { echo "not what the job's types say: run 'make crds'" >&2; exit 1; }
 	echo "== generated files of the chart"; $(BIN)/python charts/chart_files.py --check
 	echo "== types"; $(BIN)/python -m mypy $(CHECKED)
+	$(BIN)/python -m mypy tests/cluster/conftest.py
 
 .PHONY: mutants
 mutants: $(STAMP) ## Plant bugs in the protocol and see the simulation find them (long)
