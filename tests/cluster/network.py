@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import run
+from machine import run, wait_for
+
+_GONE_S = 30.0
 
 SERVICES = "10.96.0.0/16"
 SLOTS = 8
@@ -79,6 +81,8 @@ class Network:
         for name in _namespaces():
             if name.startswith(f"{self.prefix}-"):
                 run("ip", "netns", "del", name)
+        # The kernel takes a namespace's links away some time after its name.
+        wait_for(f"{self._host_link} to go", lambda: not _is_link(self._host_link), _GONE_S)
 
     def exists(self) -> bool:
         """Whether anything of it is there."""
@@ -97,8 +101,12 @@ class Network:
         run("ip", "-n", name, "link", "set", "lo", "up")
         run(*inside(name, "sysctl", "-qw", "net.ipv4.ip_forward=1"))
 
+    @property
+    def _host_link(self) -> str:
+        return f"{self.prefix}h"
+
     def _connect_host(self) -> None:
-        link = f"{self.prefix}h"
+        link = self._host_link
         end = ("peer", "name", "host", "netns", self.control_plane)
         run("ip", "link", "add", link, "type", "veth", *end)
         run(*self._ip("link", "set", "host", "master", "br0", "up"))
@@ -130,3 +138,7 @@ def inside(namespace: str, *command: str | Path) -> list[str]:
 
 def _namespaces() -> list[str]:
     return sorted(p.name for p in _NAMESPACES.iterdir()) if _NAMESPACES.exists() else []
+
+
+def _is_link(name: str) -> bool:
+    return Path("/sys/class/net", name).exists()
