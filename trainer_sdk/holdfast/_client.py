@@ -183,8 +183,6 @@ class GrpcClient:
                 ("grpc.enable_http_proxy", 0),
             ],
         )
-        # Connects while the model is still being built, so that a restore need not wait for it.
-        self._channel.subscribe(lambda _: None, try_to_connect=True)
         self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
 
     def hello(self) -> Hello:
