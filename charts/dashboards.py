@@ -9,7 +9,9 @@ Pure: files are the business of `chart_files`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from holdfast_core.metric_definitions import Definition
 
 Json = dict[str, Any]
 
@@ -84,19 +86,6 @@ COLUMNS = 3
 WIDTH, HEIGHT = 24 // COLUMNS, 8
 
 _DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
-
-
-class Definition(Protocol):
-    """What daemon and operator say of a metric."""
-
-    @property
-    def exposed_name(self) -> str: ...
-    @property
-    def type(self) -> str: ...
-    @property
-    def help(self) -> str: ...
-    @property
-    def labels(self) -> tuple[str, ...]: ...
 
 
 def series(definition: Definition) -> tuple[str, ...]:

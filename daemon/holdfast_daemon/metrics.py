@@ -10,56 +10,14 @@ Must not: hold what anything decides by. Metrics are written, and read by people
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from holdfast_core.errors import InvalidJobError
-
-PREFIX = "holdfast_"
+from holdfast_core.metric_definitions import Definition, MetricType
 
 _DURATION_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-
-
-class MetricType(StrEnum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Definition:
-    """One metric, as data."""
-
-    name: str
-    """Without the prefix `holdfast_`; a counter's exposition adds `_total`."""
-    type: MetricType
-    help: str
-    unit: str = ""
-    """`bytes`, `seconds`, or nothing for a plain count."""
-    labels: tuple[str, ...] = ()
-    values: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(label, the values it may take) for labels whose values are known beforehand."""
-    buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram's buckets, in `unit`."""
-
-    def __post_init__(self) -> None:
-        if self.unit and not self.name.endswith(f"_{self.unit}"):
-            raise InvalidJobError(f"metric {self.name} must end in its unit, {self.unit}")
-        if bool(self.buckets) != (self.type is MetricType.HISTOGRAM):
-            raise InvalidJobError(f"metric {self.name}: a histogram, and nothing else, has buckets")
-        for label, _ in self.values:
-            if label not in self.labels:
-                raise InvalidJobError(f"metric {self.name} has no label {label}")
-
-    @property
-    def exposed_name(self) -> str:
-        """The name in the exposition."""
-        suffix = "_total" if self.type is MetricType.COUNTER else ""
-        return f"{PREFIX}{self.name}{suffix}"
 
 
 def _counter(
@@ -198,7 +156,7 @@ class Metrics:
 
 
 def _make(definition: Definition, registry: CollectorRegistry) -> MetricWrapperBase:
-    name, labels = PREFIX + definition.name, definition.labels
+    name, labels = definition.prefix + definition.name, definition.labels
     if definition.type is MetricType.COUNTER:
         return Counter(name, definition.help, labels, registry=registry)
     if definition.type is MetricType.GAUGE:

@@ -8,11 +8,11 @@ rules. Must not hold what anything decides by.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+
+from holdfast_core.metric_definitions import Definition, MetricType
 
 PREFIX = "holdfast_operator_"
 
@@ -20,41 +20,18 @@ _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 _SLOW_S = (0.5, 1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-class MetricType(StrEnum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Definition:
-    """One metric, as data."""
-
-    name: str
-    """Without the prefix; a counter's exposition adds `_total`."""
-    type: MetricType
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram's buckets, in seconds."""
-
-    @property
-    def exposed_name(self) -> str:
-        """The name in the exposition."""
-        suffix = "_total" if self.type is MetricType.COUNTER else ""
-        return f"{PREFIX}{self.name}{suffix}"
-
-
 def _counter(name: str, help: str, *labels: str) -> Definition:
-    return Definition(name=name, type=MetricType.COUNTER, help=help, labels=labels)
+    return Definition(name=name, type=MetricType.COUNTER, help=help, labels=labels, prefix=PREFIX)
 
 
 def _gauge(name: str, help: str, *labels: str) -> Definition:
-    return Definition(name=name, type=MetricType.GAUGE, help=help, labels=labels)
+    return Definition(name=name, type=MetricType.GAUGE, help=help, labels=labels, prefix=PREFIX)
 
 
 def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Definition:
-    return Definition(name=name, type=MetricType.HISTOGRAM, help=help, buckets=buckets)
+    return Definition(
+        name=name, type=MetricType.HISTOGRAM, help=help, buckets=buckets, prefix=PREFIX
+    )
 
 
 DEFINITIONS: tuple[Definition, ...] = (
@@ -119,7 +96,7 @@ class Metrics:
 
 
 def _make(definition: Definition, registry: CollectorRegistry) -> MetricWrapperBase:
-    name, labels = PREFIX + definition.name, definition.labels
+    name, labels = definition.prefix + definition.name, definition.labels
     if definition.type is MetricType.COUNTER:
         return Counter(name, definition.help, labels, registry=registry)
     if definition.type is MetricType.GAUGE:

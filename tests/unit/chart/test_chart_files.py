@@ -11,9 +11,10 @@ from typing import Any
 import chart_files
 import pytest
 import yaml
-from dashboards import SECTIONS, Definition, dashboard, series
+from dashboards import SECTIONS, dashboard, series
 from values_schema import schema
 
+from holdfast_core.metric_definitions import Definition, MetricType
 from holdfast_daemon import metrics as daemon
 from holdfast_operator.kube import metrics as operator
 
@@ -111,7 +112,7 @@ def test_an_alert_says_what_happened_and_what_to_do(alert: dict[str, Any]) -> No
 
 
 def test_a_metric_without_a_section_is_refused_by_name() -> None:
-    stranger = operator.Definition(name="new", type=operator.MetricType.GAUGE, help="New.")
+    stranger = Definition(name="new", type=MetricType.GAUGE, help="New.", prefix=operator.PREFIX)
     with pytest.raises(ValueError, match=r"give a section .* to holdfast_operator_new"):
         dashboard([*DEFINITIONS, stranger])
 

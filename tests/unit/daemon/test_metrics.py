@@ -4,7 +4,8 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_daemon.metrics import DEFINITIONS, Definition, Metrics, MetricType
+from holdfast_core.metric_definitions import Definition, MetricType
+from holdfast_daemon.metrics import DEFINITIONS, Metrics
 
 
 def exposition(metrics: Metrics) -> str:
