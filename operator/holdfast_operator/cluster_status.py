@@ -11,7 +11,6 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from holdfast_core.errors import StorageError
 from holdfast_operator.kube.resources import EVENTS, JOBS
+from holdfast_operator.kube.times import seconds_of
 from holdfast_operator.local.status import TimedEvent
 from holdfast_operator.show import (
     EVENTS_SHOWN,
@@ -110,7 +110,7 @@ def jobs_view(jobs: Sequence[Object], *, now: float) -> Table:
     for job in jobs:
         found = job.get("status") or {}
         phase = found.get("phase", "-")
-        made = _time(job["metadata"].get("creationTimestamp"))
+        made = seconds_of(job["metadata"].get("creationTimestamp")) or 0.0
         table.add_row(
             job["metadata"]["name"],
             Text(phase, style=PHASE_STYLES.get(phase, "")),
@@ -140,8 +140,7 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     if found.get("problem"):
         parts.append(Text(found["problem"], style="dim"))
     parts += [_members(found), _recoveries(found), conditions_view(_conditions(found))]
-    told = sorted(map(_event, events), key=lambda event: event.time)
-    parts += [event_text(event) for event in told[-EVENTS_SHOWN:]]
+    parts += [event_text(event) for event in told(events)[-EVENTS_SHOWN:]]
     return Group(*parts)
 
 
@@ -175,20 +174,18 @@ def _conditions(found: Object) -> list[Condition]:
     ]
 
 
+def told(events: Sequence[Object]) -> list[TimedEvent]:
+    """Events of the API as those of a run, oldest first."""
+    return sorted(map(_event, events), key=lambda event: event.time)
+
+
 def _event(event: Object) -> TimedEvent:
     return TimedEvent(
-        time=_time(event.get("eventTime")),
+        time=seconds_of(event.get("eventTime")) or 0.0,
         reason=event.get("reason", ""),
         message=event.get("note", ""),
         warning=event.get("type") == "Warning",
     )
-
-
-def _time(text: object) -> float:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return 0.0
 
 
 class _Uncounted:

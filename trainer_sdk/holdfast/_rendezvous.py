@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
@@ -42,6 +42,9 @@ from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
 
 BACKEND = "holdfast"
 ASK_S = 20.0
@@ -111,12 +114,7 @@ class GrpcDaemon:
             wait_s=wait_s,
             peek=peek,
         )
-        try:
-            reply = self._stub.JoinWorld(
-                request, timeout=wait_s + REPLY_S, metadata=self._token.metadata()
-            )
-        except (grpc.RpcError, ValueError) as error:
-            self._raise(error)
+        reply = self._ask(self._stub.JoinWorld, request, wait_s + REPLY_S)
         return World(
             ready=reply.ready,
             epoch=reply.epoch,
@@ -132,30 +130,33 @@ class GrpcDaemon:
         request = trainer_pb2.PublishStoreRequest(
             job=self._job, epoch=epoch, store_address=store_address
         )
-        try:
-            self._stub.PublishStore(request, timeout=REPLY_S, metadata=self._token.metadata())
-        except (grpc.RpcError, ValueError) as error:
-            self._raise(error)
+        self._ask(self._stub.PublishStore, request)
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
         request = trainer_pb2.WorkerExitedRequest(
             job=self._job, epoch=epoch, rank=rank, exit_code=exit_code
         )
-        try:
-            self._stub.WorkerExited(request, timeout=REPLY_S, metadata=self._token.metadata())
-        except (grpc.RpcError, ValueError) as error:
-            self._raise(error)
+        self._ask(self._stub.WorkerExited, request)
 
     def close(self) -> None:
         self._channel.close()
 
-    def _raise(self, error: Exception) -> NoReturn:
-        """Raises what `error` means; gRPC raises ValueError on a channel that was closed."""
-        if isinstance(error, grpc.Call):
-            ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
-            if ours is not None:
-                raise ours from error
-        raise UnreachableError(f"the daemon at {self._socket} does not answer: {error}") from error
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        timeout_s: float = REPLY_S,
+    ) -> _Reply:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._token.metadata())
+        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
+            if isinstance(error, grpc.Call):
+                ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
+                if ours is not None:
+                    raise ours from error
+            raise UnreachableError(
+                f"the daemon at {self._socket} does not answer: {error}"
+            ) from error
 
 
 class HoldfastRendezvous(RendezvousHandler):

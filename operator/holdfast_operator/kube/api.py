@@ -46,6 +46,20 @@ class ApiError(HoldfastError):
         """One word of the API server, such as AlreadyExists."""
 
 
+class UpsertApi(Protocol):
+    """What of `Api` whoever keeps one object as it should be needs."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
+
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, **query: str
+    ) -> Object: ...
+
+    async def replace(
+        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
+    ) -> Object: ...
+
+
 class CountsRequests(Protocol):
     """Is told of every request."""
 

@@ -8,29 +8,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from typing import Protocol
 
-from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.resources import ENDPOINT_SLICES, Resource
+from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object, UpsertApi
+from holdfast_operator.kube.resources import ENDPOINT_SLICES
 
 _log = logging.getLogger(__name__)
 
 CHECK_S = 10.0
 """How often the object is looked at: somebody may have deleted it."""
-
-
-class SliceApi(Protocol):
-    """What of `Api` is needed."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
-
-    async def replace(
-        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
-    ) -> Object: ...
 
 
 def endpoint_slice(service: str, namespace: str, address: str, port: int) -> Object:
@@ -56,7 +41,7 @@ def endpoint_slice(service: str, namespace: str, address: str, port: int) -> Obj
 class Endpoints:
     """Keeps the slice pointed here. `run` it as a task while this process leads."""
 
-    def __init__(self, api: SliceApi, wanted: Object) -> None:
+    def __init__(self, api: UpsertApi, wanted: Object) -> None:
         self._api, self._wanted = api, wanted
 
     async def run(self) -> None:

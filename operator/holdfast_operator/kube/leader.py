@@ -9,10 +9,9 @@ when it was seen unchanged for its duration.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
-from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
-from holdfast_operator.kube.resources import LEASES, Resource
+from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object, UpsertApi
+from holdfast_operator.kube.resources import LEASES
 from holdfast_operator.kube.times import Clock, Sleep, micro_timestamp
 
 _log = logging.getLogger(__name__)
@@ -21,20 +20,6 @@ LEASE_S = 15
 RENEW_DEADLINE_S = 10.0
 """A leader that could not renew for this long stops before anybody may follow it."""
 RETRY_S = 2.0
-
-
-class LeaseApi(Protocol):
-    """What of `Api` is needed."""
-
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
-
-    async def replace(
-        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
-    ) -> Object: ...
 
 
 class Leader:
@@ -48,7 +33,7 @@ class Leader:
 
     def __init__(
         self,
-        api: LeaseApi,
+        api: UpsertApi,
         *,
         namespace: str,
         name: str,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
-from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object, UpsertApi
 from holdfast_operator.kube.farewell import FINALIZER
 from holdfast_operator.kube.leader import RETRY_S
 from holdfast_operator.kube.resources import JOBS, LEASES, Resource
-from holdfast_operator.kube.times import micro_timestamp
+from holdfast_operator.kube.times import Sleep, micro_timestamp
 
 _log = logging.getLogger(__name__)
 
@@ -28,26 +28,10 @@ PAGE = "500"
 TRIES = 10
 
 
-class Sleep(Protocol):
-    """`asyncio.sleep`."""
-
-    def __call__(self, seconds: float, /) -> Awaitable[None]: ...
-
-
-class UninstallApi(Protocol):
+class UninstallApi(UpsertApi, Protocol):
     """What of `Api` is needed."""
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
-
     async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object: ...
-
-    async def create(
-        self, resource: Resource, namespace: str, body: Object, **query: str
-    ) -> Object: ...
-
-    async def replace(
-        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
-    ) -> Object: ...
 
     async def patch(
         self, resource: Resource, namespace: str, name: str, body: Object, subresource: str = ""
