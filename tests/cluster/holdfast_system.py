@@ -7,14 +7,15 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import images
 from cluster import Cluster
 from machine import ROOT, ClusterError, wait_for
+
+from holdfast_operator.cluster_status import told
+from holdfast_operator.local import TimedEvent
 
 NAMESPACE = "holdfast-system"
 RELEASE = "holdfast"
@@ -91,17 +92,6 @@ class Holdfast:
         return [pod["metadata"]["name"] for pod in found["items"]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """An event of a job."""
-
-    time: float
-    """Seconds since the Unix epoch."""
-    reason: str
-    message: str
-    warning: bool
-
-
 class Job:
     """One `MoETrainingJob` of the cluster."""
 
@@ -154,23 +144,13 @@ class Job:
             raise ClusterError(f"the job failed before {what}: {self._standing(seen)}")
         return seen
 
-    def events(self) -> list[Told]:
+    def events(self) -> list[TimedEvent]:
         """All events of the job, oldest first."""
         chosen = f"regarding.name={self.name},regarding.kind=MoETrainingJob"
         found = self.cluster.get(
             "events.events.k8s.io", "-n", self.namespace, "--field-selector", chosen
         )
-        told = [
-            Told(
-                time=datetime.fromisoformat(item["eventTime"]).timestamp(),
-                reason=item["reason"],
-                message=item["note"],
-                warning=item["type"] == "Warning",
-            )
-            for item in found["items"]
-            if item.get("eventTime")
-        ]
-        return sorted(told, key=lambda event: event.time)
+        return told([item for item in found["items"] if item.get("eventTime")])
 
     def member(self, index: int) -> tuple[str, str]:
         """(pod, node) of a member."""
@@ -194,8 +174,8 @@ class Job:
         return found
 
     def _standing(self, status: dict[str, Any]) -> str:
-        told = "; ".join(f"{event.reason}: {event.message}" for event in self.events()[-5:])
-        return f"{status.get('phase')}: {status.get('problem', '')}; last events: {told}"
+        last = "; ".join(f"{event.reason}: {event.message}" for event in self.events()[-5:])
+        return f"{status.get('phase')}: {status.get('problem', '')}; last events: {last}"
 
 
 def _has_arena(pid: int) -> bool:

@@ -12,6 +12,18 @@ import yaml
 _TABLE = yaml.safe_load((Path(__file__).parent / "invalid_jobs.yaml").read_text(encoding="utf-8"))
 
 BASE: dict[str, Any] = _TABLE["base"]
+SMALL: dict[str, Any] = {
+    **BASE,
+    "spec": {
+        "nodes": 2,
+        "parallelism": {"dp": 2},
+        "persistence": {"uri": "s3://bucket/run1"},
+        "redundancy": {"raim5": {}},
+        "failurePolicy": {"rules": [{"when": "Hang", "action": "Fail"}]},
+        "trainer": BASE["spec"]["trainer"],
+    },
+}
+"""Leaves to the defaults what it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,36 @@ def trainer_job(
     return job
 
 
+def small_job(
+    name: str, namespace: str, pod: dict[str, Any] | None = None, **spec: Any
+) -> dict[str, Any]:
+    """A job of one member without redundancy, whose pod never gets further than its image.
+
+    Args:
+        pod: more fields of the pod's spec, or others.
+        spec: more fields of the job's spec, or others.
+    """
+    stuck = {
+        "name": "trainer",
+        "image": "localhost/none",
+        "imagePullPolicy": "Never",
+        "command": ["train"],
+    }
+    return {
+        "apiVersion": "holdfast.dev/v1alpha1",
+        "kind": "MoETrainingJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "nodes": 1,
+            "parallelism": {"dp": 1, "ep": 1},
+            "redundancy": {"type": "None"},
+            "snapshot": {"memoryPerNode": "16Mi"},
+            "trainer": {"template": {"spec": {"containers": [stuck]} | (pod or {})}},
+            **spec,
+        },
+    }
+
+
 def lend_torch(pod: dict[str, Any]) -> None:
     """Give every container of a pod's spec the packages of this machine, torch among them."""
     source = {"path": str(site_packages()), "type": "Directory"}

@@ -36,18 +36,14 @@ class Scene:
 
     def job(self, **spec: Any) -> None:
         """Apply a job of one member, whose pod never gets further than its image."""
-        container = {"name": "trainer", "image": "localhost/none", "command": ["train"]}
-        container["imagePullPolicy"] = "Never"
-        self.cluster.apply(_job(self.name, container, spec))
+        self.cluster.apply(jobs.small_job(self.name, TEAM, **spec))
 
     def short_job(self) -> None:
         """Apply a job that is done at once, and goes."""
         document = jobs.trainer_job(self.name, namespace=TEAM)
         pod = document["spec"]["trainer"]["template"]["spec"]
         pod["containers"][0] |= {"command": ["python", "-c", "pass"], "args": []}
-        job = _job(self.name, {}, {"ttlSecondsAfterFinished": 0})
-        job["spec"]["trainer"] = document["spec"]["trainer"]
-        self.cluster.apply(job)
+        self.cluster.apply(jobs.small_job(self.name, TEAM, pod, ttlSecondsAfterFinished=0))
 
     def find(self, kind: str, name: str = "") -> Document:
         """An object of the job's namespace; empty when there is none."""
@@ -103,22 +99,6 @@ class Scene:
 
     def refused(self, account: str) -> set[Permission]:
         return {r.permission for r in self.audit.requests(account) if r.refused}
-
-
-def _job(name: str, container: Document, spec: Document) -> Document:
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "MoETrainingJob",
-        "metadata": {"name": name, "namespace": TEAM},
-        "spec": {
-            "nodes": 1,
-            "parallelism": {"dp": 1, "ep": 1},
-            "redundancy": {"type": "None"},
-            "snapshot": {"memoryPerNode": "16Mi"},
-            "trainer": {"template": {"spec": {"containers": [container]}}},
-            **spec,
-        },
-    }
 
 
 # --- what each permission is for ----------------------------------------------------------------

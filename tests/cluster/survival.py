@@ -13,8 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from jobs import trainer_job
 from machine import ClusterError, wait_for
 
 from holdfast_operator.demo_report import FaultReport, Injected, LoggedStep, account, read_log
-from holdfast_operator.local import Recovery, TimedEvent
+from holdfast_operator.kube.status import recoveries_of
+from holdfast_operator.local import Recovery
 
 RUN_S, RECOVERY_S = 600.0, 240.0
 DETECTION: dict[str, Any] = {
@@ -62,10 +62,14 @@ class Run:
     name: str
     steps: int
     say: Callable[[str], None] = print
+    job: Job = field(init=False)
     injected: list[Injected] = field(default_factory=list)
     faults: list[FaultReport] = field(default_factory=list)
     broken: str = ""
     """The node that the last fault hit."""
+
+    def __post_init__(self) -> None:
+        self.job = Job(self.cluster, self._document())
 
     @property
     def holdfast(self) -> Holdfast:
@@ -76,8 +80,7 @@ class Run:
         """Where the trainer writes; the same on every node."""
         return self.cluster.home / "shared" / self.name
 
-    @property
-    def job(self) -> Job:
+    def _document(self) -> dict[str, Any]:
         document = trainer_job(
             self.name,
             steps=self.steps,
@@ -92,7 +95,7 @@ class Run:
         pod["volumes"].append({"name": "output", "hostPath": {"path": str(self.folder)}})
         mount = {"name": "output", "mountPath": _OUTPUT}
         pod["containers"][0].setdefault("volumeMounts", []).append(mount)
-        return Job(self.cluster, document)
+        return document
 
     def log(self) -> list[LoggedStep]:
         return read_log(self.folder / "log.jsonl")
@@ -135,7 +138,7 @@ class Run:
             return on and enough and status.get("protectedStep", 0) > done.step + 1
 
         job.wait(f"{what} to be survived", survived, RECOVERY_S)
-        report = account(done, self.log(), recoveries_of(job.status()), self._told(job))
+        report = account(done, self.log(), _recoveries(job.status()), job.events())
         self.faults.append(report)
         self.say(
             f"  {what}: noticed after {report.detected_seconds} s, next step after "
@@ -143,29 +146,15 @@ class Run:
         )
         fault.after(self)
 
-    def _told(self, job: Job) -> list[TimedEvent]:
-        return [
-            TimedEvent(time=e.time, reason=e.reason, message=e.message, warning=e.warning)
-            for e in job.events()
-        ]
+
+def _recoveries(status: dict[str, Any]) -> list[Recovery]:
+    """The recoveries that a job's status tells of, with the epochs that they began."""
+    return [replace(each, epoch=_epoch_in(each.cause)) for each in recoveries_of(status)]
 
 
-def recoveries_of(status: dict[str, Any]) -> list[Recovery]:
-    """The recoveries that a job's status tells of."""
-    found = []
-    for each in status.get("lastRecoveries", []):
-        epoch = re.search(r"in epoch (\d+)", each["cause"])
-        found.append(
-            Recovery(
-                epoch=int(epoch[1]) if epoch else 0,
-                cause=each["cause"],
-                decided_at=datetime.fromisoformat(each["detectedAt"]).timestamp(),
-                step_before=0,
-                restored_step=each.get("restoredStep"),
-                sources=((0, each.get("source", "")),),
-            )
-        )
-    return found
+def _epoch_in(cause: str) -> int:
+    found = re.search(r"in epoch (\d+)", cause)
+    return int(found[1]) if found else 0
 
 
 # --- what can happen ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import yaml
 from cluster import Cluster
-from invalid_jobs import BASE, INVALID_JOBS, InvalidJob, changed
+from invalid_jobs import BASE, INVALID_JOBS, SMALL, InvalidJob, changed
 from machine import ClusterError
 
 from holdfast_core.jobs import parse_job
@@ -22,17 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESOURCE = ROOT / "crds" / "holdfast.dev_moetrainingjobs.yaml"
 EXAMPLE = yaml.safe_load((ROOT / "examples" / "moe-job.yaml").read_text(encoding="utf-8"))
 NAMESPACE = "crd-test"
-SMALL = {
-    **BASE,
-    "spec": {
-        "nodes": 2,
-        "parallelism": {"dp": 2},
-        "persistence": {"uri": "s3://bucket/run1"},
-        "redundancy": {"raim5": {}},
-        "failurePolicy": {"rules": [{"when": "Hang", "action": "Fail"}]},
-        "trainer": BASE["spec"]["trainer"],
-    },
-}
 VALID = {
     "the base of the table": BASE,
     "the example": EXAMPLE,

@@ -35,22 +35,7 @@ Document = dict[str, Any]
 
 def _small(name: str, template: Document | None = None, **spec: Any) -> Document:
     """A job of one member, whose pod never gets further than its image."""
-    container = {"name": "trainer", "image": "localhost/none", "imagePullPolicy": "Never"}
-    container["command"] = ["train"]  # type: ignore[assignment]
-    pod = {"containers": [container]} | (template or {})
-    return {
-        "apiVersion": "holdfast.dev/v1alpha1",
-        "kind": "MoETrainingJob",
-        "metadata": {"name": name, "namespace": TEAM},
-        "spec": {
-            "nodes": 1,
-            "parallelism": {"dp": 1, "ep": 1},
-            "redundancy": {"type": "None"},
-            "snapshot": {"memoryPerNode": "16Mi"},
-            "trainer": {"template": {"spec": pod}},
-            **spec,
-        },
-    }
+    return jobs.small_job(name, TEAM, template, **spec)
 
 
 class System:

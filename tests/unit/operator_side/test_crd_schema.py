@@ -10,24 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from invalid_jobs import BASE
+from invalid_jobs import BASE, SMALL
 
 from holdfast_core.jobs import parse_job
 from holdfast_operator.crd.__main__ import definition_text, main
 from holdfast_operator.crd.reference import MARK, page
 from holdfast_operator.crd.schema import job_schema, schema_at
-
-SMALL = {
-    **BASE,
-    "spec": {
-        "nodes": 2,
-        "parallelism": {"dp": 2},
-        "persistence": {"uri": "s3://bucket/run1"},
-        "redundancy": {"raim5": {}},
-        "failurePolicy": {"rules": [{"when": "Hang", "action": "Fail"}]},
-        "trainer": BASE["spec"]["trainer"],
-    },
-}
 
 
 def fields(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
