@@ -27,11 +27,8 @@ from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 
 BUDGET_BYTES = 256 << 20
 
-_LATE = ["grpc._channel", "encodings.idna"]
-"""What is imported at its first use, when a daemon of another user may not read it any more."""
-
 _forking = multiprocessing.get_context("forkserver")
-_forking.set_forkserver_preload(["holdfast_daemon.__main__", "faulty_daemon", *_LATE])
+_forking.set_forkserver_preload(["holdfast_daemon.__main__", "faulty_daemon"])
 
 
 class Running(Protocol):

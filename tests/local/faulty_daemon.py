@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fnmatch
+import importlib
 import json
 import os
 import signal
@@ -255,8 +256,14 @@ class TrappedNode(Node):
         return host
 
 
+_LATE = ("grpc._channel", "encodings.idna")
+"""What is imported at its first use, when another user may not read the code any more."""
+
+
 def become(uid: int) -> None:
     """Be another user from here on, without any capability."""
+    for name in _LATE:
+        importlib.import_module(name)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
