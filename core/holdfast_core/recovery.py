@@ -127,6 +127,43 @@ def newest_protected(
     )
 
 
+def newest_survivable(
+    membership: Membership, holdings: Holdings, *, not_after: Generation
+) -> Generation | None:
+    """The newest generation, at most `not_after`, that every rank can be restored from and still
+    could be after the loss of one node of each parity group that has lost none."""
+    return next(
+        (
+            generation
+            for generation in holdings.generations()
+            if generation <= not_after
+            and all(
+                _group_survives(membership, holdings, group, generation)
+                for group in membership.groups
+            )
+        ),
+        None,
+    )
+
+
+def _group_survives(
+    membership: Membership, holdings: Holdings, group: tuple[int, ...], generation: Generation
+) -> bool:
+    missing = [
+        rank
+        for member in group
+        for rank in membership.ranks_of(member)
+        if (rank, generation) not in holdings.snapshots
+    ]
+    if missing:
+        return all(rebuildable(membership, holdings, rank, generation) for rank in missing)
+    return membership.redundancy is Redundancy.RAIM5 and all(
+        _parity_of(membership, holdings, owner, lane, generation, lost_rank=None) is not None
+        for owner in group
+        for lane in range(membership.nproc_per_node)
+    )
+
+
 def newest_complete(membership: Membership, holdings: Holdings) -> Generation | None:
     """The newest generation that every rank's own daemon holds."""
     return next((g for g in holdings.generations() if is_complete(membership, holdings, g)), None)

@@ -22,10 +22,14 @@ def lead(membership: Membership, reports: Mapping[int, Report], previous: Direct
     if line is None:
         return previous
     if previous.line is None:
-        kept = recovery.newest_protected(
-            membership, holdings, not_after=line.generation or Generation(0, 0)
+        until = line.generation or Generation(0, 0)
+        previous = replace(
+            previous,
+            line=line,
+            protected=recovery.newest_protected(membership, holdings, not_after=until),
+            # The line may lack parity where an older generation, degraded by now, has it.
+            retained=recovery.newest_survivable(membership, holdings, not_after=until),
         )
-        previous = replace(previous, line=line, protected=kept, retained=kept)
     current = {
         generation
         for generation in holdings.generations()
@@ -35,7 +39,7 @@ def lead(membership: Membership, reports: Mapping[int, Report], previous: Direct
         [g for g in current if recovery.is_protected(membership, holdings, g)],
         previous.protected,
     )
-    retained = protected
+    retained = _newest([], protected, previous.retained)
     if membership.redundancy is Redundancy.NONE:
         retained = _newest(
             [g for g in current if recovery.is_complete(membership, holdings, g)],

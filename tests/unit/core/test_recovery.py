@@ -22,6 +22,7 @@ from holdfast_core.recovery import (
     kept_after_line,
     newest_complete,
     newest_protected,
+    newest_survivable,
     rebuildable,
     recovery_line,
 )
@@ -233,6 +234,28 @@ def test_protected_is_what_survives_the_loss_of_any_member_of_each_group(
         assert newest_protected(members, held) == (NEW if protected else None)
         count += protected
     assert count
+
+
+@each_world
+def test_survivable_is_what_survives_a_loss_in_every_group_that_has_lost_none(
+    world: list[State],
+) -> None:
+    members = membership(world[0].groups)
+    degraded = 0
+    for state in world:
+        lost = [member for member, version in enumerate(state.snapshots) if version is None]
+        whole = [group for group in state.groups if not set(group) & set(lost)]
+        survives = all(rebuilt_version(state, member) is not None for member in lost) and all(
+            rebuilt_version(state.without([member]), member) == state.snapshots[member]
+            for group in whole
+            for member in group
+        )
+        held = Holdings.of(members, inventories({NEW: state}))
+        found = newest_survivable(members, held, not_after=NEW)
+        assert found == (NEW if survives else None), state
+        assert newest_survivable(members, held, not_after=OLD) is None
+        degraded += survives and bool(lost)
+    assert degraded
 
 
 @each_world
