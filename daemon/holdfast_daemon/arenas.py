@@ -7,7 +7,7 @@ is ever changed in place. This module reserves no budget and takes no lock: `job
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,9 @@ from holdfast_core.layouts import (
     decode_layout,
     decode_manifest,
     layout_id,
+    piece_count,
 )
+from holdfast_core.places import Lying, encode_places, runs, split_places
 from holdfast_core.values import Manifest
 from holdfast_daemon.files import Files, map_shared, replace, storage_errors
 
@@ -29,10 +31,26 @@ ARENA_FILE = "arena"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sealed:
-    """A sealed slot: its manifest, and the bytes that the manifest's digest is of."""
+    """A sealed slot: its manifest, the bytes that the manifest's digest is of, and where its pieces
+    lie (see `holdfast_core.places`)."""
 
     manifest: Manifest
     encoded: bytes
+    places: bytes = b""
+
+    @property
+    def file_bytes(self) -> bytes:
+        """What its file holds."""
+        return self.encoded + encode_places(self.places)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Bytes of a payload that lie together: from `offset` of the payload, at `at` of the arena."""
+
+    offset: int
+    at: int
+    nbytes: int
 
 
 class Arena:
@@ -65,13 +83,21 @@ class Arena:
             raise StorageError(f"an arena has slots 0 to {SLOTS_PER_ARENA - 1}, not {slot}")
         return slot * self.layout.slot_bytes
 
-    def slot_view(self, slot: int) -> memoryview:
-        """All bytes of `slot`, shared with the trainer's mapping."""
-        start = self.slot_start(slot)
+    def parts(self, lying: Lying, start: int, nbytes: int) -> Iterator[Part]:
+        """Where bytes [start, start + nbytes) of a payload lie, in order."""
+        piece_bytes, stop = self.layout.piece_bytes, start + nbytes
+        for run in runs(lying, start // piece_bytes, piece_count(stop, piece_bytes)):
+            first = max(run.first * piece_bytes, start)
+            end = min(run.end * piece_bytes, stop)
+            yield Part(offset=first, at=self.slot_start(run.slot) + first, nbytes=end - first)
+
+    def views(self, lying: Lying, start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+        """The same bytes with their offsets in the payload, shared with the trainer's mapping."""
         if self._view is None:
             with storage_errors(f"mapping {self.path}"):
                 self._view = map_shared(self.path)
-        return self._view[start : start + self.layout.slot_bytes]
+        for part in self.parts(lying, start, nbytes):
+            yield part.offset, self._view[part.at : part.at + part.nbytes]
 
     def manifest_path(self, slot: int) -> Path:
         return self.directory / f"slot-{slot}.manifest"
@@ -122,8 +148,8 @@ class ArenaFiles:
         self._files.rmdir(arena.directory)
 
     def seal(self, arena: Arena, slot: int, sealed: Sealed) -> None:
-        _check_fits(self._job, arena, slot, sealed.manifest)
-        replace(self._files, arena.manifest_path(slot), sealed.encoded)
+        _check_fits(self._job, arena, slot, sealed)
+        replace(self._files, arena.manifest_path(slot), sealed.file_bytes)
         arena.sealed[slot] = sealed
 
     def free(self, arena: Arena, slot: int) -> None:
@@ -155,10 +181,12 @@ class ArenaFiles:
         for path in sorted(arena.directory.iterdir()):
             if path in slots:
                 try:
-                    encoded = path.read_bytes()
-                    manifest = decode_manifest(encoded)
-                    _check_fits(self._job, arena, slots[path], manifest)
-                    arena.sealed[slots[path]] = Sealed(manifest=manifest, encoded=encoded)
+                    encoded, places = split_places(path.read_bytes())
+                    sealed = Sealed(
+                        manifest=decode_manifest(encoded), encoded=encoded, places=places
+                    )
+                    _check_fits(self._job, arena, slots[path], sealed)
+                    arena.sealed[slots[path]] = sealed
                     continue
                 except (HoldfastError, OSError) as error:
                     problems.append(f"{arena.directory.name}/{path.name} removed: {error}")
@@ -183,8 +211,15 @@ def _read_arena(directory: Path) -> Arena:
     return arena
 
 
-def _check_fits(job: str, arena: Arena, slot: int, manifest: Manifest) -> None:
+def _check_fits(job: str, arena: Arena, slot: int, sealed: Sealed) -> None:
     arena.slot_start(slot)
+    manifest = sealed.manifest
+    pieces = piece_count(manifest.payload_bytes, manifest.piece_bytes)
+    if manifest.piece_bytes != arena.layout.piece_bytes or len(sealed.places) not in (0, pieces):
+        raise CorruptError(
+            f"the manifest has {pieces} pieces of {manifest.piece_bytes} bytes, "
+            f"{len(sealed.places)} places, and the layout pieces of {arena.layout.piece_bytes}"
+        )
     if (manifest.job, manifest.rank, manifest.layout_id) != (job, arena.rank, arena.layout_id):
         raise CorruptError(
             f"the manifest is of job {manifest.job} rank {manifest.rank} layout "

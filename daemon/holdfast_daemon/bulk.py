@@ -64,12 +64,16 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Located:
-    """Where the bytes of a request lie: `available` bytes of `path` from `offset`. The request's
-    offset is already in it."""
+    """Where the bytes of a request lie in `path`, as far as there are any: `parts` one after
+    another."""
 
     path: Path
-    offset: int
-    available: int
+    parts: tuple[tuple[int, int], ...]
+    """(offset, number of bytes) of each."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.parts)
 
 
 class Resolver(Protocol):

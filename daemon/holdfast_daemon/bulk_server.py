@@ -147,10 +147,10 @@ class BulkServer:
     def _answer(self, connection: socket.socket, request: Request) -> None:
         try:
             located = self._resolver.locate(request)
-            if request.nbytes > located.available:
+            if request.nbytes > located.nbytes:
                 raise StorageError(
-                    f"{request.nbytes} bytes at {request.offset} asked for, {located.available} "
-                    f"are there"
+                    f"{request.nbytes} bytes at {request.offset} asked for, {located.nbytes} are "
+                    f"there"
                 )
             descriptor = _open(located)
         except HoldfastError as error:
@@ -158,7 +158,8 @@ class BulkServer:
             return
         try:
             connection.sendall(encode_ok(request), socket.MSG_MORE if request.nbytes else 0)
-            self._send(connection, descriptor, located.offset, request.nbytes)
+            for offset, nbytes in located.parts:
+                self._send(connection, descriptor, offset, nbytes)
         finally:
             os.close(descriptor)
 

@@ -16,7 +16,8 @@ import grpc.aio
 
 from holdfast_core.errors import HoldfastError
 from holdfast_daemon.logs import OncePerCause, bind
-from holdfast_protos import control_pb2, control_pb2_grpc
+from holdfast_protos import control_pb2, control_pb2_grpc, values_pb2
+from holdfast_protos.changes import changed
 
 HEARTBEAT_S = 1.0
 SOON_S = 0.02
@@ -82,21 +83,23 @@ class ControlClient:
         ]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub: control_pb2_grpc.ControlAsyncStub = control_pb2_grpc.ControlStub(channel)
-            async for message in stub.Connect(self._heartbeats()):
+            known: dict[str, values_pb2.Membership] = {}
+            async for message in stub.Connect(self._heartbeats(known)):
                 self.connected = True
                 if message.HasField("welcome") and message.welcome.heartbeat_s > 0:
                     self._pause_s = message.welcome.heartbeat_s
                 try:
-                    self._receive(message)
+                    self._receive(_completed(message, known))
                 except HoldfastError as error:
                     _log.error("control_message_refused", cause=str(error))
 
-    async def _heartbeats(self) -> AsyncIterator[control_pb2.Heartbeat]:
-        told: dict[str, tuple[int, int]] = {}
+    async def _heartbeats(
+        self, known: dict[str, values_pb2.Membership]
+    ) -> AsyncIterator[control_pb2.Heartbeat]:
         while True:
             self._news.clear()
             heartbeat = self._heartbeat()
-            _leave_out_known(heartbeat, told)
+            _leave_out_known(heartbeat, known)
             yield heartbeat
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s):
@@ -104,16 +107,36 @@ class ControlClient:
                     await asyncio.sleep(SOON_S)
 
 
-def _leave_out_known(heartbeat: control_pb2.Heartbeat, told: dict[str, tuple[int, int]]) -> None:
-    """Send a membership once on each stream: that of a large job is larger than all else, and the
-    far side remembers it. `told` is (epoch, revision) of each job, and is brought up to date."""
-    current = {
-        state.job: (state.membership.epoch, state.membership.revision)
-        for state in heartbeat.jobs
-        if state.HasField("membership")
-    }
+def _leave_out_known(
+    heartbeat: control_pb2.Heartbeat, known: dict[str, values_pb2.Membership]
+) -> None:
+    """Do not send what both sides know: the membership of a large job is larger than all else.
+    `known` holds, of each job, the last one that has passed on this stream either way, and is
+    brought up to date."""
     for state in heartbeat.jobs:
-        if state.job in current and current[state.job] == told.get(state.job):
+        if not state.HasField("membership"):
+            continue
+        state.revision = state.membership.revision
+        if known.get(state.job) == state.membership:
             state.ClearField("membership")
-    told.clear()
-    told.update(current)
+        else:
+            known[state.job] = values_pb2.Membership()
+            known[state.job].CopyFrom(state.membership)
+
+
+def _completed(
+    message: control_pb2.ControlMessage, known: dict[str, values_pb2.Membership]
+) -> control_pb2.ControlMessage:
+    """A change of a membership as the whole of it, if its base is in `known`, which is brought up
+    to date; any other message as it is."""
+    if message.HasField("change"):
+        base = known.get(message.change.job)
+        whole = None if base is None else changed(base, message.change)
+        if whole is None:
+            return message
+        message = control_pb2.ControlMessage(membership=whole)
+    if message.HasField("membership"):
+        known[message.membership.job] = message.membership
+    elif message.HasField("drop"):
+        known.pop(message.drop.job, None)
+    return message

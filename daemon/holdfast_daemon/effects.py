@@ -57,11 +57,14 @@ class Seal:
     slot: int
     manifest: Manifest
     encoded: bytes
+    places: bytes = b""
+    """Where its pieces lie; see `holdfast_core.places`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSlot:
-    """Unlink a slot's manifest: the snapshot no longer exists."""
+    """Unlink a slot's manifest: the snapshot no longer exists. Pieces of it that a younger snapshot
+    carried over stay."""
 
     rank: int
     layout_id: str
@@ -148,6 +151,8 @@ class Rebuild:
     slot: int
     manifest: Manifest
     encoded: bytes
+    places: bytes = b""
+    """Where its pieces go."""
     own_position: int
     sources: tuple[Source, ...]
     """Every other member of the group; each also owns one parity block."""
@@ -155,11 +160,12 @@ class Rebuild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySnapshot:
-    """Check every piece of a sealed slot → `SnapshotVerified`."""
+    """Check every piece of a sealed snapshot → `SnapshotVerified`."""
 
     rank: int
     slot: int
     manifest: Manifest
+    places: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,9 +15,9 @@ from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableErro
 from holdfast_core.layouts import decode_manifest, layout_id, manifest_digest
 from holdfast_core.values import Generation, MemberPlace, Membership
 from holdfast_daemon.bulk import Kind, Request
+from holdfast_daemon.combining import Stream
 from holdfast_daemon.effects import Source
 from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.parity import Stream
 
 
 class PeerClient(Protocol):

@@ -92,7 +92,10 @@ class JobHost:
                     (
                         arena.rank,
                         encode_layout(arena.layout),
-                        {slot: sealed.encoded for slot, sealed in arena.sealed.items()},
+                        {
+                            slot: (sealed.encoded, sealed.places)
+                            for slot, sealed in arena.sealed.items()
+                        },
                         not self._claim_is_free(arena.rank, arena.layout_id),
                     )
                     for arena in adopted.arenas

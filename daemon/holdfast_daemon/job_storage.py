@@ -15,16 +15,17 @@ import threading
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from holdfast_core.errors import CorruptError, HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.layouts import decode_layout, layout_id
-from holdfast_core.values import Generation, Line, Manifest, Membership
+from holdfast_core.places import Lying
+from holdfast_core.values import Generation, Line, Membership
 from holdfast_daemon.arenas import AdoptedArena, Arena, ArenaFiles, Sealed
 from holdfast_daemon.blocks import ParityBlocks, ParityRecord, encode_record
+from holdfast_daemon.bulk import Located
 from holdfast_daemon.files import replace, sign, signed_body, storage_errors
 from holdfast_daemon.kept import KeptManifests
 from holdfast_daemon.storage import NodeStorage
@@ -63,15 +64,6 @@ class AdoptedJob:
     parities: tuple[AdoptedParity, ...]
     problems: tuple[str, ...]
     """What was damaged and removed, in words."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Extent:
-    """Where a snapshot or a parity block lies: `nbytes` bytes of `path`, from `offset`."""
-
-    path: Path
-    offset: int
-    nbytes: int
 
 
 class JobStorage:
@@ -175,10 +167,9 @@ class JobStorage:
             raise StorageError(f"job {self.job} has no arena of rank {rank} with layout {layout}")
         return arena
 
-    def seal(self, rank: int, layout: str, slot: int, manifest: Manifest, encoded: bytes) -> None:
+    def seal(self, rank: int, layout: str, slot: int, sealed: Sealed) -> None:
         """From here on the snapshot exists."""
         with self._lock, storage_errors(f"sealing slot {slot} of rank {rank} of job {self.job}"):
-            sealed = Sealed(manifest=manifest, encoded=encoded)
             self._arena_files.seal(self.arena(rank, layout), slot, sealed)
 
     def free_slot(self, rank: int, layout: str, slot: int) -> None:
@@ -225,22 +216,24 @@ class JobStorage:
 
     # --- what others ask for ---------------------------------------------------------------------
 
-    def locate_snapshot(self, rank: int, generation: Generation) -> Extent:
-        """Where the payload of a sealed snapshot lies; StorageError when it is not held."""
+    def locate_snapshot(
+        self, rank: int, generation: Generation, start: int, nbytes: int
+    ) -> Located:
+        """Where bytes [start, start + nbytes) of the payload of a sealed snapshot lie, as far as
+        there are any; StorageError when it is not held."""
         arena, slot, sealed = self._sealed(rank, generation)
-        return Extent(
-            path=arena.path,
-            offset=arena.slot_start(slot),
-            nbytes=sealed.manifest.payload_bytes,
-        )
+        nbytes = min(nbytes, max(sealed.manifest.payload_bytes - start, 0))
+        lying = Lying(slot=slot, places=sealed.places)
+        parts = tuple((part.at, part.nbytes) for part in arena.parts(lying, start, nbytes))
+        return Located(path=arena.path, parts=parts)
 
-    def locate_parity(self, lane: int, generation: Generation) -> Extent:
-        """Where a sealed parity block lies; StorageError when it is not held."""
+    def locate_parity(self, lane: int, generation: Generation, start: int, nbytes: int) -> Located:
+        """The same for a sealed parity block."""
         with self._lock:
             for (at_lane, slot), record in self._blocks.records.items():
                 if at_lane == lane and record.entry.generation == generation:
-                    path = self._blocks.path(lane, slot)
-                    return Extent(path=path, offset=0, nbytes=record.nbytes)
+                    nbytes = min(nbytes, max(record.nbytes - start, 0))
+                    return Located(path=self._blocks.path(lane, slot), parts=((start, nbytes),))
         raise StorageError(f"job {self.job} has no parity of lane {lane} for {generation} here")
 
     def describe(self, rank: int, generation: Generation) -> tuple[bytes, bytes] | None:
@@ -274,7 +267,7 @@ class JobStorage:
             sealed = arena.sealed.get(slot)
             if sealed is None:
                 raise StorageError(f"slot {slot} of rank {rank} of job {self.job} is free")
-            if arena.manifest_path(slot).read_bytes() != sealed.encoded:
+            if arena.manifest_path(slot).read_bytes() != sealed.file_bytes:
                 raise CorruptError(f"the manifest file of slot {slot} of rank {rank} was changed")
 
     def check_entry_file(self, lane: int, slot: int) -> None:

@@ -174,14 +174,10 @@ class Node:
             raise StaleEpochError(
                 f"a daemon of epoch {request.epoch} asks for bytes; the epoch is {epoch}"
             )
-        if request.kind is Kind.SNAPSHOT:
-            extent = host.storage.locate_snapshot(request.index, request.generation)
-        else:
-            extent = host.storage.locate_parity(request.index, request.generation)
-        offset = min(request.offset, extent.nbytes)
-        return Located(
-            path=extent.path, offset=extent.offset + offset, available=extent.nbytes - offset
-        )
+        storage = host.storage
+        is_snapshot = request.kind is Kind.SNAPSHOT
+        locate = storage.locate_snapshot if is_snapshot else storage.locate_parity
+        return locate(request.index, request.generation, request.offset, request.nbytes)
 
     # --- control ----------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             decision.manifest = state.slot.encoded
             decision.layout = state.arena.encoded
             decision.slot = state.slot.index
+            decision.places = state.slot.places
             decision.token = self._claims.issue(arena.path, None)
             decision.arena_bytes = arena.nbytes
             host.engine.memory.rank(state.arena.rank).restored = (
@@ -185,14 +186,23 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Grant(self, request: trainer_pb2.GrantRequest, context: Any) -> Any:
         host, session = self._of_session(request.session)
         try:
-            slot, effects = host.engine.grant(
-                session, epoch=request.epoch, step=request.step, now=host.now
+            granted, effects = host.engine.grant(
+                session,
+                epoch=request.epoch,
+                step=request.step,
+                now=host.now,
+                base=codec.generation_from_proto(request.base)
+                if request.HasField("base")
+                else None,
+                unchanged=request.unchanged,
             )
         except SnapshotSkippedError as skipped:
             host.carry_out(host.engine.tick(host.now))
             return trainer_pb2.GrantReply(skipped=str(skipped))
         host.carry_out(effects)
-        return trainer_pb2.GrantReply(slot=slot)
+        return trainer_pb2.GrantReply(
+            slot=granted.slot, places=granted.places, carried=granted.carried
+        )
 
     @_translating
     async def Commit(self, request: trainer_pb2.CommitRequest, context: Any) -> Any:

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Executor, Future
+from functools import partial
 
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
 from holdfast_core.layouts import decode_manifest
+from holdfast_core.places import Lying
 from holdfast_core.values import Membership, ParityEntry
+from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.blocks import ParityRecord
+from holdfast_daemon.combining import Effort, SourceCorruptError
 from holdfast_daemon.effects import (
     AllocateArena,
     ArenaReady,
@@ -42,14 +46,7 @@ from holdfast_daemon.effects import (
 )
 from holdfast_daemon.group import BulkOpener, EpochScope, Group, PeerClient
 from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.parity import (
-    Effort,
-    SourceCorruptError,
-    build,
-    common_piece_bytes,
-    rebuild,
-    verify,
-)
+from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
 
 AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers
 Background = AllocateArena | BuildParity | FetchManifest | Rebuild | VerifySnapshot | VerifyParity
@@ -96,9 +93,10 @@ class EffectWorker:
                 self._enter(effect.membership)
                 storage.save_epoch(effect.membership, effect.line, effect.retained)
             case Seal():
-                storage.seal(
-                    effect.rank, effect.layout_id, effect.slot, effect.manifest, effect.encoded
+                sealed = Sealed(
+                    manifest=effect.manifest, encoded=effect.encoded, places=effect.places
                 )
+                storage.seal(effect.rank, effect.layout_id, effect.slot, sealed)
             case FreeSlot():
                 storage.free_slot(effect.rank, effect.layout_id, effect.slot)
             case RemoveArena():
@@ -213,10 +211,11 @@ class EffectWorker:
         lane = scope.current().lane_of(effect.rank)
         manifest = effect.manifest
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
-        slot = self._storage.arena(effect.rank, manifest.layout_id).slot_view(effect.slot)
+        arena = self._storage.arena(effect.rank, manifest.layout_id)
+        lying = Lying(slot=effect.slot, places=effect.places)
         described = self._group.describe(effect.sources, manifest.generation, scope)
         rebuild(
-            slot[: manifest.payload_bytes],
+            partial(arena.views, lying),
             lost=effect.own_position,
             manifest=manifest,
             sources={position: decode_manifest(m) for position, (m, _) in described.items()},
@@ -225,24 +224,28 @@ class EffectWorker:
             effort=self._effort,
         )
         scope.check()
-        self._storage.seal(effect.rank, manifest.layout_id, effect.slot, manifest, effect.encoded)
+        sealed = Sealed(manifest=manifest, encoded=effect.encoded, places=effect.places)
+        self._storage.seal(effect.rank, manifest.layout_id, effect.slot, sealed)
         return Rebuilt(rank=effect.rank, slot=effect.slot, generation=manifest.generation)
 
     def _verify_snapshot(self, effect: VerifySnapshot) -> SnapshotVerified:
         manifest = effect.manifest
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         self._storage.check_manifest_file(effect.rank, manifest.layout_id, effect.slot)
-        bad = verify(
-            arena.slot_view(effect.slot)[: manifest.payload_bytes],
-            manifest.digests,
-            manifest.piece_bytes,
-            threads=self._effort.threads,
-        )
-        if bad is not None:
-            raise CorruptError(
-                f"piece {bad} of rank {effect.rank} generation {manifest.generation} does not "
-                f"match its manifest"
+        lying = Lying(slot=effect.slot, places=effect.places)
+        for offset, part in arena.views(lying, 0, manifest.payload_bytes):
+            bad = verify(
+                part,
+                manifest.digests,
+                manifest.piece_bytes,
+                offset=offset,
+                threads=self._effort.threads,
             )
+            if bad is not None:
+                raise CorruptError(
+                    f"piece {bad} of rank {effect.rank} generation {manifest.generation} does not "
+                    f"match its manifest"
+                )
         return SnapshotVerified(
             rank=effect.rank, slot=effect.slot, generation=manifest.generation, ok=True
         )

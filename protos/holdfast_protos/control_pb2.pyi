@@ -90,6 +90,7 @@ class JobState(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     PARITY_BYTES_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -103,9 +104,11 @@ class JobState(_message.Message):
     failed: _builtins.int
     arena_bytes: _builtins.int
     parity_bytes: _builtins.int
+    revision: _builtins.int
+    """of its membership; a daemon that sets it takes changes"""
     @_builtins.property
     def membership(self) -> _values_pb2.Membership:
-        """once on each stream, and again when it has changed"""
+        """left out once it has passed on this stream, either way"""
 
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
@@ -136,12 +139,15 @@ class JobState(_message.Message):
         failed: _builtins.int = ...,
         arena_bytes: _builtins.int = ...,
         parity_bytes: _builtins.int = ...,
+        revision: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "line", b"line", "membership", b"membership", "protected", b"protected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "membership", b"membership", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "membership", b"membership", "parity_bytes", b"parity_bytes", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "skipped", b"skipped", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "membership", b"membership", "parity_bytes", b"parity_bytes", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
+    _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__revision) -> _WhichOneofReturnType__revision | None: ...
 
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
@@ -202,28 +208,72 @@ class ControlMessage(_message.Message):
     MEMBERSHIP_FIELD_NUMBER: _builtins.int
     DROP_FIELD_NUMBER: _builtins.int
     WELCOME_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def membership(self) -> _values_pb2.Membership: ...
     @_builtins.property
     def drop(self) -> Global___DropJob: ...
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
+    @_builtins.property
+    def change(self) -> Global___MembershipChange: ...
     def __init__(
         self,
         *,
         membership: _values_pb2.Membership | None = ...,
         drop: Global___DropJob | None = ...,
         welcome: Global___Welcome | None = ...,
+        change: Global___MembershipChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "membership", b"membership", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "membership", b"membership", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["membership", "drop", "welcome"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["membership", "drop", "welcome", "change"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ControlMessage: _TypeAlias = ControlMessage  # noqa: Y015
+
+@_typing.final
+class MembershipChange(_message.Message):
+    """A membership, by what differs from the last one that has passed on this stream, either way: that of
+    a large job is long, and goes to each of its daemons. Who does not have the base ignores it, and is
+    sent the whole soon.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    base_digest: _builtins.bytes
+    """of its encoding; versions alone do not tell contents apart"""
+    epoch: _builtins.int
+    revision: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.MemberPlace]:
+        """of the members that have another one than in the base"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        base_digest: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        revision: _builtins.int = ...,
+        places: _abc.Iterable[_values_pb2.MemberPlace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "epoch", b"epoch", "job", b"job", "places", b"places", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MembershipChange: _TypeAlias = MembershipChange  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):

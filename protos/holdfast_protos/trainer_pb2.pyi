@@ -152,6 +152,7 @@ class RestoreDecision(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """encoded manifest, empty for a fresh start"""
     layout: _builtins.bytes
@@ -162,6 +163,8 @@ class RestoreDecision(_message.Message):
     token: _builtins.str
     """for the arena socket: a read-only descriptor of the arena"""
     arena_bytes: _builtins.int
+    places: _builtins.bytes
+    """the slot that each piece lies in, a byte each; empty: all in `slot`"""
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
     def __init__(
@@ -174,10 +177,11 @@ class RestoreDecision(_message.Message):
         source: _builtins.str = ...,
         token: _builtins.str = ...,
         arena_bytes: _builtins.int = ...,
+        places: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "layout", b"layout", "line", b"line", "manifest", b"manifest", "slot", b"slot", "source", b"source", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "layout", b"layout", "line", b"line", "manifest", b"manifest", "places", b"places", "slot", b"slot", "source", b"source", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,19 +265,29 @@ class GrantRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
+    unchanged: _builtins.bytes
+    """bit map of those pieces, lowest bit first"""
+    @_builtins.property
+    def base(self) -> _values_pb2.Generation:
+        """the snapshot to carry unchanged pieces over from; absent: write all"""
+
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
+        base: _values_pb2.Generation | None = ...,
+        unchanged: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session", b"session", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "session", b"session", "step", b"step", "unchanged", b"unchanged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,18 +299,26 @@ class GrantReply(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    CARRIED_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     skipped: _builtins.str
     """why there is no slot now; training goes on"""
+    places: _builtins.bytes
+    """the slot at whose offset each piece goes, a byte each; empty: all in `slot`"""
+    carried: _builtins.bool
+    """false: every piece has to be written"""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         skipped: _builtins.str = ...,
+        places: _builtins.bytes = ...,
+        carried: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "skipped", b"skipped", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "skipped", b"skipped", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "outcome", b"outcome", "places", b"places", "skipped", b"skipped", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["slot", "skipped"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
@@ -323,6 +345,7 @@ class CommitRequest(_message.Message):
     payload_bytes: _builtins.int
     extras_bytes: _builtins.int
     digests: _builtins.bytes
+    """those of pieces that are carried over are not looked at"""
     @_builtins.property
     def nan_units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(

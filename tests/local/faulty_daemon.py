@@ -31,7 +31,7 @@ from holdfast_daemon.group import BulkOpener, EpochScope
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.node import Node
-from holdfast_daemon.parity import Stream
+from holdfast_daemon.combining import Stream
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.worker import Background, EffectWorker
 

@@ -23,6 +23,18 @@ class Opened:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Granted:
+    """Where a trainer may write a snapshot."""
+
+    slot: int
+    places: bytes
+    """For each piece the slot at whose offset it goes; empty when all go into `slot`."""
+    carried: bool
+    """Whether the pieces that the trainer called unchanged are carried over; otherwise it has to
+    write everything."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreState:
     """How far a restore is. `ready` with a slot, or ready with none for a fresh start."""
 

@@ -165,6 +165,10 @@ def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:
         slot.verified = True
         return
     memory.note("corrupt", rank=event.rank, generation=event.generation, detail=event.detail)
+    # What is wrong may be a piece that another snapshot shares with this one.
+    others = [s for s in arena.slots if s is not slot and s.state is SlotState.SEALED]
+    for other in others if arena.is_mixed else ():
+        upkeep.verify_slot(memory, arena, other)
     upkeep.free_slot(memory, arena, slot)
 
 

@@ -62,15 +62,15 @@ class Convergence:
         membership: Membership | None,
         line: Line | None,
         retained: Generation | None,
-        arenas: Sequence[tuple[int, bytes, dict[int, bytes], bool]],
+        arenas: Sequence[tuple[int, bytes, dict[int, tuple[bytes, bytes]], bool]],
         parities: Sequence[tuple[int, int, ParityEntry]],
         now: float,
     ) -> list[Effect]:
         """Take over what an earlier daemon left. Nothing counts as held before it is verified.
 
         Args:
-            arenas: (rank, encoded layout, {slot: encoded manifest}, whether a living process holds
-                the claim) of each.
+            arenas: (rank, encoded layout, {slot: (encoded manifest, places)}, whether a living
+                process holds the claim) of each.
             parities: (lane, slot, entry) of each.
         """
         memory = self.memory
@@ -81,9 +81,10 @@ class Convergence:
             for slot in arena.slots if claimed else ():
                 # Whichever slot the earlier daemon granted: its trainer may still be writing.
                 slot.state = SlotState.GRANTED
-            for index, data in sealed.items():
+            for index, (data, places) in sealed.items():
                 manifest = decode_manifest(data)
                 slot = arena.slots[index]
+                slot.places = places
                 slot.state, slot.generation = SlotState.SEALED, manifest.generation
                 slot.manifest, slot.encoded = manifest, data
                 slot.digest = manifest_digest(data)

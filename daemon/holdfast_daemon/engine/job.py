@@ -24,13 +24,15 @@ from holdfast_core.layouts import (
     encode_layout,
     encode_manifest,
     manifest_digest,
+    piece_count,
 )
+from holdfast_core.places import merge_digests
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.effects import Effect, Seal
 from holdfast_daemon.engine import answers, upkeep
-from holdfast_daemon.engine.answers import Opened, RestoreState, WorldState
+from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, WorldState
 from holdfast_daemon.engine.convergence import Convergence
-from holdfast_daemon.engine.state import ArenaView, RankRecord, Session, SlotState
+from holdfast_daemon.engine.state import RankRecord, Session, SlotState
 
 
 class JobEngine(Convergence):
@@ -125,9 +127,21 @@ class JobEngine(Convergence):
         return self._settle(now)
 
     def grant(
-        self, session_id: str, *, epoch: int, step: int, now: float
-    ) -> tuple[int, list[Effect]]:
-        """A slot for the snapshot of `step`.
+        self,
+        session_id: str,
+        *,
+        epoch: int,
+        step: int,
+        now: float,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+    ) -> tuple[Granted, list[Effect]]:
+        """A slot for the snapshot of `step`, and where in the arena its pieces go.
+
+        Args:
+            base: the snapshot from which the trainer wants to carry pieces over; when it is not
+                here, whole, in this layout, everything has to be written.
+            unchanged: bit map of those pieces.
 
         Raises:
             SnapshotSkippedError: no slot now; training goes on without this snapshot.
@@ -157,9 +171,16 @@ class JobEngine(Convergence):
         if slot is None:
             memory.note("skipped", rank=session.rank, generation=generation, detail="slots")
             self._settle_into(now)
-            raise SnapshotSkippedError(self._why_no_slot(arena))
+            raise SnapshotSkippedError(
+                f"every slot of rank {arena.rank} is in use ({arena.uses}): protection is behind"
+            )
+        held = arena.whole(base)
+        slot.places = arena.places_for(slot, held, unchanged)
         slot.state, slot.generation = SlotState.GRANTED, generation
-        return slot.index, self._settle(now)
+        if held is not None and held.manifest is not None:
+            slot.unchanged, slot.base_digests = unchanged, held.manifest.digests
+        granted = Granted(slot=slot.index, places=slot.places, carried=held is not None)
+        return granted, self._settle(now)
 
     def commit(
         self,
@@ -201,6 +222,9 @@ class JobEngine(Convergence):
                 f"rank {session.rank} commits {payload_bytes} bytes with {extras_bytes} of extras; "
                 f"its layout has tensors of {layout.extras_offset} and slots of {layout.slot_bytes}"
             )
+        if target.unchanged:
+            digests = merge_digests(digests, target.base_digests, target.unchanged)
+        target.places = target.places[: piece_count(payload_bytes, layout.piece_bytes)]
         manifest = Manifest(
             job=memory.job,
             rank=session.rank,
@@ -225,6 +249,7 @@ class JobEngine(Convergence):
                 slot=slot,
                 manifest=manifest,
                 encoded=target.encoded,
+                places=target.places,
             )
         )
         return self._settle(now)
@@ -372,7 +397,3 @@ class JobEngine(Convergence):
         record: RankRecord = self.memory.rank(session.rank)
         if record.session is session:
             record.session = None
-
-    def _why_no_slot(self, arena: ArenaView) -> str:
-        uses = ", ".join(f"{s.state.value} {s.generation}" for s in arena.slots)
-        return f"every slot of rank {arena.rank} is in use ({uses}): protection is behind"

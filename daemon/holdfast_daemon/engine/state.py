@@ -12,7 +12,8 @@ from enum import Enum
 
 from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import HoldfastError
-from holdfast_core.layouts import SLOTS_PER_ARENA, Layout
+from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
+from holdfast_core.places import Lying, choose
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -49,6 +50,16 @@ class Slot:
     verifying: bool = False
     rebuilt_in: int = 0
     """Epoch in which this daemon rebuilt it from parity; 0 when a trainer wrote it."""
+    places: bytes = b""
+    """Where its pieces lie, or are being written; see `holdfast_core.places`."""
+    unchanged: bytes = b""
+    """While it is granted: bit map of the pieces that are carried over."""
+    base_digests: bytes = b""
+    """While it is granted: the digests of the snapshot that they are carried over from."""
+
+    @property
+    def lying(self) -> Lying:
+        return Lying(slot=self.index, places=self.places)
 
     def clear(self) -> None:
         self.state = SlotState.FREE
@@ -56,6 +67,7 @@ class Slot:
         self.encoded, self.digest = b"", 0
         self.verified = self.verifying = False
         self.rebuilt_in = 0
+        self.places = self.unchanged = self.base_digests = b""
 
 
 @dataclass(slots=True)
@@ -68,7 +80,46 @@ class ArenaView:
     slots: list[Slot] = field(default_factory=lambda: [Slot(i) for i in range(SLOTS_PER_ARENA)])
 
     def free_slot(self) -> Slot | None:
+        """A slot to write into; none while a trainer of an earlier daemon may write into places
+        that nobody knows."""
+        if self.has_unknown_writer:
+            return None
         return next((s for s in self.slots if s.state is SlotState.FREE), None)
+
+    @property
+    def uses(self) -> str:
+        """What the slots are used for, in words."""
+        return ", ".join(f"{s.state.value} {s.generation}" for s in self.slots)
+
+    def whole(self, generation: Generation | None) -> Slot | None:
+        """The sealed snapshot of `generation`, when it was verified in this epoch."""
+        return next(
+            (
+                s
+                for s in self.slots
+                if s.state is SlotState.SEALED and s.verified and s.generation == generation
+            ),
+            None,
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether snapshots may share pieces."""
+        return any(slot.places for slot in self.slots)
+
+    @property
+    def has_unknown_writer(self) -> bool:
+        return any(s.state is SlotState.GRANTED and s.generation is None for s in self.slots)
+
+    def places_for(self, slot: Slot, base: Slot | None = None, unchanged: bytes = b"") -> bytes:
+        """Where the pieces of a snapshot in the free `slot` go; see `places.choose`."""
+        return choose(
+            slot.index,
+            piece_count(self.layout.slot_bytes, self.layout.piece_bytes),
+            [s.lying for s in self.slots if s is not slot and s.state is not SlotState.FREE],
+            base=base.lying if base else None,
+            unchanged=unchanged,
+        )
 
     @property
     def idle(self) -> bool:

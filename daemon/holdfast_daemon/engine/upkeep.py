@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from holdfast_core import recovery
 from holdfast_core.budget import parity_block_bytes
+from holdfast_core.layouts import piece_count
 from holdfast_core.values import Generation, Membership, Redundancy
 from holdfast_daemon.effects import (
     AllocateArena,
@@ -51,7 +52,9 @@ def verify_slot(memory: JobMemory, arena: ArenaView, slot: Slot) -> None:
     if slot.manifest is None or slot.verifying:
         return
     slot.verifying = True
-    memory.out.append(VerifySnapshot(rank=arena.rank, slot=slot.index, manifest=slot.manifest))
+    memory.out.append(
+        VerifySnapshot(rank=arena.rank, slot=slot.index, manifest=slot.manifest, places=slot.places)
+    )
 
 
 def verify_parity(memory: JobMemory, parity: ParitySlot) -> None:
@@ -300,6 +303,9 @@ def _continue_rebuild(
     sources = _sources(memory, membership, lane, job.generation)
     if sources is None:
         return
+    slot.places = arena.places_for(slot)[
+        : piece_count(job.manifest.payload_bytes, job.manifest.piece_bytes)
+    ]
     slot.state, slot.generation = SlotState.REBUILDING, job.generation
     slot.manifest, slot.encoded, slot.digest = job.manifest, job.encoded, job.digest
     memory.out.append(
@@ -308,6 +314,7 @@ def _continue_rebuild(
             slot=slot.index,
             manifest=job.manifest,
             encoded=job.encoded,
+            places=slot.places,
             own_position=group.index(memory.me),
             sources=sources,
         )

@@ -63,6 +63,10 @@ class Cluster(Faults):
         self._kinds = options.kinds
         self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
         self._flip_rate = rng.choice((0.0, 0.0, 0.03))
+        self.unchanged_rate = rng.choice((0.0, 0.0, 0.3, 0.7))
+        """How many of a rank's pieces a save carries over from the one before."""
+        self.captured: dict[tuple[int, Generation], bytes] = {}
+        """What each rank captured, or would have."""
         self._full: set[str] = set()
         self._control_down_until = 0.0
         self._suspects: dict[str, float] = {}

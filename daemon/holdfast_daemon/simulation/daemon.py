@@ -78,7 +78,7 @@ class VirtualDaemon(Transfers):
             for slot, encoded in list(arena.manifests.items()):
                 try:
                     layouts.decode_manifest(encoded)
-                    sealed[slot] = encoded
+                    sealed[slot] = (encoded, arena.places[slot])
                 except CorruptError:
                     del arena.manifests[slot]
             arenas.append((rank, arena.encoded, sealed, self.cluster.is_claimed(self.node, rank)))
@@ -179,7 +179,7 @@ class VirtualDaemon(Transfers):
             error = StorageError("no space left on the tmpfs")
         else:
             arena = self.disk.arenas[(effect.rank, effect.layout_id)]
-            arena.manifests[effect.slot] = effect.encoded
+            arena.seal(effect.slot, effect.encoded, effect.places)
         event = Sealed(
             rank=effect.rank,
             slot=effect.slot,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from holdfast_core import layouts
 from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout
+from holdfast_core.places import Lying, runs
 from holdfast_core.values import Generation, Inventory, Line, Membership, ParityEntry, SnapshotEntry
 
 
@@ -16,6 +17,42 @@ class DiskArena:
     encoded: bytes
     slots: list[bytearray]
     manifests: dict[int, bytes] = field(default_factory=dict)
+    places: dict[int, bytes] = field(default_factory=dict)
+    """By slot, of what is sealed in it; see `holdfast_core.places`."""
+
+    def seal(self, slot: int, encoded: bytes, places: bytes) -> None:
+        self.manifests[slot], self.places[slot] = encoded, places
+
+    def read(self, slot: int, places: bytes, nbytes: int) -> bytes:
+        """The first `nbytes` of a payload."""
+        size = self.layout.piece_bytes
+        found = b"".join(
+            self.slots[run.slot][run.first * size : run.end * size]
+            for run in runs(Lying(slot, places), 0, layouts.piece_count(nbytes, size))
+        )
+        return found[:nbytes]
+
+    def write(self, slot: int, places: bytes, data: bytes, skip: frozenset[int]) -> None:
+        """Put a payload where its pieces go, all but those of `skip`."""
+        size = self.layout.piece_bytes
+        for run in runs(Lying(slot, places), 0, layouts.piece_count(len(data), size)):
+            for piece in range(run.first, run.end):
+                if piece not in skip:
+                    assert not self._is_held(run.slot, piece), "a sealed piece was overwritten"
+                    part = data[piece * size : (piece + 1) * size]
+                    self.slots[run.slot][piece * size : piece * size + len(part)] = part
+
+    def _is_held(self, slot: int, piece: int) -> bool:
+        """Whether a sealed snapshot has its piece there."""
+        for sealed, encoded in self.manifests.items():
+            try:
+                manifest, places = layouts.decode_manifest(encoded), self.places[sealed]
+            except CorruptError:
+                continue
+            held = layouts.piece_count(manifest.payload_bytes, manifest.piece_bytes)
+            if piece < held and (places[piece] if places else sealed) == slot:
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -64,7 +101,7 @@ class Disk:
             return None
         arena, slot, encoded = found
         manifest = layouts.decode_manifest(encoded)
-        data = bytes(arena.slots[slot][: manifest.payload_bytes])
+        data = arena.read(slot, arena.places[slot], manifest.payload_bytes)
         whole = layouts.piece_digests(data, manifest.piece_bytes) == manifest.digests
         return data if whole else None
 
@@ -77,7 +114,7 @@ class Disk:
                     manifest = layouts.decode_manifest(encoded)
                 except CorruptError:
                     continue
-                data = bytes(arena.slots[slot][: manifest.payload_bytes])
+                data = arena.read(slot, arena.places[slot], manifest.payload_bytes)
                 if layouts.piece_digests(data, manifest.piece_bytes) == manifest.digests:
                     snapshots.append(
                         SnapshotEntry(

@@ -16,7 +16,9 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.layouts import Layout
+from holdfast_core.places import bit_map
 from holdfast_core.values import Generation
+from holdfast_daemon.engine.answers import Granted
 from holdfast_daemon.simulation.daemon import VirtualDaemon
 
 if TYPE_CHECKING:
@@ -105,6 +107,8 @@ class Worker:
         self._opened_on: VirtualDaemon | None = None
         self._copying = False
         self._arena = ""
+        self._base: Generation | None = None
+        """The snapshot that the next one may carry pieces over from."""
         world.workers[rank] = self
         self._poll(self._restore)
 
@@ -156,14 +160,15 @@ class Worker:
             assert state.slot is not None and state.slot.manifest is not None and state.arena
             disk = daemon.disk.arenas[(self.rank, state.arena.layout_id)]
             size = state.slot.manifest.payload_bytes
-            data = bytes(disk.slots[state.slot.index][:size])
+            data = disk.read(state.slot.index, state.slot.places, size)
             if layouts.piece_digests(data, PIECE_BYTES) != state.slot.manifest.digests:
                 self.world.cluster.restore_failed(self.rank)
                 self.kill()
                 return True
-            assert data == content(self.rank, generation), (
+            assert data == self.world.cluster.captured[self.rank, generation], (
                 f"rank {self.rank} restored wrong bytes for {generation}"
             )
+        self._base = generation
         self.world.arrived(self.rank, generation)
         self._poll(self._open)
         return True
@@ -208,34 +213,61 @@ class Worker:
             return
         cluster = self.world.cluster
         try:
-            slot, effects = daemon.engine.grant(
-                session, epoch=generation.epoch, step=generation.step, now=daemon.now
+            unchanged = self._unchanged()
+            granted, effects = daemon.engine.grant(
+                session,
+                epoch=generation.epoch,
+                step=generation.step,
+                now=daemon.now,
+                base=self._base if unchanged else None,
+                unchanged=bit_map(unchanged, 64),
             )
         except (SnapshotSkippedError, StaleEpochError, UnknownSessionError):
             return
         daemon.carry_out(effects)
         if not daemon.alive:
             return
-        data = content(self.rank, generation)
+        carried = unchanged if granted.carried else frozenset()
+        data = self._captured(generation, carried)
         opened = daemon.engine.opened(session)
         assert opened is not None
         arena = daemon.disk.arenas[(self.rank, opened.arena.layout_id)]
-        assert slot not in arena.manifests, "a sealed slot was granted"
+        assert granted.slot not in arena.manifests, "a sealed slot was granted"
         self._arena = opened.arena.layout_id
-        arena.slots[slot][: len(data) // 2] = data[: len(data) // 2]
+        arena.write(granted.slot, granted.places, data[: len(data) // 2], carried)
         self._copying = True
         cluster.clock.after(
             cluster.clock.rng.uniform(0.001, 0.06),
-            lambda: self._staged(daemon, session, generation, slot, data),
+            lambda: self._staged(daemon, session, generation, granted, data, carried),
         )
+
+    def _unchanged(self) -> frozenset[int]:
+        """The pieces that this save does not capture: only whole pieces of tensors can be."""
+        cluster = self.world.cluster
+        whole = tensor_bytes_of(self.rank) // PIECE_BYTES
+        rng = cluster.clock.rng
+        return frozenset(p for p in range(whole) if rng.random() < cluster.unchanged_rate)
+
+    def _captured(self, generation: Generation, carried: frozenset[int]) -> bytes:
+        """The payload of a snapshot that carries over the pieces `carried`."""
+        data = bytearray(content(self.rank, generation))
+        captured = self.world.cluster.captured
+        if carried and self._base is not None:
+            before = captured[self.rank, self._base]
+            for piece in carried:
+                part = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
+                data[part] = before[part]
+        captured[self.rank, generation] = bytes(data)
+        return bytes(data)
 
     def _staged(
         self,
         daemon: VirtualDaemon,
         session: str,
         generation: Generation,
-        slot: int,
+        granted: Granted,
         data: bytes,
+        carried: frozenset[int],
     ) -> None:
         self._copying = False
         if not self.alive:
@@ -243,7 +275,10 @@ class Worker:
         arena = daemon.disk.arenas.get((self.rank, self._arena))
         if arena is not None:
             # A process that lives writes, whatever has been decided without it.
-            arena.slots[slot][: len(data)] = data
+            arena.write(granted.slot, granted.places, data, carried)
+        digests = bytearray(layouts.piece_digests(data, PIECE_BYTES))
+        for piece in carried:
+            digests[8 * piece : 8 * piece + 8] = bytes(8)
 
         def commit() -> None:
             try:
@@ -251,15 +286,17 @@ class Worker:
                     session,
                     epoch=generation.epoch,
                     step=generation.step,
-                    slot=slot,
+                    slot=granted.slot,
                     payload_bytes=len(data),
                     extras_bytes=len(data) - tensor_bytes_of(self.rank),
-                    digests=layouts.piece_digests(data, PIECE_BYTES),
+                    digests=bytes(digests),
                     nan_units=(),
                     now=daemon.now,
                 )
             except HoldfastError:
                 return
             daemon.carry_out(effects)
+            if self.world.cluster.clock.rng.random() < 0.9:  # or the answer is lost
+                self._base = generation
 
         daemon.call(commit)

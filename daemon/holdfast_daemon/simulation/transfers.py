@@ -143,8 +143,8 @@ class Transfers:
         if not error:
             arena = self.disk.arenas[(effect.rank, manifest.layout_id)]
             assert effect.slot not in arena.manifests, "a sealed slot was overwritten"
-            arena.slots[effect.slot][: len(payload)] = payload
-            arena.manifests[effect.slot] = effect.encoded
+            arena.write(effect.slot, effect.places, bytes(payload), frozenset())
+            arena.seal(effect.slot, effect.encoded, effect.places)
         return Rebuilt(
             rank=effect.rank, slot=effect.slot, generation=manifest.generation, error=error
         )
@@ -171,4 +171,4 @@ class Transfers:
             return None
         arena, slot, encoded = found
         size = layouts.decode_manifest(encoded).payload_bytes
-        return bytes(arena.slots[slot][:size]), encoded, arena.encoded
+        return arena.read(slot, arena.places[slot], size), encoded, arena.encoded

@@ -40,8 +40,11 @@ class OneFile:
             raise StaleEpochError(f"epoch {request.epoch} has ended; this is 5")
         if request.kind is Kind.PARITY:
             raise StorageError(f"no parity of lane {request.index}")
+        nbytes = min(request.nbytes, self.nbytes - request.offset)
+        first = nbytes // 3
         return Located(
-            path=self.path, offset=request.offset, available=self.nbytes - request.offset
+            path=self.path,
+            parts=((request.offset, first), (request.offset + first, nbytes - first)),
         )
 
 

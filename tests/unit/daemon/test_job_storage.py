@@ -16,7 +16,9 @@ from holdfast_core.layouts import (
     layout_id,
     piece_digests,
 )
+from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Line, Manifest, MemberPlace, Membership, ParityEntry
+from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.job_storage import AdoptedJob, JobStorage
 from holdfast_daemon.storage import NodeStorage
@@ -61,7 +63,7 @@ def manifest_of(payload: bytes, step: int, rank: int = 0) -> Manifest:
 
 def seal(job: JobStorage, slot: int, step: int) -> None:
     manifest = manifest_of(bytes([step]) * 5000, step)
-    job.seal(0, LAYOUT_ID, slot, manifest, encode_manifest(manifest))
+    job.seal(0, LAYOUT_ID, slot, Sealed(manifest=manifest, encoded=encode_manifest(manifest)))
 
 
 def record_of(step: int, nbytes: int = 5000) -> ParityRecord:
@@ -122,7 +124,7 @@ def test_everything_sealed_is_adopted_and_nothing_else(root: Path) -> None:
     with opened(root) as (job, _, _):
         job.save_epoch(membership_of(2), line, Generation(1, 2))
         arena = job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
-        arena.slot_view(1)[:3] = b"abc"
+        next(arena.views(Lying(1, b""), 0, 3))[1][:] = b"abc"
         seal(job, 1, step=3)
         seal(job, 2, step=4)
         job.free_slot(0, LAYOUT_ID, 2)
@@ -137,7 +139,8 @@ def test_everything_sealed_is_adopted_and_nothing_else(root: Path) -> None:
         assert {slot: s.manifest.generation.step for slot, s in sealed.items()} == {1: 3}
         assert [(p.lane, p.slot, p.record) for p in adopted.parities] == [(0, 1, record_of(3))]
         assert adopted.problems == ()
-        assert bytes(job.arena(0, LAYOUT_ID).slot_view(1)[:3]) == b"abc"
+        views = job.arena(0, LAYOUT_ID).views(Lying(1, b""), 0, 3)
+        assert [(at, bytes(view)) for at, view in views] == [(0, b"abc")]
         assert bytes(job.block_view(0, 1)[:3]) == b"xyz"
         assert node.reserved_bytes == reserved == held_bytes(root)
 
@@ -202,18 +205,18 @@ def test_bytes_are_located_only_while_they_are_sealed(root: Path) -> None:
     with opened(root) as (job, _, _):
         arena = job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
         with pytest.raises(StorageError, match=r"no snapshot 1\.7"):
-            job.locate_snapshot(0, generation)
+            job.locate_snapshot(0, generation, 10, 9000)
         seal(job, 2, step=7)
-        found = job.locate_snapshot(0, generation)
-        assert (found.path, found.offset, found.nbytes) == (arena.path, 2 * 3 * PIECE, 5000)
+        found = job.locate_snapshot(0, generation, 10, 9000)
+        assert (found.path, found.parts) == (arena.path, ((2 * 3 * PIECE + 10, 4990),))
         job.free_slot(0, LAYOUT_ID, 2)
         with pytest.raises(StorageError):
-            job.locate_snapshot(0, generation)
+            job.locate_snapshot(0, generation, 10, 9000)
         job.seal_parity(0, record_of(7))
-        assert job.locate_parity(0, generation).nbytes == 5000
+        assert job.locate_parity(0, generation, 0, 9000).nbytes == 5000
         job.free_parity(0, 0)
         with pytest.raises(StorageError, match="no parity"):
-            job.locate_parity(0, generation)
+            job.locate_parity(0, generation, 0, 1)
 
 
 def test_manifests_are_described_from_own_and_from_kept(root: Path) -> None:
@@ -243,9 +246,9 @@ def test_a_manifest_of_another_job_rank_or_layout_is_not_sealed(root: Path) -> N
             replace(good, layout_id="0" * 32),
         ):
             with pytest.raises(CorruptError, match="manifest is of job"):
-                job.seal(0, LAYOUT_ID, 0, wrong, encode_manifest(wrong))
+                job.seal(0, LAYOUT_ID, 0, Sealed(manifest=wrong, encoded=encode_manifest(wrong)))
         with pytest.raises(StorageError, match="slots 0 to 2"):
-            job.seal(0, LAYOUT_ID, 3, good, encode_manifest(good))
+            job.seal(0, LAYOUT_ID, 3, Sealed(manifest=good, encoded=encode_manifest(good)))
 
 
 def flip(path: Path, at: int = -1) -> None:

@@ -18,6 +18,7 @@ from holdfast_core.layouts import (
     piece_digests,
 )
 from holdfast_core.values import Generation, Line, Manifest, MemberPlace, Membership, ParityEntry
+from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.files import RealFiles
 from holdfast_daemon.job_storage import AdoptedJob, JobStorage
@@ -61,7 +62,7 @@ def manifest_of(payload: bytes, step: int, rank: int = 0) -> Manifest:
 
 def seal(job: JobStorage, slot: int, step: int) -> None:
     manifest = manifest_of(bytes([step]) * 5000, step)
-    job.seal(0, LAYOUT_ID, slot, manifest, encode_manifest(manifest))
+    job.seal(0, LAYOUT_ID, slot, Sealed(manifest=manifest, encoded=encode_manifest(manifest)))
 
 
 def record_of(step: int, nbytes: int = 5000) -> ParityRecord:

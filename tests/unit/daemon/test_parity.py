@@ -10,7 +10,8 @@ from holdfast_core.layouts import piece_digests
 from holdfast_core.raim5 import contributions, parity_bytes
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
-from holdfast_daemon.parity import Effort, SourceCorruptError, build, rebuild, verify, xor_into
+from holdfast_daemon.combining import Effort, SourceCorruptError, xor_into
+from holdfast_daemon.parity import build, rebuild, verify, whole
 
 PIECE = 64
 EFFORTS = (
@@ -134,7 +135,7 @@ def test_any_member_of_any_group_comes_back_from_the_others(effort: Effort) -> N
         for lost, payload in enumerate(members.payloads):
             target = bytearray(b"\x55" * len(payload))
             rebuild(
-                memoryview(target),
+                whole(memoryview(target)),
                 lost=lost,
                 manifest=manifest_of(lost, payload),
                 sources=members.sources(lost),
@@ -179,7 +180,7 @@ def test_a_byte_that_flips_on_the_wire_is_healed(effort: Effort) -> None:
         members.flips = {(position, Kind.SNAPSHOT, 0): 1, (3, Kind.PARITY, 5): 1}
         target = bytearray(700)
         rebuild(
-            memoryview(target),
+            whole(memoryview(target)),
             lost=0,
             manifest=manifest_of(0, members.payloads[0]),
             sources=members.sources(0),
@@ -205,7 +206,7 @@ def test_a_damaged_source_is_named_in_a_rebuild_too() -> None:
     members.flips = {(2, Kind.SNAPSHOT, 0): 1000, (2, Kind.SNAPSHOT, 639): 1000}
     with pytest.raises(SourceCorruptError) as caught:
         rebuild(
-            memoryview(bytearray(640)),
+            whole(memoryview(bytearray(640))),
             lost=0,
             manifest=manifest_of(0, members.payloads[0]),
             sources=members.sources(0),
@@ -222,7 +223,7 @@ def test_a_damaged_parity_block_is_noticed_by_what_comes_out() -> None:
     members.blocks[1] = bytes(broken)
     with pytest.raises(CorruptError, match="parity block of position 1") as caught:
         rebuild(
-            memoryview(bytearray(640)),
+            whole(memoryview(bytearray(640))),
             lost=0,
             manifest=manifest_of(0, members.payloads[0]),
             sources=members.sources(0),

@@ -24,11 +24,13 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_digests,
 )
+from holdfast_core.places import Lying
 from holdfast_core.raim5 import parity_bytes
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
 from holdfast_daemon.bulk import Kind, Located, Request
 from holdfast_daemon.bulk_client import BulkClient
 from holdfast_daemon.bulk_server import BulkServer
+from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import (
     AllocateArena,
     BuildParity,
@@ -47,7 +49,6 @@ from holdfast_daemon.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.parity import Effort
 from holdfast_daemon.storage import NodeStorage
 from holdfast_daemon.worker import Background, EffectWorker
 
@@ -90,12 +91,7 @@ class Daemon:
             raise StaleEpochError(f"epoch {request.epoch} has ended")
         snapshot = request.kind is Kind.SNAPSHOT
         find = self.storage.locate_snapshot if snapshot else self.storage.locate_parity
-        extent = find(request.index, request.generation)
-        return Located(
-            path=extent.path,
-            offset=extent.offset + request.offset,
-            available=extent.nbytes - request.offset,
-        )
+        return find(request.index, request.generation, request.offset, request.nbytes)
 
     @property
     def place(self) -> MemberPlace:
@@ -181,7 +177,7 @@ class Cluster:
 
     def payload(self, index: int) -> memoryview:
         arena = self.daemons[index].storage.arena(index, layout_id(layout_of(index)))
-        return arena.slot_view(1)[: SIZES[index]]
+        return next(arena.views(Lying(1, b""), 0, SIZES[index]))[1]
 
 
 def allocation(rank: int) -> AllocateArena:
@@ -323,7 +319,7 @@ def test_a_flipped_byte_in_a_parity_block_is_found(cluster: Cluster) -> None:
     done = recover(cluster, 0)
     assert "parity block of position 1" in done.error
     with pytest.raises(StorageError, match="no snapshot"):
-        cluster.daemons[0].storage.locate_snapshot(0, GENERATION)
+        cluster.daemons[0].storage.locate_snapshot(0, GENERATION, 0, 1)
 
 
 class FlippingProxy:

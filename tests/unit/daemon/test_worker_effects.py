@@ -17,6 +17,7 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_digests,
 )
+from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
 from holdfast_daemon.bulk import Request
 from holdfast_daemon.effects import (
@@ -180,7 +181,8 @@ def member() -> Iterator[Member]:
         )
         member = Member(node, storage, peer, executor, worker)
         assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id)
-        storage.arena(0, ALLOCATE.layout_id).slot_view(1)[: len(PAYLOAD)] = PAYLOAD
+        arena = storage.arena(0, ALLOCATE.layout_id)
+        next(arena.views(Lying(1, b""), 0, len(PAYLOAD)))[1][:] = PAYLOAD
         worker.apply(SEAL)
         yield member
 
@@ -301,10 +303,10 @@ def test_effects_at_once_change_what_is_held(member: Member) -> None:
     assert storage.describe(1, GENERATION) is None
     worker.apply(FreeParity(lane=0, slot=0))
     with pytest.raises(StorageError, match="no parity"):
-        storage.locate_parity(0, GENERATION)
+        storage.locate_parity(0, GENERATION, 0, 1)
     worker.apply(FreeSlot(rank=0, layout_id=ALLOCATE.layout_id, slot=1))
     with pytest.raises(StorageError, match="no snapshot"):
-        storage.locate_snapshot(0, GENERATION)
+        storage.locate_snapshot(0, GENERATION, 0, 1)
     worker.apply(RemoveArena(rank=0, layout_id=ALLOCATE.layout_id))
     with pytest.raises(StorageError, match="no arena"):
         storage.arena(0, ALLOCATE.layout_id)
