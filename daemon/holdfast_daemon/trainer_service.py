@@ -31,7 +31,7 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.layouts import SLOTS_PER_ARENA
-from holdfast_core.values import Generation
+from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon.auth import Authenticator
 from holdfast_daemon.claims import Claims, SessionSeal
 from holdfast_daemon.engine import RestoreState
@@ -252,10 +252,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 return
             directive = memory.directive
             if directive is not None:
-                newest = directive.retained
+                redundant = memory.membership and memory.membership.redundancy is Redundancy.RAIM5
+                newest = directive.protected if redundant else directive.retained
                 if newest is not None and newest != told:
                     told, message = newest, codec.generation_to_proto(newest)
-                    if directive.protected is not None:
+                    if redundant:
                         yield trainer_pb2.WatchEvent(protected=message)
                     else:
                         yield trainer_pb2.WatchEvent(unprotectable=message)

@@ -26,7 +26,6 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_count,
 )
-from holdfast_core.places import merge_digests
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.effects import Effect, Seal
 from holdfast_daemon.engine import answers, upkeep
@@ -222,8 +221,6 @@ class JobEngine(Convergence):
                 f"rank {session.rank} commits {payload_bytes} bytes with {extras_bytes} of extras; "
                 f"its layout has tensors of {layout.extras_offset} and slots of {layout.slot_bytes}"
             )
-        if target.unchanged:
-            digests = merge_digests(digests, target.base_digests, target.unchanged)
         target.places = target.places[: piece_count(payload_bytes, layout.piece_bytes)]
         manifest = Manifest(
             job=memory.job,
@@ -235,7 +232,7 @@ class JobEngine(Convergence):
             extras_offset=layout.extras_offset,
             extras_bytes=extras_bytes,
             piece_bytes=layout.piece_bytes,
-            digests=digests,
+            digests=target.all_digests(digests),
             nan_units=nan_units,
         )
         target.state, target.manifest = SlotState.SEALING, manifest

@@ -75,7 +75,9 @@ def told(
     membership: Membership, directive: Directive, line: Line, retained: Generation | None
 ) -> Directive:
     """`directive` with what was announced earlier in this epoch."""
-    protected = retained if membership.redundancy is Redundancy.RAIM5 else None
+    # What was kept of an older epoch need not be protected; what is, the inventories say again.
+    current = retained is not None and retained.epoch == membership.epoch
+    protected = retained if current and membership.redundancy is Redundancy.RAIM5 else None
     return replace(
         directive,
         line=directive.line or line,

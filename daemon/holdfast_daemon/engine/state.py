@@ -13,7 +13,7 @@ from enum import Enum
 from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
-from holdfast_core.places import Lying, choose
+from holdfast_core.places import Lying, choose, merge_digests
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -56,6 +56,12 @@ class Slot:
     """While it is granted: bit map of the pieces that are carried over."""
     base_digests: bytes = b""
     """While it is granted: the digests of the snapshot that they are carried over from."""
+
+    def all_digests(self, written: bytes) -> bytes:
+        """The digests of what was written, and of what is carried over. Raises CorruptError."""
+        if not self.unchanged:
+            return written
+        return merge_digests(written, self.base_digests, self.unchanged)
 
     @property
     def lying(self) -> Lying:
