@@ -1,0 +1,72 @@
+"""`make bench-policies`: what partial snapshots save and risk, beside the papers.
+
+Computed from units that the SDK finds in models on torch's meta device, not from formulas, and from
+seeded routing traces. Writes build/bench/policies.json; the exit code is 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.policies.figures import Figure, all_figures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="make bench-policies", description=__doc__)
+    add = parser.add_argument
+    add("--steps", type=int, default=150, help="of the routing traces (default: %(default)s)")
+    add("--output", type=Path, default=ROOT / "build" / "bench" / "policies.json")
+    options = parser.parse_args()
+    figures = all_figures(options.steps)
+    write_json(options.output, figures)
+    print_table(Console(), figures)
+    print(f"wrote {options.output}")
+    return 0 if all(figure.met is not False for figure in figures) else 1
+
+
+def write_json(path: Path, figures: list[Figure]) -> None:
+    """For each key its value; under `details` all that the table shows, `met` included."""
+    report = {
+        **{figure.key: figure.value for figure in figures},
+        "details": {
+            figure.key: {**dataclasses.asdict(figure), "met": figure.met} for figure in figures
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+
+
+def print_table(console: Console, figures: list[Figure]) -> None:
+    """The figures beside the papers' and their targets."""
+    table = Table(title="Partial snapshots, from captured units", title_justify="left")
+    for name in ("figure", "value", "paper", "target", "", "note"):
+        table.add_column(name, justify="right" if name in ("value", "paper") else "left")
+    for figure in figures:
+        bounds = [
+            f"{sign} {bound:.4g}"
+            for sign, bound in (("≥", figure.at_least), ("≤", figure.at_most))
+            if bound is not None
+        ]
+        table.add_row(
+            figure.what,
+            f"{figure.value:.2f} {figure.unit}",
+            "" if figure.paper is None else f"{figure.paper:.4g}",
+            ", ".join(bounds),
+            {True: "met", False: "[bold]missed[/]", None: ""}[figure.met],
+            figure.note,
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
