@@ -25,6 +25,31 @@ class PolicyType(StrEnum):
     SPARSE = "Sparse"
 
 
+class PartialExperts(Document, frozen=True, kw_only=True):
+    """Snapshots of some experts in turn, and of everything else; only with type PartialExperts."""
+
+    experts_per_layer: Annotated[
+        _Count,
+        Meta(
+            description="the experts of each layer that a snapshot captures",
+            examples=[1],
+            extra={
+                "more": "As many as a layer has, or more, capture all of it. It doubles when "
+                "recoveries have lost more tokens than lossLimit allows."
+            },
+        ),
+    ] = 1
+    loss_limit: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="the fraction of all routed tokens that recoveries may lose",
+            examples=[0.05],
+        ),
+    ] = 0.05
+
+
 class Policy(Document, frozen=True, kw_only=True):
     """What a snapshot contains."""
 
@@ -32,9 +57,14 @@ class Policy(Document, frozen=True, kw_only=True):
         PolicyType,
         Meta(
             description="which units a snapshot captures",
-            extra={"more": "This version can do Full: every unit, in every snapshot."},
+            extra={
+                "more": "Full: every unit. PartialExperts: some experts of each layer in turn, and "
+                "everything else; after a recovery the others are as old as their last turn. "
+                "Snapshots are smaller, and lost tokens are counted."
+            },
         ),
     ] = PolicyType.FULL
+    partial_experts: PartialExperts | None = None
 
 
 class StepInterval(Document, frozen=True, kw_only=True):

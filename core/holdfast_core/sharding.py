@@ -89,6 +89,7 @@ def plan_shards(
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE,
     *,
     grain: Grain = Grain.RANGE,
+    expert_grain: Grain | None = None,
     split_bytes: int | None = None,
 ) -> ShardPlan:
     """Divide the capture of all tensors so that each byte is captured once in its replica group.
@@ -101,6 +102,8 @@ def plan_shards(
         tensors_by_rank: for each rank the tensors it holds, in any order. A subset of the world
             will do when it has all dense replicas of each of its ranks.
         topology: which ranks are replicas.
+        expert_grain: of experts; `Grain.UNIT` where they are captured at different times, so that
+            none is torn between replicas. By default `grain`.
         split_bytes: with `Grain.RANGE`, tensors longer than this are cut into ranges of at most
             this many bytes, rounded up to 64; by default 1/32 of an equal share of the group.
 
@@ -124,7 +127,8 @@ def plan_shards(
     for expert in (True, False):
         for group in _groups(tables, topology, expert=expert):
             shared = _shared(tables, group, topology, expert=expert)
-            items = items_of(shared, len(group), grain=grain, split_bytes=split_bytes)
+            of = (expert_grain or grain) if expert else grain
+            items = items_of(shared, len(group), grain=of, split_bytes=split_bytes)
             given = {rank: loads[rank] for rank in group}
             assigned = edps(items, group) if strategy is ShardStrategy.EQUAL else adps(items, given)
             for rank, won in assigned.items():

@@ -17,7 +17,6 @@ import weakref
 from pathlib import Path
 
 from holdfast_core.errors import (
-    CorruptError,
     ProtocolError,
     StorageError,
     UnreachableError,
@@ -173,17 +172,3 @@ def _receive(arena_socket: Path, token: str, timeout_s: float) -> tuple[int, soc
         code, _, message = rest.partition(" ")
         raise by_code(code, message)
     raise ProtocolError(f"arena socket {arena_socket} answered {answer[:80]!r}")
-
-
-def check_slot(slot: int, slot_bytes: int, arena_bytes: int) -> int:
-    """Where `slot` starts in an arena, when it lies in it.
-
-    Raises:
-        CorruptError: when it does not.
-    """
-    start = slot * slot_bytes
-    if slot < 0 or start + slot_bytes > arena_bytes:
-        raise CorruptError(
-            f"slot {slot} of {slot_bytes} bytes does not lie in an arena of {arena_bytes} bytes"
-        )
-    return start

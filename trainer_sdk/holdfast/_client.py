@@ -49,6 +49,8 @@ class Decision:
     """`local`, `parity` or `none`."""
     token: str = ""
     arena_bytes: int = 0
+    places: bytes = b""
+    """Where its pieces lie; see `holdfast_core.places`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,10 @@ class Grant:
 
     slot: int = -1
     skipped: str = ""
+    places: bytes = b""
+    """Where its pieces go; see `holdfast_core.places`."""
+    carried: bool = False
+    """Whether unchanged pieces are carried over; else everything has to be written."""
 
 
 class Stage(StrEnum):
@@ -132,8 +138,15 @@ class DaemonClient(Protocol):
     def reader(self, token: str, nbytes: int, timeout_s: float) -> Arena:
         """The arena that the token of `restore` entitles to read."""
 
-    def grant(self, session: str, epoch: int, step: int) -> Grant:
-        """Asks for a slot."""
+    def grant(
+        self,
+        session: str,
+        epoch: int,
+        step: int,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+    ) -> Grant:
+        """Asks for a slot, and to carry over from `base` the pieces in the bit map `unchanged`."""
 
     def commit(self, commit: Commit) -> None:
         """Returns when the manifest is sealed."""
@@ -237,11 +250,24 @@ class GrpcClient:
     def reader(self, token: str, nbytes: int, timeout_s: float) -> Arena:
         return read_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
 
-    def grant(self, session: str, epoch: int, step: int) -> Grant:
-        request = trainer_pb2.GrantRequest(session=session, epoch=epoch, step=step)
+    def grant(
+        self,
+        session: str,
+        epoch: int,
+        step: int,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+    ) -> Grant:
+        request = trainer_pb2.GrantRequest(
+            session=session,
+            epoch=epoch,
+            step=step,
+            base=codec.optional_generation_to_proto(base),
+            unchanged=unchanged,
+        )
         reply = self._ask(self._stub.Grant, request)
         if reply.WhichOneof("outcome") == "slot":
-            return Grant(slot=reply.slot)
+            return Grant(slot=reply.slot, places=reply.places, carried=reply.carried)
         return Grant(skipped=reply.skipped or "the daemon has no slot")
 
     def commit(self, commit: Commit) -> None:
@@ -350,6 +376,7 @@ def _decision(message: trainer_pb2.RestoreDecision) -> Decision:
         source=message.source,
         token=message.token,
         arena_bytes=message.arena_bytes,
+        places=message.places,
     )
 
 

@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from holdfast._collector import without_collector
 from holdfast._devices import Device, DeviceMove, Fence
+from holdfast._placed import Placed
 
 BLOCK_PIECES = 16
 """Pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
@@ -69,46 +70,52 @@ class CopyEngine:
     def capture(
         self,
         plan: CopyPlan,
-        address: int,
-        slot: memoryview,
+        target: Placed,
         extras: bytes,
-        offset: int,
         fence: Fence,
+        skip: frozenset[int] = frozenset(),
     ) -> bytes:
-        """Fill the slot at `address` and hash its payload.
+        """Fill the target and hash its payload, which ends after the extras.
 
         Args:
-            slot: the bytes at `address`; the payload ends after the extras.
-            extras: goes to `offset`.
             fence: what the copies must come after on the device.
+            skip: pieces that are left as they are; none of them holds extras.
 
         Returns:
-            xxh3-64 of each piece of the payload, 8 bytes little-endian each.
+            xxh3-64 of each piece of the payload, 8 bytes little-endian each; 0 for those of `skip`.
         """
         with torch.no_grad():
             for staging, live in plan.staged:
                 staging.copy_(live)
+        offset = target.layout.extras_offset
         end = offset + len(extras)
-        slot[offset:end] = extras
+        target.write(offset, extras)
         size = plan.piece_bytes
         count = -(-end // size)
         digests = np.zeros(count, dtype="<u8")
-        waits = self._device.download(plan.device_moves, slot, fence)
+        arena, starts = target.arena, target.starts(count)
+        device_moves = _in_arena(plan.device_moves, target, skip)
+        waits = self._device.download(device_moves, arena, fence)
         moves_of, none = plan.host_moves, ()
 
         def block(first: int) -> None:
             if waits:
                 waits[min(first // BLOCK_PIECES, len(waits) - 1)]()
             for piece in range(first, min(first + BLOCK_PIECES, count)):
+                if piece in skip:
+                    continue
+                base = starts[piece]
+                address = target.address + base
                 for start, source, nbytes in moves_of[piece] if piece < len(moves_of) else none:
                     _memmove(address + start, source, nbytes)
                 at = piece * size
-                digests[piece] = xxh3_64_intdigest(slot[at : min(at + size, end)])
+                view = arena[base + at : base + min(at + size, end)]
+                digests[piece] = xxh3_64_intdigest(view)
 
         self._run(block, count)
         return digests.tobytes()
 
-    def restore(self, plan: CopyPlan, address: int, payload: memoryview, digests: bytes) -> None:
+    def restore(self, plan: CopyPlan, source: Placed, payload_bytes: int, digests: bytes) -> None:
         """Copy the payload into the live tensors, and verify it.
 
         A piece is hashed right after it was copied, while it is in cache: the other way round
@@ -116,13 +123,14 @@ class CopyEngine:
         beside those of other pieces; whoever restores must not use any of them then.
 
         Args:
-            payload: the bytes at `address`, which nobody writes meanwhile.
+            source: which nobody writes meanwhile.
 
         Raises:
             BadPieceError: for a piece that does not match; tensors are then partly written.
         """
-        size, end = plan.piece_bytes, len(payload)
+        size, end = plan.piece_bytes, payload_bytes
         count = -(-end // size)
+        arena, starts = source.arena, source.starts(count)
         expected = np.frombuffer(digests, dtype="<u8").tolist()
         moves_of, device_moves, none = plan.host_moves, plan.device_moves, ()
         buffers = threading.local()
@@ -131,16 +139,21 @@ class CopyEngine:
             if not hasattr(buffers, "tensor"):
                 buffers.tensor = self._device.buffer(BLOCK_PIECES * size)
             low = first * size
-            nbytes = min(BLOCK_PIECES * size, end - low)
-            _memmove(buffers.tensor.data_ptr(), address + low, nbytes)
+            for piece in range(first, min(first + BLOCK_PIECES, count)):
+                at = piece * size
+                to = buffers.tensor.data_ptr() + at - low
+                _memmove(to, source.address + starts[piece] + at, min(size, end - at))
             self._device.upload(moves, buffers.tensor, low)
 
         def block(first: int) -> None:
             for piece in range(first, min(first + BLOCK_PIECES, count)):
+                base = starts[piece]
+                address = source.address + base
                 for start, target, nbytes in moves_of[piece] if piece < len(moves_of) else none:
                     _memmove(target, address + start, nbytes)
                 at = piece * size
-                if xxh3_64_intdigest(payload[at : min(at + size, end)]) != expected[piece]:
+                view = arena[base + at : base + min(at + size, end)]
+                if xxh3_64_intdigest(view) != expected[piece]:
                     raise BadPieceError(piece)
             index = first // BLOCK_PIECES
             if index < len(device_moves) and device_moves[index]:
@@ -243,6 +256,22 @@ def plan_copy(
             device_moves=_by_block(device, piece_bytes * BLOCK_PIECES),
             staged=tuple(staged),
         )
+
+
+def _in_arena(
+    blocks: Sequence[Sequence[DeviceMove]], target: Placed, skip: frozenset[int]
+) -> tuple[tuple[DeviceMove, ...], ...]:
+    """The moves of each block, at the arena's offsets; without those of skipped pieces, which hold
+    whole tensors."""
+    size = target.layout.piece_bytes
+    return tuple(
+        tuple(
+            DeviceMove(move.start + target.start(move.start // size), move.nbytes, move.flat)
+            for move in moves
+            if move.start // size not in skip
+        )
+        for moves in blocks
+    )
 
 
 def _by_piece(moves: Sequence[HostMove], piece_bytes: int) -> tuple[tuple[HostMove, ...], ...]:

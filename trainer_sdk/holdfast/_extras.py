@@ -23,6 +23,7 @@ from holdfast_core.errors import CorruptError, HoldfastError
 _DEPTH_MAX = 200
 _INT64 = range(-(2**63), 2**64)
 _OPENING = b"hfx1"
+_JOINED = b"hfx2"
 
 _dtypes: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -91,6 +92,26 @@ def decode_extras(data: bytes | bytearray | memoryview) -> Any:
         RecursionError,
     ) as error:
         raise CorruptError(f"extras cannot be read: {error}") from error
+
+
+def join_extras(first: bytes, second: bytes) -> bytes:
+    """Two encoded values as one; `split_extras` takes them apart."""
+    return _JOINED + len(first).to_bytes(8, "little") + first + second
+
+
+def split_extras(data: bytes) -> tuple[bytes, bytes]:
+    """What `join_extras` joined; (data, b"") when nothing was.
+
+    Raises:
+        CorruptError: when the first part is longer than `data`.
+    """
+    if not data.startswith(_JOINED):
+        return data, b""
+    start = len(_JOINED) + 8
+    end = start + int.from_bytes(data[len(_JOINED) : start], "little")
+    if end > len(data):
+        raise CorruptError(f"the first part of extras ends at {end} of {len(data)} bytes")
+    return data[start:end], data[end:]
 
 
 def _pack(value: Any, path: str, depth: int) -> object:

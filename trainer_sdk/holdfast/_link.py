@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast._arena import Arena, check_slot
+from holdfast._arena import Arena
 from holdfast._client import Commit, DaemonClient, Event
 from holdfast._copy import CopyPlan
 from holdfast._devices import Device
+from holdfast._placed import Placed
 from holdfast._settings import Settings
 from holdfast_core.errors import (
     HoldfastError,
@@ -25,6 +26,7 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.layouts import Layout, encode_layout
+from holdfast_core.values import Generation
 
 _log = logging.getLogger("holdfast")
 
@@ -50,7 +52,6 @@ class Link:
         self.session = ""
         self._arena: Arena | None = None
         self._pinned = False
-        self._views: dict[int, tuple[int, memoryview]] = {}
         self._lost = False
         self._pause_s = 0.0
         self._retry_s = 0.0
@@ -91,9 +92,8 @@ class Link:
         )
         arena = client.claim(opened.token, opened.arena_bytes, settings.rpc_timeout_s)
         self.layout, self.session, self._arena, self._lost = layout, opened.session, arena, False
-        self._views.clear()
         try:
-            check_slot(2, layout.slot_bytes, arena.nbytes)
+            Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=2)
             self._device.register(arena.address, arena.nbytes)
             self._pinned = True
         except HoldfastError:
@@ -104,21 +104,27 @@ class Link:
         ).start()
         _log.info("session opened: %d bytes in each slot", layout.slot_bytes)
 
-    def slot(self, slot: int) -> tuple[int, memoryview]:
-        """(address, bytes) of a slot."""
-        if slot not in self._views:
-            assert self._arena is not None and self.layout is not None
-            nbytes = self.layout.slot_bytes
-            start = check_slot(slot, nbytes, self._arena.nbytes)
-            self._views[slot] = (self._arena.address + start, self._arena.view(start, nbytes))
-        return self._views[slot]
+    def grant(
+        self, step: int, base: Generation | None = None, unchanged: bytes = b""
+    ) -> tuple[Placed, bool]:
+        """Where to write, and whether the `unchanged` pieces are carried over from `base`.
 
-    def grant(self, step: int) -> int:
-        """A slot to write into. Raises SnapshotSkippedError when there is none now."""
-        grant = self._client.grant(self.session, self.epoch or 0, step)
+        Raises:
+            SnapshotSkippedError: when there is no slot now.
+        """
+        grant = self._client.grant(self.session, self.epoch or 0, step, base, unchanged)
         if grant.slot < 0:
             raise SnapshotSkippedError(f"no slot: {grant.skipped}")
-        return grant.slot
+        arena = self._arena
+        assert arena is not None and self.layout is not None
+        placed = Placed(
+            arena=arena.view(0, arena.nbytes),
+            address=arena.address,
+            layout=self.layout,
+            slot=grant.slot,
+            places=grant.places,
+        )
+        return placed, grant.carried
 
     def commit(self, commit: Commit, nan_units: tuple[str, ...]) -> None:
         """Seal the snapshot. Raises what the daemon answers."""
@@ -149,7 +155,6 @@ class Link:
 
     def _release(self) -> None:
         arena, self._arena = self._arena, None
-        self._views.clear()
         if arena is not None:
             if self._pinned:
                 self._device.unregister(arena.address)

@@ -6,26 +6,32 @@ captured faithfully all the same: it is what the tensors hold.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from holdfast._extras import dtype_named
-from holdfast_core.layouts import Layout
+from holdfast._placed import Placed
 
 _AT_ONCE = 1 << 20
 """Elements looked at in one go: bounds the temporary memory."""
 
 
-def units_with_nan(layout: Layout, slot: memoryview) -> tuple[str, ...]:
-    """Units with a NaN in any floating-point tensor, in the layout's order."""
+def units_with_nan(placed: Placed, carried: Collection[str] = ()) -> tuple[str, ...]:
+    """Units with a NaN in any floating-point tensor, in the layout's order, but for those that were
+    carried over."""
     found: dict[str, None] = {}
-    for entry in layout.entries:
+    for entry in placed.layout.entries:
+        if entry.unit in carried:
+            continue
         dtype = dtype_named(entry.dtype)
         if entry.unit in found or not (dtype.is_floating_point or dtype.is_complex):
             continue
         count = entry.nbytes // dtype.itemsize
         if not count or entry.start % dtype.itemsize:
             continue
-        values = torch.frombuffer(slot, dtype=dtype, count=count, offset=entry.offset)
+        view = placed.view(entry.offset, entry.nbytes)
+        values = torch.frombuffer(view, dtype=dtype, count=count)
         if any(_has_nan(part) for part in values.split(_AT_ONCE)):
             found[entry.unit] = None
     return tuple(found)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+
+import torch
 
 from holdfast._handles import SaveHandle
 from holdfast._session import Session
@@ -41,6 +44,11 @@ class UnprotectedSession(Session):
         handle._fail(SnapshotSkippedError(_WHY))
         self._counters.skipped += 1
         return handle
+
+    def count_tokens(
+        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+    ) -> None:
+        del layer, counts, assignments
 
     def prepare(self) -> None:
         return None

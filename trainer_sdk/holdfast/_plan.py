@@ -11,8 +11,9 @@ Nothing here reads or writes bytes of tensors.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import xxhash
@@ -20,6 +21,7 @@ import xxhash
 from holdfast._capture import Source
 from holdfast._copy import CopyPlan, plan_copy
 from holdfast._extras import dtype_name
+from holdfast_core.experts import ExpertTable
 from holdfast_core.layouts import (
     PAGE_BYTES,
     PIECE_BYTES,
@@ -28,11 +30,13 @@ from holdfast_core.layouts import (
     Layout,
     round_up,
 )
-from holdfast_core.sharding import Shard, ShardStrategy, plan_shards
+from holdfast_core.sharding import Grain, Shard, ShardStrategy, plan_shards
 from holdfast_core.topology import Topology
-from holdfast_core.units import TensorSize
+from holdfast_core.units import TensorSize, UnitKey
 
 EXTRAS_SPARE_BYTES = 16 * 1024
+
+_log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,14 @@ class BasePlan:
     largest_slot_bytes: int = 0
     alone: bool = field(default=False)
     """True without a process group: this rank captures all that it holds."""
+    experts: ExpertTable | None = None
+    """The experts that a snapshot may leave out; None when each captures everything."""
+    piece_bytes: int = PIECE_BYTES
+
+    @property
+    def apart(self) -> frozenset[UnitKey]:
+        """The units that share no piece with others."""
+        return frozenset(self.experts.units) if self.experts else frozenset()
 
 
 def table_of(sources: Sequence[Source]) -> tuple[TensorSize, ...]:
@@ -66,9 +78,50 @@ def table_of(sources: Sequence[Source]) -> tuple[TensorSize, ...]:
     )
 
 
-def plan_alone(rank: int, topology: Topology) -> BasePlan:
-    """The plan of a rank that captures everything it holds."""
-    return BasePlan(rank=rank, topology=topology, tables={}, shards={}, alone=True)
+def plan_alone(
+    rank: int, topology: Topology, table: Sequence[TensorSize] = (), *, partial: bool = False
+) -> BasePlan:
+    """The plan of a rank that captures everything it holds; `partial` needs its table."""
+    experts = experts_apart({0: table}, Topology(dp=1)) if partial else None
+    return BasePlan(
+        rank=rank,
+        topology=topology,
+        tables={},
+        shards={},
+        alone=True,
+        experts=experts,
+        piece_bytes=piece_bytes_for(experts),
+    )
+
+
+def experts_apart(
+    tables: Mapping[int, Sequence[TensorSize]], topology: Topology
+) -> ExpertTable | None:
+    """The experts that a snapshot may leave out: those that one rank captures as a whole. None when
+    the model has no such experts."""
+    owners: dict[UnitKey, set[int]] = {}
+    for rank, table in tables.items():
+        for size in table:
+            if size.is_expert and size.private:
+                owners.setdefault(size.unit, set()).add(rank)
+    # Its parts could be of different steps if its ranks did not capture it in the same snapshots.
+    spread = [unit for unit, ranks in owners.items() if len(ranks) > 1]
+    if spread:
+        _log.warning(
+            "%d experts are spread over several ranks and captured in every snapshot", len(spread)
+        )
+    found = ExpertTable.of(tables, topology, shared=spread)
+    return found if found.experts else None
+
+
+def piece_bytes_for(experts: ExpertTable | None) -> int:
+    """Pieces so small that rounding every expert up to whole ones costs at most an eighth, down to
+    a page; the usual ones where experts are large."""
+    if experts is None:
+        return PIECE_BYTES
+    smallest = min(expert.nbytes for expert in experts.experts)
+    wanted = 1 << max(smallest // 8, 1).bit_length() - 1
+    return min(max(wanted, PAGE_BYTES), PIECE_BYTES)
 
 
 def plan_together(
@@ -77,20 +130,32 @@ def plan_together(
     tables: Mapping[int, Sequence[TensorSize]],
     extras_bytes: Mapping[int, int],
     strategy: ShardStrategy,
+    *,
+    partial: bool = False,
 ) -> BasePlan:
-    """The plan that all ranks compute from the same exchanged tables.
+    """The plan that all ranks compute from the same exchanged tables; with `partial`, experts can
+    be left out of snapshots.
 
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
     """
-    plan = plan_shards(tables, topology, strategy)
-    largest = max(
-        layout_of(r, topology, tables[r], plan.shards[r], extras_bytes[r]).slot_bytes
-        for r in tables
-    )
-    return BasePlan(
+    experts = experts_apart(tables, topology) if partial else None
+    grain = Grain.UNIT if experts else None
+    plan = plan_shards(tables, topology, strategy, expert_grain=grain)
+    empty = BasePlan(
         rank=rank,
         topology=topology,
+        tables={},
+        shards={},
+        experts=experts,
+        piece_bytes=piece_bytes_for(experts),
+    )
+    largest = max(
+        layout_of(replace(empty, rank=r), tables[r], plan.shards[r], extras_bytes[r]).slot_bytes
+        for r in tables
+    )
+    return replace(
+        empty,
         tables={size.tensor: size for size in tables[rank]},
         shards={r: _ranges(plan.shards[r]) for r in topology.dense_replicas(rank)},
         largest_slot_bytes=largest,
@@ -126,23 +191,33 @@ def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]
             (start * size.nbytes // parameter.nbytes, nbytes * size.nbytes // parameter.nbytes)
             for start, nbytes in ranges
         )
+    if size.unit in base.apart:  # whole, like the rest of it
+        return whole if any(base.shards[base.rank].get(t) for t in _of_unit(base, size)) else ()
     owner = replicas[xxhash.xxh3_64_intdigest(size.tensor.encode()) % len(replicas)]
     return whole if owner == base.rank else ()
 
 
+def _of_unit(base: BasePlan, size: TensorSize) -> list[str]:
+    return [tensor for tensor, known in base.tables.items() if known.unit == size.unit]
+
+
 def layout_of(
-    rank: int,
-    topology: Topology,
-    table: Sequence[TensorSize],
-    shards: Sequence[Shard],
-    extras_bytes: int,
+    base: BasePlan, table: Sequence[TensorSize], shards: Sequence[Shard], extras_bytes: int
 ) -> Layout:
-    """The layout of a slot that holds `shards` and extras of about `extras_bytes`."""
+    """The layout of a slot that holds `shards` and extras of about `extras_bytes`.
+
+    Experts that snapshots may leave out come last, each on pieces of its own.
+    """
+    rank, topology, apart = base.rank, base.topology, base.apart
     sizes = {size.tensor: size for size in table}
-    entries, end = [], 0
-    for shard in shards:
+    entries: list[Entry] = []
+    end = 0
+    unit: UnitKey | None = None
+    for shard in sorted(shards, key=lambda shard: shard.unit in apart):
         size = sizes[shard.tensor]
-        offset = round_up(end, TENSOR_ALIGNMENT)
+        alone = shard.unit in apart and shard.unit != unit
+        offset = round_up(end, base.piece_bytes if alone else TENSOR_ALIGNMENT)
+        unit = shard.unit
         end = offset + shard.nbytes
         entries.append(
             Entry(
@@ -156,7 +231,7 @@ def layout_of(
                 offset=offset,
             )
         )
-    extras_offset = round_up(end, TENSOR_ALIGNMENT)
+    extras_offset = round_up(end, base.piece_bytes if apart else TENSOR_ALIGNMENT)
     room = round_up(extras_offset + extras_bytes * 5 // 4 + EXTRAS_SPARE_BYTES, PAGE_BYTES)
     return Layout(
         rank=rank,
@@ -165,7 +240,16 @@ def layout_of(
         entries=tuple(entries),
         extras_offset=extras_offset,
         extras_capacity=room - extras_offset,
-        piece_bytes=PIECE_BYTES,
+        piece_bytes=base.piece_bytes,
+    )
+
+
+def same_places(old: Layout, new: Layout) -> bool:
+    """Whether tensors lie alike in both; the room for extras may differ."""
+    return (old.entries, old.extras_offset, old.piece_bytes) == (
+        new.entries,
+        new.extras_offset,
+        new.piece_bytes,
     )
 
 

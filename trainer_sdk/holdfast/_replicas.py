@@ -54,6 +54,8 @@ def agree(
     topology: Topology,
     rank: int,
     strategy: ShardStrategy,
+    *,
+    partial: bool = False,
 ) -> BasePlan:
     """Exchange statements and compute the base plan. Collective.
 
@@ -62,12 +64,12 @@ def agree(
         UnreachableError: when some rank does not take part.
     """
     if not exchange.together:
-        return plan_alone(rank, topology)
+        return plan_alone(rank, topology, statement.table, partial=partial)
     texts = exchange.gather(msgspec.json.encode(statement))
     statements = [msgspec.json.decode(text, type=Statement) for text in texts]
     tables = {r: said.table for r, said in enumerate(statements)}
     extras = {r: said.extras_bytes for r, said in enumerate(statements)}
-    plan = plan_together(rank, topology, tables, extras, strategy)
+    plan = plan_together(rank, topology, tables, extras, strategy, partial=partial)
     if len({said.step for said in statements}) == 1:
         _compare({r: said.digests for r, said in enumerate(statements)}, topology)
     return plan

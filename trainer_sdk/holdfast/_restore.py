@@ -15,15 +15,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast._arena import Arena, check_slot
+from holdfast._arena import Arena
 from holdfast._capture import LiveState, Source
 from holdfast._client import DaemonClient, Decision, Hello
 from holdfast._collect import Stateful, devices_of, put_back
 from holdfast._collector import without_collector
 from holdfast._copy import BadPieceError, CopyEngine, plan_copy
 from holdfast._exchange import Exchange
-from holdfast._extras import decode_extras
+from holdfast._extras import decode_extras, split_extras
 from holdfast._fit import Offer, check_cover, make_room, own_offers, wanted_by
+from holdfast._partial import PartialState
+from holdfast._placed import Placed
 from holdfast._scatter import scatter
 from holdfast._settings import Settings
 from holdfast_core.errors import (
@@ -35,9 +37,10 @@ from holdfast_core.errors import (
     UnreachableError,
     by_code,
 )
+from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.layouts import Layout, first_bad_piece
 from holdfast_core.topology import Topology
-from holdfast_core.values import Manifest
+from holdfast_core.values import Generation, Manifest
 
 _log = logging.getLogger("holdfast")
 _RETRY_S = 0.2
@@ -53,6 +56,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     generation: str = ""
     """`epoch.step`; empty for a fresh start."""
     offers: tuple[Offer, ...] = ()
+    versions: dict[str, str] = {}
+    """Of experts in this rank's snapshot: the generation that each was captured in."""
+    lost: dict[str, int] = {}
+    """Tokens of this rank that each expert lost."""
+    assigned: dict[str, int] = {}
+    """Tokens of this rank in each layer, times their experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +71,10 @@ class Restored:
     epoch: int
     step: int | None
     source: str
+    generation: Generation | None = None
+    layout: Layout | None = None
+    partial: PartialState | None = None
+    """What the snapshot says about experts that it did not capture."""
 
 
 @dataclass(slots=True)
@@ -71,10 +84,10 @@ class _Found:
     manifest: Manifest
     layout: Layout
     arena: Arena
-    start: int
-    """Of the slot within the arena."""
+    placed: Placed
     extras: dict[str, Any]
     source: str
+    partial: PartialState | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +132,42 @@ class Restore:
         error: HoldfastError | None,
     ) -> Restored:
         generation = "" if found is None else str(found.manifest.generation)
-        standings = self._agree(error, generation=generation, offers=offers)
+        partial = found.partial if found is not None else None
+        versions = partial.own_versions(found.layout) if found is not None and partial else {}
+        own = Standing(generation=generation, offers=offers, versions=versions)
+        standings = self._agree(error, own)
         if found is None:
             _log.info("epoch %d starts fresh", epoch)
             return Restored(epoch=epoch, step=None, source="none")
         all_offers = [standing.offers for standing in standings]
         chosen = found
         sources, error = _attempt(lambda: self._copy_own(chosen, all_offers))
-        self._agree(error, generation=generation)
+        ledger: ExpertLedger | None = None
+        lost: dict[str, int] = {}
+        if partial is not None:
+            known = {u: g for said in standings for u, g in said.versions.items()}
+            ledger, lost = partial.returned(known)
+        assigned = {str(k): n for k, n in ledger.assignments.items()} if ledger else {}
+        own = Standing(generation=generation, lost=lost, assigned=assigned)
+        told = self._agree(error, own)
         assert sources is not None
         scatter(self.exchange, all_offers, sources, self.rank)
         _, error = _attempt(lambda: self._finish(chosen, sources))
-        self._agree(error, generation=generation)
+        self._agree(error, Standing(generation=generation))
+        policy = self.settings.partial_experts
+        if partial is not None and ledger is not None and policy is not None:
+            losses, seen = [said.lost for said in told], [said.assigned for said in told]
+            partial = partial.recovered(ledger, losses, seen, policy)
         step = found.manifest.generation.step
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
-        return Restored(epoch=epoch, step=step, source=found.source)
+        return Restored(
+            epoch=epoch,
+            step=step,
+            source=found.source,
+            generation=found.manifest.generation,
+            layout=found.layout,
+            partial=partial if policy is not None else None,
+        )
 
     # --- what to restore --------------------------------------------------------------------------
 
@@ -188,22 +222,30 @@ class Restore:
         end = manifest.extras_offset + manifest.extras_bytes
         if end != manifest.payload_bytes or end > layout.slot_bytes:
             raise CorruptError(f"the manifest of rank {self.rank} does not fit its layout")
-        start = check_slot(decision.slot, layout.slot_bytes, decision.arena_bytes)
         arena = self.client.reader(
             decision.token, decision.arena_bytes, self.settings.rpc_timeout_s
         )
         try:
+            placed = Placed(
+                arena=arena.view(0, arena.nbytes),
+                address=arena.address,
+                layout=layout,
+                slot=decision.slot,
+                places=decision.places,
+            )
             first = manifest.extras_offset // manifest.piece_bytes
             low = first * manifest.piece_bytes
-            tail = arena.view(start + low, end - low)
+            tail = memoryview(placed.read(low, end - low))
             bad = first_bad_piece(tail, manifest.digests, manifest.piece_bytes, first_piece=first)
             if bad is not None:
                 raise self._corrupt(layout, manifest, bad)
-            extras = decode_extras(tail[manifest.extras_offset - low :])
+            raw, of_experts = split_extras(bytes(tail[manifest.extras_offset - low :]))
+            extras = decode_extras(raw)
+            partial = PartialState.from_dict(decode_extras(of_experts)) if of_experts else None
         except HoldfastError:
             arena.close()
             raise
-        return _Found(manifest, layout, arena, start, extras, decision.source)
+        return _Found(manifest, layout, arena, placed, extras, decision.source, partial)
 
     # --- bytes ------------------------------------------------------------------------------------
 
@@ -221,12 +263,7 @@ class Restore:
         manifest = found.manifest
         plan = plan_copy(ranges, (), manifest.piece_bytes)
         try:
-            self.engine.restore(
-                plan,
-                found.arena.address + found.start,
-                found.arena.view(found.start, manifest.payload_bytes),
-                manifest.digests,
-            )
+            self.engine.restore(plan, found.placed, manifest.payload_bytes, manifest.digests)
         except BadPieceError as error:
             raise self._corrupt(found.layout, manifest, error.piece) from error
         return sources
@@ -254,16 +291,10 @@ class Restore:
 
     # --- agreement --------------------------------------------------------------------------------
 
-    def _agree(
-        self, error: HoldfastError | None, *, generation: str, offers: tuple[Offer, ...] = ()
-    ) -> list[Standing]:
+    def _agree(self, error: HoldfastError | None, own: Standing) -> list[Standing]:
         """Collective: raises on every rank when one failed, or they were told different lines."""
-        own = Standing(
-            code="" if error is None else error.code,
-            message="" if error is None else str(error),
-            generation=generation,
-            offers=offers,
-        )
+        if error is not None:
+            own = msgspec.structs.replace(own, code=error.code, message=str(error))
         texts = self.exchange.gather(msgspec.json.encode(own))
         standings = [msgspec.json.decode(text, type=Standing) for text in texts]
         failed = {r: said for r, said in enumerate(standings) if said.code}

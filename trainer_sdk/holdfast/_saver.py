@@ -13,18 +13,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from holdfast._capture import Source
 from holdfast._client import Commit, DaemonClient, Event, Stage
 from holdfast._copy import CopyEngine
 from holdfast._devices import Device
 from holdfast._exchange import Exchange
+from holdfast._extras import encode_extras, join_extras
 from holdfast._handles import SaveHandle
 from holdfast._link import Link
 from holdfast._nans import units_with_nan
-from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, table_of
+from holdfast._partial import STATE_BYTES_PER_EXPERT, PartialCapture, PartialState, expert_pieces
+from holdfast._placed import Placed
+from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
 from holdfast._replicas import agree, state_of
+from holdfast._restore import Restored
 from holdfast._settings import Settings
 from holdfast._tally import Tally
 from holdfast._tasks import Task
@@ -34,7 +39,10 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StaleEpochError,
 )
+from holdfast_core.layouts import Layout, piece_count
+from holdfast_core.places import bit_map
 from holdfast_core.topology import Topology
+from holdfast_core.units import UnitKey
 from holdfast_core.values import Generation
 
 _log = logging.getLogger("holdfast")
@@ -64,6 +72,11 @@ class Saver:
         """Why no save of this session can succeed any more."""
         self._link = Link(client, device, settings, self._on_event)
         self._base: BasePlan | None = None
+        policy = settings.partial_experts
+        self.partial = PartialCapture(policy) if policy else None
+        self._newest: Generation | None = None
+        """The newest snapshot of this rank that is known to be committed."""
+        self._restored: Layout | None = None
         self._sources: Sequence[Source] = ()
         self._saves = 0
         self._awaiting: dict[Generation, SaveHandle] = {}
@@ -83,6 +96,13 @@ class Saver:
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._link.epoch = epoch
+
+    def resume(self, outcome: Restored) -> None:
+        """Go on from a restore; called before anything is saved."""
+        self._link.epoch = outcome.epoch
+        self._newest, self._restored = outcome.generation, outcome.layout
+        if self.partial is not None:
+            self.partial.resume(outcome.partial)
 
     @property
     def busy(self) -> bool:
@@ -173,24 +193,48 @@ class Saver:
             raise self.problem
         if self._base is None:
             self._agree(task)
+        if self.partial is not None:
+            self.partial.count(task.tokens.counts, task.tokens.assignments)
         self._open(task)
         if not task.copies:
             task.handle._reach(task.handle.staged)
             return
         step, link = task.handle.step, self._link
-        grant = link.grant(step)
+        assert link.layout is not None
+        left_out = self._left_out(task)
+        pieces = expert_pieces(link.layout, left_out)
+        total = piece_count(link.layout.slot_bytes, link.layout.piece_bytes)
+        unchanged = bit_map(pieces, total) if pieces else b""
+        placed, carried = link.grant(step, self._newest if pieces else None, unchanged)
         if not task.hold():
             link.abort(step, "training went on before the copy began")
             return
+        if not carried:
+            left_out, pieces = left_out - self._own_experts(), frozenset()
         try:
-            commit = self._copy(task, grant)
+            commit, state = self._copy(task, placed, left_out, pieces)
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
             raise
         task.release(over=True)
         task.handle._reach(task.handle.staged)
         self.tally.counters.staged_s = time.monotonic() - task.began_s
-        self._commit(task, commit)
+        self._commit(task, commit, placed, {str(unit) for unit in left_out})
+        self._newest = Generation(commit.epoch, commit.step)
+        if self.partial is not None and state is not None:
+            self.partial.keep(state)
+            self.tally.counters.loss = self.partial.loss
+
+    def _left_out(self, task: Task) -> frozenset[UnitKey]:
+        """The experts, of any rank, that this snapshot need not capture."""
+        if self.partial is None or self._base is None or self._base.experts is None:
+            return frozenset()
+        return self.partial.left_out(task.number)
+
+    def _own_experts(self) -> frozenset[UnitKey]:
+        assert self._base is not None and self._link.layout is not None
+        mine = {UnitKey.parse(unit) for unit in {e.unit for e in self._link.layout.entries}}
+        return self._base.apart & mine
 
     def _agree(self, task: Task) -> None:
         """Exchange tables with the other ranks, and compare what the topology calls replicas."""
@@ -208,22 +252,29 @@ class Saver:
         finally:
             task.release(over=False)
         self._base = agree(
-            self._exchange, statement, self._topology, self._rank, self._settings.strategy
+            self._exchange,
+            statement,
+            self._topology,
+            self._rank,
+            self._settings.strategy,
+            partial=self.partial is not None,
         )
+        if self.partial is not None and self._base.experts is not None:
+            self.partial.agreed(self._base.experts)
 
     def _open(self, task: Task) -> None:
         """Have a session whose layout fits the task."""
         link = self._link
-        fits = link.layout is not None and len(task.extras) <= link.layout.extras_capacity
+        assert self._base is not None
+        extras_bytes = len(task.extras) + self._state_bytes()
+        old = link.layout or self._restored
+        fits = old is not None and extras_bytes <= old.extras_capacity
         if task.sources is None and fits and link.is_open:
             return
-        assert self._base is not None
         table = table_of(self._sources)
-        shards = own_shards(self._base, table)
-        layout = layout_of(self._rank, self._topology, table, shards, len(task.extras))
-        old = link.layout
-        if fits and old is not None and old.entries == layout.entries:
-            layout = old  # only addresses changed
+        layout = layout_of(self._base, table, own_shards(self._base, table), extras_bytes)
+        if fits and old is not None and same_places(old, layout):
+            layout = replace(old, largest_slot_bytes=0)  # only addresses changed
         largest = max(self._base.largest_slot_bytes, layout.slot_bytes)
         again = not link.is_open
         link.open(layout, largest)
@@ -231,29 +282,44 @@ class Saver:
             self.tally.forgive()
         link.plan = moves_of(layout, self._sources)
 
-    def _copy(self, task: Task, slot: int) -> Commit:
+    def _state_bytes(self) -> int:
+        """Room for what the policy adds to the extras."""
+        if self._base is None or self._base.experts is None:
+            return 0
+        return STATE_BYTES_PER_EXPERT * len(self._base.experts.experts)
+
+    def _copy(
+        self, task: Task, placed: Placed, left_out: frozenset[UnitKey], pieces: frozenset[int]
+    ) -> tuple[Commit, PartialState | None]:
         link = self._link
         assert link.layout is not None and link.plan is not None
-        address, view = link.slot(slot)
-        digests = self._engine.capture(
-            link.plan, address, view, task.extras, link.layout.extras_offset, task.fence
-        )
-        return Commit(
+        epoch, step = link.epoch or 0, task.handle.step
+        extras, state = task.extras, None
+        if self.partial is not None and self._base is not None and self._base.experts is not None:
+            state = self.partial.captured(Generation(epoch, step), task.number, left_out)
+            extras = join_extras(extras, encode_extras(state.to_dict()))
+        if len(extras) > link.layout.extras_capacity:
+            raise SnapshotSkippedError(
+                f"extras of {len(extras)} bytes do not fit {link.layout.extras_capacity}"
+            )
+        digests = self._engine.capture(link.plan, placed, extras, task.fence, pieces)
+        commit = Commit(
             session=link.session,
-            epoch=link.epoch or 0,
-            step=task.handle.step,
-            slot=slot,
-            payload_bytes=link.layout.extras_offset + len(task.extras),
-            extras_bytes=len(task.extras),
+            epoch=epoch,
+            step=step,
+            slot=placed.slot,
+            payload_bytes=link.layout.extras_offset + len(extras),
+            extras_bytes=len(extras),
             digests=digests,
         )
+        return commit, state
 
-    def _commit(self, task: Task, commit: Commit) -> None:
+    def _commit(self, task: Task, commit: Commit, placed: Placed, carried: Collection[str]) -> None:
         handle, link, every = task.handle, self._link, self._settings.nan_check_every
         nan_units: tuple[str, ...] = ()
         # Not the first: until it is committed, a session that has just begun can lose everything.
         if every and self._saves % every == min(1, every - 1) and link.layout is not None:
-            nan_units = units_with_nan(link.layout, link.slot(commit.slot)[1])
+            nan_units = units_with_nan(placed, carried)
             if nan_units:
                 _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
         self._saves += 1

@@ -27,7 +27,7 @@ from holdfast._restore import Restore
 from holdfast._saver import Saver
 from holdfast._settings import Settings
 from holdfast._tally import Counters
-from holdfast._tasks import Task
+from holdfast._tasks import Task, Tokens
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError, StepOrderError
 from holdfast_core.topology import Topology
 
@@ -76,6 +76,21 @@ class Session(ABC):
 
         Tensors may not change until the handle's `staged`; the hook on the optimizer's `step` sees
         to that. Buffers and extras are copied before this returns.
+        """
+
+    @abstractmethod
+    def count_tokens(
+        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+    ) -> None:
+        """Say how many of this rank's tokens went to each expert of a layer since the last call.
+
+        Snapshots that leave experts out count by it what a recovery loses. Cheap, and without it
+        nothing is lost but the numbers.
+
+        Args:
+            counts: for each expert of the layer, over all ranks, the tokens that it processed.
+            assignments: tokens times the experts that each was sent to, dropped ones included; by
+                default the sum of `counts`.
         """
 
     @abstractmethod
@@ -141,6 +156,8 @@ class ProtectedSession(Session):
         self._sources: Sequence[Source] | None = None
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
+        self._number = 0
+        self._tokens = Tokens()
         self._last_save_s = 0.0
         self._closed = False
         self._hooks = [
@@ -165,7 +182,8 @@ class ProtectedSession(Session):
         self.wait_staged()
         self._stale = True
         outcome = self._restore.run()
-        self._saver.epoch = outcome.epoch
+        self._saver.resume(outcome)
+        self._number = outcome.partial.ledger.snapshots if outcome.partial else 0
         self._last_step = outcome.step
         return outcome.step
 
@@ -190,6 +208,7 @@ class ProtectedSession(Session):
                 f"save({step}) after step {last}: steps must grow; pass the completed steps"
             )
         self._last_step = step
+        self._number += 1
         now = time.monotonic()
         self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
         self._last_save_s = now
@@ -215,9 +234,22 @@ class ProtectedSession(Session):
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
         # Taken over by the saver's thread; kept here until a task has really carried them there.
         sources, self._sources = self._sources, None
+        tokens, self._tokens = self._tokens, Tokens()
         return Task(
-            handle, sources=sources, extras=extras, fence=self._device.fence(), copies=copies
+            handle,
+            sources=sources,
+            extras=extras,
+            fence=self._device.fence(),
+            copies=copies,
+            number=self._number - 1,
+            tokens=tokens,
         )
+
+    def count_tokens(
+        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+    ) -> None:
+        numbers = [int(n) for n in counts]
+        self._tokens.add(layer, numbers, sum(numbers) if assignments is None else assignments)
 
     def prepare(self) -> None:
         if self._saver.busy or self._closed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job_snapshots import PartialExperts
 from holdfast_core.sharding import ShardStrategy
 
 
@@ -43,6 +44,9 @@ class Settings:
     """Whether the first save compares the units that the topology declares to be replicas."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """How replicas divide the capture of what they share (PEC §3.2)."""
+    partial_experts: PartialExperts | None = None
+    """Capture some experts of each layer in turn instead of all (PEC §3.1). A job says so in
+    `snapshot.policy`, which reaches the trainer as `HOLDFAST_POLICY`."""
 
     def __post_init__(self) -> None:
         if self.copy_threads < 1:

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 
 from holdfast._client import Report
+from holdfast._partial import NO_LOSS, Loss
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
 
 _log = logging.getLogger("holdfast")
@@ -27,6 +28,8 @@ class Counters:
     """Of the newest save."""
     step_s: float = 0.0
     """Between the last two saves."""
+    loss: Loss = NO_LOSS
+    """What recoveries cost experts that snapshots leave out; all 0 when they capture everything."""
     staged_s: float = 0.0
     """From the call of the newest staged save until its tensors could change again."""
 

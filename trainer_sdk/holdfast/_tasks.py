@@ -5,10 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from holdfast._capture import Source
 from holdfast._devices import Fence
 from holdfast._handles import SaveHandle
+from holdfast_core.units import UnitKey, UnitKind
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens that this rank routed, by expert and by layer."""
+
+    counts: dict[UnitKey, int] = field(default_factory=dict)
+    """Tokens that each expert processed."""
+    assignments: dict[int, int] = field(default_factory=dict)
+    """Tokens times the experts that each was sent to, dropped ones included."""
+
+    def add(self, layer: int, counts: Sequence[int], assignments: int) -> None:
+        for expert, count in enumerate(counts):
+            unit = UnitKey(layer, UnitKind.EXPERT, expert)
+            self.counts[unit] = self.counts.get(unit, 0) + count
+        self.assignments[layer] = self.assignments.get(layer, 0) + assignments
 
 
 class Task:
@@ -26,6 +44,8 @@ class Task:
         extras: bytes,
         fence: Fence,
         copies: bool = True,
+        number: int = 0,
+        tokens: Tokens | None = None,
     ) -> None:
         self.handle = handle
         self.sources = sources
@@ -34,6 +54,10 @@ class Task:
         self.fence = fence
         self.copies = copies
         """False to prepare only."""
+        self.number = number
+        """Counts the saves that the training loop asked for, on all ranks alike."""
+        self.tokens = tokens if tokens is not None else Tokens()
+        """Routed since the last save."""
         self.began_s = time.monotonic()
         self.let_go = threading.Event()
         """The worker needs the live tensors no more, or never will."""

@@ -45,7 +45,9 @@ from holdfast_core.layouts import (
     decode_manifest,
     encode_manifest,
     layout_id,
+    piece_count,
 )
+from holdfast_core.places import Lying, choose, encode_places, merge_digests, split_places
 from holdfast_core.values import Generation, Line, Manifest
 
 _NO_STEP = -1
@@ -56,6 +58,23 @@ class _Failure:
     error: HoldfastError
     step: int | None
     times: int
+
+
+@dataclass(frozen=True, slots=True)
+class FakeSnapshot:
+    """A sealed snapshot, in the arena that is the folder `home`."""
+
+    home: Path
+    lying: Lying
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    slot: int
+    places: bytes
+    unchanged: bytes
+    base: FakeSnapshot | None
 
 
 class FakeDaemon:
@@ -97,7 +116,7 @@ class FakeDaemon:
         self._sessions = 0
         self._home = self.directory
         self._layout: Layout | None = None
-        self._granted: dict[int, int] = {}
+        self._granted: dict[int, _Granted] = {}
         self._protected: Generation | None = None
         self._news: queue.SimpleQueue[Event | HoldfastError | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -131,20 +150,23 @@ class FakeDaemon:
                 self._protected = generation
             self._news.put(event)
 
-    def sealed(self) -> dict[Generation, tuple[Path, int, Manifest]]:
-        """What could be restored: generation → (folder of the arena, slot, manifest)."""
+    def sealed(self) -> dict[Generation, FakeSnapshot]:
+        """What could be restored."""
         found = {}
         for path in sorted(self.directory.glob(f"{self.rank}-*/slot-*.manifest")):
-            manifest = decode_manifest(path.read_bytes())
+            encoded, places = split_places(path.read_bytes())
+            manifest = decode_manifest(encoded)
             slot = int(path.stem.removeprefix("slot-"))
-            found[manifest.generation] = (path.parent, slot, manifest)
+            found[manifest.generation] = FakeSnapshot(path.parent, Lying(slot, places), manifest)
         return found
 
     def corrupt(self, generation: Generation, byte: int) -> None:
         """Flip a byte of a sealed payload."""
-        home, slot, _ = self.sealed()[generation]
-        layout = decode_layout((home / "layout.json").read_bytes())
-        with (home / "arena").open("r+b") as arena:
+        held = self.sealed()[generation]
+        layout = decode_layout((held.home / "layout.json").read_bytes())
+        piece = byte // layout.piece_bytes
+        slot = held.lying.places[piece] if held.lying.places else held.lying.slot
+        with (held.home / "arena").open("r+b") as arena:
             arena.seek(slot * layout.slot_bytes + byte)
             value = arena.read(1)
             arena.seek(-1, os.SEEK_CUR)
@@ -167,16 +189,17 @@ class FakeDaemon:
             return Decision(line=Line(generation=None, reason="no daemon holds a snapshot"))
         with self._lock:
             self._protected = generation
-        home, slot, manifest = sealed[generation]
-        layout = decode_layout((home / "layout.json").read_bytes())
+        held = sealed[generation]
+        layout = decode_layout((held.home / "layout.json").read_bytes())
         return Decision(
             line=Line(generation=generation, reason=f"generation {generation} in local memory"),
-            manifest=manifest,
+            manifest=held.manifest,
             layout=layout,
-            slot=slot,
+            slot=held.lying.slot,
             source="local",
-            token=f"read {home}",
+            token=f"read {held.home}",
             arena_bytes=layout.arena_bytes,
+            places=held.lying.places,
         )
 
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
@@ -228,12 +251,20 @@ class FakeDaemon:
             raise ProtocolError(f"token {token!r} does not entitle to {wanted}")
         return os.open(Path(home) / "arena", flags | os.O_CLOEXEC)
 
-    def grant(self, session: str, epoch: int, step: int) -> Grant:
+    def grant(
+        self,
+        session: str,
+        epoch: int,
+        step: int,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+    ) -> Grant:
         self._enter("grant", step)
         with self._lock:
             self._check(session, epoch)
-            sealed = self.sealed()
-            taken = {slot: g for g, (home, slot, _) in sealed.items() if home == self._home}
+            assert self._layout is not None
+            sealed = {g: held for g, held in self.sealed().items() if held.home == self._home}
+            taken = {held.lying.slot: g for g, held in sealed.items()}
             free = [s for s in range(SLOTS_PER_ARENA) if s not in taken]
             # Kept: the newest protected snapshot, and everything newer.
             old = [s for s, g in taken.items() if self._protected and g < self._protected]
@@ -241,15 +272,31 @@ class FakeDaemon:
                 return Grant(skipped="protection is behind")
             slot = (free or sorted(old, key=lambda s: taken[s]))[0]
             (self._home / f"slot-{slot}.manifest").unlink(missing_ok=True)
-            self._granted[step] = slot
-            return Grant(slot=slot)
+            freed = taken.get(slot)
+            held = sealed.get(base) if base is not None and base != freed else None
+            pieces = piece_count(self._layout.slot_bytes, self._layout.piece_bytes)
+            places = choose(
+                slot,
+                pieces,
+                [other.lying for g, other in sealed.items() if g != freed],
+                base=held.lying if held else None,
+                unchanged=unchanged,
+            )
+            self._granted[step] = _Granted(slot, places, unchanged if held else b"", held)
+            return Grant(slot=slot, places=places, carried=held is not None)
 
     def commit(self, commit: Commit) -> None:
         self._enter("commit", commit.step)
         with self._lock:
             self._check(commit.session, commit.epoch)
-            if self._granted.pop(commit.step, None) != commit.slot or self._layout is None:
+            granted = self._granted.pop(commit.step, None)
+            if granted is None or granted.slot != commit.slot or self._layout is None:
                 raise ProtocolError(f"slot {commit.slot} was not granted for step {commit.step}")
+            digests = commit.digests
+            if granted.base is not None:
+                base = granted.base.manifest.digests
+                digests = merge_digests(digests, base, granted.unchanged)
+            pieces = piece_count(commit.payload_bytes, self._layout.piece_bytes)
             manifest = Manifest(
                 job="fake",
                 rank=self.rank,
@@ -260,11 +307,12 @@ class FakeDaemon:
                 extras_offset=self._layout.extras_offset,
                 extras_bytes=commit.extras_bytes,
                 piece_bytes=self._layout.piece_bytes,
-                digests=commit.digests,
+                digests=digests,
                 nan_units=commit.nan_units,
             )
             path = self._home / f"slot-{commit.slot}.manifest"
-            path.with_suffix(".new").write_bytes(encode_manifest(manifest))
+            places = encode_places(granted.places[:pieces])
+            path.with_suffix(".new").write_bytes(encode_manifest(manifest) + places)
             path.with_suffix(".new").rename(path)
             self.manifests.append(manifest)
             if self.protects:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._arena import Arena, check_slot, claim_arena, read_arena
+from holdfast._arena import Arena, claim_arena, read_arena
 from holdfast_core.errors import (
-    CorruptError,
     ProtocolError,
     RankInUseError,
     StorageError,
@@ -167,13 +166,6 @@ def test_a_missing_socket_is_unreachable(tmp_path: Path) -> None:
 def test_an_arena_shorter_than_promised_is_refused(arena_file: Path) -> None:
     with pytest.raises(StorageError, match="promised"):
         Arena(os.open(arena_file, os.O_RDWR), NBYTES + 1)
-
-
-def test_a_slot_outside_the_arena_is_refused() -> None:
-    assert check_slot(2, 4096, 3 * 4096) == 8192
-    for slot in (-1, 3):
-        with pytest.raises(CorruptError, match=f"slot {slot}"):
-            check_slot(slot, 4096, 3 * 4096)
 
 
 def test_an_arena_to_read_can_be_closed_twice(arena_file: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,8 @@ from holdfast._copy import (
     plan_copy,
 )
 from holdfast._devices import CpuDevice, DeviceMove, Fence
-from holdfast_core.layouts import piece_digests
+from holdfast._placed import Placed
+from holdfast_core.layouts import Layout, piece_digests, round_up
 
 PIECE = 64
 Part = tuple[int, int, torch.Tensor]
@@ -60,20 +62,34 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
     made.close()
 
 
-def parts_of(lengths: Sequence[int], seed: int) -> list[Part]:
-    """Tensors of these lengths, one after the other with a gap after each."""
+def parts_of(lengths: Sequence[int], seed: int, *, apart: bool = False) -> list[Part]:
+    """Tensors of these lengths, one after the other with a gap after each; `apart`, none shares a
+    piece with another."""
     generator = torch.Generator().manual_seed(seed)
     parts, at = [], 0
     for length in lengths:
         flat = torch.randint(256, (length,), dtype=torch.uint8, generator=generator)
         parts.append((at, 0, flat))
         at += length + length % 3
+        at = round_up(at, PIECE) if apart else at
     return parts
 
 
-def slot_of(nbytes: int) -> tuple[int, memoryview]:
-    raw = (ctypes.c_ubyte * nbytes)()
-    return ctypes.addressof(raw), memoryview(raw).cast("B")
+def placed(offset: int, nbytes: int, slot: int = 1, places: bytes = b"") -> Placed:
+    """Room for a payload whose extras begin at `offset`, in memory that tests may look at."""
+    layout = Layout(
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        entries=(),
+        extras_offset=offset,
+        extras_capacity=nbytes - offset,
+        piece_bytes=PIECE,
+    )
+    raw = (ctypes.c_ubyte * layout.arena_bytes)()
+    arena = memoryview(raw).cast("B")
+    address = ctypes.addressof(raw)
+    return Placed(arena=arena, address=address, layout=layout, slot=slot, places=places)
 
 
 @settings(
@@ -84,26 +100,34 @@ def slot_of(nbytes: int) -> tuple[int, memoryview]:
     st.binary(max_size=3 * PIECE),
     st.integers(0, 99),
     st.booleans(),
+    st.booleans(),
 )
 def test_what_is_captured_is_hashed_and_comes_back(
-    engine: CopyEngine, lengths: list[int], extras: bytes, seed: int, device: bool
+    engine: CopyEngine, lengths: list[int], extras: bytes, seed: int, device: bool, scattered: bool
 ) -> None:
-    parts = parts_of(lengths, seed)
+    parts = parts_of(lengths, seed, apart=scattered)
     plan = plan_copy(parts, (), PIECE)
     if device:
         plan = on_device(parts)
     offset = max((start + flat.numel() for start, _, flat in parts), default=0)
-    address, slot = slot_of(offset + len(extras) + PIECE)
-    digests = engine.capture(plan, address, slot, extras, offset, None)
-    payload = slot[: offset + len(extras)]
+    end = offset + len(extras)
+    places = bytearray()
+    if scattered:  # a tensor lies in one slot, the next one in another
+        places = bytearray(random.Random(seed).choices(range(3), k=-(-end // PIECE)))
+        for start, _, flat in parts:
+            first, last = start // PIECE, max(start + flat.numel() - 1, start) // PIECE
+            places[first : last + 1] = bytes([places[first]]) * (last + 1 - first)
+    target = placed(offset, end + PIECE, places=bytes(places))
+    digests = engine.capture(plan, target, extras, None)
+    payload = target.read(0, end)
     assert digests == piece_digests(payload, PIECE)
-    assert all(bytes(slot[at : at + f.numel()]) == f.numpy().tobytes() for at, _, f in parts)
-    assert bytes(slot[offset : offset + len(extras)]) == extras
+    assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for at, _, f in parts)
+    assert payload[offset:] == extras
 
     wanted = [flat.clone() for _, _, flat in parts]
     for _, _, flat in parts:
         flat.zero_()
-    engine.restore(plan, address, payload.toreadonly(), digests)
+    engine.restore(plan, replace(target, arena=target.arena.toreadonly()), end, digests)
     assert all(torch.equal(flat, was) for (_, _, flat), was in zip(parts, wanted, strict=True))
 
 
@@ -117,13 +141,28 @@ def on_device(parts: Sequence[Part]) -> CopyPlan:
 def test_a_piece_that_does_not_match_is_named(engine: CopyEngine) -> None:
     parts = parts_of([50 * PIECE], 1)
     plan = plan_copy(parts, (), PIECE)
-    address, slot = slot_of(60 * PIECE)
-    digests = engine.capture(plan, address, slot, b"", 50 * PIECE, None)
-    slot[33 * PIECE + 5] ^= 1
+    target = placed(50 * PIECE, 60 * PIECE)
+    digests = engine.capture(plan, target, b"", None)
+    target.view(33 * PIECE + 5, 1)[0] ^= 1
     parts[0][2].zero_()
     with pytest.raises(BadPieceError) as caught:
-        engine.restore(plan, address, slot[: 50 * PIECE], digests)
+        engine.restore(plan, target, 50 * PIECE, digests)
     assert caught.value.piece == 33
+
+
+def test_what_is_skipped_stays_as_it_is(engine: CopyEngine) -> None:
+    parts = parts_of([4 * PIECE, 3 * PIECE, 5 * PIECE], 4, apart=True)
+    for plan in (plan_copy(parts, (), PIECE), on_device(parts)):
+        at, _, skipped = parts[1]
+        end = parts[2][0] + parts[2][2].numel()
+        target = placed(end, end + PIECE)
+        target.write(0, b"\x55" * end)
+        pieces = range(at // PIECE, at // PIECE + 3)
+        digests = engine.capture(plan, target, b"", None, frozenset(pieces))
+        assert target.read(at, skipped.numel()) == b"\x55" * skipped.numel()
+        assert digests[8 * pieces.start : 8 * pieces.stop] == bytes(3 * 8)
+        for at, _, flat in (parts[0], parts[2]):
+            assert target.read(at, flat.numel()) == flat.numpy().tobytes()
 
 
 def test_neighbours_in_slot_and_memory_are_copied_at_once() -> None:
@@ -150,6 +189,8 @@ def test_tensors_that_are_not_contiguous_pass_through_their_staging(engine: Copy
     live = torch.arange(12.0).reshape(3, 4).t()
     staging = torch.empty(4, 3)
     plan = plan_copy([(0, 0, staging.reshape(-1).view(torch.uint8))], [(staging, live)], PIECE)
-    address, slot = slot_of(PIECE)
-    engine.capture(plan, address, slot, b"", 48, None)
-    assert torch.equal(torch.frombuffer(slot, dtype=torch.float32, count=12).reshape(4, 3), live)
+    target = placed(48, PIECE)
+    engine.capture(plan, target, b"", None)
+    assert torch.equal(
+        torch.frombuffer(target.view(0, 48), dtype=torch.float32, count=12).reshape(4, 3), live
+    )

@@ -11,8 +11,9 @@ from torch import nn
 import holdfast
 from holdfast._copy import CopyEngine, plan_copy
 from holdfast._devices import CpuDevice, CudaDevice, device_of
+from holdfast._placed import Placed
 from holdfast.testing import FakeDaemon
-from holdfast_core.layouts import PIECE_BYTES, piece_digests
+from holdfast_core.layouts import PIECE_BYTES, Layout, piece_digests
 
 WAIT_S = 60
 gpu = pytest.mark.gpu
@@ -44,17 +45,26 @@ def test_device_and_host_tensors_share_a_slot_and_come_back(
         parts.append((at, 0, flat))
         at += flat.numel() + 64
     plan = plan_copy(parts, (), PIECE_BYTES)
-    raw = (ctypes.c_ubyte * (at + 100))()
-    slot = memoryview(raw).cast("B")
+    layout = Layout(
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        entries=(),
+        extras_offset=at,
+        extras_capacity=100,
+    )
+    raw = (ctypes.c_ubyte * layout.arena_bytes)()
+    arena, address = memoryview(raw).cast("B"), ctypes.addressof(raw)
+    target = Placed(arena=arena, address=address, layout=layout, slot=1)
     device = CudaDevice()
-    device.register(ctypes.addressof(raw), len(slot))
-    digests = engine.capture(plan, ctypes.addressof(raw), slot, b"extras", at, device.fence())
-    device.unregister(ctypes.addressof(raw))
-    assert digests == piece_digests(slot[: at + 6], PIECE_BYTES)
+    device.register(address, len(arena))
+    digests = engine.capture(plan, target, b"extras", device.fence())
+    device.unregister(address)
+    assert digests == piece_digests(target.read(0, at + 6), PIECE_BYTES)
     wanted = [flat.clone() for flat in flats]
     for flat in flats:
         flat.zero_()
-    engine.restore(plan, ctypes.addressof(raw), slot[: at + 6], digests)
+    engine.restore(plan, target, at + 6, digests)
     assert all(torch.equal(flat, was) for flat, was in zip(flats, wanted, strict=True))
 
 

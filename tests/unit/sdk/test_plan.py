@@ -94,9 +94,7 @@ def test_all_ranks_reserve_for_the_largest_slot() -> None:
     plans = bases(states=True)
     largest = {plan.largest_slot_bytes for plan in plans}
     slots = [
-        layout_of(
-            rank, TOPOLOGY, table(rank, True), own_shards(plan, table(rank, True)), 100
-        ).slot_bytes
+        layout_of(plan, table(rank, True), own_shards(plan, table(rank, True)), 100).slot_bytes
         for rank, plan in enumerate(plans)
     ]
     assert largest == {max(slots)}
@@ -111,7 +109,7 @@ def test_replicas_that_declare_other_tensors_are_refused_by_name() -> None:
 
 def test_a_layout_is_valid_and_has_room_for_extras() -> None:
     plan = plan_alone(1, TOPOLOGY)
-    layout = layout_of(1, TOPOLOGY, table(1), own_shards(plan, table(1)), 5000)
+    layout = layout_of(plan, table(1), own_shards(plan, table(1)), 5000)
     assert decode_layout(encode_layout(layout)) == layout
     assert layout.extras_capacity > 5000
     assert {entry.offset % 64 for entry in layout.entries} == {0}

@@ -102,7 +102,7 @@ def one_rank_is_corrupt(rank: int, directory: str) -> None:
     session.save(1).committed.result(WAIT_S)
     session.close()
     daemon = FakeDaemon(directory, rank=rank)
-    home, _, _ = daemon.sealed()[Generation(1, 1)]
+    home = daemon.sealed()[Generation(1, 1)].home
     layout = decode_layout((home / "layout.json").read_bytes())
     if rank == 1:
         daemon.corrupt(Generation(1, 1), layout.entries[0].offset)
@@ -155,6 +155,6 @@ def test_ranks_share_the_capture_and_restore_together_or_not_at_all(tmp_path: Pa
     """One pair of processes for all cases: starting torch takes longer than they do."""
     spawn(everything, (str(tmp_path), str(tmp_path / "store")), nprocs=WORLD)
     halves = [FakeDaemon(tmp_path / "all-replicas", rank=rank).sealed() for rank in range(WORLD)]
-    payloads = [sealed[Generation(1, 3)][2].payload_bytes for sealed in halves]
+    payloads = [sealed[Generation(1, 3)].manifest.payload_bytes for sealed in halves]
     whole = 3 * (700 * 701 + 2 * 300 * 300) * 4
     assert all(abs(payload - whole / 2) < whole / 10 for payload in payloads), (payloads, whole)

@@ -146,7 +146,7 @@ def test_a_state_that_grows_gets_a_new_arena_and_loses_nothing(
     session.save(2).protected.result(WAIT_S)
     after = trainer.state()
     session.close()
-    assert len({home for home, _, _ in daemon.sealed().values()}) == 2
+    assert len({held.home for held in daemon.sealed().values()}) == 2
     for generation, state in ((Generation(1, 2), after), (Generation(1, 1), before)):
         other = make_trainer(seed=3)
         other.train()  # has optimizer state that the older snapshot must drop again

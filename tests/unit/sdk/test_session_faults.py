@@ -129,7 +129,8 @@ def test_a_corrupt_piece_is_refused_with_rank_piece_and_units(
     trainer.train()
     session.save(1).committed.result(WAIT_S)
     session.close()
-    home, _, manifest = daemon.sealed()[Generation(1, 1)]
+    held = daemon.sealed()[Generation(1, 1)]
+    home, manifest = held.home, held.manifest
     layout = decode_layout((home / "layout.json").read_bytes())
     for byte in (layout.entries[0].offset, manifest.extras_offset + 3):
         daemon.corrupt(Generation(1, 1), byte)

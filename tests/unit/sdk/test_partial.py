@@ -1,0 +1,242 @@
+"""Snapshots of some experts: what comes back is each unit as it was when it was last captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast._partial import expert_pieces
+from holdfast.testing import FakeDaemon
+from holdfast_core.job_snapshots import PartialExperts
+from holdfast_core.layouts import decode_layout
+from holdfast_core.units import UnitKey, UnitKind
+from holdfast_core.values import Generation
+
+WAIT_S = 20.0
+IN_TURN = PartialExperts(experts_per_layer=1)
+LISTED = (3, 4)
+"""Numbers of the experts in lists; those in stacks are 0 to 2."""
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> FakeDaemon:
+    return FakeDaemon(tmp_path)
+
+
+def unit_of(name: str) -> UnitKey:
+    """The unit of a parameter of the small model: its two kinds of experts are told apart."""
+    parts = name.split(".")
+    if parts[0] != "layers":
+        return UnitKey(None, UnitKind.OTHER)
+    layer = int(parts[1])
+    if "listed" in parts:
+        return UnitKey(layer, UnitKind.EXPERT, LISTED[int(parts[4])])
+    return UnitKey(layer, UnitKind.DENSE)
+
+
+def named(name: str, tensor: torch.Tensor) -> UnitKey | None:
+    del tensor
+    if "listed" in name:
+        return unit_of(name)
+    return UnitKey(int(name.split(".")[1]), UnitKind.DENSE) if "experts.w" in name else None
+
+
+class Story:
+    """A training run that remembers every state, and in which step each expert was captured."""
+
+    def __init__(self, trainer: Any, daemon: FakeDaemon, **settings: Any) -> None:
+        self.trainer, self.daemon = trainer, daemon
+        self.session = holdfast.init(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            stateful={"scheduler": trainer.scheduler},
+            daemon=daemon,
+            units=named,
+            settings=holdfast.Settings(
+                reopen_backoff_s=0.0, **{"partial_experts": IN_TURN, **settings}
+            ),
+        )
+        self.states: dict[int, dict[str, Any]] = {}
+        self.captured: dict[UnitKey, int] = {}
+
+    def save(self, step: int) -> None:
+        self.trainer.train()
+        self.states[step] = self.trainer.state()
+        for layer in range(2):
+            self.session.count_tokens(layer, [0, 0, 0, 10, 10])
+        self.session.save(step).protected.result(WAIT_S)
+
+    def expect(self, step: int, ages: dict[UnitKey, int]) -> dict[str, Any]:
+        """The state of `step`, with experts as they were at their own steps."""
+        found = {}
+        for name, value in self.states[step].items():
+            unit = unit_of(name.partition(":")[0])
+            found[name] = self.states[ages[unit]][name] if unit in ages else value
+        return found
+
+
+@pytest.fixture
+def story(make_trainer: Any, daemon: FakeDaemon) -> Iterator[Story]:
+    made = Story(make_trainer(), daemon)
+    yield made
+    made.session.close()
+
+
+def expert(layer: int, index: int) -> UnitKey:
+    return UnitKey(layer, UnitKind.EXPERT, LISTED[index])
+
+
+def test_each_expert_comes_back_as_of_its_turn_and_the_rest_as_of_the_step(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    ages = {expert(layer, index): 1 for layer in range(2) for index in range(2)}
+    for step in range(1, 8):
+        story.save(step)
+        if step > 1:  # the first snapshot captures everything; then the layers take turns
+            for layer in range(2):
+                ages[expert(layer, (step - 1 + layer) % 2)] = step
+        other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+        assert other.session.restore() == step
+        same(other.trainer.state(), story.expect(step, ages))
+        other.session.close()
+
+
+def test_pieces_of_experts_that_are_left_out_are_not_written(story: Story) -> None:
+    story.save(1)
+    story.save(2)
+    held = story.daemon.sealed()[Generation(1, 2)]
+    layout = decode_layout((held.home / "layout.json").read_bytes())
+    left = expert_pieces(layout, [expert(0, 0), expert(1, 1)])
+    assert left
+    first = story.daemon.sealed()[Generation(1, 1)]
+    assert {p for p, slot in enumerate(held.lying.places) if slot == first.lying.slot} == left
+    old, new = first.manifest.digests, held.manifest.digests
+    equal = {p for p in range(len(new) // 8) if old[8 * p : 8 * p + 8] == new[8 * p : 8 * p + 8]}
+    assert left <= equal
+
+
+def test_a_run_goes_on_with_the_turn_after_the_restored_one(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    for step in (1, 2, 3):
+        story.save(step)
+    ages = {expert(0, 0): 3, expert(0, 1): 2, expert(1, 0): 2, expert(1, 1): 3}
+    story.session.close()
+    patient = PartialExperts(experts_per_layer=1, loss_limit=1)
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), partial_experts=patient)
+    assert again.session.restore() == 3
+    same(again.trainer.state(), story.expect(3, ages))
+    again.states = {0: again.trainer.state()}
+    again.save(4)
+    ages = {expert(0, 0): 0, expert(0, 1): 4, expert(1, 0): 4, expert(1, 1): 0}
+    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
+    assert last.session.restore() == 4
+    same(last.trainer.state(), again.expect(4, ages))
+    for one in (again, last):
+        one.session.close()
+
+
+def test_a_daemon_that_lost_the_snapshot_before_gets_everything(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    story.save(1)
+    story.save(2)
+    for held in story.daemon.sealed().values():
+        (held.home / f"slot-{held.lying.slot}.manifest").unlink()
+    story.save(3)
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    assert other.session.restore() == 3
+    same(other.trainer.state(), story.states[3])
+    other.session.close()
+
+
+def test_a_skipped_save_does_not_make_an_expert_younger(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    story.save(1)
+    story.daemon.fail("commit", holdfast.StorageError("no space left"))
+    story.trainer.train()
+    story.states[2] = story.trainer.state()
+    assert story.session.save(2).committed.exception(WAIT_S) is not None
+    story.save(3)
+    ages = {expert(0, 0): 3, expert(0, 1): 1, expert(1, 0): 1, expert(1, 1): 3}
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    assert other.session.restore() == 3
+    same(other.trainer.state(), story.expect(3, ages))
+    other.session.close()
+
+
+def test_lost_tokens_are_counted_and_let_k_grow(
+    story: Story, make_trainer: Any, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        story.save(step)
+    # Of the tokens since then, only those of the experts whose turn step 3 was are safe.
+    assert story.session.counters.loss.at_risk == pytest.approx(20 / 120)
+    assert story.session.counters.loss.k == 1
+    story.session.close()
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2))
+    again.session.restore()
+    again.save(4)
+    assert again.session.counters.loss.lost == pytest.approx(20 / 160)
+    assert (
+        again.session.counters.loss.k == 2
+    )  # 12.5 % is beyond the limit: every expert from now on
+    assert again.session.counters.loss.at_risk == 0
+    again.session.close()
+
+
+def test_more_experts_than_there_are_means_all(
+    make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, same: Any
+) -> None:
+    policy = PartialExperts(experts_per_layer=99)
+    story = Story(make_trainer(), daemon, partial_experts=policy)
+    for step in (1, 2, 3):
+        story.save(step)
+    story.session.close()
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), partial_experts=policy)
+    assert other.session.restore() == 3
+    same(other.trainer.state(), story.states[3])
+    other.session.close()
+
+
+def test_a_model_without_experts_is_captured_as_ever(
+    make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, same: Any
+) -> None:
+    trainer = make_trainer()
+
+    def no_expert(name: str, tensor: torch.Tensor) -> UnitKey:
+        del name, tensor
+        return UnitKey(0, UnitKind.DENSE)
+
+    session = holdfast.init(
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        stateful={"scheduler": trainer.scheduler},
+        daemon=daemon,
+        units=no_expert,
+        settings=holdfast.Settings(partial_experts=IN_TURN),
+    )
+    trainer.train()
+    session.save(1).protected.result(WAIT_S)
+    trainer.train()
+    session.save(2).protected.result(WAIT_S)
+    state = trainer.state()
+    session.close()
+    other = make_trainer(seed=3)
+    reader = holdfast.init(
+        model=other.model,
+        optimizer=other.optimizer,
+        stateful={"scheduler": other.scheduler},
+        daemon=FakeDaemon(tmp_path, epoch=2),
+        units=no_expert,
+        settings=holdfast.Settings(partial_experts=IN_TURN),
+    )
+    assert reader.restore() == 2
+    same(other.state(), state)
+    reader.close()

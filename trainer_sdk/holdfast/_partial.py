@@ -1,0 +1,239 @@
+"""Which experts a snapshot captures, and what is known of the tokens that the others would lose.
+
+One rank's part of the policy `PartialExperts` (PEC §3.1). Every rank chooses alike from the number
+of the snapshot, without a collective. Each counts the tokens that it routed itself; the counts of
+all ranks meet only in a restore, where the lost tokens are added up and K is decided anew.
+
+All of it is training state: it travels in the extras of each snapshot, as of that snapshot, so that
+after a recovery it is what belongs to the restored step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast_core.dynamic_k import next_k
+from holdfast_core.errors import CorruptError
+from holdfast_core.expert_ledger import ExpertLedger, merge_counts
+from holdfast_core.experts import ExpertTable
+from holdfast_core.job_snapshots import PartialExperts
+from holdfast_core.layouts import Layout
+from holdfast_core.selection_pec import select_sequential
+from holdfast_core.token_loss import LossAccount, at_risk, recovery_loss
+from holdfast_core.units import UnitKey, UnitKind
+from holdfast_core.values import Generation
+
+_log = logging.getLogger("holdfast")
+
+STATE_BYTES_PER_EXPERT = 256
+"""Room in the extras for what the policy remembers of each expert."""
+
+VERSIONS_KEPT = 4
+"""Of each expert, in the ledger: more than there are snapshots in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What the policy costs in tokens, as fractions of all that were routed."""
+
+    at_risk: float = 0.0
+    """What a recovery of the newest snapshot would lose (of this rank's tokens)."""
+    lost: float = 0.0
+    """What recoveries have lost in the job's life (PLT, PEC eq. 4)."""
+    k: int = 0
+    """Experts of each layer in a snapshot."""
+
+
+NO_LOSS = Loss()
+
+
+class PartialCapture:
+    """The saver's side: used by one thread, after `agreed`."""
+
+    def __init__(self, policy: PartialExperts) -> None:
+        self._policy = policy
+        self._table: ExpertTable | None = None
+        self._ledger: ExpertLedger | None = None
+        self._account = LossAccount.start()
+        self._k = policy.experts_per_layer
+
+    def agreed(self, table: ExpertTable) -> None:
+        """All ranks know what experts there are."""
+        self._table = table
+        if self._ledger is None or set(self._ledger.tokens) != set(table.units):
+            self._ledger = ExpertLedger.start(table.units)
+
+    def resume(self, state: PartialState | None) -> None:
+        """Go on from what a restore found; None for a fresh start."""
+        self._ledger = state.ledger if state else None
+        self._account = state.account if state else LossAccount.start()
+        self._k = max(state.k if state else 0, self._policy.experts_per_layer)
+
+    def count(self, counts: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> None:
+        """Tokens that this rank routed since the last call; unknown experts are left out."""
+        if self._ledger is None:
+            return
+        ledger = self._ledger
+        self._ledger = ledger.routed(
+            {unit: n for unit, n in counts.items() if unit in ledger.tokens},
+            {layer: n for layer, n in assignments.items() if layer in ledger.assignments},
+        )
+
+    @property
+    def number(self) -> int:
+        """Of the first snapshot after a restore."""
+        return self._ledger.snapshots if self._ledger else 0
+
+    def left_out(self, number: int) -> frozenset[UnitKey]:
+        """The experts that snapshot `number` need not capture."""
+        assert self._table is not None and self._ledger is not None
+        missing = self._ledger.uncaptured
+        chosen = select_sequential(self._table, self._k, number, uncaptured=missing)
+        return frozenset(self._table.units).difference(chosen.units)
+
+    def captured(
+        self, generation: Generation, number: int, left_out: Collection[UnitKey]
+    ) -> PartialState:
+        """The state as of a snapshot that captures all experts but these; `keep` makes it ours."""
+        assert self._ledger is not None
+        taken = [unit for unit in self._ledger.tokens if unit not in left_out]
+        ledger = replace(self._ledger, snapshots=number).captured(generation, taken)
+        newest = {
+            unit: [version.generation for version in held[-VERSIONS_KEPT:]]
+            for unit, held in ledger.versions.items()
+        }
+        return PartialState(ledger=ledger.pruned(newest), account=self._account, k=self._k)
+
+    def keep(self, state: PartialState) -> None:
+        """The snapshot of `state` is committed."""
+        self._ledger = state.ledger
+
+    @property
+    def loss(self) -> Loss:
+        ledger = self._ledger
+        if ledger is None:
+            return Loss(k=self._k)
+        return Loss(
+            at_risk=at_risk(ledger).plt,
+            lost=self._account.loss(ledger.assignments).plt,
+            k=self._k,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialState:
+    """What a snapshot says about its experts."""
+
+    ledger: ExpertLedger
+    account: LossAccount
+    k: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the extras."""
+        return {
+            "ledger": self.ledger.to_dict(),
+            "account": self.account.to_dict(),
+            "k": self.k,
+        }
+
+    @classmethod
+    def from_dict(cls, found: Any) -> PartialState:
+        """Raises CorruptError when `to_dict` did not write it."""
+        try:
+            return cls(
+                ledger=ExpertLedger.from_dict(found["ledger"]),
+                account=LossAccount.from_dict(found["account"]),
+                k=int(found["k"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
+
+    # --- a recovery, agreed by all ranks ----------------------------------------------------------
+
+    def own_versions(self, layout: Layout) -> dict[str, str]:
+        """The version of each expert that this rank's snapshot holds."""
+        mine = {UnitKey.parse(unit) for unit in dict.fromkeys(e.unit for e in layout.entries)}
+        return {
+            str(unit): str(self.ledger.versions[unit][-1].generation)
+            for unit in sorted(mine)
+            if unit.kind is UnitKind.EXPERT and self.ledger.versions.get(unit)
+        }
+
+    def returned(self, versions: Mapping[str, str]) -> tuple[ExpertLedger, dict[str, int]]:
+        """The ledger with experts at these versions, and which of this rank's tokens they lost.
+
+        A rank whose save was skipped may not know a version that another rank captured; then the
+        newest older one that it knows says what was lost, which is rather too much.
+        """
+        restored = {}
+        for unit, held in self.ledger.versions.items():
+            told = versions.get(str(unit))
+            wanted = Generation.parse(told) if told else held[-1].generation
+            known = [version.generation for version in held if version.generation <= wanted]
+            restored[unit] = known[-1] if known else held[0].generation
+        ledger, lost = self.ledger.recovered(restored)
+        return ledger, {str(unit): tokens for unit, tokens in lost.items() if tokens}
+
+    def recovered(
+        self,
+        ledger: ExpertLedger,
+        lost: Sequence[Mapping[str, int]],
+        assigned: Sequence[Mapping[str, int]],
+        policy: PartialExperts,
+    ) -> PartialState:
+        """The state to go on with, once the losses and assignments of all ranks are known."""
+        total = merge_counts(*(_units(counts) for counts in lost))
+        assignments = _layers(assigned)
+        account = self.account.after(total, self.k)
+        loss = recovery_loss(total, assignments)
+        decision = next_k(
+            max(self.k, policy.experts_per_layer),
+            first_k=policy.experts_per_layer,
+            experts_max=_most_experts(self.ledger.tokens),
+            lost_by_k=account.lost_by_k,
+            total_tokens=sum(assignments.values()),
+            limit=policy.loss_limit,
+        )
+        _log.info(
+            "experts returned to older versions: %d tokens, %.2f %% of all, are lost to them; %s",
+            loss.lost_tokens,
+            100 * loss.plt,
+            decision.reason,
+        )
+        return PartialState(ledger=ledger, account=account, k=decision.k)
+
+
+def expert_pieces(layout: Layout, left_out: Collection[UnitKey]) -> frozenset[int]:
+    """The pieces that hold nothing but these experts."""
+    wanted = {str(unit) for unit in left_out}
+    size = layout.piece_bytes
+    pieces: set[int] = set()
+    shared: set[int] = set()
+    for entry in layout.entries:
+        if entry.nbytes:
+            touched = range(entry.offset // size, (entry.offset + entry.nbytes - 1) // size + 1)
+            (pieces if entry.unit in wanted else shared).update(touched)
+    shared.update(range(layout.extras_offset // size, -(-layout.slot_bytes // size)))
+    return frozenset(pieces - shared)
+
+
+def _units(counts: Mapping[str, int]) -> dict[UnitKey, int]:
+    return {UnitKey.parse(unit): tokens for unit, tokens in counts.items()}
+
+
+def _layers(assigned: Iterable[Mapping[str, int]]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for of_rank in assigned:
+        for layer, tokens in of_rank.items():
+            total[int(layer)] = total.get(int(layer), 0) + tokens
+    return total
+
+
+def _most_experts(units: Iterable[UnitKey]) -> int:
+    layers: dict[int | None, int] = {}
+    for unit in units:
+        layers[unit.layer] = layers.get(unit.layer, 0) + 1
+    return max(layers.values(), default=0)
