@@ -74,6 +74,7 @@ class MoE(nn.Module):
         self.num_experts, self.ranks, self.group = experts, ranks, group
         self.gate = nn.Linear(dim, experts, bias=False)
         self.experts = Experts(experts // ranks, dim)
+        self.routed_E: Tensor  # tokens of the newest batch, by expert
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """The experts' answers, weighted by the gate, and the load-balancing loss."""
@@ -88,6 +89,7 @@ class MoE(nn.Module):
         chosen_PE = F.one_hot(queue_P, E)
         place_P = ((chosen_PE.cumsum(0) - 1) * chosen_PE).sum(-1)
         slot_P = torch.where(place_P < C, queue_P * C + place_P, E * C)  # the last: dropped
+        self.routed_E = chosen_PE[place_P < C].sum(0)
         token_of_slot = torch.full((E * C + 1,), N, device=device)  # N: nobody, zeros
         token_of_slot[slot_P] = torch.arange(N, device=device).repeat(CHOICES)
 
@@ -285,9 +287,12 @@ def main(argv: list[str] | None = None) -> None:
         mean_loss = average_gradients(model, loss, replicas, world // ep)
         optimizer.step()
         sampler.advance(args.batch)
+        for layer, moe in enumerate(m for m in model.modules() if isinstance(m, MoE)):
+            session.count_tokens(layer, moe.routed_E, CHOICES * args.batch * args.seq)
         session.save(step)
         if rank == 0:
-            report(args, step=step, loss=mean_loss, time=time.time(), epoch=session.epoch)
+            line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
+            report(args, **line, lost=session.counters.loss.lost)
     sha256 = state_sha256(model, optimizer)
     if rank == 0 and args.hash_file:
         args.hash_file.write_text(sha256 + "\n")

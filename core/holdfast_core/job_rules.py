@@ -14,6 +14,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.groups import MIN_GROUP_SIZE
 from holdfast_core.job_failures import On, Rule
 from holdfast_core.job_schema import MANAGER, Gang, Scheduling, Spec
+from holdfast_core.job_snapshots import Policy, PolicyType
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.values import Redundancy
 
@@ -31,6 +32,7 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
             fix=f"write {MANAGER}, or another controller's name like example.com/controller",
         )
     yield from _parallelism_problems(spec)
+    yield from _policy_problems(spec.snapshot.policy)
     yield from _redundancy_problems(spec)
     yield from _limit_problems(spec)
     yield from _name_problems(spec)
@@ -67,6 +69,16 @@ def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
             value=spec.model.num_experts,
             wrong=f"cannot be divided by ep = {p.ep}",
             fix="change spec.parallelism.ep so that every rank holds equally many experts",
+        )
+
+
+def _policy_problems(policy: Policy) -> Iterator[Problem]:
+    if policy.partial_experts is not None and policy.type is not PolicyType.PARTIAL_EXPERTS:
+        yield Problem(
+            path="spec.snapshot.policy.partialExperts",
+            value=MISSING,
+            wrong=f"is given, but spec.snapshot.policy.type is {policy.type.value}",
+            fix="remove it, or set the type to PartialExperts",
         )
 
 

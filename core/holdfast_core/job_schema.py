@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, field
 
 from holdfast_core.documents import YEAR_S, Document
@@ -18,6 +19,7 @@ from holdfast_core.job_failures import FailurePolicy
 from holdfast_core.job_snapshots import (
     DEFAULT_GROUP_SIZE,
     Persistence,
+    PolicyType,
     Raim5,
     RedundancySpec,
     Snapshot,
@@ -295,6 +297,17 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     def command(self) -> tuple[str, ...]:
         """The trainer's command line: `command`, then `args`."""
         return (*self.container["command"], *self.container.get("args", ()))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the trainer is told in its environment besides where its daemon is."""
+        policy = self.spec.snapshot.policy
+        if policy.type is PolicyType.FULL:
+            return {"HOLDFAST_JOB": self.key}
+        return {
+            "HOLDFAST_JOB": self.key,
+            "HOLDFAST_POLICY": msgspec.json.encode(policy, order="deterministic").decode(),
+        }
 
     @property
     def env(self) -> dict[str, str]:

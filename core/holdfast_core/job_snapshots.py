@@ -66,6 +66,13 @@ class Policy(Document, frozen=True, kw_only=True):
     ] = PolicyType.FULL
     partial_experts: PartialExperts | None = None
 
+    @property
+    def chosen_experts(self) -> PartialExperts | None:
+        """How experts take turns; None when every snapshot captures all of them."""
+        if self.type is not PolicyType.PARTIAL_EXPERTS:
+            return None
+        return self.partial_experts or PartialExperts()
+
 
 class StepInterval(Document, frozen=True, kw_only=True):
     """How often the trainer saves."""

@@ -117,13 +117,13 @@ def check_supported(job: MoETrainingJob) -> None:
     spec = job.spec
     problems = []
     policy = spec.snapshot.policy.type
-    if policy is not PolicyType.FULL:
+    if policy not in (PolicyType.FULL, PolicyType.PARTIAL_EXPERTS):
         problems.append(
             Problem(
                 path="spec.snapshot.policy.type",
                 value=policy,
-                wrong="this version captures every unit in every snapshot",
-                fix="use Full",
+                wrong="this version captures every unit, or some experts in turn",
+                fix="use Full or PartialExperts",
             )
         )
     if spec.persistence is not None:

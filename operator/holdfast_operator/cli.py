@@ -164,6 +164,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--report", type=Path, metavar="FILE", help="write a JSON report, and a plot beside it")
     add("--steps", type=int, metavar="N", help="steps to train")
     add("--quick", action="store_true", help="fewer steps")
+    add(
+        "--policy",
+        choices=["Full", "PartialExperts"],
+        default="Full",
+        help="what snapshots capture; with PartialExperts some experts return to older versions, "
+        "and losses are compared instead of bytes (default %(default)s)",
+    )
     add("--keep", action="store_true", help="keep the run's directory")
     parser.set_defaults(handler="demo:main")
 

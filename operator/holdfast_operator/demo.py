@@ -34,6 +34,8 @@ from holdfast_operator.demo_report import (
     LoggedStep,
     Report,
     account,
+    loss_difference,
+    partial_verdict,
     read_log,
     table,
     versions,
@@ -198,10 +200,10 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
     with Progress(*columns, console=console) as screen:
         console.print(f"A run without faults, then the same with {len(SCRIPT)}; {steps} steps each")
         folder = work / "undisturbed"
-        job = demo_job(folder, steps)
+        job = demo_job(folder, steps, options.policy)
         undisturbed = await Run("undisturbed run", job, folder, screen, steps).carry_out(())
         folder = work / "faults"
-        job = demo_job(folder, steps)
+        job = demo_job(folder, steps, options.policy)
         disturbed = await Run("run with faults", job, folder, screen, steps).carry_out(SCRIPT)
     report = Report(
         final_state_sha256=disturbed.sha256,
@@ -213,12 +215,17 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
         duration_seconds=round(time.monotonic() - began, 1),
         faults=tuple(disturbed.faults),
         versions=versions(),
+        policy=options.policy,
+        loss_difference=loss_difference(undisturbed.log, disturbed.log),
+        lost_tokens=disturbed.log[-1].lost if disturbed.log else 0.0,
     )
     console.print(table(report))
     for name, sha256 in (("undisturbed", undisturbed.sha256), ("with faults", disturbed.sha256)):
         console.print(f"{name}: {sha256 or 'no final state'}", highlight=False, soft_wrap=True)
     if report.equal:
         console.print("[bold green]The same bytes.[/] Nothing was lost but time.")
+    elif report.policy != "Full":
+        console.print(partial_verdict(report))
     else:
         console.print("[bold red]They differ.[/] This is a defect; please report it.")
     if options.report is not None:
@@ -233,7 +240,7 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
     return report.success
 
 
-def demo_job(folder: Path, steps: int) -> MoETrainingJob:
+def demo_job(folder: Path, steps: int, policy: str = "Full") -> MoETrainingJob:
     """The job of the examples, with its log and hash in `folder`.
 
     Raises:
@@ -245,6 +252,7 @@ def demo_job(folder: Path, steps: int) -> MoETrainingJob:
             f"{EXAMPLES} holds no example job; run the demo from a clone of the repository"
         )
     job: dict[str, Any] = yaml.safe_load(document.read_text(encoding="utf-8"))
+    job["spec"].setdefault("snapshot", {})["policy"] = {"type": policy}
     container = job["spec"]["trainer"]["template"]["spec"]["containers"][0]
     container["command"] = ["python", str(script)]
     container["args"] = [

@@ -24,6 +24,10 @@ from holdfast_operator.local import Recovery, TimedEvent
 UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
 SOURCES = {"local": "memory", "parity": "parity", "none": "nothing"}
 PACKAGES = ("holdfast", "torch", "grpcio", "numpy")
+LOSS_TOLERANCE = 0.05
+"""By which the final loss may differ where snapshots leave experts out."""
+LOSS_STEPS = 10
+"""The final loss is the mean of so many last steps: single batches differ by more."""
 
 
 class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +39,8 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Seconds since the Unix epoch."""
     epoch: int
+    lost: float = 0.0
+    """Portion of all routed tokens that recoveries have lost to experts (PLT)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +88,18 @@ class Report:
     duration_seconds: float
     faults: tuple[FaultReport, ...]
     versions: dict[str, str]
+    policy: str = "Full"
+    loss_difference: float | None = None
+    """Of the loss over the last steps, disturbed against undisturbed, as a fraction."""
+    lost_tokens: float = 0.0
+    """Portion of all routed tokens that recoveries lost to experts (PLT)."""
 
     @property
     def success(self) -> bool:
-        return self.equal and all(fault.survived for fault in self.faults)
+        survived = bool(self.final_state_sha256) and all(f.survived for f in self.faults)
+        if self.policy == "Full":
+            return survived and self.equal
+        return survived and abs(self.loss_difference or 0.0) <= LOSS_TOLERANCE
 
 
 def read_log(path: Path) -> list[LoggedStep]:
@@ -128,6 +142,31 @@ def account(
         detected_seconds=None if detected_at is None else round(detected_at - fault.time, 3),
         recovery_seconds=None if first is None else round(first.time - fault.time, 3),
         source=caused[-1].source if caused else "local",
+    )
+
+
+def loss_difference(
+    undisturbed: Sequence[LoggedStep], disturbed: Sequence[LoggedStep]
+) -> float | None:
+    """How far the final loss of the second run is above the first's, as a fraction of that."""
+    means = []
+    for log in (undisturbed, disturbed):
+        newest = {line.step: line.loss for line in log}
+        last = [newest[step] for step in sorted(newest)[-LOSS_STEPS:]]
+        if not last:
+            return None
+        means.append(sum(last) / len(last))
+    return round(means[1] / means[0] - 1, 4)
+
+
+def partial_verdict(report: Report) -> str:
+    """What is said where bytes need not be equal."""
+    difference = report.loss_difference
+    text = "no loss to compare" if difference is None else f"{difference:+.1%} in the final loss"
+    colour = "green" if report.success else "red"
+    return (
+        f"[bold {colour}]{text}[/], with {report.lost_tokens:.2%} of all tokens lost to experts "
+        f"that returned to older versions"
     )
 
 

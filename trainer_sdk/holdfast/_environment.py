@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job_snapshots import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,8 @@ class Environment:
     """`HOLDFAST_COPY_THREADS`."""
     token_file: Path | None
     """`HOLDFAST_TOKEN_FILE`: proves to the daemon which pod this is; None when it does not ask."""
+    policy: Policy
+    """`HOLDFAST_POLICY`: the job's `snapshot.policy`, as JSON."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -58,6 +63,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_rank=_number(found, "LOCAL_RANK", 0),
         store_address=f"{address}:{port}" if address and port else "",
         token_file=read_token_file(found),
+        policy=_policy(found.get("HOLDFAST_POLICY", "")),
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )
 
@@ -77,6 +83,15 @@ def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     if nproc > 1:  # as torchrun does
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _policy(text: str) -> Policy:
+    try:
+        return msgspec.json.decode(text, type=Policy) if text else Policy()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidJobError(
+            f"HOLDFAST_POLICY={text!r} is not a job's snapshot.policy: {error}"
+        ) from error
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -73,6 +73,8 @@ def init(
     tuned = settings if settings is not None else Settings()
     if settings is None and environment.copy_threads is not None:
         tuned = replace(tuned, copy_threads=environment.copy_threads)
+    if tuned.partial_experts is None:
+        tuned = replace(tuned, partial_experts=environment.policy.chosen_experts)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     live = LiveState(model, optimizers, chosen, own_rank, units=units, private=frozenset(private))
     client = daemon

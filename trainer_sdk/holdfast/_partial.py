@@ -22,7 +22,7 @@ from holdfast_core.experts import ExpertTable
 from holdfast_core.job_snapshots import PartialExperts
 from holdfast_core.layouts import Layout
 from holdfast_core.selection_pec import select_sequential
-from holdfast_core.token_loss import LossAccount, at_risk, recovery_loss
+from holdfast_core.token_loss import LossAccount, at_risk, portion, recovery_loss
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
@@ -59,10 +59,11 @@ class PartialCapture:
         self._ledger: ExpertLedger | None = None
         self._account = LossAccount.start()
         self._k = policy.experts_per_layer
+        self._ranks = 1
 
-    def agreed(self, table: ExpertTable) -> None:
-        """All ranks know what experts there are."""
-        self._table = table
+    def agreed(self, table: ExpertTable, ranks: int) -> None:
+        """All `ranks` of the world know what experts there are."""
+        self._table, self._ranks = table, ranks
         if self._ledger is None or set(self._ledger.tokens) != set(table.units):
             self._ledger = ExpertLedger.start(table.units)
 
@@ -118,7 +119,10 @@ class PartialCapture:
             return Loss(k=self._k)
         return Loss(
             at_risk=at_risk(ledger).plt,
-            lost=self._account.loss(ledger.assignments).plt,
+            # All ranks' losses, beside this rank's tokens as if all had routed as many.
+            lost=portion(
+                sum(self._account.lost.values()), self._ranks * sum(ledger.assignments.values())
+            ),
             k=self._k,
         )
 
@@ -197,7 +201,7 @@ class PartialState:
             total_tokens=sum(assignments.values()),
             limit=policy.loss_limit,
         )
-        _log.info(
+        _log.warning(
             "experts returned to older versions: %d tokens, %.2f %% of all, are lost to them; %s",
             loss.lost_tokens,
             100 * loss.plt,

@@ -260,7 +260,7 @@ class Saver:
             partial=self.partial is not None,
         )
         if self.partial is not None and self._base.experts is not None:
-            self.partial.agreed(self._base.experts)
+            self.partial.agreed(self._base.experts, self._topology.world_size)
 
     def _open(self, task: Task) -> None:
         """Have a session whose layout fits the task."""

@@ -193,6 +193,15 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         ),
     ),
     "spec.snapshot.memoryPerNode": _MEMORY,
+    "spec.snapshot.policy": (
+        CelRule(
+            rule="self.type == 'PartialExperts' || !has(self.partialExperts)",
+            says="is given, but spec.snapshot.policy.type is %s; remove it, or set the type to "
+            "PartialExperts",
+            values=("self.type",),
+            field=".partialExperts",
+        ),
+    ),
     "spec.redundancy": (
         CelRule(
             rule="self.type == 'RAIM5' || !has(self.raim5)",

@@ -185,7 +185,7 @@ def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
     ours = {
         "PYTHONUNBUFFERED": "1",
         "HOLDFAST_SOCKET": SOCKET_PATH,
-        "HOLDFAST_JOB": job.key,
+        **job.variables,
         "HOLDFAST_TOKEN_FILE": f"{TOKEN_DIRECTORY}/token",
     }
     own = {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}

@@ -76,7 +76,7 @@ class Commands:
             "PYTHONUNBUFFERED": "1",
             **job.env,
             "HOLDFAST_SOCKET": socket,
-            "HOLDFAST_JOB": job.key,
+            **job.variables,
             MARK: directory.mark(node.name, "agent", member, attempt),
         }
         return Command(arguments=tuple(arguments), environment=environment)
