@@ -24,6 +24,7 @@ from holdfast_core.values import Generation, Membership
 from holdfast_daemon.__main__ import main
 from holdfast_daemon.bulk import Located, Request
 from holdfast_daemon.bulk_server import BulkServer
+from holdfast_daemon.combining import Stream
 from holdfast_daemon.effects import Completion, Effect, SendDirective, SendReport
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.files import RealFiles
@@ -31,7 +32,6 @@ from holdfast_daemon.group import BulkOpener, EpochScope
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.node import Node
-from holdfast_daemon.combining import Stream
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.worker import Background, EffectWorker
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 from control_plane import ControlServer
 from daemons import DaemonProcess
-from raw_trainer import RawTrainer, content_of
+from raw_trainer import RawTrainer, forget
 from waiting import WAIT_S, wait_for
 
 from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy
@@ -56,6 +56,7 @@ class RawCluster:
             daemon.end()
         self.control.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
+        forget(self.directory)
 
     def make_node(self, *arguments: str, root: Path | None = None) -> DaemonProcess:
         """A node whose daemon is not started."""
@@ -278,7 +279,7 @@ class RawJob:
         generation = generations.pop()
         assert generation is not None, f"nothing was restored: {restored[0][2]}"
         assert generation >= not_before, f"{generation} is older than {not_before}"
-        for rank, (_, payload, _) in enumerate(restored):
-            wanted = content_of(rank, generation, self.rank_bytes(rank))
-            assert payload == wanted, f"rank {rank} restored other bytes than {generation} has"
+        for trainer, (_, payload, _) in zip(self.trainers, restored, strict=True):
+            right = payload == trainer.content_at(generation)
+            assert right, f"rank {trainer.rank} restored other bytes than {generation} has"
         return generation

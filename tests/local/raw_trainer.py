@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import socket
+from pathlib import Path
 
 import grpc
 from daemons import DaemonProcess
@@ -17,6 +18,7 @@ from waiting import WAIT_S, wait_for
 from holdfast_core import layouts
 from holdfast_core.errors import by_code
 from holdfast_core.layouts import Layout
+from holdfast_core.places import Lying, bit_map, runs
 from holdfast_core.values import Generation
 from holdfast_protos import codec, trainer_pb2
 
@@ -25,10 +27,25 @@ EXTRAS_CAPACITY = 4096
 PIECE_BYTES = 4096
 
 
+_captured: dict[tuple[Path, str, int, Generation], bytes] = {}
+"""What trainers of this process captured, by node's memory, job, rank and generation."""
+
+
 def content_of(rank: int, generation: Generation, nbytes: int) -> bytes:
     """What a rank captures: two timelines differ, because the epoch is part of it."""
     seed = f"{rank} {generation.step} {generation.epoch}"
     return random.Random(seed).randbytes(nbytes + EXTRAS_BYTES)
+
+
+def forget(directory: Path) -> None:
+    """The memories below `directory` are gone, and what was captured there."""
+    for key in [key for key in _captured if key[0] == directory]:
+        del _captured[key]
+
+
+def unchanged_in(step: int, nbytes: int) -> frozenset[int]:
+    """The pieces that a save of `step` carries over, where it can: every third, in turn."""
+    return frozenset(piece for piece in range(nbytes // PIECE_BYTES) if (piece + step) % 3 == 0)
 
 
 def raw_layout(rank: int, world_size: int, nbytes: int) -> bytes:
@@ -71,6 +88,13 @@ class RawTrainer:
         self._descriptor = -1
         self._arena: mmap.mmap | None = None
         self._slot_bytes = 0
+        self._granted = trainer_pb2.GrantReply()
+        self.carried: frozenset[int] = frozenset()
+        """The pieces that the newest save carried over."""
+        self._base: Generation | None = None
+        """The snapshot that the next one may carry pieces over from."""
+        self.carries = True
+        """Whether it does, where the daemon lets it."""
 
     # --- joining ----------------------------------------------------------------------------------
 
@@ -109,12 +133,21 @@ class RawTrainer:
         connection, descriptor = receive_descriptor(self.arena_socket, decision.token)
         try:
             slot_bytes = layouts.decode_layout(decision.layout).slot_bytes
-            payload = os.pread(descriptor, manifest.payload_bytes, decision.slot * slot_bytes)
+            pieces = layouts.piece_count(manifest.payload_bytes, PIECE_BYTES)
+            payload = b"".join(
+                os.pread(
+                    descriptor,
+                    PIECE_BYTES * (run.end - run.first),
+                    run.slot * slot_bytes + PIECE_BYTES * run.first,
+                )
+                for run in runs(Lying(decision.slot, decision.places), 0, pieces)
+            )[: manifest.payload_bytes]
         finally:
             os.close(descriptor)
             connection.close()
         assert layouts.piece_digests(payload, manifest.piece_bytes) == manifest.digests
         assert manifest.generation == codec.generation_from_proto(decision.line.generation)
+        self._base = manifest.generation
         return manifest.generation, payload, decision.source
 
     def open(self) -> trainer_pb2.OpenReply:
@@ -145,7 +178,23 @@ class RawTrainer:
     # --- saving -----------------------------------------------------------------------------------
 
     def content(self, step: int) -> bytes:
-        return content_of(self.rank, Generation(self.epoch, step), self.nbytes)
+        """What is captured, or was, in this epoch."""
+        return self.content_at(Generation(self.epoch, step))
+
+    def content_at(self, generation: Generation) -> bytes:
+        """What any trainer of this rank captured in `generation`."""
+        key = (self.daemon.root.parent, self.job, self.rank, generation)
+        return _captured.get(key) or content_of(self.rank, generation, self.nbytes)
+
+    def _capture(self, step: int) -> None:
+        """Decide what is captured, now that it is known what is carried over."""
+        generation = Generation(self.epoch, step)
+        data = bytearray(content_of(self.rank, generation, self.nbytes))
+        before = self.content_at(self._base) if self._base is not None else b""
+        for piece in self.carried:
+            part = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
+            data[part] = before[part]
+        _captured[self.daemon.root.parent, self.job, self.rank, generation] = bytes(data)
 
     def save(self, step: int) -> bool:
         """Grant, copy, commit; False when the daemon skips. Raises grpc.RpcError."""
@@ -157,22 +206,41 @@ class RawTrainer:
         return True
 
     def grant(self, step: int) -> int | None:
+        carries = self.carries and self._base is not None
+        unchanged = unchanged_in(step, self.nbytes) if carries else frozenset()
         reply = self.daemon.stub().Grant(
-            trainer_pb2.GrantRequest(session=self.session, epoch=self.epoch, step=step),
+            trainer_pb2.GrantRequest(
+                session=self.session,
+                epoch=self.epoch,
+                step=step,
+                base=codec.optional_generation_to_proto(self._base),
+                unchanged=bit_map(unchanged, self._slot_bytes // PIECE_BYTES),
+            ),
             timeout=WAIT_S,
         )
-        return reply.slot if reply.WhichOneof("outcome") == "slot" else None
+        if reply.WhichOneof("outcome") != "slot":
+            return None
+        self._granted, self.carried = reply, unchanged if reply.carried else frozenset()
+        self._capture(step)
+        return reply.slot
 
     def copy(self, slot: int, step: int, part: float = 1.0) -> None:
         """Write the first `part` of what is captured."""
         assert self._arena is not None
         data = self.content(step)
         data = data[: int(len(data) * part)]
-        start = slot * self._slot_bytes
-        self._arena[start : start + len(data)] = data
+        lying = Lying(slot, self._granted.places if slot == self._granted.slot else b"")
+        for run in runs(lying, 0, layouts.piece_count(len(data), PIECE_BYTES)):
+            for piece in set(range(run.first, run.end)) - self.carried:
+                chunk = data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+                start = run.slot * self._slot_bytes + piece * PIECE_BYTES
+                self._arena[start : start + len(chunk)] = chunk
 
     def commit(self, slot: int, step: int) -> None:
         data = self.content(step)
+        digests = bytearray(layouts.piece_digests(data, PIECE_BYTES))
+        for piece in self.carried:  # the daemon knows them
+            digests[8 * piece : 8 * piece + 8] = bytes(8)
         self.daemon.stub().Commit(
             trainer_pb2.CommitRequest(
                 session=self.session,
@@ -181,10 +249,11 @@ class RawTrainer:
                 slot=slot,
                 payload_bytes=len(data),
                 extras_bytes=EXTRAS_BYTES,
-                digests=layouts.piece_digests(data, PIECE_BYTES),
+                digests=bytes(digests),
             ),
             timeout=WAIT_S,
         )
+        self._base = Generation(self.epoch, step)
 
     def die(self) -> None:
         """What the kernel does to a killed trainer: its mapping, descriptor and socket vanish."""

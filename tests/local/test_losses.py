@@ -38,6 +38,7 @@ def test_one_node_of_each_parity_group_may_be_lost_at_once(
 ) -> None:
     job = _job(cluster, members=4 if max(lost) < 4 else 8, group_size=2)
     newest = job.train(2)
+    assert all(trainer.carried for trainer in job.trainers)  # or the tests here prove less
     _lose(job, *lost)
     _replace(cluster, job, *lost)
     job.form()

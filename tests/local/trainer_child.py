@@ -67,6 +67,7 @@ def _serve(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     daemon = DaemonProcess(node="", control_port=0, root=Path(root), host="")
     trainer = RawTrainer(daemon, *rank)
+    trainer.carries = False  # nobody would know here what it captured
     trainer.join(epoch)
     while True:
         step, *arguments = connection.recv()
