@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -26,14 +27,16 @@ from typing import Protocol
 from holdfast_core.errors import HoldfastError, ProtocolError, by_code
 from holdfast_core.values import Generation
 
-VERSION = 1
+VERSION = 2
+DIGEST_BYTES = 8
+NO_GENERATION = Generation(0, 0)
 JOB_NAME_BYTES_MAX = 256
 MESSAGE_BYTES_MAX = 1024
 STATUS_OK = 0
 STATUS_ERROR = 1
 
 _MAGIC = b"HFBK"
-_REQUEST = struct.Struct("<4sBBHQIQQQQ")
+_REQUEST = struct.Struct("<4sBBHQIQQQQQQI")
 _REPLY = struct.Struct("<4sBBHQQ")
 REQUEST_BYTES = _REQUEST.size
 REPLY_BYTES = _REPLY.size
@@ -46,6 +49,10 @@ class Kind(IntEnum):
     """The payload of a rank's sealed snapshot; `index` is the rank."""
     PARITY = 2
     """A sealed parity block of the daemon; `index` is the lane."""
+    CHANGE = 3
+    """A rank's snapshot XOR an older one of it, the shorter one extended with zeros; `index` is the
+    rank. Every piece is followed by its xxh3-64, 8 bytes little-endian: nothing else could tell
+    whether it arrived whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +67,17 @@ class Request:
     generation: Generation
     offset: int
     nbytes: int
+    base: Generation = NO_GENERATION
+    """The older snapshot of a change."""
+    piece_bytes: int = 0
+    """The grid of a change, on which `offset` lies."""
+
+    @property
+    def reply_bytes(self) -> int:
+        """Bytes that follow the reply's header."""
+        if self.kind is not Kind.CHANGE:
+            return self.nbytes
+        return self.nbytes + DIGEST_BYTES * -(-self.nbytes // self.piece_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +95,14 @@ class Located:
 
 
 class Resolver(Protocol):
-    """Finds what a request means. Called from many threads at once."""
+    """Finds what a request means. Called from many threads at once. Raises HoldfastError, which the
+    asker gets: StaleEpochError, StorageError, CorruptError."""
 
     def locate(self, request: Request) -> Located:
-        """Raises HoldfastError, which the asker gets: StaleEpochError, StorageError."""
+        """Where the bytes of a snapshot or a parity block lie."""
+
+    def change(self, request: Request) -> Iterator[bytes]:
+        """The reply to a request for a change, part by part."""
 
 
 def encode_request(request: Request) -> bytes:
@@ -101,6 +123,9 @@ def encode_request(request: Request) -> bytes:
         request.generation.step,
         request.offset,
         request.nbytes,
+        request.base.epoch,
+        request.base.step,
+        request.piece_bytes,
     )
     return head + job
 
@@ -117,7 +142,12 @@ def job_name_bytes(head: bytes) -> int:
 
 def decode_request(head: bytes, job: bytes) -> Request:
     """The request in a header that `job_name_bytes` accepted and the name that followed it."""
-    _, _, kind, _, epoch, index, generation_epoch, step, offset, nbytes = _REQUEST.unpack(head)
+    _, _, kind, _, epoch, index, generation_epoch, step, offset, nbytes, *of_change = (
+        _REQUEST.unpack(head)
+    )
+    base_epoch, base_step, piece_bytes = of_change
+    if kind == Kind.CHANGE and (piece_bytes == 0 or offset % piece_bytes):
+        raise ProtocolError(f"a change from {offset} on, off the grid of {piece_bytes} bytes")
     try:
         name = job.decode()
     except UnicodeDecodeError as error:
@@ -130,11 +160,13 @@ def decode_request(head: bytes, job: bytes) -> Request:
         generation=Generation(generation_epoch, step),
         offset=offset,
         nbytes=nbytes,
+        base=Generation(base_epoch, base_step),
+        piece_bytes=piece_bytes,
     )
 
 
 def encode_ok(request: Request) -> bytes:
-    return _REPLY.pack(_MAGIC, VERSION, STATUS_OK, 0, request.epoch, request.nbytes)
+    return _REPLY.pack(_MAGIC, VERSION, STATUS_OK, 0, request.epoch, request.reply_bytes)
 
 
 def encode_error(epoch: int, error: HoldfastError) -> bytes:

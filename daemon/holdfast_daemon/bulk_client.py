@@ -153,8 +153,8 @@ class BulkClient:
             reply = decode_reply(bytes(head))
             message = bytearray(reply.message_bytes)
             receive(connection, memoryview(message))
-            if reply.ok and (reply.epoch, reply.nbytes) == (request.epoch, request.nbytes):
-                return BulkStream(self, address, connection, request.nbytes)
+            if reply.ok and (reply.epoch, reply.nbytes) == (request.epoch, request.reply_bytes):
+                return BulkStream(self, address, connection, request.reply_bytes)
             if reply.ok:
                 raise ProtocolError(f"{address} answered another request than the one it was sent")
             reusable = True

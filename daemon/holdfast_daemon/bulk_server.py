@@ -13,10 +13,12 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from itertools import chain
 
 from holdfast_core.errors import HoldfastError, ProtocolError, StorageError, UnreachableError
 from holdfast_daemon.bulk import (
     REQUEST_BYTES,
+    Kind,
     Located,
     Request,
     Resolver,
@@ -145,6 +147,9 @@ class BulkServer:
         return decode_request(bytes(head), bytes(job))
 
     def _answer(self, connection: socket.socket, request: Request) -> None:
+        if request.kind is Kind.CHANGE:
+            self._answer_change(connection, request)
+            return
         try:
             located = self._resolver.locate(request)
             if request.nbytes > located.nbytes:
@@ -162,6 +167,22 @@ class BulkServer:
                 self._send(connection, descriptor, offset, nbytes)
         finally:
             os.close(descriptor)
+
+    def _answer_change(self, connection: socket.socket, request: Request) -> None:
+        try:
+            parts = self._resolver.change(request)
+            first = next(parts, b"")  # what cannot be answered shows here
+        except HoldfastError as error:
+            connection.sendall(encode_error(request.epoch, error))
+            return
+        connection.sendall(encode_ok(request), socket.MSG_MORE)
+        try:
+            for part in chain((first,), parts):
+                connection.sendall(part)
+                with self._lock:
+                    self.sent_bytes += len(part)
+        except HoldfastError as error:  # too late to say so: the asker misses bytes and asks anew
+            raise OSError(f"a change could not be sent: {error}") from error
 
     def _send(self, connection: socket.socket, descriptor: int, offset: int, nbytes: int) -> None:
         while nbytes:

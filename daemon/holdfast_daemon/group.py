@@ -69,6 +69,23 @@ class GroupFetch:
     sources: Mapping[int, Source]
     """By position."""
 
+    def open_change(
+        self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
+    ) -> Stream:
+        source = self.sources[position]
+        request = Request(
+            job=self.job,
+            epoch=self.epoch,
+            kind=Kind.CHANGE,
+            index=source.rank,
+            generation=self.generation,
+            offset=offset,
+            nbytes=nbytes,
+            base=base,
+            piece_bytes=piece_bytes,
+        )
+        return self.bulk.open(source.place.bulk_address, request)
+
     def open(self, position: int, kind: Kind, offset: int, nbytes: int) -> Stream:
         source = self.sources[position]
         request = Request(

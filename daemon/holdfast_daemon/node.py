@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from holdfast_daemon.bulk_client import BulkClient
 from holdfast_daemon.bulk_server import BulkServer
 from holdfast_daemon.catalogue import Catalogue, MemoryCatalogue
 from holdfast_daemon.catalogue_redis import RedisCatalogue, RedisSettings
+from holdfast_daemon.changes import change_of
 from holdfast_daemon.claims import Claims
 from holdfast_daemon.control import ControlClient
 from holdfast_daemon.descriptors import DescriptorServer
@@ -165,6 +167,17 @@ class Node:
 
     def locate(self, request: Request) -> Located:
         """`bulk.Resolver`: where requested bytes lie. Called from many threads."""
+        storage = self._asked(request)
+        is_snapshot = request.kind is Kind.SNAPSHOT
+        locate = storage.locate_snapshot if is_snapshot else storage.locate_parity
+        return locate(request.index, request.generation, request.offset, request.nbytes)
+
+    def change(self, request: Request) -> Iterator[bytes]:
+        """`bulk.Resolver`: how a snapshot differs from an older one. Called from many threads."""
+        return change_of(self._asked(request), request)
+
+    def _asked(self, request: Request) -> JobStorage:
+        """The storage that a peer of this epoch may read."""
         with self._lock:
             epoch = self._epochs.get(request.job)
         host = self.hosts.get(request.job)
@@ -174,10 +187,7 @@ class Node:
             raise StaleEpochError(
                 f"a daemon of epoch {request.epoch} asks for bytes; the epoch is {epoch}"
             )
-        storage = host.storage
-        is_snapshot = request.kind is Kind.SNAPSHOT
-        locate = storage.locate_snapshot if is_snapshot else storage.locate_parity
-        return locate(request.index, request.generation, request.offset, request.nbytes)
+        return host.storage
 
     # --- control ----------------------------------------------------------------------------------
 

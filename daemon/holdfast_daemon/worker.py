@@ -13,13 +13,14 @@ not use it for anything else before.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from functools import partial
 
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
 from holdfast_core.layouts import decode_manifest
 from holdfast_core.places import Lying
-from holdfast_core.values import Membership, ParityEntry
+from holdfast_core.values import Manifest, Membership, ParityEntry
 from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.combining import Effort, SourceCorruptError
@@ -44,9 +45,10 @@ from holdfast_daemon.effects import (
     VerifyParity,
     VerifySnapshot,
 )
-from holdfast_daemon.group import BulkOpener, EpochScope, Group, PeerClient
+from holdfast_daemon.group import BulkOpener, EpochScope, Group, GroupFetch, PeerClient
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
+from holdfast_daemon.updating import update
 
 AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers
 Background = AllocateArena | BuildParity | FetchManifest | Rebuild | VerifySnapshot | VerifyParity
@@ -168,12 +170,14 @@ class EffectWorker:
         block = self._storage.block_view(effect.lane, effect.slot)
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
-        nbytes, digests = build(
+        fetch = self._group.fetch_from(effect.sources, scope, effect.generation, effect.lane)
+        made = self._update(effect, block, manifests, fetch, scope)
+        nbytes, digests = made or build(
             block,
             owner=effect.own_position,
             n=len(effect.group),
             sources=manifests,
-            fetch=self._group.fetch_from(effect.sources, scope, effect.generation, effect.lane),
+            fetch=fetch,
             check=scope.check,
             effort=self._effort,
         )
@@ -198,6 +202,37 @@ class EffectWorker:
         return ParityBuilt(
             lane=effect.lane, slot=effect.slot, generation=effect.generation, entry=entry
         )
+
+    def _update(
+        self,
+        effect: BuildParity,
+        block: memoryview,
+        manifests: Mapping[int, Manifest],
+        fetch: GroupFetch,
+        scope: EpochScope,
+    ) -> tuple[int, bytes] | None:
+        """The block made from the lane's other one; None when that cannot be."""
+        older = self._storage.older_parity(effect.lane, effect.slot)
+        if older is None or older.record.entry.group != effect.group:
+            return None
+        positions = {source.rank: source.position for source in effect.sources}
+        if older.manifests.keys() != positions.keys():
+            return None
+        try:
+            return update(
+                block,
+                older.view,
+                older.record.digests,
+                owner=effect.own_position,
+                before={positions[rank]: m for rank, m in older.manifests.items()},
+                after=manifests,
+                fetch=fetch,
+                check=scope.check,
+            )
+        except HoldfastError as error:
+            scope.check()
+            _log.info("parity is built from whole chunks: %s", error)
+            return None
 
     def _fetch_manifest(self, effect: FetchManifest, scope: EpochScope) -> ManifestFetched:
         manifest, layout = self._group.ask(

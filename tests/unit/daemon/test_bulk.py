@@ -47,6 +47,14 @@ class OneFile:
             parts=((request.offset, first), (request.offset + first, nbytes - first)),
         )
 
+    def change(self, request: Request) -> Iterator[bytes]:
+        """Zeros, so that what arrives is known."""
+        self.asked.append(request)
+        if request.base == Generation(9, 9):
+            raise StorageError("no such snapshot")
+        yield bytes(request.reply_bytes - 3)
+        yield b"end"
+
 
 def wanted(offset: int, nbytes: int, **changes: object) -> Request:
     fields: dict[str, object] = {
@@ -88,11 +96,14 @@ def client() -> Iterator[BulkClient]:
     numbers=st.tuples(*[st.integers(0, 2**64 - 1)] * 5),
     index=st.integers(0, 2**32 - 1),
     kind=st.sampled_from(Kind),
+    piece_bytes=st.integers(1, 2**32 - 1),
 )
 def test_a_request_comes_back_from_its_frame(
-    job: str, numbers: tuple[int, ...], index: int, kind: Kind
+    job: str, numbers: tuple[int, ...], index: int, kind: Kind, piece_bytes: int
 ) -> None:
     epoch, generation_epoch, step, offset, nbytes = numbers
+    if kind is Kind.CHANGE:
+        offset -= offset % piece_bytes
     request = Request(
         job=job,
         epoch=epoch,
@@ -101,6 +112,8 @@ def test_a_request_comes_back_from_its_frame(
         generation=Generation(generation_epoch, step),
         offset=offset,
         nbytes=nbytes,
+        base=Generation(step, epoch),
+        piece_bytes=piece_bytes,
     )
     frame = bulk.encode_request(request)
     head, name = frame[: bulk.REQUEST_BYTES], frame[bulk.REQUEST_BYTES :]
@@ -130,6 +143,19 @@ def test_exactly_the_bytes_asked_for_arrive(
     assert target == CONTENT[123_457 : 123_457 + len(target)]
     assert resolver.asked == [wanted(123_457, len(target))]
     assert client.received_bytes == len(target)
+
+
+def test_a_change_arrives_with_the_digests_of_its_pieces(
+    server: BulkServer, client: BulkClient
+) -> None:
+    change = {"kind": Kind.CHANGE, "piece_bytes": 64, "base": Generation(4, 16)}
+    target = bytearray(1000 + 16 * 8)
+    client.fetch_into(server.address, wanted(640, 1000, **change), memoryview(target))
+    assert target == bytes(len(target) - 3) + b"end"
+    with pytest.raises(StorageError, match="no such snapshot"):
+        client.open(server.address, wanted(0, 64, **change | {"base": Generation(9, 9)}))
+    with pytest.raises(UnreachableError):  # the server takes it for no request at all
+        client.open(server.address, wanted(7, 64, **change))
 
 
 def test_requests_follow_one_another_on_one_connection(

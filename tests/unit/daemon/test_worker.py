@@ -30,6 +30,7 @@ from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
 from holdfast_daemon.bulk import Kind, Located, Request
 from holdfast_daemon.bulk_client import BulkClient
 from holdfast_daemon.bulk_server import BulkServer
+from holdfast_daemon.changes import change_of
 from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import (
     AllocateArena,
@@ -92,6 +93,9 @@ class Daemon:
         snapshot = request.kind is Kind.SNAPSHOT
         find = self.storage.locate_snapshot if snapshot else self.storage.locate_parity
         return find(request.index, request.generation, request.offset, request.nbytes)
+
+    def change(self, request: Request) -> Iterator[bytes]:
+        return change_of(self.storage, request)
 
     @property
     def place(self) -> MemberPlace:

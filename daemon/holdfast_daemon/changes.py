@@ -1,0 +1,113 @@
+"""How a snapshot differs from an older one of its rank: what parity has to be told of it.
+
+A parity block is the XOR of the chunks that went into it. So the block for a newer generation is
+the old one XOR, for each piece that changed, its old bytes XOR its new ones; what did not change
+need not travel, and a snapshot of some experts costs the network what it holds anew. Which pieces
+changed is known from the digests in both manifests, to whoever keeps them.
+
+The sender verifies both versions of a piece before it combines them, because whoever receives the
+result has nothing to verify it against; the result carries a digest of its own (see `bulk.Kind`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.layouts import first_bad_piece
+from holdfast_core.values import Generation, Manifest
+from holdfast_daemon.bulk import DIGEST_BYTES, Request
+from holdfast_daemon.combining import Stream, xor_into
+from holdfast_daemon.job_storage import Held, JobStorage
+
+
+def change_of(storage: JobStorage, request: Request) -> Iterator[bytes]:
+    """The reply to a request for a change, a piece and its digest at a time.
+
+    Raises:
+        StorageError: one of the two generations is not held, or they are not on this grid.
+        CorruptError: a piece of one of them does not match its manifest; raised on the way.
+    """
+    rank, size = request.index, request.piece_bytes
+    held = [storage.held(rank, one) for one in (request.base, request.generation)]
+    grids = {one.manifest.piece_bytes for one in held}
+    if grids != {size}:
+        raise StorageError(f"rank {rank} is held in pieces of {sorted(grids)}, not {size}")
+    longest = max(one.manifest.payload_bytes for one in held)
+    if request.offset + request.nbytes > longest:
+        raise StorageError(
+            f"{request.nbytes} bytes at {request.offset} asked for, {longest} are there"
+        )
+    return _changes(held, request.offset, request.nbytes, size)
+
+
+def _changes(held: list[Held], start: int, nbytes: int, piece_bytes: int) -> Iterator[bytes]:
+    for at in range(start, start + nbytes, piece_bytes):
+        change = bytearray(min(piece_bytes, start + nbytes - at))
+        for one in held:
+            there = max(min(one.manifest.payload_bytes - at, piece_bytes), 0)
+            for _, view in one.views(at, there) if there else ():
+                # A copy: what is verified must be what is used, and a place can be given away.
+                data = memoryview(bytes(view))
+                _verify(one.manifest, at, data)
+                used = min(there, len(change))
+                xor_into(memoryview(change)[:used], data[:used])
+        yield bytes(change) + xxh3_64_intdigest(change).to_bytes(DIGEST_BYTES, "little")
+
+
+def _verify(manifest: Manifest, at: int, view: memoryview) -> None:
+    first = at // manifest.piece_bytes
+    bad = first_bad_piece(view, manifest.digests, manifest.piece_bytes, first_piece=first)
+    if bad is not None:
+        raise CorruptError(
+            f"piece {bad} of rank {manifest.rank} generation {manifest.generation} does not match "
+            f"its manifest"
+        )
+
+
+def changed_pieces(before: Manifest, after: Manifest, start: int, nbytes: int) -> Iterator[int]:
+    """The pieces of [start, start + nbytes) that are not the same in both."""
+    size = after.piece_bytes
+    for piece in range(start // size, -(-(start + nbytes) // size)):
+        at = piece * size
+        lengths = [max(min(m.payload_bytes - at, size), 0) for m in (before, after)]
+        part = slice(DIGEST_BYTES * piece, DIGEST_BYTES * (piece + 1))
+        if lengths[0] != lengths[1] or before.digests[part] != after.digests[part]:
+            yield piece
+
+
+class ChangeFetch(Protocol):
+    """Where the changes of the group's members come from."""
+
+    def open_change(
+        self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
+    ) -> Stream:
+        """The reply to a request for a change. Raises HoldfastError."""
+
+
+class ChangeStream:
+    """Reads a reply to a request for a change, and verifies each piece."""
+
+    def __init__(self, stream: Stream, piece_bytes: int) -> None:
+        self._stream = stream
+        self._piece_bytes = piece_bytes
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view`: whole pieces, or the rest.
+
+        Raises:
+            CorruptError: a piece did not arrive as it was sent.
+        """
+        digest = bytearray(DIGEST_BYTES)
+        for at in range(0, len(view), self._piece_bytes):
+            part = view[at : at + self._piece_bytes]
+            self._stream.read_into(part)
+            self._stream.read_into(memoryview(digest))
+            if xxh3_64_intdigest(part) != int.from_bytes(digest, "little"):
+                raise CorruptError("a change did not arrive as it was sent")
+
+    def close(self) -> None:
+        self._stream.close()

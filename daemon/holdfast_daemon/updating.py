@@ -1,0 +1,133 @@
+"""Makes a parity block from an older one and what has changed since (see `changes`).
+
+Cost: the changed bytes on the network, and one copy of the block in memory. Whoever calls this
+falls back to building the block from whole chunks when it fails, whatever the reason: nothing here
+is the only way to anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from holdfast_core.errors import CorruptError, InvalidJobError
+from holdfast_core.layouts import first_bad_piece, piece_digests, round_up
+from holdfast_core.raim5 import chunk_bytes, contributions, parity_bytes
+from holdfast_core.values import Manifest
+from holdfast_daemon.bulk import DIGEST_BYTES
+from holdfast_daemon.changes import ChangeFetch, ChangeStream, changed_pieces
+from holdfast_daemon.combining import STRIDE_BYTES, xor_into
+
+
+def update(
+    block: memoryview,
+    older: memoryview,
+    older_digests: bytes,
+    *,
+    owner: int,
+    before: Mapping[int, Manifest],
+    after: Mapping[int, Manifest],
+    fetch: ChangeFetch,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[int, bytes]:
+    """Fill `block` with the parity of `after`, given that of `before` (REFT §4.3).
+
+    Args:
+        older: The block of `before`, as long as it is in use.
+        before, after: By position, the manifests of all other members of the group.
+        check: Called before each transfer; raises HoldfastError to give up.
+
+    Returns:
+        The bytes of `block` that are in use, and their digests on the grid of pieces.
+
+    Raises:
+        InvalidJobError: chunks do not lie alike in both generations, or the block is too small.
+        CorruptError: the older block does not match its digests, or a change did not arrive whole.
+        HoldfastError: what `fetch` raised.
+    """
+    n = len(after) + 1
+    size = next(iter(after.values())).piece_bytes
+    _check_alike(n, before, after, size)
+    old_bytes, new_bytes = (
+        [0 if i == owner else manifests[i].payload_bytes for i in range(n)]
+        for manifests in (before, after)
+    )
+    used = parity_bytes(owner, new_bytes, size)
+    span = max(used, len(older))
+    if span > len(block):
+        raise InvalidJobError(f"parity of {span} bytes does not fit the block of {len(block)}")
+    touched = _start_from(block, older, older_digests, span, size)
+    of_old, of_new = (contributions(owner, sizes, size) for sizes in (old_bytes, new_bytes))
+    for was, now in zip(of_old, of_new, strict=True):
+        start, nbytes = now.range.start, max(was.range.nbytes, now.range.nbytes)
+        base = before[now.position]
+        for first, end in _joined(changed_pieces(base, after[now.position], start, nbytes)):
+            check()
+            low, high = first * size, min(end * size, start + nbytes)
+            stream = ChangeStream(
+                fetch.open_change(now.position, base.generation, low, high - low, size), size
+            )
+            try:
+                _apply(block[low - start : high - start], stream, size)
+            finally:
+                stream.close()
+            touched.update(range((low - start) // size, -(-(high - start) // size)))
+    return used, _digests(block[:used], older_digests, touched, size)
+
+
+def _check_alike(
+    n: int, before: Mapping[int, Manifest], after: Mapping[int, Manifest], size: int
+) -> None:
+    for position, now in after.items():
+        was = before.get(position)
+        if (
+            was is None
+            or {was.piece_bytes, now.piece_bytes} != {size}
+            or chunk_bytes(was.payload_bytes, n, size) != chunk_bytes(now.payload_bytes, n, size)
+        ):
+            raise InvalidJobError(f"the chunks of position {position} do not lie as they did")
+
+
+def _start_from(
+    block: memoryview, older: memoryview, digests: bytes, span: int, size: int
+) -> set[int]:
+    """Copy the older block, verified, and zeros after it; the pieces that have no digest yet."""
+    stride = round_up(STRIDE_BYTES, size)
+    for at in range(0, len(older), stride):
+        end = min(at + stride, len(older))
+        block[at:end] = older[at:end]
+        bad = first_bad_piece(block[at:end], digests, size, first_piece=at // size)
+        if bad is not None:
+            raise CorruptError(f"piece {bad} of the older parity block does not match its entry")
+    block[len(older) : span] = bytes(span - len(older))
+    return set(range(len(older) // size, -(-span // size)))
+
+
+def _joined(pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Pieces [first, end) that follow each other."""
+    first = end = -1
+    for piece in pieces:
+        if piece != end:
+            if first >= 0:
+                yield first, end
+            first = piece
+        end = piece + 1
+    if first >= 0:
+        yield first, end
+
+
+def _apply(into: memoryview, stream: ChangeStream, size: int) -> None:
+    stride = round_up(STRIDE_BYTES, size)
+    scratch = memoryview(bytearray(min(stride, len(into))))
+    for at in range(0, len(into), stride):
+        part = scratch[: min(stride, len(into) - at)]
+        stream.read_into(part)
+        xor_into(into[at : at + len(part)], part)
+
+
+def _digests(block: memoryview, older: bytes, touched: set[int], size: int) -> bytes:
+    pieces = -(-len(block) // size)
+    digests = bytearray(older[: DIGEST_BYTES * pieces].ljust(DIGEST_BYTES * pieces, b"\0"))
+    for piece in {p for p in (*touched, pieces - 1) if 0 <= p < pieces}:
+        part = block[piece * size : (piece + 1) * size]
+        digests[DIGEST_BYTES * piece : DIGEST_BYTES * (piece + 1)] = piece_digests(part, size)
+    return bytes(digests)
