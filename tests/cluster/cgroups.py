@@ -44,15 +44,19 @@ def processes(name: str, within: str) -> list[int]:
     return sorted(found)
 
 
-def throttle_writes(device: str, bytes_s: int) -> None:
-    """Let a block device, given as `major:minor`, take at most `bytes_s`; 0 lifts the limit.
+def throttle(device: str, bytes_s: int) -> None:
+    """Let a block device, given as `major:minor`, take and give at most `bytes_s` each; 0 lifts
+    the limit.
 
     On the root group, so that it holds for what the kernel writes back later as well.
     """
-    setting = _ROOT / "blkio" / "blkio.throttle.write_bps_device"
-    if not setting.exists():
-        raise ClusterError("a slow disk needs control groups of version 1 with blkio throttling")
-    setting.write_text(f"{device} {bytes_s}")
+    for direction in ("write", "read"):
+        setting = _ROOT / "blkio" / f"blkio.throttle.{direction}_bps_device"
+        if not setting.exists():
+            raise ClusterError(
+                "a slow disk needs control groups of version 1 with blkio throttling"
+            )
+        setting.write_text(f"{device} {bytes_s}")
 
 
 def _is_v2() -> bool:

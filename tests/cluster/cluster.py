@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -277,6 +277,21 @@ class Cluster:
     def slow_disk(self, name: str, path: str, bytes_s: int) -> AbstractContextManager[None]:
         """While it lasts, a node has a slow disk at `path`, a folder below /run/holdfast."""
         return breakage.slow_disk(self.nodes[name], path, bytes_s)
+
+    @contextmanager
+    def disk_of_its_own(self, name: str) -> Iterator[str]:
+        """While it lasts, all that a node keeps is on a block device, which it yields: for
+        `breakage.throttled`. The node loses its power before and after."""
+        self.kill_node(name)
+        try:
+            with breakage.disk_of_its_own(self.nodes[name]) as device:
+                self.boot_node(name)
+                try:
+                    yield device
+                finally:
+                    self.kill_node(name)
+        finally:
+            self.boot_node(name)
 
     def run_on_node(self, name: str, *words: str | Path) -> str:
         """Run a command in the namespaces of a node; its output."""

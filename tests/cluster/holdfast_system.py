@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,10 @@ VALUES = {
     "daemon.memory.overhead": "320Mi",
     "daemon.cpu.request": "50m",
     "operator.resources.requests.cpu": "50m",
+    "redis.enabled": "true",
+    "redis.image": images.REDIS,
 }
-"""What a machine of two cores that plays five nodes has to spare."""
+"""Our images, and what a machine of two cores that plays five nodes has to spare."""
 
 
 class Holdfast:
@@ -67,6 +70,41 @@ class Holdfast:
     def daemon_on(self, node: str) -> str:
         """Name of the daemon's pod on `node`."""
         return self._pods("daemon", f"spec.nodeName={node}")[0]
+
+    def wait_daemon(self, node: str) -> None:
+        """Return when the daemon on `node` is ready, on a node that may just have its power back.
+
+        Raises:
+            ClusterError: when it is not within two minutes.
+        """
+
+        def ready() -> bool:
+            with suppress(ClusterError, IndexError):
+                pod = self.cluster.get("pod", self.daemon_on(node), "-n", NAMESPACE)
+                conditions = {c["type"]: c["status"] for c in pod["status"].get("conditions", [])}
+                there = "deletionTimestamp" not in pod["metadata"]
+                return there and conditions.get("Ready") == "True"
+            return False
+
+        wait_for(f"the daemon on {node}", ready, 120.0)
+
+    def metrics_of(self, node: str) -> str:
+        """What the daemon on `node` exposes."""
+        pod = self.cluster.get("pod", self.daemon_on(node), "-n", NAMESPACE)
+        url = f"http://{pod['status']['podIP']}:7703/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def redis(self) -> list[str]:
+        """Names of the pods of Redis: one, or none."""
+        return self._pods("redis")
+
+    def scale_redis(self, replicas: int) -> None:
+        """Returns when there is none any more, or one that is ready."""
+        words = ("deployment", "holdfast-redis", "-n", NAMESPACE)
+        self.cluster.kubectl("scale", *words, f"--replicas={replicas}")
+        wait_for("the pod of Redis", lambda: len(self.redis()) == replicas, 60.0)
+        self.cluster.kubectl("rollout", "status", *words, "--timeout=60s")
 
     def operators(self) -> list[str]:
         """Names of the operator's pods."""
@@ -151,6 +189,11 @@ class Job:
             "events.events.k8s.io", "-n", self.namespace, "--field-selector", chosen
         )
         return told([item for item in found["items"] if item.get("eventTime")])
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """A condition of the job; empty when there is none."""
+        found = self.status().get("conditions", ())
+        return next((each for each in found if each["type"] == kind), {})
 
     def member(self, index: int) -> tuple[str, str]:
         """(pod, node) of a member."""

@@ -1,4 +1,4 @@
-"""Builds the images of the three Dockerfiles without an image registry, on a base of Debian.
+"""Builds our three images, and Redis for the chart, without an image registry, on a base of Debian.
 
 Each layer is made once: the base by debootstrap, the third-party packages by pip, and ours, last,
 from the work tree; so a change of a source file costs seconds. What pip and apt of this machine are
@@ -22,9 +22,15 @@ from machine import ROOT, ClusterError, cache, locked, run
 DAEMON = "localhost/holdfast-daemon:dev"
 OPERATOR = "localhost/holdfast-operator:dev"
 TRAINER = "localhost/holdfast-trainer:dev"
+REDIS = "localhost/redis:dev"
 PAUSE = "localhost/pause:1"
 
-_DOCKERFILES = {DAEMON: "daemon", OPERATOR: "operator", TRAINER: "trainer"}
+_DOCKERFILES = {
+    DAEMON: ROOT / "Dockerfile.daemon",
+    OPERATOR: ROOT / "Dockerfile.operator",
+    TRAINER: ROOT / "Dockerfile.trainer",
+    REDIS: ROOT / "tests" / "cluster" / "Dockerfile.redis",
+}
 _SUITE = "bookworm"
 _SUITE_PYTHON = (3, 11)
 _PACKAGES = "python3,python3-venv,ca-certificates"
@@ -38,7 +44,7 @@ _TIMESTAMP = "315532800"
 
 
 def build() -> Path:
-    """Build all three images; an OCI archive that holds them.
+    """Build all images; an OCI archive that holds them.
 
     Raises:
         ClusterError: with the builder's words.
@@ -82,15 +88,18 @@ def build_pause(binaries: Binaries) -> Path:
 def _build_all(base: str, archive: Path) -> None:
     with _scratch() as folder:
         lent = _lend_pip_configuration(folder)
-        for image, part in _DOCKERFILES.items():
+        arguments = [
+            *(f"BASE={base}", f"SOURCE_DATE_EPOCH={_TIMESTAMP}", "TORCH=0"),
+            *(f"MIRROR={_mirror()}", f"SUITE={_SUITE}"),
+        ]
+        for image, dockerfile in _DOCKERFILES.items():
             print(f"image {image}: building ...", flush=True)
-            arguments = [f"BASE={base}", f"SOURCE_DATE_EPOCH={_TIMESTAMP}", "TORCH=0"]
             _buildah(
                 "bud",
                 *("--layers", "--isolation", "chroot", "--network", "host"),
                 *("--timestamp", _TIMESTAMP, *lent),
                 *(word for argument in arguments for word in ("--build-arg", argument)),
-                *("-f", ROOT / f"Dockerfile.{part}", "-t", image, ROOT),
+                *("-f", dockerfile, "-t", image, ROOT),
             )
         _push(list(_DOCKERFILES), archive)
 
@@ -123,7 +132,7 @@ def _key(base: str) -> str:
 
 
 def _inputs() -> Iterator[Path]:
-    yield from sorted(ROOT.glob("Dockerfile.*"))
+    yield from _DOCKERFILES.values()
     for name in (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml"):
         yield ROOT / name
     yield ROOT / "examples" / "train_moe.py"

@@ -49,6 +49,11 @@ class Node:
         return f"node{self.number}"
 
     @property
+    def disk(self) -> Path:
+        """What a reboot leaves it."""
+        return self.home / "disk"
+
+    @property
     def group(self) -> str:
         """The node's control group."""
         return f"{self.network.prefix}-n{self.number}"
@@ -158,7 +163,7 @@ class Node:
         # dies with "can't get final child's PID from pipe: EOF".
         return f"""\
 version = 3
-root = "{self.home}/disk/containerd"
+root = "{self.disk}/containerd"
 state = "/run/containerd"
 [grpc]
   address = "{CONTAINERD_SOCKET}"
@@ -188,7 +193,7 @@ for folder in {" ".join(_MEMORY_FOLDERS)}; do
 done
 mount -t tmpfs -o size=4g shm /dev/shm
 for folder in {" ".join(_DISK_FOLDERS)}; do
-  mkdir -p $folder {self.home}/disk$folder; mount --bind {self.home}/disk$folder $folder
+  mkdir -p $folder {self.disk}$folder; mount --bind {self.disk}$folder $folder
 done
 nft flush ruleset
 ip link del cni0 2> /dev/null

@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from cluster import Cluster
 from holdfast_system import NAMESPACE, Holdfast, Job
 from jobs import trainer_job
-from machine import ClusterError, wait_for
+from machine import ClusterError
 
 from holdfast_operator.demo_report import FaultReport, Injected, LoggedStep, account, read_log
 from holdfast_operator.kube.status import recoveries_of
@@ -67,6 +67,8 @@ class Run:
     faults: list[FaultReport] = field(default_factory=list)
     broken: str = ""
     """The node that the last fault hit."""
+    lasting: ExitStack = field(default_factory=ExitStack)
+    """Faults that last: they end with the run at the latest."""
 
     def __post_init__(self) -> None:
         self.job = Job(self.cluster, self._document())
@@ -113,8 +115,9 @@ class Run:
         with suppress(ClusterError):
             job.delete()
         job.apply()
-        for fault in script:
-            self._inject(job, fault)
+        with self.lasting:
+            for fault in script:
+                self._inject(job, fault)
         job.wait("the job to end", lambda status: status.get("phase") == "Complete", RUN_S)
         return (self.folder / "sha256").read_text().strip()
 
@@ -185,7 +188,7 @@ def kill_node(run: Run) -> str:
 
 def boot_node(run: Run) -> None:
     run.cluster.boot_node(run.broken)
-    _wait_for_daemon(run)
+    run.holdfast.wait_daemon(run.broken)
 
 
 def kill_operator(run: Run) -> str:
@@ -207,7 +210,7 @@ def partition(run: Run) -> str:
 def heal(run: Run) -> None:
     run.cluster.heal(run.broken)
     run.cluster.wait_ready([run.broken])
-    _wait_for_daemon(run)
+    run.holdfast.wait_daemon(run.broken)
 
 
 def drain(run: Run) -> str:
@@ -228,9 +231,14 @@ def roll_out(run: Run) -> str:
     for node in run.cluster.nodes:
         pod = run.holdfast.daemon_on(node)
         run.cluster.kubectl("delete", "pod", pod, "-n", NAMESPACE)
-        run.broken = node
-        _wait_for_daemon(run)
+        run.holdfast.wait_daemon(node)
     return "all daemons, in turn"
+
+
+def delete_redis(run: Run) -> str:
+    pods = run.holdfast.redis()
+    run.cluster.kubectl("delete", "pod", *pods, "-n", NAMESPACE, "--wait=false")
+    return "Redis"
 
 
 def _node_without_operator(run: Run) -> str:
@@ -239,19 +247,6 @@ def _node_without_operator(run: Run) -> str:
     leader = run.cluster.get("pod", run.holdfast.leader(), "-n", NAMESPACE)
     homes: list[str] = [member["node"] for member in run.job.status()["members"]]
     return next(node for node in reversed(homes) if node != leader["spec"]["nodeName"])
-
-
-def _wait_for_daemon(run: Run) -> None:
-    """The daemon on the broken node is ready again, so that the next fault finds a spare."""
-
-    def ready() -> bool:
-        with suppress(ClusterError, IndexError):
-            pod = run.cluster.get("pod", run.holdfast.daemon_on(run.broken), "-n", NAMESPACE)
-            conditions = {c["type"]: c["status"] for c in pod["status"].get("conditions", [])}
-            return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
-        return False
-
-    wait_for(f"the daemon on {run.broken}", ready, 120.0)
 
 
 DEMO = (
@@ -267,6 +262,7 @@ EVERYTHING = (
     Fault(kind="kill-rank", at=0.06, inject=kill_rank),
     Fault(kind="delete-pod", at=0.14, inject=delete_pod),
     Fault(kind="kill-daemon", at=0.22, inject=kill_daemon, restarts=False),
+    Fault(kind="delete-redis", at=0.26, inject=delete_redis, restarts=False),
     Fault(kind="kill-node", at=0.3, inject=kill_node, after=boot_node),
     Fault(kind="kill-operator", at=0.4, inject=kill_operator),
     Fault(kind="partition", at=0.5, inject=partition, after=heal),

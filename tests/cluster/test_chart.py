@@ -335,16 +335,14 @@ def _secret(cluster: Cluster) -> Document:
 
 def test_an_upgrade_leaves_daemons_and_passwords_alone(holdfast: Holdfast) -> None:
     cluster = holdfast.cluster
-    before = _daemons(cluster)
-    # The image does not exist: what is looked at is what an upgrade keeps, not Redis.
-    redis = {"redis__enabled": "true", "redis__image": "localhost/none:dev"}
-    _release(cluster, "upgrade", **redis)
-    secret = _secret(cluster)
-    _release(cluster, "upgrade", daemon__threads="3", **redis)
+    before, secret, redis = _daemons(cluster), _secret(cluster), holdfast.redis()
+    _release(cluster, "upgrade", *WAIT, daemon__threads="3")
     assert _secret(cluster) == secret
     assert _daemons(cluster) == before
-    _release(cluster, "upgrade", *WAIT)
+    assert holdfast.redis() == redis
+    _release(cluster, "upgrade", *WAIT, redis__enabled="false")
     assert _daemons(cluster) == before
+    wait_for("the pod of Redis to go", lambda: not holdfast.redis(), 60.0)
 
 
 def test_a_job_can_be_deleted_when_the_release_is_gone(holdfast: Holdfast) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,10 +88,7 @@ class System:
         """Node → (what its daemon says that it has allocated, what its tmpfs has in use)."""
         found = {}
         for node in self.cluster.nodes:
-            pod = self.cluster.get("pod", self.holdfast.daemon_on(node), "-n", NAMESPACE)
-            url = f"http://{pod['status']['podIP']}:7703/metrics"
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                text = answer.read().decode()
+            text = self.holdfast.metrics_of(node)
             told = re.search(r"^holdfast_memory_used_bytes (\S+)$", text, re.MULTILINE)
             assert told is not None
             disk = os.statvfs(self.cluster.nodes[node].path(MEMORY))

@@ -1,53 +1,92 @@
 """A real job in real pods survives everything that a cluster does to it, byte for byte.
 
-One job takes all faults, one after another; what each led to is looked at afterwards.
+One job takes all faults, one after another, and another all shortages; what each led to is looked
+at afterwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from cluster import Cluster
 from holdfast_system import Holdfast
-from survival import DETECTION_S, EVERYTHING, Run
+from shortages import STEPS_WITHOUT, Shortages
+from survival import DETECTION_S, EVERYTHING, Fault, Run
 
 from holdfast_operator.demo_report import FaultReport
 
 STEPS = 400
-UNCOUNTED = {"kill-daemon", "rollout", "drain"}
+UNCOUNTED = {"kill-daemon", "rollout", "drain", "delete-redis"}
 """Faults that do not count towards `maxRestarts`: training goes on, or the rules say so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Undisturbed:
+    """How it should end."""
+
+    sha256: str
+    nodes: tuple[str, ...]
+    """Of its members."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    undisturbed: str
-    disturbed: str
+    sha256: str
     faults: dict[str, FaultReport]
     status: dict[str, Any]
 
 
+Short = tuple[Shortages, Outcome]
+
+
 @pytest.fixture(scope="module")
-def outcome(cluster: Cluster, holdfast: Holdfast) -> Outcome:
-    undisturbed = Run(cluster, "undisturbed", STEPS)
-    sha256 = undisturbed.carry_out()
-    undisturbed.job.delete()
-    run = Run(cluster, "survivor", STEPS)
-    disturbed = run.carry_out(EVERYTHING)
+def undisturbed(cluster: Cluster, holdfast: Holdfast) -> Undisturbed:
+    run = Run(cluster, "undisturbed", STEPS)
+    sha256 = run.carry_out()
+    nodes = tuple(run.job.member(index)[1] for index in range(4))
+    run.job.delete()
+    return Undisturbed(sha256=sha256, nodes=nodes)
+
+
+@pytest.fixture(scope="module")
+def outcome(cluster: Cluster, undisturbed: Undisturbed) -> Outcome:
+    return _outcome(Run(cluster, "survivor", STEPS), EVERYTHING)
+
+
+@pytest.fixture(scope="module")
+def short(cluster: Cluster, holdfast: Holdfast, undisturbed: Undisturbed) -> Iterator[Short]:
+    """The outcome of a run that had to do without, and what was seen meanwhile."""
+    slow = undisturbed.nodes[0]
+    (other,) = set(cluster.nodes) - set(undisturbed.nodes)
+    cluster.kubectl("cordon", other)  # so that a member is on the slow one
+    try:
+        with cluster.disk_of_its_own(slow) as device:
+            holdfast.wait_daemon(slow)
+            shortages = Shortages(slow_node=slow, slow_device=device)
+            yield shortages, _outcome(Run(cluster, "short", STEPS), shortages.script)
+    finally:
+        cluster.kubectl("uncordon", other)
+
+
+def _outcome(run: Run, script: Sequence[Fault]) -> Outcome:
+    sha256 = run.carry_out(script)
     status = run.job.status()
     run.job.delete()
-    return Outcome(
-        undisturbed=sha256,
-        disturbed=disturbed,
-        faults={report.kind: report for report in run.faults},
-        status=status,
-    )
+    faults = {report.kind: report for report in run.faults}
+    return Outcome(sha256=sha256, faults=faults, status=status)
+
+
+# --- everything that breaks ---------------------------------------------------------------------
 
 
 @pytest.mark.timeout(1500)
-def test_the_final_bytes_are_those_of_an_undisturbed_run(outcome: Outcome) -> None:
-    assert outcome.disturbed == outcome.undisturbed
+def test_the_final_bytes_are_those_of_an_undisturbed_run(
+    outcome: Outcome, undisturbed: Undisturbed
+) -> None:
+    assert outcome.sha256 == undisturbed.sha256
 
 
 @pytest.mark.parametrize("kind", [fault.kind for fault in EVERYTHING])
@@ -61,6 +100,11 @@ def test_every_fault_is_survived_and_no_protected_step_is_lost(outcome: Outcome,
 @pytest.mark.parametrize("kind", ["kill-node", "partition"])
 def test_a_lost_node_comes_back_from_parity(outcome: Outcome, kind: str) -> None:
     assert outcome.faults[kind].source == "parity"
+
+
+@pytest.mark.parametrize("kind", ["kill-daemon", "rollout", "delete-redis"])
+def test_what_training_does_not_need_does_not_stop_it(outcome: Outcome, kind: str) -> None:
+    assert not outcome.faults[kind].restarted
 
 
 def test_restarts_are_counted_as_the_rules_say(outcome: Outcome) -> None:
@@ -78,3 +122,44 @@ def test_a_lost_node_is_replaced_soon_after_it_counts_as_lost(outcome: Outcome) 
     detected_s = outcome.faults["kill-node"].detected_seconds
     assert detected_s is not None
     assert detected_s < DETECTION_S + 3.0
+
+
+# --- everything that can be short ---------------------------------------------------------------
+
+
+@pytest.mark.timeout(1500)
+def test_shortages_do_not_show_in_the_final_bytes(short: Short, undisturbed: Undisturbed) -> None:
+    _, outcome = short
+    assert outcome.sha256 == undisturbed.sha256
+
+
+def test_only_crashes_stop_training(short: Short) -> None:
+    _, outcome = short
+    restarted = {kind for kind, report in outcome.faults.items() if report.restarted}
+    assert restarted == {"crash-in-full-memory", "pod-on-slow-disk"}
+    assert outcome.status["restarts"] == 2
+
+
+def test_daemons_tell_redis_what_they_hold_and_tell_it_again_when_it_has_forgotten(
+    short: Short,
+) -> None:
+    shortages, _ = short
+    before, afterwards = shortages.catalogue["before"], shortages.catalogue["afterwards"]
+    assert len(before.nodes) == len(before.protected) == 4
+    assert afterwards.nodes == before.nodes
+    assert all(afterwards.protected[rank] > step for rank, step in before.protected.items())
+
+
+def test_a_full_memory_is_counted_and_said_and_stops_nothing(short: Short) -> None:
+    shortages, _ = short
+    seen = shortages.full
+    assert seen is not None
+    assert seen.degraded["reason"] == "ProtectionBehind"
+    assert seen.failed_saves >= STEPS_WITHOUT / 2
+    assert seen.steps >= STEPS_WITHOUT
+    assert seen.recoveries == 0
+
+
+def test_a_slow_disk_was_slow(short: Short) -> None:
+    shortages, _ = short
+    assert shortages.write_s > 1.0
