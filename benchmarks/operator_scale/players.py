@@ -21,6 +21,7 @@ from typing import Any, cast
 import grpc.aio
 
 from holdfast_protos import codec, control_pb2, values_pb2
+from holdfast_protos.changes import changed
 
 METHOD = "/holdfast.v1.Control/Connect"
 TICKS = 20
@@ -54,7 +55,7 @@ class Player:
     """Its heartbeat without jobs."""
     jobs: dict[str, Published] = field(default_factory=dict)
     untold: set[str] = field(default_factory=set)
-    """Jobs whose membership the operator was not told on this stream."""
+    """Jobs whose membership has not passed on this stream."""
     at_work: set[str] = field(default_factory=set)
     """Jobs whose pod is here."""
     lost: dict[str, int] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Player:
         state = control_pb2.JobState(
             job=published.job, epoch=epoch, verified=True, has_line=True, arena_bytes=1 << 30
         )
+        state.revision = published.version[1]
         if published.job in self.at_work:
             state.protected.epoch = state.complete.epoch = epoch
             state.protected.step = state.complete.step = step
@@ -185,10 +187,12 @@ class Players:
 
     def _receive(self, player: Player, message: bytes) -> None:
         if message[:1] == b"\x0a":  # field 1
-            self._adopt(player, message)
+            self._adopt(player, self._read(message))
             return
         control = control_pb2.ControlMessage.FromString(message)
-        if control.HasField("drop"):
+        if control.HasField("change"):
+            self._adopt(player, self._change(player.jobs[control.change.job], control.change))
+        elif control.HasField("drop"):
             player.jobs.pop(control.drop.job, None)
             player.untold.discard(control.drop.job)
             player.at_work.discard(control.drop.job)
@@ -197,13 +201,12 @@ class Players:
         elif control.HasField("welcome"):
             self._heartbeat_s = control.welcome.heartbeat_s
 
-    def _adopt(self, player: Player, message: bytes) -> None:
-        published = self._read(message)
+    def _adopt(self, player: Player, published: Published) -> None:
         known = player.jobs.get(published.job)
         if known is not None and known.version >= published.version:
             return
         player.jobs[published.job] = published
-        player.untold.add(published.job)
+        player.untold.discard(published.job)
         published.missing.discard(player.node)
         if not published.missing:
             _say("everywhere", published)
@@ -214,7 +217,18 @@ class Players:
         for known in self._newest.values():
             if known.payload == payload:
                 return known
-        membership = values_pb2.Membership.FromString(payload)
+        return self._take(values_pb2.Membership.FromString(payload), payload)
+
+    def _change(self, base: Published, change: control_pb2.MembershipChange) -> Published:
+        known, version = self._newest[base.job], (change.epoch, change.revision)
+        if known.version == version:
+            return known
+        membership = changed(values_pb2.Membership.FromString(base.payload), change)
+        if membership is None:
+            return base
+        return self._take(membership, membership.SerializeToString())
+
+    def _take(self, membership: values_pb2.Membership, payload: bytes) -> Published:
         per = membership.nproc_per_node
         places = [place.node for place in membership.members]
         published = Published(

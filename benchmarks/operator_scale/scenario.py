@@ -49,7 +49,7 @@ class Failure:
 async def carry_out(world: World, plan: Plan) -> Report:
     """Run the scenario; its figures."""
     phases: Report = {}
-    start, sampled = world.metrics(), len(world.samples)
+    start, sampled, played_s = world.metrics(), len(world.samples), world.players_cpu_s()
     began = time.monotonic()
     await world.create([_job(plan, f"{plan.name}-{n}") for n in range(plan.jobs)])
     pods = plan.jobs * plan.members
@@ -95,7 +95,9 @@ async def carry_out(world: World, plan: Plan) -> Report:
         "no_list_polling": listed <= sum(restarts.values()) and lists == 0,
         "requests_of_failures": done.since(calm).by("api_requests_total", "verb", "resource"),
         "pods_replaced": done.since(calm).total("pods_created_total"),
+        "seconds": used[-1].at - used[0].at,
         "cpu_s": used[-1].cpu_s - used[0].cpu_s,
+        "players_cpu_s": world.players_cpu_s() - played_s,
         "rss_bytes_max": max(each.rss_bytes for each in used),
         "steady": halves(world.samples[steady:]),
         "phases": phases,

@@ -42,7 +42,8 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
 
 def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(figure, value) of one scenario."""
-    yield "reconcile latency, p50 / p99", _both(found)
+    yield "reconcile latency after the start, p50 / p99", _both(found)
+    yield "  p99 with the start", _s(found["reconcile_p99_with_start_s"])
     for key, name in _PHASES.items():
         phase = found["phases"][key]
         yield f"  {name}", f"{_both(phase)}, {phase['looks']:.0f} looks"
@@ -52,7 +53,8 @@ def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for time, name in _TIMES.items():
             if phase[time]:
                 yield f"  {name}", f"{_s(phase[time]['median'])}, at most {_s(phase[time]['max'])}"
-    yield "operator, CPU in all", f"{found['cpu_s']:.1f} s"
+    yield "operator, CPU in all", f"{found['cpu_s']:.1f} s of {found['seconds']:.0f} s"
+    yield "played daemons, CPU in all", f"{found['players_cpu_s']:.1f} s"
     if found["steady"]:
         for unit, what in (("cpu_share", "CPU"), ("rss_bytes", "memory")):
             halves = [found["steady"][f"{unit}_{half}_half"] for half in ("first", "second")]

@@ -149,6 +149,10 @@ class World:
             await self.api.patch(PODS, NAMESPACE, name, body, subresource="status")
         return at
 
+    def players_cpu_s(self) -> float:
+        """Processor time of the process that plays all daemons."""
+        return _sample(self._daemons.pid, 0.0).cpu_s
+
     def metrics(self) -> Exposition:
         """The operator's, as of now."""
         return Exposition.parse(self._operator.ask("/metrics"))

@@ -11,7 +11,6 @@ from holdfast_operator.lookups import (
     is_reachable,
     node_of,
     ranks_in,
-    view_of,
 )
 from holdfast_operator.views import (
     AT_WORK,
@@ -36,7 +35,7 @@ def newest_protected(observed: Observed) -> Generation | None:
 
 def newest_complete(observed: Observed, membership: Membership) -> Generation | None:
     """The newest generation that every member's daemon is known to hold, or a newer one."""
-    views = [view_of(observed, place, membership.epoch) for place in membership.members]
+    views = observed.views(membership)
     held = [view.complete for view in views if view is not None and view.complete is not None]
     return min(held) if len(held) == len(membership.members) else None
 
@@ -56,7 +55,7 @@ def training_runs(observed: Observed, membership: Membership) -> bool:
 
 def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
     """Whether every member's agent has exited with code 0."""
-    agents = [agent_at(observed, place) for place in membership.members]
+    agents = (agent_at(observed, place) for place in membership.members)
     return all(a is not None and a.state is AgentState.EXITED and a.exit_code == 0 for a in agents)
 
 
@@ -186,7 +185,7 @@ def _recovering(
     first = membership.epoch == state.void_epoch + 1
     if first and state.no_replacement_since is None:
         return Condition(type=kind, status=False, reason="Starting")
-    views = [view_of(observed, place, membership.epoch) for place in membership.members]
+    views = observed.views(membership)
     rebuilding = [
         place.index
         for place, view in zip(membership.members, views, strict=True)
@@ -235,7 +234,7 @@ def _degraded(
 
 
 def _problems(observed: Observed, membership: Membership) -> list[str]:
-    views = [view_of(observed, place, membership.epoch) for place in membership.members]
+    views = observed.views(membership)
     return [view.problem for view in views if view is not None and view.problem]
 
 

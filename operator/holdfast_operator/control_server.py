@@ -12,33 +12,40 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
+from msgspec.structs import replace
 
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.values import Membership
 from holdfast_operator.heartbeats import job_view, node_view
 from holdfast_operator.views import JobView, NodeView
-from holdfast_protos import codec, control_pb2, control_pb2_grpc
+from holdfast_protos import codec, control_pb2
+from holdfast_protos.changes import change_between
 
 _log = logging.getLogger(__name__)
 
 RESEND_HEARTBEATS = 2.0
 """A daemon that does not say that it has the newest membership is sent it again after so many."""
 
-_Stream = grpc.aio.ServicerContext[control_pb2.Heartbeat, control_pb2.ControlMessage]
+_Stream = grpc.aio.ServicerContext[control_pb2.Heartbeat, bytes]
 
 
 @dataclass(slots=True)
 class _Connection:
     """The Control stream of one daemon, while it is open."""
 
-    outbox: asyncio.Queue[control_pb2.ControlMessage | None] = field(default_factory=asyncio.Queue)
+    node: str = ""
+    """The daemon's, once it has said so."""
+    outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
     """None ends the stream."""
-    sent: dict[str, tuple[control_pb2.ControlMessage, float]] = field(default_factory=dict)
+    sent: dict[str, tuple[Membership, float]] = field(default_factory=dict)
     """Of each job, the newest membership that went into the outbox, and when."""
+    known: dict[str, Membership] = field(default_factory=dict)
+    """Of each job, the newest membership that has passed on this stream, either way."""
 
 
 @dataclass(slots=True)
@@ -48,11 +55,11 @@ class _Node:
     view: NodeView
     jobs: dict[str, JobView]
     connection: _Connection | None
-    evidence: dict[str, JobView] = field(default_factory=dict)
+    evidence: dict[str, object] = field(default_factory=dict)
     """Of each job, what could call for a decision."""
 
 
-class ControlServer(control_pb2_grpc.ControlServicer):
+class ControlServer:
     """Hears every daemon that dials in.
 
     Args:
@@ -72,8 +79,11 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         self._heartbeat_s, self._clock, self._on_evidence = heartbeat_s, clock, on_evidence
         self._nodes: dict[str, _Node] = {}
         self._published: dict[str, Membership] = {}
-        self._messages: dict[str, control_pb2.ControlMessage] = {}
-        """Of what is published; that of a large job takes long to make, and goes to many."""
+        self._messages: dict[str, bytes] = {}
+        """Of what is published, once needed: that of a large job takes long to make, and goes to
+        many."""
+        self._changes: dict[str, tuple[Membership, bytes]] = {}
+        """What makes it of an older membership, which nearly all have in common."""
         self._placed: dict[str, set[str]] = {}
         """Node → the jobs whose published memberships have a member on it."""
         self._holders: dict[str, set[str]] = {}
@@ -90,7 +100,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
             UnreachableError: when the address cannot be had.
         """
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        control_pb2_grpc.add_ControlServicer_to_server(self, server)
+        server.add_generic_rpc_handlers((_handler(self.Connect),))
         try:
             bound = server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
@@ -129,9 +139,6 @@ class ControlServer(control_pb2_grpc.ControlServicer):
             return
         self._unplace(membership.job)
         self._published[membership.job] = membership
-        self._messages[membership.job] = control_pb2.ControlMessage(
-            membership=codec.membership_to_proto(membership)
-        )
         for place in membership.members:
             self._placed.setdefault(place.node, set()).add(membership.job)
         self._dropped.discard(membership.job)
@@ -182,6 +189,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
     def _unplace(self, job: str) -> None:
         membership = self._published.pop(job, None)
         self._messages.pop(job, None)
+        self._changes.pop(job, None)
         for place in membership.members if membership is not None else ():
             self._placed.get(place.node, set()).discard(job)
 
@@ -197,7 +205,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
 
     async def Connect(
         self, request_iterator: AsyncIterator[control_pb2.Heartbeat], context: _Stream
-    ) -> AsyncIterator[control_pb2.ControlMessage]:
+    ) -> AsyncIterator[bytes]:
         """One daemon's stream, until either side ends it or a newer one of the node begins."""
         connection = _Connection()
         listener = asyncio.ensure_future(self._listen(request_iterator, connection))
@@ -229,10 +237,9 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         finally:
             connection.outbox.put_nowait(None)
 
-    def _welcome(self) -> control_pb2.ControlMessage:
-        return control_pb2.ControlMessage(
-            welcome=control_pb2.Welcome(heartbeat_s=self._heartbeat_s)
-        )
+    def _welcome(self) -> bytes:
+        welcome = control_pb2.Welcome(heartbeat_s=self._heartbeat_s)
+        return control_pb2.ControlMessage(welcome=welcome).SerializeToString()
 
     def _hear(self, heartbeat: control_pb2.Heartbeat, connection: _Connection) -> None:
         jobs = {state.job: job_view(state) for state in heartbeat.jobs}  # refuses the malformed
@@ -241,7 +248,13 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         if node is None:
             node = self._nodes[heartbeat.node] = _Node(view, {}, None)
         elif node.connection is connection:
-            jobs = {job: _completed(found, node.jobs.get(job)) for job, found in jobs.items()}
+            before = node.jobs
+            jobs = {
+                job: _completed(found, before.get(job), connection.known.get(job))
+                for job, found in jobs.items()
+            }
+        for job, found in jobs.items():
+            _note_known(connection, job, found.membership)
         evidence = {job: _still(found) for job, found in jobs.items()}
         concerned = {
             job
@@ -258,7 +271,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         if node.connection is not connection:
             if node.connection is not None:
                 node.connection.outbox.put_nowait(None)
-            node.connection = connection
+            node.connection, connection.node = connection, view.name
             _log.info("daemon on %s connected", view.name)
         node.view, node.jobs, node.evidence = view, jobs, evidence
         everything = self.jobs_on(view.name)
@@ -267,12 +280,12 @@ class ControlServer(control_pb2_grpc.ControlServicer):
             self._on_evidence(everything | concerned if moved else frozenset(concerned))
 
     def _disconnected(self, connection: _Connection) -> None:
-        for name, node in self._nodes.items():
-            if node.connection is connection:
-                node.connection = None
-                node.view = replace(node.view, connected=False)
-                _log.info("daemon on %s disconnected", name)
-                self._on_evidence(self.jobs_on(name))
+        node = self._nodes.get(connection.node)
+        if node is not None and node.connection is connection:
+            node.connection = None
+            node.view = replace(node.view, connected=False)
+            _log.info("daemon on %s disconnected", connection.node)
+            self._on_evidence(self.jobs_on(connection.node))
 
     def _bring_up_to_date(self, node: _Node, jobs: Iterable[str]) -> None:
         """Send the node what is newer of `jobs` than what it last said."""
@@ -282,47 +295,96 @@ class ControlServer(control_pb2_grpc.ControlServicer):
             theirs, membership = node.jobs.get(job), self._published.get(job)
             if theirs is not None and job in self._dropped:
                 drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
-                node.connection.outbox.put_nowait(drop)
+                node.connection.outbox.put_nowait(drop.SerializeToString())
+                node.connection.known.pop(job, None)
             elif membership is not None and _is_newer(membership, theirs):
-                self._send_membership(node.connection, job)
+                self._send_membership(node.connection, membership, theirs)
 
-    def _send_membership(self, connection: _Connection, job: str) -> None:
-        message, now = self._messages[job], self._clock()
+    def _send_membership(
+        self, connection: _Connection, membership: Membership, theirs: JobView | None
+    ) -> None:
+        job, now = membership.job, self._clock()
         before, sent_at = connection.sent.get(job, (None, now))
-        # A daemon takes a moment to say that it has it, and that of a large job is long.
-        if before is not message or now - sent_at >= RESEND_HEARTBEATS * self._heartbeat_s:
-            connection.sent[job] = (message, now)
-            connection.outbox.put_nowait(message)
+        message = b""
+        if before is membership:
+            # A daemon takes a moment to say that it has it.
+            if now - sent_at < RESEND_HEARTBEATS * self._heartbeat_s:
+                return
+        elif theirs is not None and theirs.revision is not None:
+            message = self._change(connection.known.get(job), membership)
+        connection.sent[job], connection.known[job] = (membership, now), membership
+        connection.outbox.put_nowait(message or self._whole(membership))
+
+    def _whole(self, membership: Membership) -> bytes:
+        if membership.job not in self._messages:
+            whole = control_pb2.ControlMessage(membership=codec.membership_to_proto(membership))
+            self._messages[membership.job] = whole.SerializeToString()
+        return self._messages[membership.job]
+
+    def _change(self, base: Membership | None, membership: Membership) -> bytes:
+        """What makes the published `membership` of `base`; empty when only the whole does."""
+        if base is None:
+            return b""
+        known, message = self._changes.get(membership.job, (None, b""))
+        if known is not base:
+            change = change_between(base, membership)
+            if change is not None:
+                message = control_pb2.ControlMessage(change=change).SerializeToString()
+            else:
+                message = b""
+            self._changes[membership.job] = (base, message)
+        return message
+
+
+def _handler(
+    connect: Callable[[Any, Any], AsyncIterator[bytes]],
+) -> grpc.GenericRpcHandler[control_pb2.Heartbeat, bytes]:
+    """The service, whose answers are bytes already: one message goes to thousands."""
+    method = grpc.stream_stream_rpc_method_handler(
+        connect, request_deserializer=control_pb2.Heartbeat.FromString
+    )
+    return grpc.method_handlers_generic_handler("holdfast.v1.Control", {"Connect": method})
 
 
 def _is_newer(ours: Membership, theirs: JobView | None) -> bool:
     if theirs is None or theirs.membership is None:
         return True
-    known = theirs.membership
-    return (known.epoch, known.revision) < (ours.epoch, ours.revision)
+    return _version(theirs.membership) < _version(ours)
 
 
-def _completed(view: JobView, before: JobView | None) -> JobView:
-    """A daemon sends its membership once on each stream, and then only when it has another."""
-    if view.membership is not None or before is None or before.epoch != view.epoch:
+def _completed(view: JobView, before: JobView | None, known: Membership | None) -> JobView:
+    """A daemon leaves out the membership that it has when it has passed on this stream."""
+    if view.membership is not None:
+        return view
+    if known is not None and (known.epoch, known.revision) == (view.epoch, view.revision):
+        return replace(view, membership=known)
+    if before is None or before.epoch != view.epoch:
         return view
     return replace(view, membership=before.membership)
+
+
+def _note_known(connection: _Connection, job: str, theirs: Membership | None) -> None:
+    """`theirs` may have been sent before what we sent arrived: then ours is what it has now."""
+    known = connection.known.get(job)
+    if theirs is not None and (known is None or _version(theirs) >= _version(known)):
+        connection.known[job] = theirs
+
+
+def _version(membership: Membership) -> tuple[int, int]:
+    return membership.epoch, membership.revision
 
 
 def _identity(view: NodeView) -> tuple[object, ...]:
     return (view.memory_id, view.incarnation, view.peer_address, view.bulk_address)
 
 
-def _still(view: JobView) -> JobView:
+def _still(view: JobView) -> object:
     """What could call for a decision: everything but the passing of time."""
-    ranks = tuple(replace(rank, step=0, idle_s=0.0, state="") for rank in view.ranks)
-    return replace(
-        view,
-        ranks=ranks,
-        protected=None,
-        complete=None,
-        skipped=0,
-        failed=0,
-        arena_bytes=0,
-        parity_bytes=0,
+    return (
+        *(view.epoch, view.membership, view.verified, view.line),
+        *(view.agent_waiting, view.rebuilding, view.problem),
+        *(
+            (each.rank, each.pid, each.lost, each.restored, each.restored_from, each.exit_code)
+            for each in view.ranks
+        ),
     )

@@ -19,7 +19,6 @@ from holdfast_operator.lookups import (
     node_of,
     ranks_in,
     silent_s,
-    view_of,
 )
 from holdfast_operator.protection import Groups
 from holdfast_operator.views import (
@@ -100,7 +99,7 @@ def gather(
     suspects: list[str] = []
     groups = Groups(job, membership, observed, state, now)
     strange: dict[int, bool] = {}
-    for place in membership.members:
+    for place, view in zip(membership.members, observed.views(membership), strict=True):
         node = node_of(observed, place)
         loss = _node_loss(job, place, node, silent_s(node, state, now), groups)
         if loss is not None:
@@ -108,8 +107,8 @@ def gather(
         elif not is_reachable(job, node, state, now):
             suspects.append(place.node)
         else:
-            causes.extend(_contradiction(membership, place, observed, strange))
-            causes.extend(_member_causes(membership, place, observed, state, now))
+            causes.extend(_contradiction(membership, place, view, strange))
+            causes.extend(_member_causes(membership, place, view, observed, state, now))
     if not suspects and all(cause.voluntary for cause in causes):
         causes.extend(_hang(job, membership, observed, state))
     return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
@@ -158,13 +157,13 @@ def _node_loss(
 def _member_causes(
     membership: Membership,
     place: MemberPlace,
+    view: JobView | None,
     observed: Observed,
     state: ControlState,
     now: float,
 ) -> Iterator[Cause]:
     """What is wrong with a member whose daemon is there."""
     agent, node = agent_at(observed, place), node_of(observed, place)
-    view = view_of(observed, place, membership.epoch)
     ran = state.resumed_epoch == membership.epoch
     if agent is not None and is_left_over(agent, state, membership):
         yield from _rank_failures(place, view, agent)
@@ -276,11 +275,10 @@ def is_unschedulable(agent: AgentView) -> bool:
 
 
 def _contradiction(
-    membership: Membership, place: MemberPlace, observed: Observed, strange: dict[int, bool]
+    membership: Membership, place: MemberPlace, view: JobView | None, strange: dict[int, bool]
 ) -> Iterator[Cause]:
     """Two memberships of one epoch. `strange` holds, by `id`, which objects were compared before:
     what thousands of daemons report is mostly one object, and long."""
-    view = view_of(observed, place, membership.epoch)
     theirs = None if view is None else view.membership
     if theirs is None:
         return

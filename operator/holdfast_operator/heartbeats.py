@@ -38,6 +38,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
             if state.HasField("membership")
             else None
         ),
+        revision=state.revision if state.HasField("revision") else None,
         verified=state.verified,
         line=codec.line_from_proto(state.line) if state.has_line else None,
         protected=(

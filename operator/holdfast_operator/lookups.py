@@ -9,7 +9,6 @@ from holdfast_core.values import MemberPlace, Membership
 from holdfast_operator.views import (
     AgentView,
     ControlState,
-    JobView,
     NodeView,
     Observed,
     RankView,
@@ -43,15 +42,9 @@ def detection_s(job: MoETrainingJob) -> float:
     return detection.heartbeat_seconds * detection.missed_heartbeats
 
 
-def view_of(observed: Observed, place: MemberPlace, epoch: int) -> JobView | None:
-    """What the member's daemon says of the job in `epoch`; None while it is in another one."""
-    view = node_of(observed, place).job
-    return view if view is not None and view.epoch == epoch else None
-
-
 def ranks_in(observed: Observed, membership: Membership) -> list[RankView]:
     """The ranks that the members' daemons know in the membership's epoch, ascending."""
-    views = (view_of(observed, place, membership.epoch) for place in membership.members)
+    views = observed.views(membership)
     return sorted((r for view in views if view for r in view.ranks), key=_rank_number)
 
 

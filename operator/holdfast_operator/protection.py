@@ -7,10 +7,12 @@ nobody may be given up in that time whose memory may still be there.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import MemberPlace, Membership
-from holdfast_operator.lookups import is_reachable, node_of, view_of
-from holdfast_operator.views import ControlState, Observed
+from holdfast_operator.lookups import is_reachable, node_of
+from holdfast_operator.views import ControlState, JobView, Observed
 
 
 class Groups:
@@ -24,19 +26,12 @@ class Groups:
         state: ControlState,
         now: float,
     ) -> None:
-        self._nothing_to_lose = state.saved is None
-        self._group_of = {member: group for group in membership.groups for member in group}
-        self._weak = {
-            place.index
-            for place in membership.members
-            if place.index in state.renewed
-            or not is_reachable(job, node_of(observed, place), state, now)
-            or _refills(observed, membership, place)
-        }
+        self._job, self._membership, self._observed = job, membership, observed
+        self._state, self._now = state, now
 
     def bear_loss_of(self, member: int) -> bool:
         """Whether nothing would be lost with the memory of `member`."""
-        if self._nothing_to_lose:
+        if self._state.saved is None:
             return True
         others = [other for other in self._group_of[member] if other != member]
         return bool(others) and not any(other in self._weak for other in others)
@@ -45,8 +40,23 @@ class Groups:
         """From now on `member` counts as one whose memory is new."""
         self._weak.add(member)
 
+    @cached_property
+    def _group_of(self) -> dict[int, tuple[int, ...]]:
+        return {member: group for group in self._membership.groups for member in group}
 
-def _refills(observed: Observed, membership: Membership, place: MemberPlace) -> bool:
-    node = node_of(observed, place)
-    view = view_of(observed, place, membership.epoch)
-    return node.memory_id != place.memory_id or (view is not None and view.rebuilding)
+    @cached_property
+    def _weak(self) -> set[int]:
+        """Members whose memory is away or not filled. Most looks do not ask."""
+        views = self._observed.views(self._membership)
+        return {
+            place.index
+            for place, view in zip(self._membership.members, views, strict=True)
+            if place.index in self._state.renewed
+            or not is_reachable(self._job, node_of(self._observed, place), self._state, self._now)
+            or _refills(self._observed, place, view)
+        }
+
+
+def _refills(observed: Observed, place: MemberPlace, view: JobView | None) -> bool:
+    memory_id = node_of(observed, place).memory_id
+    return memory_id != place.memory_id or (view is not None and view.rebuilding)

@@ -42,7 +42,6 @@ from holdfast_operator.lookups import (
     is_reachable,
     node_of,
     ranks_in,
-    view_of,
 )
 from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
@@ -167,7 +166,7 @@ def _missing(draft: Draft, absent: list[str]) -> str:
 def _note_progress(draft: Draft, membership: Membership) -> None:
     """Remember and tell what has become true without our doing."""
     _note_silence(draft, membership)
-    views = [view_of(draft.observed, place, membership.epoch) for place in membership.members]
+    views = draft.observed.views(membership)
     if all(view is not None for view in views):
         draft.state = replace(draft.state, confirmed_epoch=membership.epoch)
     if any(view is not None and view.protected is not None for view in views):
@@ -212,16 +211,17 @@ def _note_silence(draft: Draft, membership: Membership) -> None:
         return  # the loop has just begun to listen
     for name in sorted(silent - draft.state.silent):
         draft.tell("DaemonSilent", f"no heartbeat from the daemon on {name}", warning=True)
-    for place in membership.members:
+    back = draft.state.silent - silent
+    for place in membership.members if back else ():
         node = node_of(draft.observed, place)
-        if place.node in draft.state.silent - silent and node.memory_id == place.memory_id:
+        if place.node in back and node.memory_id == place.memory_id:
             draft.tell("DaemonBack", f"the daemon on {place.node} is back with its memory")
     draft.state = replace(draft.state, silent=silent)
 
 
 def _line_is_missing(draft: Draft, membership: Membership) -> bool:
     """Rule 5: fail when an epoch would start from nothing although there was something."""
-    views = (view_of(draft.observed, place, membership.epoch) for place in membership.members)
+    views = draft.observed.views(membership)
     line = next((v.line for v in views if v is not None and v.line is not None), None)
     saved = draft.state.saved
     if line is None or line.generation is not None or saved is None:

@@ -3,6 +3,10 @@
 One vocabulary for every adapter: in a local run an agent is a process and a node is a directory, in
 Kubernetes they are a pod and a node. Nothing here knows which. All times are seconds of one
 monotonic clock, the same that `reconcile` is given as `now`.
+
+What every heartbeat and every look make anew for each of thousands of nodes is a msgspec.Struct,
+which is made and copied many times faster than a dataclass, and none of the garbage collector's
+business: these values are never part of a cycle.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import Struct
 
 from holdfast_core.values import Generation, Line, Membership
 
@@ -19,8 +25,7 @@ AT_WORK = frozenset({"HEALTHY", "SNAPSHOTTING"})
 NEVER = float("-inf")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankView:
+class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """A rank as its daemon describes it."""
 
     rank: int
@@ -41,12 +46,13 @@ class RankView:
     Arrives a moment after `lost`, and not at all when the agent is lost too."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobView:
+class JobView(Struct, frozen=True, kw_only=True, gc=False):
     """What one daemon knows of the job."""
 
     epoch: int = 0
     membership: Membership | None = None
+    revision: int | None = None
+    """Of its membership; None when its daemon says it only with the membership itself."""
     verified: bool = False
     line: Line | None = None
     protected: Generation | None = None
@@ -64,8 +70,7 @@ class JobView:
     parity_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeView:
+class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     """A node that could host a member, known from its daemon or from the adapter."""
 
     name: str
@@ -127,6 +132,9 @@ class Observed:
     nodes: Mapping[str, NodeView]
     agents: tuple[AgentView, ...] = ()
     _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
+    _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         by_home: dict[tuple[int, str], AgentView] = {}
@@ -137,6 +145,20 @@ class Observed:
     def agent(self, member: int, node: str) -> AgentView | None:
         """The member's agent on the node; the first when there are two."""
         return self._by_home.get((member, node))
+
+    def views(self, membership: Membership) -> tuple[JobView | None, ...]:
+        """What each member's daemon says of the job; None while it is in another epoch. Found once:
+        there may be thousands, and a look asks for them again and again."""
+        key = id(membership)
+        if key not in self._views:
+            epoch, jobs = membership.epoch, (self._job_on(p.node) for p in membership.members)
+            views = tuple(job if job is not None and job.epoch == epoch else None for job in jobs)
+            self._views[key] = (membership, views)  # kept with it, so that the id stays its own
+        return self._views[key][1]
+
+    def _job_on(self, node: str) -> JobView | None:
+        view = self.nodes.get(node)
+        return None if view is None else view.job
 
 
 # --- actions --------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.kube.api import NOT_FOUND, ApiError
 from holdfast_operator.kube.pods import TrainerPod
 from holdfast_operator.kube.resources import JOBS
+from holdfast_operator.kube.starting import Starting
 from holdfast_operator.kube.trainers import GRACE_S
 from holdfast_operator.kube.world import World
 from holdfast_operator.lookups import node_of
@@ -36,10 +39,10 @@ _log = logging.getLogger(__name__)
 
 STUCK_S = GRACE_S + 4.0
 """A pod that is being stopped for longer, on a node whose daemon is silent, is not waited for."""
-STARTING_S = 0.5
-"""No more pods are created in one turn once it takes longer: thousands take long, and a failure
-must not wait for them. The next look starts the rest."""
-STARTS_AT_ONCE = 64
+
+
+_Work = partial[Coroutine[Any, Any, None]]
+"""What its method is called is what a failure is counted under."""
 
 
 class Acting:
@@ -50,10 +53,8 @@ class Acting:
     """
 
     def __init__(self, world: World, attempts: dict[int, int]) -> None:
-        self._world, self._attempts = world, attempts
-        self._prepared_for, self._to_prepare = "", False
-        self._lost_at: dict[int, float] = {}
-        """Member → last heartbeat of the node that it was lost with, until its pod is made."""
+        self._world = world
+        self._starting = Starting(world, attempts)
         self._stopping_since: dict[str, float] = {}
 
     async def carry_out(
@@ -65,20 +66,22 @@ class Acting:
         observed: Observed,
         remembered: bool,
     ) -> list[Event]:
-        """Carry out the actions of `decision`, in order where order matters.
+        """Carry out the actions of `decision`, in order where order matters. Pods are still being
+        created afterwards.
 
         Args:
             before: what was known when it was made.
             remembered: what must not be forgotten is stored. Without that, no memory is freed.
 
         Returns:
-            what could not be done.
+            what could not be done, and which pods could not be created since the last call.
         """
         began = self._world.clock()
         self._note_losses(before, decision, observed)
         failed: list[Event] = []
-        later: list[Coroutine[None, None, None]] = [self._clear_stuck(pods, observed)]
+        later: list[_Work] = [partial(self._clear_stuck, pods, observed)]
         starts: list[StartAgent] = []
+        stops: set[tuple[int, str]] = set()
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         for action in decision.actions:
             match action:
@@ -86,25 +89,26 @@ class Acting:
                     self._world.server.publish(membership)
                 case FenceNode(node=node):
                     there = [pod for pod in pods if pod.node == node]
-                    await self._try(self._world.trainers.stop(there, force=True), failed)
+                    stop = partial(self._world.trainers.stop, there, force=True)
+                    await self._try(stop, failed)
                 case StopAgent(member=member, node=node) if node not in fenced:
-                    there = [p for p in pods if (p.member, p.node) == (member, node)]
-                    going = [p for p in there if p.state is not AgentState.STOPPING]
-                    later.append(self._world.trainers.stop(going))
+                    stops.add((member, node))
                 case StartAgent():
                     starts.append(action)
                 case DropJob() if remembered:
                     self._world.server.drop(job.key)
                 case DeleteJob():
-                    later.append(self._delete(job))
+                    later.append(partial(self._delete, job))
                 case _:
                     pass  # told as an event and a condition
-        self._to_prepare |= bool(starts)
-        if self._to_prepare:
-            await self._try(self._prepare(job), failed)
-        await asyncio.gather(
-            self._start_all(job, starts, failed), *(self._try(work, failed) for work in later)
-        )
+        if stops:
+            there = [pod for pod in pods if (pod.member, pod.node) in stops]
+            going = [pod for pod in there if pod.state is not AgentState.STOPPING]
+            later.append(partial(self._world.trainers.stop, going))
+        self._starting.want(job, starts)
+        await asyncio.gather(*(self._try(work, failed) for work in later))
+        for error in self._starting.failures():
+            self._fail(error, "start", failed)
         if decision.actions:
             self._world.metrics.observe("act_seconds", self._world.clock() - began)
         if before.outcome is None and decision.state.outcome is not None:
@@ -112,42 +116,22 @@ class Acting:
             self._world.metrics.add("jobs_ended", outcome=outcome.value)
         return failed
 
-    async def _try(self, work: Coroutine[None, None, None], failed: list[Event]) -> None:
+    async def _try(self, work: _Work, failed: list[Event]) -> None:
         try:
-            await work
+            await work()
         except ApiError as error:
-            _log.warning("an action failed: %s", error)
-            name = getattr(work, "__name__", "")
-            self._world.metrics.add("action_failures", action=name.strip("_"))
-            event = Event(reason="ActionFailed", message=f"{error}; trying again", warning=True)
-            if event not in failed:
-                failed.append(event)
+            self._fail(error, work.func.__name__.strip("_"), failed)
 
-    async def _prepare(self, job: MoETrainingJob) -> None:
-        if self._prepared_for != job.metadata.uid:
-            await self._world.trainers.prepare(job)
-            self._prepared_for = job.metadata.uid
-        self._to_prepare = False  # what failed is tried again, though all pods are there by then
+    def _fail(self, error: ApiError, action: str, failed: list[Event]) -> None:
+        _log.warning("an action failed: %s", error)
+        self._world.metrics.add("action_failures", action=action)
+        event = Event(reason="ActionFailed", message=f"{error}; trying again", warning=True)
+        if event not in failed:
+            failed.append(event)
 
-    async def _start_all(
-        self, job: MoETrainingJob, starts: Sequence[StartAgent], failed: list[Event]
-    ) -> None:
-        began = self._world.clock()
-        for first in range(0, len(starts), STARTS_AT_ONCE):
-            if self._world.clock() - began >= STARTING_S:
-                return
-            now = starts[first : first + STARTS_AT_ONCE]
-            work = (self._start(job, each.member, each.node) for each in now)
-            await asyncio.gather(*(self._try(each, failed) for each in work))
-
-    async def _start(self, job: MoETrainingJob, member: int, node: str) -> None:
-        seen = [pod.attempt for pod in self._world.pods.of(job.key) if pod.member == member]
-        attempt = max([self._attempts.get(member, 0), *seen]) + 1
-        self._attempts[member] = attempt
-        await self._world.trainers.start(job, member, node, attempt)
-        lost_at = self._lost_at.pop(member, None)
-        if lost_at is not None:
-            self._world.metrics.observe("replacement_seconds", self._world.clock() - lost_at)
+    def close(self) -> None:
+        """Create no more pods."""
+        self._starting.close()
 
     async def _delete(self, job: MoETrainingJob) -> None:
         try:
@@ -176,4 +160,4 @@ class Acting:
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         for place in before.membership.members if before.membership is not None else ():
             if place.node in fenced:
-                self._lost_at[place.index] = node_of(observed, place).heard_at
+                self._starting.note_loss(place.index, node_of(observed, place).heard_at)

@@ -97,7 +97,7 @@ class Fleet:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self.adjust()
-            await self._free_orphans()
+            await self.free_orphans()
 
     def adjust(self) -> None:
         """Bring heartbeats and gauges up to date."""
@@ -116,7 +116,7 @@ class Fleet:
         connected = sum(view.connected for view in world.server.nodes().values())
         world.metrics.set("daemons_connected", connected)
 
-    async def _free_orphans(self) -> None:
+    async def free_orphans(self) -> None:
         """Free memory of jobs that were deleted while nobody was there to see it. The API server
         is asked about each, because freeing it for a job that exists would lose its training."""
         assert self._world is not None

@@ -34,7 +34,7 @@ SOON_S = 0.01
 """What comes together is looked at together."""
 DUTY = 4.0
 """A loop rests this many times as long as its last look kept the process busy, whatever wakes
-it."""
+it. Waiting for the API server is rest."""
 REFUSED_S = 30.0
 """How often a job is tried again whose pods the cluster refuses; nothing else changes its mind."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 30.0
@@ -55,7 +55,7 @@ class JobLoop:
         self._world, self._resource = world, resource
         self._wake = asyncio.Event()
         self._woken_at = world.clock()
-        self._busy_s = 0.0
+        self._rested_at = world.clock()
         self._generation = -1
         self._job: MoETrainingJob | None = None
         self.wants: Wants | None = None
@@ -121,10 +121,16 @@ class JobLoop:
 
     async def run(self) -> None:
         """Until the job is gone, or cancelled."""
+        try:
+            await self._go_on()
+        finally:
+            self._acting.close()
+            await self._writer.close()
+
+    async def _go_on(self) -> None:
         backoff_s = BACKOFF_S_MIN
         while True:
             self._wake.clear()
-            self._busy_s = 0.0
             try:
                 pause = await self._turn()
                 backoff_s = BACKOFF_S_MIN
@@ -138,7 +144,7 @@ class JobLoop:
             if pause is None:
                 return
             self.looked_at = self._world.clock()
-            rest_s = min(BACKOFF_S_MAX, max(SOON_S, DUTY * self._busy_s))
+            rest_s = min(BACKOFF_S_MAX, max(SOON_S, self._rested_at - self.looked_at))
             await asyncio.sleep(rest_s)
             await self._wait(pause - rest_s)
 
@@ -153,6 +159,7 @@ class JobLoop:
         """One turn; how long to rest after it, None when the job is gone."""
         metadata = self._resource["metadata"]
         if metadata.get("deletionTimestamp"):
+            self._acting.close()
             return await self._farewell.turn(self._resource, self._pods())
         await self._farewell.keep(self._resource)
         if metadata.get("generation") != self._generation or self._refusal is not None:
@@ -199,6 +206,7 @@ class JobLoop:
 
     async def _look(self, job: MoETrainingJob, wants: Wants) -> float:
         world, now = self._world, self._world.clock()
+        began_s = world.worked_s()
         before = self._state
         if world.attention.listened_since(before.looked_at):
             # Pauses between looks are this loop's own; heartbeats were heard all the time.
@@ -212,7 +220,7 @@ class JobLoop:
             world.recorder.tell(self._resource, event)
         self._story.follow(job, before, observed, decision, world.clocks.at_wall(now))
         status = self._status_of(job, observed, decision, pods, now)
-        self._busy_s = world.clock() - now
+        self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
         # Before anything is done: an operator that starts again must know of it.
         remembered = await self._writer.write(status)
         failed = await self._acting.carry_out(job, before, decision, pods, observed, remembered)

@@ -7,7 +7,10 @@ node's own object and the pods of trainers tell; the scheduler has the last word
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from msgspec.structs import replace
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.kube.amounts import Amounts, amount, amounts, lacking
@@ -54,12 +57,12 @@ class KubeNode:
     taints: tuple[Taint, ...] = ()
     allocatable: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def leaving(self) -> str:
         """Why the node will be taken away soon; empty when nobody says so."""
         return next((f"taint {t.key}" for t in self.taints if t.key in LEAVING), "")
 
-    @property
+    @cached_property
     def out_of_service(self) -> bool:
         return any(taint.key == OUT_OF_SERVICE for taint in self.taints)
 

@@ -40,6 +40,8 @@ class Operating:
     """One replica. `run` it.
 
     Args:
+        lease_api: connections that nothing else uses: a renewal that waits behind the requests of
+            hundreds of jobs that start comes too late.
         catch_signals: lets signals call `stop`; called again whenever a library took them.
     """
 
@@ -47,6 +49,7 @@ class Operating:
         self,
         options: Options,
         api: Api,
+        lease_api: Api,
         metrics: Metrics,
         catch_signals: Callable[[Operating], None],
     ) -> None:
@@ -55,7 +58,7 @@ class Operating:
         clock = time.monotonic
         self._fleet = Fleet()
         self._leader = Leader(
-            api,
+            lease_api,
             namespace=options.namespace,
             name=options.lease,
             identity=options.identity,
@@ -180,6 +183,7 @@ class Operating:
             recorder=self._recorder,
             metrics=self._metrics,
             clock=clock,
+            worked_s=time.thread_time,
             clocks=ClockPair(now=clock(), wall=time.time()),
             status_s=self._fleet.status_s,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.conditions import phase as phase_of
-from holdfast_operator.views import ControlState, Decision
+from holdfast_operator.views import ControlState, Decision, StartAgent
 
 CALM_S = 5.0
 """Of a job that is well: hangs and the steps in its status."""
@@ -39,8 +39,8 @@ def pause_s(
     state, phase = decision.state, phase_of(decision.conditions)
     if failed:
         return FAILED_S
-    if decision.actions:
-        return NOW_S
+    if any(not isinstance(action, StartAgent) for action in decision.actions):
+        return NOW_S  # a pod that is created wakes the loop
     if state.outcome is not None:
         return _until(_end_of_keeping(job, state), ENDED_S, now)
     if phase == "Suspended":

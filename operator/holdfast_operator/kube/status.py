@@ -15,7 +15,7 @@ from holdfast_operator.counters import counters, to_document
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import JOB_LABEL
 from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
-from holdfast_operator.lookups import agent_at, ranks_in, view_of
+from holdfast_operator.lookups import agent_at
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import (
     AT_WORK,
@@ -172,13 +172,9 @@ def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, in
     """(ranks at work, nodes whose ranks are all at work)."""
     if membership is None:
         return 0, 0
-    ranks = sum(rank.state in AT_WORK for rank in ranks_in(observed, membership))
-    nodes = 0
-    for place in membership.members:
-        view = view_of(observed, place, membership.epoch)
-        if view is not None and len(view.ranks) == membership.nproc_per_node:
-            nodes += all(rank.state in AT_WORK for rank in view.ranks)
-    return ranks, nodes
+    views = [view for view in observed.views(membership) if view is not None]
+    at_work = [sum(rank.state in AT_WORK for rank in view.ranks) for view in views]
+    return sum(at_work), at_work.count(membership.nproc_per_node)
 
 
 def _members(

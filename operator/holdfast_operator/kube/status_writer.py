@@ -1,7 +1,12 @@
-"""Writes one job's status: checked against other writers, throttled, never twice the same."""
+"""Writes one job's status: checked against other writers, throttled, never twice the same.
+
+That of a large job takes the API server long. What must be there before anything is done is waited
+for; what only people look at is written beside the control loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -49,6 +54,7 @@ class StatusWriter:
         self.written: Object = resource.get("status") or {}
         """What the API server has, as far as is known."""
         self._written_at = float("-inf")
+        self._beside: asyncio.Task[bool] | None = None
         self.see(resource)
 
     def see(self, resource: Object) -> None:
@@ -63,9 +69,21 @@ class StatusWriter:
         """Write `status` if it is due; whether what matters of it is on the server now."""
         if status == self.written:
             return True
-        urgent = essence(status) != essence(self.written)
-        if not urgent and self._clock() - self._written_at < self._interval_s():
-            return True
+        if essence(status) != essence(self.written):
+            await self.close()
+            return await self._write(status)
+        at_rest = self._beside is None or self._beside.done()
+        if at_rest and self._clock() - self._written_at >= self._interval_s():
+            self._beside = asyncio.get_running_loop().create_task(self._write(status))
+        return True
+
+    async def close(self) -> None:
+        """Give up what is being written beside the control loop."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.wait([self._beside])
+
+    async def _write(self, status: Object) -> bool:
         self._written_at = self._clock()
         for _ in range(TRIES):
             try:

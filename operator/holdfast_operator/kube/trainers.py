@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 GRACE_S = 8
 """Between SIGTERM and SIGKILL of a pod; longer than the launcher gives its workers."""
 AT_ONCE_MAX = 16
-"""Requests about pods that are on their way together."""
+"""Objects of all jobs that are created together, and also how many pods are deleted together: what
+must be stopped does not wait for thousands that start."""
 
 EXISTS = "AlreadyExists"
 
@@ -83,7 +84,8 @@ class Trainers:
 
     def __init__(self, api: TrainersApi, cache: Cache[TrainerPod | None], metrics: Metrics) -> None:
         self._api, self._cache, self._metrics = api, cache, metrics
-        self._slots = asyncio.Semaphore(AT_ONCE_MAX)
+        self._starts = asyncio.Semaphore(AT_ONCE_MAX)
+        self._stops = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def prepare(self, job: MoETrainingJob) -> None:
         """Make what the job's pods share, where it is missing.
@@ -94,11 +96,12 @@ class Trainers:
         for resource, body in job_objects(job):
             if _has_account(job) and resource in (SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS):
                 continue
-            try:
-                await self._api.create(resource, job.metadata.namespace, body)
-            except ApiError as error:
-                if error.reason != EXISTS:
-                    raise
+            async with self._starts:
+                try:
+                    await self._api.create(resource, job.metadata.namespace, body)
+                except ApiError as error:
+                    if error.reason != EXISTS:
+                        raise
 
     async def try_out(self, job: MoETrainingJob) -> None:
         """Ask the API server whether it would take the job's pods, without making one.
@@ -110,7 +113,8 @@ class Trainers:
         if not _has_account(job):
             # Admission looks for ours, which is made with the first pods.
             body["spec"]["serviceAccountName"] = "default"
-        await self._api.create(PODS, job.metadata.namespace, body, dryRun="All")
+        async with self._starts:
+            await self._api.create(PODS, job.metadata.namespace, body, dryRun="All")
 
     async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None:
         """Create the member's pod. One of its name that is there already is taken for it.
@@ -119,7 +123,7 @@ class Trainers:
             ApiError: when the API server refuses it.
         """
         body = pod_manifest(job, member, node, attempt)
-        async with self._slots:
+        async with self._starts:
             try:
                 self._cache.written(await self._api.create(PODS, job.metadata.namespace, body))
                 self._metrics.add("pods_created")
@@ -140,7 +144,7 @@ class Trainers:
     async def _stop(self, pod: TrainerPod, force: bool) -> None:
         # An ended pod has nothing to be graceful to.
         force = force or pod.state is AgentState.EXITED
-        async with self._slots:
+        async with self._stops:
             try:
                 answer = await self._api.delete(
                     PODS, pod.namespace, pod.name, uid=pod.uid, grace_s=0 if force else GRACE_S

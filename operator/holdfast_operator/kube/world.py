@@ -29,6 +29,8 @@ class World:
     metrics: Metrics
     clock: Callable[[], float]
     """Monotonic seconds."""
+    worked_s: Callable[[], float]
+    """Processor time that this thread has used: on a busy machine much less than what passes."""
     clocks: ClockPair
     status_s: Callable[[], float]
     """How long news of a job's status that can wait is kept back: the more jobs, the longer."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.jobs import MoETrainingJob

@@ -20,7 +20,7 @@ from holdfast_operator.local.status import (
     Status,
     TimedEvent,
 )
-from holdfast_operator.lookups import agent_at, node_of, view_of
+from holdfast_operator.lookups import agent_at, node_of
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import Decision, JobView, NodeView, Observed, RankView
 
@@ -39,7 +39,7 @@ def status_of(
 ) -> Status:
     """The status after one look; `time` is seconds since the Unix epoch."""
     state, membership = decision.state, decision.state.membership
-    views = [] if membership is None else _views(observed, membership)
+    views = () if membership is None else observed.views(membership)
     lines = [view.line for view in views if view is not None and view.line is not None]
     complete = newest_complete(observed, membership) if membership is not None else None
     return Status(
@@ -67,13 +67,9 @@ def status_of(
     )
 
 
-def _views(observed: Observed, membership: Membership) -> list[JobView | None]:
-    return [view_of(observed, place, membership.epoch) for place in membership.members]
-
-
 def _members(observed: Observed, membership: Membership) -> tuple[MemberStatus, ...]:
     members = []
-    for place, found in zip(membership.members, _views(observed, membership), strict=True):
+    for place, found in zip(membership.members, observed.views(membership), strict=True):
         view = found if found is not None and node_of(observed, place).connected else JobView()
         agent = agent_at(observed, place)
         members.append(

@@ -59,6 +59,23 @@ class FakeApi:
             return self.put(resource, {**found, subresource: body[subresource]})
         return self.put(resource, {**body, "metadata": {**found["metadata"], **body["metadata"]}})
 
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: Object,
+        subresource: str = "",
+    ) -> Object:
+        """Of the metadata. An object that is being deleted goes with its last finalizer."""
+        self._note("patch", resource, name)
+        found = self._find(resource, namespace, name)
+        metadata = {**found["metadata"], **body["metadata"]}
+        if "deletionTimestamp" in metadata and not metadata["finalizers"]:
+            del self.objects[(resource.plural, namespace, name)]
+            return {"kind": "Status"}
+        return self.put(resource, {**found, "metadata": metadata})
+
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
     ) -> Object:

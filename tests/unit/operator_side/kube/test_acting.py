@@ -9,55 +9,60 @@ from typing import cast
 from samples import make_job
 
 from holdfast_core.jobs import MoETrainingJob
-from holdfast_operator.kube import acting
 from holdfast_operator.kube.acting import Acting
+from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.metrics import Metrics
 from holdfast_operator.kube.world import World
-from holdfast_operator.views import ControlState, Decision, Observed, StartAgent
+from holdfast_operator.views import ControlState, Decision, Event, Observed, StartAgent
+
+REFUSAL = ApiError("no room in the quota", status=403)
 
 
-class SlowTrainers:
-    """Pods are created on a clock of ours, one in `takes_s`."""
+class StuckTrainers:
+    """No pod is ever created; `refuses` says whether at least that is said."""
 
-    def __init__(self, takes_s: float) -> None:
-        self.now, self._takes_s = 0.0, takes_s
-        self.started: list[int] = []
+    def __init__(self, *, refuses: bool = False) -> None:
+        self._refuses = refuses
 
     async def prepare(self, job: MoETrainingJob) -> None: ...
 
     async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None:
-        self.now += self._takes_s
-        self.started.append(member)
+        if self._refuses:
+            raise REFUSAL
+        await asyncio.Event().wait()
 
 
-def carry_out(trainers: SlowTrainers, members: int) -> None:
+def carry_out_twice(trainers: StuckTrainers) -> tuple[list[Event], list[Event]]:
+    """What two turns could not do."""
     world = SimpleNamespace(
-        clock=lambda: trainers.now,
+        clock=lambda: 0.0,
         trainers=trainers,
         pods=SimpleNamespace(of=lambda key: []),
         metrics=Metrics(),
     )
-    actions = tuple(StartAgent(member=m, node=f"n{m}") for m in range(members))
+    actions = tuple(StartAgent(member=m, node=f"n{m}") for m in range(2000))
     decision = Decision(actions=actions, state=ControlState(), conditions=(), events=())
-    hands, seen = Acting(cast(World, world), {}), Observed(nodes={}, agents=())
-    work = hands.carry_out(make_job(), ControlState(), decision, [], seen, True)
-    assert asyncio.run(work) == []
+    seen = Observed(nodes={}, agents=())
+
+    async def scenario() -> tuple[list[Event], list[Event]]:
+        hands = Acting(cast(World, world), {})
+        turns = []
+        for _ in range(2):
+            work = hands.carry_out(make_job(), ControlState(), decision, [], seen, True)
+            turns.append(await asyncio.wait_for(work, 30.0))
+            for _ in range(10):
+                await asyncio.sleep(0)
+        hands.close()
+        return turns[0], turns[1]
+
+    return asyncio.run(scenario())
 
 
-def test_thousands_of_pods_are_not_all_started_in_one_turn() -> None:
-    trainers = SlowTrainers(takes_s=0.005)
-    carry_out(trainers, 2000)
-    assert trainers.started == list(range(len(trainers.started)))
-    assert acting.STARTING_S <= trainers.now < 2 * acting.STARTING_S
+def test_a_turn_does_not_wait_for_pods_that_are_being_created() -> None:
+    assert carry_out_twice(StuckTrainers()) == ([], [])
 
 
-def test_all_are_started_when_it_is_quick() -> None:
-    trainers = SlowTrainers(takes_s=0.0)
-    carry_out(trainers, 1000)
-    assert trainers.started == list(range(1000))
-
-
-def test_some_are_started_however_slow_it_is() -> None:
-    trainers = SlowTrainers(takes_s=10.0)
-    carry_out(trainers, 200)
-    assert len(trainers.started) == acting.STARTS_AT_ONCE
+def test_a_following_turn_tells_once_why_pods_were_not_created() -> None:
+    for told in carry_out_twice(StuckTrainers(refuses=True)):
+        assert [(event.reason, event.warning) for event in told] == [("ActionFailed", True)]
+        assert "no room in the quota; trying again" in told[0].message

@@ -10,7 +10,7 @@ from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.control_server import ControlServer
 from holdfast_operator.kube.attention import Attention
 from holdfast_operator.kube.pacing import CALM_S, ENDED_S, FAILED_S, NOW_S, WAITING_S, pause_s
-from holdfast_operator.views import Decision, Outcome
+from holdfast_operator.views import Decision, Outcome, StartAgent
 
 
 def pause(world: World, job: MoETrainingJob | None = None, **changes: object) -> float:
@@ -34,6 +34,13 @@ def test_what_was_done_is_looked_at_at_once() -> None:
     assert world.decision.actions
     assert pause(world) == NOW_S
     assert pause(world, failed=True) == FAILED_S
+
+
+def test_pods_that_are_being_created_wake_the_loop_when_they_are_there() -> None:
+    world = at_work()
+    start = StartAgent(member=0, node="n0")
+    world.decision = replace(world.decision, actions=(start,))
+    assert pause(world) == CALM_S
 
 
 def test_a_job_without_nodes_waits_for_one_to_come() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
 from fake_api import FakeApi
 from samples import make_job
@@ -37,23 +36,36 @@ class World:
         return Acting(self, {})  # type: ignore[arg-type]
 
 
-def carry_out(acting: Acting, *actions: Any) -> list[Event]:
-    state = ControlState()
-    decision = Decision(state=state, actions=actions)
-    work = acting.carry_out(make_job(), state, decision, [], Observed(nodes={}), True)
-    return asyncio.run(work)
+def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
+    """What each of the turns could not do; what each began has ended before the next."""
+
+    async def scenario() -> list[list[Event]]:
+        told = []
+        for actions in turns:
+            state = ControlState()
+            decision = Decision(state=state, actions=tuple(actions))
+            told.append(
+                await acting.carry_out(make_job(), state, decision, [], Observed(nodes={}), True)
+            )
+            while len(tasks := asyncio.all_tasks()) > 1:
+                await asyncio.gather(*(tasks - {asyncio.current_task()}))
+        return told
+
+    return asyncio.run(scenario())
 
 
-def test_what_pods_share_is_made_though_the_first_try_failed_and_the_pods_are_there() -> None:
+def test_what_pods_share_is_made_before_them_though_the_first_try_failed() -> None:
     world = World()
     acting = world.acting()
     world.api.refuse = ApiError("not now", status=500)
-    (told,) = carry_out(acting, StartAgent(member=0, node="n0"))
-    assert (told.reason, told.message) == ("ActionFailed", "not now; trying again")
-    assert ("roles", "team", "moe-trainer") not in world.api.objects
-    assert ("pods", "team", "moe-0-1") in world.api.objects
-    assert carry_out(acting) == []
-    assert ("roles", "team", "moe-trainer") in world.api.objects
-    count = len(world.api.requests)
-    carry_out(acting)
-    assert len(world.api.requests) == count
+    start = [StartAgent(member=0, node="n0")]
+    told = [event for turn in carry_out(acting, start, []) for event in turn]
+    assert [(each.reason, each.message) for each in told] == [
+        ("ActionFailed", "not now; trying again")
+    ]
+    assert not world.api.objects
+    assert carry_out(acting, start) == [[]]
+    made = [kind for verb, kind, _ in world.api.requests[1:] if verb == "create"]
+    assert made == ["services", "serviceaccounts", "roles", "rolebindings", "pods"]
+    carry_out(acting, [StartAgent(member=1, node="n1")])
+    assert [kind for _, kind, _ in world.api.requests[6:]] == ["pods"]

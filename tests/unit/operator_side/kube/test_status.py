@@ -13,7 +13,7 @@ from virtual_world import make_job as virtual_job
 
 from holdfast_operator.counters import from_document, remembered
 from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.resources import JOBS
+from holdfast_operator.kube.resources import JOBS, Resource
 from holdfast_operator.kube.status import (
     conditions_of,
     essence,
@@ -156,8 +156,8 @@ def test_recoveries_survive_in_the_status() -> None:
 class Writing:
     """A writer before a fake API server, on a clock of its own."""
 
-    def __init__(self) -> None:
-        self.api, self.now = FakeApi(), 0.0
+    def __init__(self, api: FakeApi | None = None) -> None:
+        self.api, self.now = api or FakeApi(), 0.0
         self.counts: list[str] = []
         self.resource = self.api.put(JOBS, job_resource())
         self.writer = StatusWriter(
@@ -169,7 +169,12 @@ class Writing:
         )
 
     def write(self, **status: object) -> bool:
-        return asyncio.run(self.writer.write(status))
+        async def all_of_it() -> bool:
+            known = await self.writer.write(status)
+            await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+            return known
+
+        return asyncio.run(all_of_it())
 
     @property
     def stored(self) -> Object:
@@ -196,6 +201,43 @@ def test_news_that_can_wait_are_kept_back() -> None:
     writing.now = 4.0
     writing.write(phase="Recovering", step=3)
     assert writing.stored["status"]["step"] == 3
+
+
+class SlowApi(FakeApi):
+    """Answers no write of a status before it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def replace(
+        self, resource: Resource, namespace: str, body: Object, subresource: str = ""
+    ) -> Object:
+        self.requests.append(("began", resource.plural, body["status"]["phase"]))
+        await self.gate.wait()
+        return await super().replace(resource, namespace, body, subresource)
+
+
+def test_what_can_wait_holds_nobody_up_and_what_cannot_goes_first() -> None:
+    async def scenario() -> None:
+        writing = Writing(SlowApi())
+        api = writing.api
+        assert isinstance(api, SlowApi)
+        writing.writer.written = {"phase": "Running", "step": 1}
+        assert await writing.writer.write({"phase": "Running", "step": 2})
+        writing.now = 100.0
+        assert await writing.writer.write({"phase": "Running", "step": 3})
+        await asyncio.sleep(0)
+        assert api.requests == [("began", "moetrainingjobs", "Running")]
+        urgent = asyncio.ensure_future(writing.writer.write({"phase": "Recovering", "step": 3}))
+        while len(api.requests) < 2:
+            await asyncio.sleep(0)
+        api.gate.set()
+        assert await urgent
+        assert writing.stored["status"] == {"phase": "Recovering", "step": 3}
+        assert writing.counts == ["written"]
+
+    asyncio.run(scenario())
 
 
 def test_a_change_by_somebody_else_is_read_and_not_overwritten() -> None:

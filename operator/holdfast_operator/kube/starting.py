@@ -1,0 +1,94 @@
+"""Creates the pods of one job's members, a few at a time, while its control loop goes on looking:
+thousands take long, and a failure must not wait for them.
+
+Level-triggered: each look says which members lack a pod, and what an earlier look wanted and nobody
+has begun is forgotten. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.world import World
+from holdfast_operator.views import StartAgent
+
+AT_ONCE = 16
+"""Of one job, however many there are to create."""
+
+
+class Starting:
+    """Of one job.
+
+    Args:
+        attempts: member → the highest attempt that was ever started.
+    """
+
+    def __init__(self, world: World, attempts: dict[int, int]) -> None:
+        self._world, self._attempts = world, attempts
+        self._wanted: dict[int, StartAgent] = {}
+        """By member; not begun."""
+        self._under_way: set[StartAgent] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._preparing = asyncio.Lock()
+        self._prepared_for = ""
+        self._lost_at: dict[int, float] = {}
+        """Member → last heartbeat of the node that it was lost with, until its pod is made."""
+        self._failed: list[ApiError] = []
+
+    def want(self, job: MoETrainingJob, starts: Iterable[StartAgent]) -> None:
+        """From now on create these pods and no others; those on their way go on."""
+        self._wanted = {each.member: each for each in starts if each not in self._under_way}
+        if self._wanted:
+            for pod in self._world.pods.of(job.key):
+                self._attempts[pod.member] = max(pod.attempt, self._attempts.get(pod.member, 0))
+        for _ in range(min(len(self._wanted), AT_ONCE - len(self._tasks))):
+            task = asyncio.get_running_loop().create_task(self._work(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def note_loss(self, member: int, heard_at: float) -> None:
+        """The member was lost with a node whose last heartbeat was then, in monotonic seconds."""
+        self._lost_at[member] = heard_at
+
+    def failures(self) -> list[ApiError]:
+        """What was refused since this was asked last. The next look wants it again."""
+        found, self._failed = self._failed, []
+        return found
+
+    def close(self) -> None:
+        """Begin nothing more, and give up what is on its way."""
+        self._wanted = {}
+        for task in self._tasks:
+            task.cancel()
+
+    async def _work(self, job: MoETrainingJob) -> None:
+        try:
+            while await self._prepare(job):
+                start = self._wanted.pop(next(iter(self._wanted)))
+                self._under_way.add(start)
+                try:
+                    await self._start(job, start)
+                finally:
+                    self._under_way.discard(start)
+        except ApiError as error:
+            self._wanted = {}  # what speaks against one speaks against most
+            self._failed.append(error)
+
+    async def _prepare(self, job: MoETrainingJob) -> bool:
+        """Make what pods share, once; whether there are any to create."""
+        async with self._preparing:
+            if self._wanted and self._prepared_for != job.metadata.uid:
+                await self._world.trainers.prepare(job)
+                self._prepared_for = job.metadata.uid
+        return bool(self._wanted)
+
+    async def _start(self, job: MoETrainingJob, start: StartAgent) -> None:
+        member = start.member
+        attempt = self._attempts[member] = self._attempts.get(member, 0) + 1
+        await self._world.trainers.start(job, member, start.node, attempt)
+        lost_at = self._lost_at.pop(member, None)
+        if lost_at is not None:
+            self._world.metrics.observe("replacement_seconds", self._world.clock() - lost_at)

@@ -1,0 +1,162 @@
+"""Which jobs have a control loop, what wakes them, and what is kept in order for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from samples import job_resource
+from small_cluster import SmallCluster, on_a_cluster
+
+from holdfast_core.values import MemberPlace, Membership
+from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN, ORPHAN_S
+from holdfast_operator.kube.resources import JOBS, PODS
+
+
+def job(name: str, heartbeat_s: float = 60.0, **spec: object) -> Object:
+    """A job of one member, with a uid of its own."""
+    detection = {"heartbeatSeconds": heartbeat_s, "missedHeartbeats": 5}
+    given: dict[str, Any] = {
+        "nodes": 1,
+        "nprocPerNode": 1,
+        "parallelism": {"dp": 1},
+        "redundancy": {"type": "None"},
+        "failurePolicy": {"detection": detection},
+        **spec,
+    }
+    found = job_resource(**given)
+    found["metadata"] |= {"name": name, "uid": f"uid of {name}"}
+    return found
+
+
+def gauge(cluster: SmallCluster, name: str, **labels: str) -> float | None:
+    return cluster.metrics.registry.get_sample_value(f"holdfast_operator_{name}", labels)
+
+
+def holding(name: str, node: str) -> Membership:
+    """What the node's daemon kept of a job of one member."""
+    place = MemberPlace(
+        index=0, node=node, memory_id=f"memory of {node}", peer_address="a:1", bulk_address="a:2"
+    )
+    return Membership(job=name, epoch=1, members=(place,), nproc_per_node=1, groups=((0,),))
+
+
+def test_each_job_has_its_own_loop_and_pods() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        jobs = [job("a"), job("b")]
+        for each in jobs:
+            cluster.apply(each)
+        for each in jobs:
+            await cluster.runs(each)
+        assert cluster.api.made(PODS) == ["a-0-1", "b-0-1"]
+        cluster.fleet.adjust()
+        assert gauge(cluster, "jobs", phase="Running") == 2
+        assert (gauge(cluster, "ranks_desired"), gauge(cluster, "ranks_ready")) == (2, 2)
+        assert gauge(cluster, "daemons_connected") == 3
+
+    on_a_cluster(test)
+
+
+def test_a_job_that_another_controller_manages_is_left_alone() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(job("theirs", managedBy="example.com/other"))
+        cluster.apply(job("ours"))
+        await cluster.runs(job("ours"))
+        assert cluster.api.made(PODS) == ["ours-0-1"]
+        assert "status" not in cluster.job(job("theirs"))
+
+    on_a_cluster(test)
+
+
+def test_a_job_that_takes_the_name_of_another_gets_a_loop_of_its_own() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.runs_pods = False
+        cluster.apply(job("a"))
+        await cluster.until(lambda: cluster.api.made(PODS) == ["a-0-1"])
+        cluster.runs_pods = True
+        reborn = job("a")
+        reborn["metadata"]["uid"] = "another"
+        cluster.apply(reborn)
+        await cluster.runs(reborn)
+        assert cluster.api.made(PODS) == ["a-0-1", "a-0-2"]
+
+    on_a_cluster(test)
+
+
+@pytest.mark.parametrize(
+    ("wanted_s", "told_s"),
+    [
+        ((), HEARTBEAT_S_MAX),
+        ((0.5, 0.7), 0.5),
+        ((30.0,), HEARTBEAT_S_MAX),
+        ((0.1,), HEARTBEAT_S_MIN),
+    ],
+)
+def test_daemons_are_told_the_pace_that_the_most_demanding_job_wants(
+    wanted_s: tuple[float, ...], told_s: float
+) -> None:
+    async def test(cluster: SmallCluster) -> None:
+        for number, heartbeat_s in enumerate(wanted_s):
+            each = job(f"job-{number}", heartbeat_s)
+            cluster.apply(each)
+            await cluster.until(lambda: cluster.phase(each))  # noqa: B023 - awaited in its turn
+        cluster.fleet.adjust()
+        assert cluster.server.heartbeat_s == told_s
+
+    on_a_cluster(test)
+
+
+def test_news_of_no_job_in_particular_wakes_those_that_wait() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        both = job("two", nodes=2, parallelism={"dp": 2}, redundancy={"type": "RAIM5"})
+        cluster.apply(both)
+        await cluster.until(lambda: cluster.phase(both) == "Waiting")
+        assert cluster.api.made(PODS) == []
+        cluster.add_node("n1")
+        await cluster.runs(both)
+
+    on_a_cluster(test, nodes=1)
+
+
+def test_memory_of_a_job_that_is_gone_is_freed_and_that_of_one_that_exists_is_not() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        theirs = job("there", managedBy="example.com/other")
+        cluster.api.put(JOBS, theirs)
+        for name, node in (("team.gone", "n0"), ("team.there", "n1")):
+            cluster.daemons[node].memberships[name] = holding(name, node)
+            cluster.daemons[node].beat()
+        await cluster.heard(lambda: len(cluster.server.held_jobs()) == 2)
+        await cluster.fleet.free_orphans()
+        assert not cluster.api.requests  # its job may be about to be seen
+        cluster.passed_s = ORPHAN_S
+        await cluster.fleet.free_orphans()
+        await cluster.heard(lambda: cluster.server.held_jobs() == {"team.there"})
+
+    on_a_cluster(test)
+
+
+def test_what_a_job_takes_of_its_nodes_is_known_while_it_takes_it() -> None:
+    asks = {
+        "containers": [{"name": "t", "command": ["x"], "resources": {"requests": {"cpu": "3"}}}]
+    }
+
+    async def test(cluster: SmallCluster) -> None:
+        busy = job_with(asks, "busy")
+        cluster.apply(busy)
+        await cluster.runs(busy)
+        assert dict(cluster.fleet.requests_of("team.busy"))["cpu"] == 3.0
+        assert cluster.fleet.requests_of("team.other") == ()
+        idle = job_with(asks, "idle", suspend=True)
+        cluster.apply(idle)
+        await cluster.until(lambda: cluster.phase(idle) == "Suspended")
+        assert cluster.fleet.requests_of("team.idle") == ()
+
+    on_a_cluster(test)
+
+
+def job_with(template: Object, name: str, **spec: object) -> Object:
+    """A job with another pod."""
+    found = job(name, **spec)  # type: ignore[arg-type]
+    found["spec"]["trainer"]["template"]["spec"] |= template
+    return found

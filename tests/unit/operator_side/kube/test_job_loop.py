@@ -1,0 +1,163 @@
+"""The control loop of one job, with everything around it but a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from samples import job_resource
+from small_cluster import SmallCluster, on_a_cluster
+
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.resources import EVENTS, JOBS, PODS
+
+KEY = "team.moe"
+CALM = {"detection": {"heartbeatSeconds": 60, "missedHeartbeats": 5}}
+
+
+def two_members(**spec: object) -> Object:
+    """A job of two nodes of a rank each, whose daemons need not be heard often."""
+    given: dict[str, Any] = {
+        "nprocPerNode": 1,
+        "parallelism": {"dp": 2},
+        "failurePolicy": CALM,
+        **spec,
+    }
+    return job_resource(**given)
+
+
+JOB = two_members()
+
+
+def reasons(cluster: SmallCluster) -> set[str]:
+    """Of the events that were posted."""
+    posted = [body for (kind, _, _), body in cluster.api.objects.items() if kind == EVENTS.plural]
+    return {body["reason"] for body in posted}
+
+
+def wrote_status(cluster: SmallCluster) -> int:
+    return sum(verb == "update status" for verb, _, _ in cluster.api.requests)
+
+
+def last_recovery(cluster: SmallCluster) -> Object:
+    found: Object = cluster.job(JOB)["status"]["lastRecoveries"][-1]
+    return found
+
+
+def test_a_job_gets_its_pods_and_runs() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        assert cluster.api.made(PODS) == ["moe-0-1", "moe-1-1"]
+        status = cluster.job(JOB)["status"]
+        assert (status["epoch"], status["ready"], status["readyText"]) == (1, 2, "2/2")
+        assert [m["pod"] for m in status["members"]] == ["moe-0-1", "moe-1-1"]
+        assert {d.memberships[KEY].epoch for d in cluster.daemons.values() if d.memberships} == {1}
+
+    on_a_cluster(test)
+
+
+def test_a_lost_rank_leads_to_one_new_epoch_and_the_same_pods() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        cluster.lose_rank(cluster.job(JOB)["status"]["members"][1]["node"], KEY)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        await cluster.runs(JOB)
+        assert cluster.job(JOB)["status"]["restarts"] == 1
+        assert last_recovery(cluster)["cause"].startswith("rank 1 lost")
+        assert cluster.api.made(PODS) == ["moe-0-1", "moe-1-1"]
+
+    on_a_cluster(test)
+
+
+def test_a_look_at_which_nothing_moved_writes_nothing() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        await cluster.look_again(KEY)  # what was under way has been written
+        count = wrote_status(cluster)
+        for _ in range(3):
+            await cluster.look_again(KEY)
+        assert wrote_status(cluster) == count
+
+    on_a_cluster(test)
+
+
+def test_a_document_that_is_not_understood_is_refused_until_it_is_mended() -> None:
+    wrong = two_members(parallelism={"dp": 7})
+    mended = {**JOB, "metadata": {**JOB["metadata"], "generation": 4}}
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(wrong)
+        await cluster.until(lambda: "InvalidSpec" in reasons(cluster))
+        assert "dp" in cluster.job(JOB)["status"]["problem"]
+        assert cluster.api.made(PODS) == []
+        cluster.apply(mended)
+        await cluster.runs(JOB)
+        assert "problem" not in cluster.job(JOB)["status"]
+
+    on_a_cluster(test)
+
+
+def test_pods_that_the_cluster_would_not_take_are_told_of_once_and_not_created() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        cluster.api.refuse_next("create", PODS, ApiError("privileged", status=403))
+        await cluster.until(lambda: "PodsRefused" in reasons(cluster))
+        assert cluster.api.made(PODS) == []
+
+    on_a_cluster(test)
+
+
+def test_a_request_that_fails_is_tried_again() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.refuse_next("patch", JOBS, ApiError("busy", status=500))
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+
+    on_a_cluster(test)
+
+
+def test_a_job_that_is_deleted_leaves_no_pods_and_no_memory() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        assert cluster.server.holders(KEY)
+        cluster.delete(JOB)
+        await cluster.until(lambda: not cluster.api.made(JOBS))
+        assert cluster.api.made(PODS) == []
+        assert not cluster.server.holders(KEY)
+
+    on_a_cluster(test)
+
+
+def test_a_loop_that_starts_again_goes_on_where_the_last_one_was() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        cluster.lose_rank(cluster.job(JOB)["status"]["members"][0]["node"], KEY)
+        await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
+        await cluster.runs(JOB)
+        cluster.fleet.take_in("DELETED", cluster.job(JOB))
+        cluster.fleet.take_in("ADDED", cluster.job(JOB))
+        await cluster.look_again(KEY)
+        status = cluster.job(JOB)["status"]
+        assert (status["phase"], status["epoch"], status["restarts"]) == ("Running", 2, 1)
+        assert cluster.api.made(PODS) == ["moe-0-1", "moe-1-1"]
+
+    on_a_cluster(test)
+
+
+def test_pods_of_an_earlier_job_of_that_name_are_not_taken_for_its_own() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.runs_pods = False
+        cluster.apply(JOB)
+        await cluster.until(lambda: len(cluster.api.made(PODS)) == 2)
+        cluster.fleet.take_in("DELETED", cluster.job(JOB))
+        cluster.runs_pods = True
+        reborn = {**JOB, "metadata": {**JOB["metadata"], "uid": "another"}}
+        cluster.apply(reborn)
+        await cluster.runs(JOB)
+        assert cluster.api.made(PODS) == ["moe-0-1", "moe-0-2", "moe-1-1", "moe-1-2"]
+
+    on_a_cluster(test)

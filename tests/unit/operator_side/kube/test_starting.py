@@ -1,0 +1,209 @@
+"""Pods are created a few at a time, and only those that the newest look wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import cast
+
+from samples import make_job
+
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.kube.api import ApiError
+from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.pods import TrainerPod
+from holdfast_operator.kube.starting import AT_ONCE, Starting
+from holdfast_operator.kube.world import World
+from holdfast_operator.views import AgentState, StartAgent
+
+JOB = make_job()
+
+
+class GatedTrainers:
+    """Each pod's creation ends when it is let."""
+
+    def __init__(self) -> None:
+        self.prepared, self.begun, self.made = 0, list[tuple[int, str, int]](), list[int]()
+        self.refusal: ApiError | None = None
+        self.unprepared: ApiError | None = None
+        self._gates: list[asyncio.Future[None]] = []
+
+    async def prepare(self, job: MoETrainingJob) -> None:
+        self.prepared += 1
+        await asyncio.sleep(0)
+        if self.unprepared is not None:
+            raise self.unprepared
+
+    async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None:
+        self.begun.append((member, node, attempt))
+        if self.refusal is not None:
+            raise self.refusal
+        gate = asyncio.get_running_loop().create_future()
+        self._gates.append(gate)
+        await gate
+        self.made.append(member)
+
+    async def let(self, count: int) -> None:
+        """So many creations end, and what follows at once has followed."""
+        for gate in self._gates[:count]:
+            gate.set_result(None)
+        del self._gates[:count]
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def starts(*members: int, node: str = "n") -> list[StartAgent]:
+    return [StartAgent(member=member, node=f"{node}{member}") for member in members]
+
+
+def run(
+    test: Callable[[Starting, GatedTrainers], Awaitable[None]],
+    pods: list[TrainerPod] | None = None,
+    attempts: dict[int, int] | None = None,
+) -> Metrics:
+    trainers, metrics = GatedTrainers(), Metrics()
+    world = SimpleNamespace(
+        clock=lambda: 7.0,
+        trainers=trainers,
+        pods=SimpleNamespace(of=lambda key: pods or []),
+        metrics=metrics,
+    )
+
+    async def scenario() -> None:
+        starting = Starting(cast(World, world), attempts or {})
+        await test(starting, trainers)
+        starting.close()
+        await settle()
+
+    asyncio.run(scenario())
+    return metrics
+
+
+def test_no_more_than_a_few_are_created_together_and_the_rest_follows() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        starting.want(JOB, starts(*range(100)))
+        await settle()
+        assert len(trainers.begun) == AT_ONCE
+        await trainers.let(3)
+        assert trainers.made == [0, 1, 2]
+        assert len(trainers.begun) == AT_ONCE + 3
+        while len(trainers.made) < 100:
+            await trainers.let(AT_ONCE)
+        assert [member for member, _, _ in trainers.begun] == list(range(100))
+        assert trainers.prepared == 1
+
+    run(test)
+
+
+def test_what_is_on_its_way_is_not_created_twice_when_the_next_look_wants_it_too() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        for _ in range(3):
+            starting.want(JOB, starts(0, 1))
+            await settle()
+        assert trainers.begun == [(0, "n0", 1), (1, "n1", 1)]
+
+    run(test)
+
+
+def test_what_the_newest_look_does_not_want_is_not_begun() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        starting.want(JOB, starts(*range(50)))
+        await settle()
+        starting.want(JOB, starts(40, node="other"))
+        await trainers.let(AT_ONCE)
+        members = [member for member, _, _ in trainers.begun]
+        assert members == [*range(AT_ONCE), 40]
+        assert trainers.begun[-1] == (40, "other40", 1)
+
+    run(test)
+
+
+def test_more_wanted_later_are_created_beside_a_slow_one() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        starting.want(JOB, starts(0))
+        await settle()
+        starting.want(JOB, starts(*range(10)))
+        await settle()
+        assert len(trainers.begun) == 10
+
+    run(test)
+
+
+def test_the_end_of_the_loop_ends_what_is_on_its_way() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        starting.want(JOB, starts(*range(50)))
+        await settle()
+        starting.close()
+        await settle()
+        await trainers.let(0)
+        assert len(trainers.begun) == AT_ONCE and not trainers.made
+
+    run(test)
+
+
+def test_a_refusal_is_told_once_and_holds_back_the_others_until_the_next_look() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        trainers.refusal = ApiError("quota", status=403)
+        starting.want(JOB, starts(*range(100)))
+        await settle()
+        assert len(trainers.begun) <= AT_ONCE
+        assert trainers.refusal in starting.failures()
+        assert starting.failures() == []
+        trainers.refusal = None
+        starting.want(JOB, starts(*range(100)))
+        await trainers.let(0)
+        await trainers.let(AT_ONCE)
+        assert trainers.made and starting.failures() == []
+
+    run(test)
+
+
+def test_what_pods_share_is_tried_once_for_all_of_them() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        trainers.unprepared = ApiError("no answer", status=0)
+        starting.want(JOB, starts(*range(100)))
+        await settle()
+        await settle()
+        assert (trainers.prepared, trainers.begun) == (1, [])
+        assert starting.failures() == [trainers.unprepared]
+
+    run(test)
+
+
+def test_an_attempt_is_newer_than_any_that_was_seen_or_remembered() -> None:
+    seen = TrainerPod(
+        namespace="team",
+        name="moe-0-5",
+        uid="u",
+        job="moe",
+        owner="another job of that name",
+        member=0,
+        attempt=5,
+        node="n0",
+        state=AgentState.STOPPING,
+    )
+
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        starting.want(JOB, starts(0, 1, 2))
+        await settle()
+        assert [attempt for _, _, attempt in trainers.begun] == [6, 4, 1]
+
+    run(test, [seen], {0: 2, 1: 3})
+
+
+def test_how_long_a_lost_member_was_without_a_pod_is_observed_once() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        starting.note_loss(0, heard_at=5.0)
+        for _ in range(2):
+            starting.want(JOB, starts(0))
+            await settle()
+            await trainers.let(1)
+
+    registry = run(test).registry
+    assert registry.get_sample_value("holdfast_operator_replacement_seconds_count") == 1
+    assert registry.get_sample_value("holdfast_operator_replacement_seconds_sum") == 2.0
