@@ -29,7 +29,7 @@ from benchmarks.raw_trainer import RawTrainer, layout_of
 from holdfast_core.budget import predict
 from holdfast_core.layouts import PIECE_BYTES
 from holdfast_core.raim5 import contributions, recovery
-from holdfast_daemon.parity import THREADS
+from holdfast_daemon.combining import THREADS
 
 JOB = "bench"
 NODES = 4
