@@ -57,6 +57,11 @@ class Acting:
         self._starting = Starting(world, attempts)
         self._stopping_since: dict[str, float] = {}
 
+    @property
+    def pending(self) -> tuple[StartAgent, ...]:
+        """The agents whose pods are not there yet."""
+        return self._starting.pending
+
     async def carry_out(
         self,
         job: MoETrainingJob,
@@ -88,6 +93,7 @@ class Acting:
                 case PublishMembership(membership=membership):
                     self._world.server.publish(membership)
                 case FenceNode(node=node):
+                    self._starting.take_back(s for s in self.pending if s.node == node)
                     there = [pod for pod in pods if pod.node == node]
                     stop = partial(self._world.trainers.stop, there, force=True)
                     await self._try(stop, failed)
@@ -102,6 +108,7 @@ class Acting:
                 case _:
                     pass  # told as an event and a condition
         if stops:
+            self._starting.take_back(StartAgent(member=m, node=n) for m, n in stops)
             there = [pod for pod in pods if (pod.member, pod.node) in stops]
             going = [pod for pod in there if pod.state is not AgentState.STOPPING]
             later.append(partial(self._world.trainers.stop, going))

@@ -241,7 +241,7 @@ class JobLoop:
         wanted = job.spec.nodes + job.spec.failure_policy.spares
         others = max(CANDIDATES_MIN, 2 * wanted)
         nodes = self._world.places.views(self.key, wants, near, others)
-        return Observed(nodes=nodes, agents=agents(pods))
+        return Observed(nodes=nodes, agents=agents(pods, self._acting.pending))
 
     def _status_of(
         self,

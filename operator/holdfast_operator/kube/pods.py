@@ -14,7 +14,7 @@ from holdfast_operator.kube.manifests import (
     MEMBER_LABEL,
     NODE_ANNOTATION,
 )
-from holdfast_operator.views import AgentState, AgentView
+from holdfast_operator.views import AgentState, AgentView, StartAgent
 
 KILLED_CODE = 128 + 9
 """Of a container whose end nobody saw, such as that of an evicted pod."""
@@ -77,17 +77,17 @@ def read_pod(raw: Object) -> TrainerPod | None:
     )
 
 
-def agents(pods: Iterable[TrainerPod]) -> tuple[AgentView, ...]:
+def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tuple[AgentView, ...]:
     """The members' agents: for each member and node the newest pod that is not on its way out, or
-    else the newest that is."""
+    else the newest that is; and those whose pods are still to be created."""
     newest: dict[tuple[int, str], TrainerPod] = {}
     for pod in pods:
         place = (pod.member, pod.node)
         other = newest.get(place)
         if other is None or _rank(pod) > _rank(other):
             newest[place] = pod
-    return tuple(
-        AgentView(
+    found = {
+        place: AgentView(
             member=pod.member,
             node=pod.node,
             state=pod.state,
@@ -95,8 +95,12 @@ def agents(pods: Iterable[TrainerPod]) -> tuple[AgentView, ...]:
             reason=pod.reason,
             disruption=pod.disruption,
         )
-        for _, pod in sorted(newest.items())
-    )
+        for place, pod in newest.items()
+    }
+    for start in pending:
+        starting = AgentView(member=start.member, node=start.node, state=AgentState.STARTING)
+        found[start.member, start.node] = starting
+    return tuple(agent for _, agent in sorted(found.items()))
 
 
 def _rank(pod: TrainerPod) -> tuple[bool, int]:

@@ -1,8 +1,8 @@
 """Creates the pods of one job's members, a few at a time, while its control loop goes on looking:
 thousands take long, and a failure must not wait for them.
 
-Level-triggered: each look says which members lack a pod, and what an earlier look wanted and nobody
-has begun is forgotten. Decides nothing.
+Decides nothing. What is wanted counts as an agent that is starting, as if its pod were there: so a
+look neither wants it again nor misses it, and takes it back like a pod that has not started.
 """
 
 from __future__ import annotations
@@ -38,10 +38,22 @@ class Starting:
         """Member → last heartbeat of the node that it was lost with, until its pod is made."""
         self._failed: list[ApiError] = []
 
+    @property
+    def pending(self) -> tuple[StartAgent, ...]:
+        """What is wanted and not there yet."""
+        return (*self._wanted.values(), *self._under_way)
+
+    def take_back(self, starts: Iterable[StartAgent]) -> None:
+        """Do not create these; those on their way go on, and have to be deleted."""
+        for each in starts:
+            if self._wanted.get(each.member) == each:
+                del self._wanted[each.member]
+
     def want(self, job: MoETrainingJob, starts: Iterable[StartAgent]) -> None:
-        """From now on create these pods and no others; those on their way go on."""
-        self._wanted = {each.member: each for each in starts if each not in self._under_way}
-        if self._wanted:
+        """Create these pods, too."""
+        new = {each.member: each for each in starts if each not in self._under_way}
+        self._wanted.update(new)
+        if new:
             for pod in self._world.pods.of(job.key):
                 self._attempts[pod.member] = max(pod.attempt, self._attempts.get(pod.member, 0))
         for _ in range(min(len(self._wanted), AT_ONCE - len(self._tasks))):

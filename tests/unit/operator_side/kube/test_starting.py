@@ -12,10 +12,10 @@ from samples import make_job
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.metrics import Metrics
-from holdfast_operator.kube.pods import TrainerPod
+from holdfast_operator.kube.pods import TrainerPod, agents
 from holdfast_operator.kube.starting import AT_ONCE, Starting
 from holdfast_operator.kube.world import World
-from holdfast_operator.views import AgentState, StartAgent
+from holdfast_operator.views import AgentState, AgentView, StartAgent
 
 JOB = make_job()
 
@@ -110,17 +110,40 @@ def test_what_is_on_its_way_is_not_created_twice_when_the_next_look_wants_it_too
     run(test)
 
 
-def test_what_the_newest_look_does_not_want_is_not_begun() -> None:
+def test_what_is_taken_back_or_wanted_elsewhere_is_not_begun() -> None:
     async def test(starting: Starting, trainers: GatedTrainers) -> None:
         starting.want(JOB, starts(*range(50)))
         await settle()
         starting.want(JOB, starts(40, node="other"))
+        starting.take_back(starts(*range(50)))  # those that were begun go on
         await trainers.let(AT_ONCE)
         members = [member for member, _, _ in trainers.begun]
         assert members == [*range(AT_ONCE), 40]
         assert trainers.begun[-1] == (40, "other40", 1)
 
     run(test)
+
+
+def test_what_is_wanted_is_pending_until_its_pod_is_there() -> None:
+    async def test(starting: Starting, trainers: GatedTrainers) -> None:
+        starting.want(JOB, starts(*range(AT_ONCE + 2)))
+        assert set(starting.pending) == set(starts(*range(AT_ONCE + 2)))
+        await settle()
+        assert set(starting.pending) == set(starts(*range(AT_ONCE + 2)))
+        await trainers.let(5)
+        assert set(starting.pending) == set(starts(*range(5, AT_ONCE + 2)))
+        while starting.pending:
+            await trainers.let(AT_ONCE)
+        assert len(trainers.made) == AT_ONCE + 2
+
+    run(test)
+
+
+def test_an_agent_whose_pod_is_still_to_be_created_is_starting() -> None:
+    assert agents([], starts(1, 0)) == (
+        AgentView(member=0, node="n0", state=AgentState.STARTING),
+        AgentView(member=1, node="n1", state=AgentState.STARTING),
+    )
 
 
 def test_more_wanted_later_are_created_beside_a_slow_one() -> None:
