@@ -21,7 +21,7 @@ from benchmarks.measure import Figure, Outcome, decode
 from benchmarks.peers import PEERS
 from holdfast_core.quantities import parse_bytes
 
-PARTS = ("trainer", "protection", "overhead")
+PARTS = ("trainer", "partial", "protection", "overhead")
 WITHIN_S = 900.0
 TABLE_COLUMNS = 120
 """Width of the tables in a log, which has no width of its own."""

@@ -23,6 +23,8 @@ TARGETS: tuple[Target, ...] = (
     Target(key="save_call_ms", figure="save() call", at_most=5.0),
     Target(key="committed", figure="time to committed", at_most=1.2),
     Target(key="first_save", figure="first save after open", at_most=1.5),
+    Target(key="partial_staged", figure="some experts: staged", at_most=1.1),
+    Target(key="partial_committed", figure="some experts: committed", at_most=1.1),
     Target(key="restore", figure="restore after a trainer crash", at_most=1.3),
     Target(key="restore_floor", figure="… floor: reading the bytes back", at_most=None),
     Target(key="protected", figure="protected, 4 daemons on loopback", at_most=1.5),

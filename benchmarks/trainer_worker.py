@@ -18,7 +18,7 @@ import torch
 import holdfast
 from benchmarks.floors import Memcpy
 from benchmarks.measure import REPETITIONS, WARM_UPS
-from benchmarks.states import State
+from benchmarks.states import EXPERTS, State
 
 JOB = "bench"
 
@@ -36,6 +36,8 @@ class Saves(msgspec.Struct, kw_only=True):
     step: int = 0
     digest: int = 0
     state_bytes: int = 0
+    captured_bytes: int = 0
+    """Of the tensors, in each save but the first."""
 
 
 class Restored(msgspec.Struct, kw_only=True):
@@ -72,6 +74,9 @@ def save(socket: Path, total_bytes: int) -> Saves:
             saves.committed.append(committed)
         saves.step = turn + 2
     saves.digest = state.digest()
+    k = session.counters.loss.k or EXPERTS
+    experts = sum(t.nbytes for name, t in state.tensors.items() if ".experts." in name)
+    saves.captured_bytes = state.nbytes - experts * (EXPERTS - k) // EXPERTS
     return saves
 
 

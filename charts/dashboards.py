@@ -43,6 +43,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_saves_failed_total",
         "holdfast_saves_skipped_reported",
         "holdfast_saves_failed_reported",
+        "holdfast_tokens_at_risk_ratio",
+        "holdfast_tokens_lost_ratio",
         "holdfast_encode_seconds",
         "holdfast_seal_seconds",
         "holdfast_verify_seconds",

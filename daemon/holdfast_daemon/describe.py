@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon.engine.state import JobMemory, RankRecord, SlotState
 from holdfast_daemon.host import JobHost
@@ -128,6 +130,7 @@ def as_json(host: JobHost) -> dict[str, object]:
                 "step": memory.rank(rank).last_step,
                 "skipped": memory.rank(rank).skipped,
                 "failed": memory.rank(rank).failed,
+                "loss": None if (loss := memory.rank(rank).loss) is None else asdict(loss),
             }
             for rank in memory.my_ranks()
         ],

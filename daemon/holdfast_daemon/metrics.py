@@ -73,6 +73,18 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("saves_skipped_reported", "Saves skipped, by the count of the ranks here.", "job"),
     _gauge("saves_failed_reported", "Saves failed, by the count of the ranks here.", "job"),
     _gauge(
+        "tokens_at_risk_ratio",
+        "Tokens that experts left out of snapshots would lose in a recovery, of all routed.",
+        "job",
+        unit="ratio",
+    ),
+    _gauge(
+        "tokens_lost_ratio",
+        "Tokens that recoveries have lost to experts left out of snapshots, of all routed.",
+        "job",
+        unit="ratio",
+    ),
+    _gauge(
         "protection_age_seconds",
         "Time since the newest protected generation became so, or since there was none.",
         "job",

@@ -127,6 +127,9 @@ class NodeObserver:
             records = memory.ranks.values()
             metrics.set("saves_skipped_reported", sum(r.skipped for r in records), job=job)
             metrics.set("saves_failed_reported", sum(r.failed for r in records), job=job)
+            for loss in [r.loss for r in records if r.loss is not None]:
+                metrics.set("tokens_at_risk_ratio", loss.at_risk, job=job)
+                metrics.set("tokens_lost_ratio", loss.lost, job=job)
             self._catalogue.publish_snapshot(job, describe.as_json(host))
             for rank in memory.my_ranks():
                 state = describe.rank_state(memory, rank, memory.rank(rank))

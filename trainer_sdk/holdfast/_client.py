@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from holdfast._arena import Arena, claim_arena, read_arena
+from holdfast._partial import NO_LOSS, Loss
 from holdfast._token import Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
@@ -118,6 +119,7 @@ class Report:
     failure: str
     step_s: float
     staged_s: float
+    loss: Loss = NO_LOSS
 
 
 class DaemonClient(Protocol):
@@ -308,6 +310,9 @@ class GrpcClient:
             failure=report.failure,
             step_s=report.step_s,
             staged_s=report.staged_s,
+            experts_per_layer=report.loss.k,
+            tokens_at_risk=report.loss.at_risk,
+            tokens_lost=report.loss.lost,
         )
         self._ask(self._stub.Progress, request)
 

@@ -91,4 +91,5 @@ class Tally:
                 failure=problem or counters.failure,
                 step_s=counters.step_s,
                 staged_s=counters.staged_s,
+                loss=counters.loss,
             )

@@ -31,7 +31,7 @@ from holdfast_daemon.effects import Effect, Seal
 from holdfast_daemon.engine import answers, upkeep
 from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, WorldState
 from holdfast_daemon.engine.convergence import Convergence
-from holdfast_daemon.engine.state import RankRecord, Session, SlotState
+from holdfast_daemon.engine.state import ExpertLoss, RankRecord, Session, SlotState
 
 
 class JobEngine(Convergence):
@@ -307,12 +307,14 @@ class JobEngine(Convergence):
         skipped: int = 0,
         failed: int = 0,
         failure: str = "",
+        loss: ExpertLoss | None = None,
     ) -> None:
         """A sign of life of a rank, and how its saves fare."""
         record = self.memory.rank(self._session(session_id).rank)
         if step > record.last_step:
             record.last_step, record.last_sign = step, now
         record.skipped, record.failed, record.failure = skipped, failed, failure
+        record.loss = loss
 
     def agent_waits(self, after_epoch: int) -> None:
         """This member's agent left the world of `after_epoch` and waits for the next one."""

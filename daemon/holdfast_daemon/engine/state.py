@@ -171,6 +171,17 @@ class Session:
     error: HoldfastError | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLoss:
+    """Fractions of all routed tokens, in the SDK's words."""
+
+    experts_per_layer: int
+    at_risk: float
+    """What a recovery would lose now."""
+    lost: float
+    """What recoveries have lost so far."""
+
+
 @dataclass(slots=True)
 class RankRecord:
     """What the daemon knows of one of its ranks."""
@@ -188,6 +199,8 @@ class RankRecord:
     failed: int = 0
     failure: str = ""
     """Newest cause of a failed save, in the SDK's words."""
+    loss: ExpertLoss | None = None
+    """What leaving experts out of snapshots costs; None where they hold everything."""
     restored: tuple[Generation | None, str] | None = None
     """What the rank was told to restore in this epoch, and from where."""
 

@@ -10,6 +10,7 @@ import pytest
 from holdfast_core.values import Directive, Generation, MemberPlace, Membership, Redundancy
 from holdfast_daemon.catalogue import MemoryCatalogue
 from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.state import ExpertLoss
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
@@ -75,6 +76,15 @@ def test_protection_ages_until_something_newer_is_protected() -> None:
 def test_a_job_that_wants_no_protection_is_not_unprotected() -> None:
     bench = Bench(Redundancy.NONE)
     assert bench.read(500.0, "protection_age_seconds") is None
+
+
+def test_tokens_are_told_where_snapshots_leave_experts_out() -> None:
+    bench = Bench()
+    record = bench.host.engine.memory.rank(0)
+    assert bench.read(1.0, "tokens_lost_ratio") is None
+    record.loss = ExpertLoss(experts_per_layer=1, at_risk=0.25, lost=0.5)
+    assert bench.read(2.0, "tokens_at_risk_ratio") == 0.25
+    assert bench.read(2.0, "tokens_lost_ratio") == 0.5
 
 
 def test_a_job_that_comes_again_starts_afresh() -> None:

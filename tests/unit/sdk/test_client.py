@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from holdfast._client import Commit, Event, GrpcClient, Report, Stage
+from holdfast._partial import Loss
 from holdfast_core.errors import (
     HoldfastError,
     MemoryBudgetError,
@@ -169,9 +170,20 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
     )
     assert list(service.seen[-1].nan_units) == ["layer0/gate"]
     client.progress(
-        Report(session="s", step=1, skipped=2, failed=3, failure="f", step_s=0.1, staged_s=0.2)
+        Report(
+            session="s",
+            step=1,
+            skipped=2,
+            failed=3,
+            failure="f",
+            step_s=0.1,
+            staged_s=0.2,
+            loss=Loss(at_risk=0.25, lost=0.5, k=2),
+        )
     )
-    assert (service.seen[-1].failed, service.seen[-1].failure) == (3, "f")
+    said = service.seen[-1]
+    assert (said.failed, said.failure) == (3, "f")
+    assert (said.experts_per_layer, said.tokens_at_risk, said.tokens_lost) == (2, 0.25, 0.5)
 
 
 def test_a_restore_tells_its_progress_and_ends_in_a_decision(

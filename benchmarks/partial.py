@@ -1,0 +1,72 @@
+"""What a snapshot of some experts takes, beside a full one: `partial_staged`, `partial_committed`.
+
+The same state is saved by two processes in turn, each with a daemon of its own: one captures every
+unit, the other one expert of each layer and everything else. The figures are the ratio of the times
+over the ratio of the captured bytes: 1 is time in proportion to bytes.
+
+    python -m benchmarks.partial --bytes N --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+from benchmarks.cluster import Cluster
+from benchmarks.measure import Figure, Outcome, encode, ratio
+from benchmarks.trainer import work
+from benchmarks.trainer_worker import JOB, Saves
+from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.layouts import SLOTS_PER_ARENA
+from holdfast_core.values import Redundancy
+
+ROUNDS = 3
+POLICIES = (
+    Policy(),
+    Policy(type=PolicyType.PARTIAL_EXPERTS, partial_experts=PartialExperts(experts_per_layer=1)),
+)
+
+
+def measure(total_bytes: int, directory: Path) -> Outcome:
+    """Both rows; `directory` takes the workers' results."""
+    pairs: list[list[Saves]] = []
+    for turn in range(ROUNDS):
+        pairs.append([])
+        for policy in POLICIES:
+            with Cluster(SLOTS_PER_ARENA * total_bytes * 5 // 4) as cluster:
+                daemon = cluster.start("node-0")
+                cluster.control.place(JOB, 1, [daemon.node], redundancy=Redundancy.NONE)
+                out = directory / f"{policy.type.value}-{turn}.json"
+                pairs[-1].append(work("save", daemon, total_bytes, out, Saves, policy))
+    full, partial = pairs[-1]
+    return Outcome(
+        rows={f"partial_{name}": _figure(pairs, name) for name in ("staged", "committed")},
+        facts={"full_bytes": full.captured_bytes, "partial_bytes": partial.captured_bytes},
+    )
+
+
+def _figure(pairs: list[list[Saves]], name: str) -> Figure:
+    share = [partial.captured_bytes / full.captured_bytes for full, partial in pairs]
+    return ratio(
+        [statistics.median(getattr(partial, name)) for _, partial in pairs],
+        [
+            part * statistics.median(getattr(full, name))
+            for part, (full, _) in zip(share, pairs, strict=True)
+        ],
+        "× its bytes",
+        note=f"one expert of each layer: {share[-1]:.0%} of the bytes of a full snapshot",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    found = measure(options.bytes, options.out.parent)
+    options.out.write_bytes(encode(found))
+
+
+if __name__ == "__main__":
+    main()
