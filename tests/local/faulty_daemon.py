@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -231,6 +231,20 @@ class TrappedNode(Node):
         located = super().locate(request)
         self._traps.pass_by("locate", "after")
         return located
+
+    def change(self, request: Request) -> Iterator[bytes]:
+        self._traps.pass_by("locate", "before")
+        parts = super().change(request)
+        self._traps.pass_by("locate", "after")
+        return self._sent(parts)
+
+    def _sent(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        for part in parts:
+            if self._traps.sprung("send", "during"):
+                yield part[: len(part) // 2]
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield part
+        self._traps.pass_by("send", "after")
 
     def _make_host(
         self, engine: JobEngine, storage: JobStorage, membership: Membership | None
