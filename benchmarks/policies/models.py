@@ -10,7 +10,7 @@ Where a paper gives too few dimensions, those are used that give the sizes that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,9 +48,20 @@ class Shape:
 PEC_SMALL = Shape(layers=12, dim=768, hidden=4 * 768, experts=8, every=2)
 """GPT-MoE-Small of PEC, table 1, with an untied head."""
 
-PEC_SMALL_MASKS = Shape(layers=12, dim=768, hidden=4 * 768, experts=8, every=2, masks=True)
+PEC_SMALL_MASKS = replace(PEC_SMALL, masks=True)
 """The same with causal masks in the checkpoint, as GPT-2 code of that time kept them: with them,
 the paper's figures come out to the digit."""
+
+_MIXTRAL = Shape(
+    layers=32,
+    dim=4096,
+    hidden=14336,
+    experts=8,
+    vocabulary=32000,
+    gated=True,
+    key_value_dim=1024,
+    dtype=torch.bfloat16,
+)
 
 MOETION: Mapping[str, Shape] = {
     "1.6B-64E": Shape(
@@ -65,26 +76,8 @@ MOETION: Mapping[str, Shape] = {
         tied=True,
         dtype=torch.bfloat16,
     ),
-    "3.8B-8E": Shape(
-        layers=32,
-        dim=4096,
-        hidden=14336,
-        experts=8,
-        vocabulary=32000,
-        gated=True,
-        key_value_dim=1024,
-        dtype=torch.bfloat16,
-    ),
-    "3.8B-32E": Shape(
-        layers=32,
-        dim=4096,
-        hidden=14336,
-        experts=32,
-        vocabulary=32000,
-        gated=True,
-        key_value_dim=1024,
-        dtype=torch.bfloat16,
-    ),
+    "3.8B-8E": _MIXTRAL,
+    "3.8B-32E": replace(_MIXTRAL, experts=32),
 }
 """MoEtion §7.1 gives parameters only: 58.7, 30.1 and 46.7 billion. 27 layers of 2048 with an untied
 head have 58.7 billion and, with 6 experts, 61 GB; 24 layers (§4.1) of 3072 with a tied head have

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast_core.errors import HoldfastError, ProtocolError, by_code
+from holdfast_core.places import DIGEST_BYTES
 from holdfast_core.values import Generation
 
 VERSION = 2
-DIGEST_BYTES = 8
 NO_GENERATION = Generation(0, 0)
 JOB_NAME_BYTES_MAX = 256
 MESSAGE_BYTES_MAX = 1024

@@ -18,8 +18,9 @@ from xxhash import xxh3_64_intdigest
 
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.layouts import first_bad_piece
+from holdfast_core.places import DIGEST_BYTES
 from holdfast_core.values import Generation, Manifest
-from holdfast_daemon.bulk import DIGEST_BYTES, Request
+from holdfast_daemon.bulk import Request
 from holdfast_daemon.combining import Stream, xor_into
 from holdfast_daemon.job_storage import Held, JobStorage
 

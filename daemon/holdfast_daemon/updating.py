@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.layouts import first_bad_piece, piece_digests, round_up
+from holdfast_core.places import DIGEST_BYTES
 from holdfast_core.raim5 import chunk_bytes, contributions, parity_bytes
 from holdfast_core.values import Manifest
-from holdfast_daemon.bulk import DIGEST_BYTES
 from holdfast_daemon.changes import ChangeFetch, ChangeStream, changed_pieces
 from holdfast_daemon.combining import STRIDE_BYTES, xor_into
 

@@ -94,8 +94,11 @@ class CopyEngine:
         count = -(-end // size)
         digests = np.zeros(count, dtype="<u8")
         arena, starts = target.arena, target.starts(count)
-        device_moves = _in_arena(plan.device_moves, target, skip)
-        waits = self._device.download(device_moves, arena, fence)
+        if target.places or skip:
+            moves = _in_arena(plan.device_moves, target, skip)
+            waits = self._device.download(moves, arena, fence)
+        else:  # as planned
+            waits = self._device.download(plan.device_moves, target.view_of_slot, fence)
         moves_of, none = plan.host_moves, ()
 
         def block(first: int) -> None:

@@ -49,6 +49,12 @@ class Placed:
         of_slot = [slot * self.layout.slot_bytes for slot in range(SLOTS_PER_ARENA)]
         return [of_slot[slot] for slot in self.places[:pieces]]
 
+    @property
+    def view_of_slot(self) -> memoryview:
+        """All bytes of the snapshot's own slot."""
+        start = self.slot * self.layout.slot_bytes
+        return self.arena[start : start + self.layout.slot_bytes]
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes that lie together, such as those of a tensor."""
         first, last = offset // self.layout.piece_bytes, (offset + max(nbytes, 1) - 1)

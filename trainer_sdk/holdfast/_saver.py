@@ -202,7 +202,7 @@ class Saver:
         step, link = task.handle.step, self._link
         assert link.layout is not None
         left_out = self._left_out(task)
-        pieces = expert_pieces(link.layout, left_out)
+        pieces = expert_pieces(link.layout, left_out) if left_out else frozenset()
         total = piece_count(link.layout.slot_bytes, link.layout.piece_bytes)
         unchanged = bit_map(pieces, total) if pieces else b""
         placed, carried = link.grant(step, self._newest if pieces else None, unchanged)
@@ -227,9 +227,7 @@ class Saver:
 
     def _left_out(self, task: Task) -> frozenset[UnitKey]:
         """The experts, of any rank, that this snapshot need not capture."""
-        if self.partial is None or self._base is None or self._base.experts is None:
-            return frozenset()
-        return self.partial.left_out(task.number)
+        return frozenset() if self.partial is None else self.partial.left_out(task.number)
 
     def _own_experts(self) -> frozenset[UnitKey]:
         assert self._base is not None and self._link.layout is not None
@@ -259,7 +257,9 @@ class Saver:
             self._settings.strategy,
             partial=self.partial is not None,
         )
-        if self.partial is not None and self._base.experts is not None:
+        if self._base.experts is None:
+            self.partial = None
+        elif self.partial is not None:
             self.partial.agreed(self._base.experts, self._topology.world_size)
 
     def _open(self, task: Task) -> None:
@@ -295,7 +295,7 @@ class Saver:
         assert link.layout is not None and link.plan is not None
         epoch, step = link.epoch or 0, task.handle.step
         extras, state = task.extras, None
-        if self.partial is not None and self._base is not None and self._base.experts is not None:
+        if self.partial is not None:
             state = self.partial.captured(Generation(epoch, step), task.number, left_out)
             extras = join_extras(extras, encode_extras(state.to_dict()))
         if len(extras) > link.layout.extras_capacity:

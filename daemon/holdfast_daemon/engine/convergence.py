@@ -106,11 +106,7 @@ class Convergence:
     def adopted_claims(self) -> list[ArenaView]:
         """Arenas that a trainer of an earlier daemon held when this one started, and that no
         session of ours has claimed since."""
-        return [
-            arena
-            for arena in self.memory.arenas.values()
-            if any(s.state is SlotState.GRANTED and s.generation is None for s in arena.slots)
-        ]
+        return [arena for arena in self.memory.arenas.values() if arena.has_unknown_writer]
 
     def claim_ended(self, arena: ArenaView, now: float) -> list[Effect]:
         """The trainer of an earlier daemon is gone: its slots can be used again."""

@@ -115,6 +115,7 @@ class ArenaView:
 
     @property
     def has_unknown_writer(self) -> bool:
+        """Whether a trainer of an earlier daemon holds the claim, for all that is known."""
         return any(s.state is SlotState.GRANTED and s.generation is None for s in self.slots)
 
     def places_for(self, slot: Slot, base: Slot | None = None, unchanged: bytes = b"") -> bytes:

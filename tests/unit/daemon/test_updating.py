@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.layouts import piece_digests
+from holdfast_core.places import DIGEST_BYTES
 from holdfast_core.raim5 import parity_bytes
 from holdfast_core.values import Generation, Manifest
-from holdfast_daemon.bulk import DIGEST_BYTES, Kind
+from holdfast_daemon.bulk import Kind
 from holdfast_daemon.changes import _changes
 from holdfast_daemon.combining import Stream
 from holdfast_daemon.job_storage import Held
