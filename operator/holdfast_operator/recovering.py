@@ -13,6 +13,7 @@ from holdfast_core.jobs import On, Rule
 from holdfast_core.values import Membership
 from holdfast_operator.draft import Draft
 from holdfast_operator.evidence import Cause, Evidence, gather, is_unschedulable, principal
+from holdfast_operator.lookups import agent_at
 from holdfast_operator.replacing import Moves, replacements
 from holdfast_operator.rules import rule_for, tell_codes_apart
 from holdfast_operator.views import AgentState, AgentView, Outcome, StartAgent
@@ -185,10 +186,13 @@ def begin_epoch(
     # their ranks left is known to their daemons. All others go after it: a control loop that dies
     # in between leaves an epoch to be finished, or the evidence to begin it.
     draft.stop(a for a in agents if away.get(a.member) != a.node and _ends(a))
-    draft.publish_next(membership, moves.to)
+    following = draft.publish_next(membership, moves.to)
     draft.stop(leaving)
-    for member in away:
-        draft.actions.append(StartAgent(member=member, node=moves.to[member].name))
+    draft.actions.extend(
+        StartAgent(member=place.index, node=place.node)
+        for place in following.members
+        if agent_at(draft.observed, place) is None
+    )
     if len(away) == 1:
         return f"spare {moves.to[next(iter(away))].name} takes over"
     return listed(f"{moves.to[member].name} takes over member {member}" for member in away)

@@ -1,7 +1,8 @@
 """Daemons that only speak Control: the real protocol, with no memory and no trainers behind it.
 
 One event loop on a thread serves all of them. Ranks are at work as soon as their daemon knows a
-membership; tests lose ranks, silence daemons and let steps pass.
+membership and the API server knows a pod for them, whether or not it runs: like real ones, they
+never come before their pod. Tests lose ranks, silence daemons and let steps pass.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 import grpc
 import grpc.aio
 
 from holdfast_core.values import Generation, Membership
+from holdfast_operator.kube.api import connect
+from holdfast_operator.kube.manifests import TRAINER_SELECTOR
+from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.pods import TrainerPod, read_pod
+from holdfast_operator.kube.resources import PODS
+from holdfast_operator.kube.trainers import PodIndex
+from holdfast_operator.kube.watches import Cache, Watch
+from holdfast_operator.views import AgentState
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 REDIAL_S = 0.1
@@ -38,10 +48,17 @@ class Daemon:
 
 
 class ControlDaemons:
-    """A daemon for each node, all dialling `address`. A context manager."""
+    """A daemon for each node, all dialling `address`. A context manager.
 
-    def __init__(self, address: str, nodes: Iterable[str]) -> None:
-        self._address = address
+    Args:
+        kubeconfig: of the cluster that the pods are in, in `namespace`.
+    """
+
+    def __init__(
+        self, address: str, nodes: Iterable[str], kubeconfig: Path, namespace: str
+    ) -> None:
+        self._address, self._kubeconfig, self._namespace = address, kubeconfig, namespace
+        self._pods = PodIndex(lambda _: None)
         self.daemons = {node: Daemon(node, f"memory-of-{node}") for node in nodes}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="daemons", daemon=True)
@@ -74,12 +91,31 @@ class ControlDaemons:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(self._live(each)) for each in self.daemons.values()]
+        lives = (self._live(each) for each in self.daemons.values())
+        tasks = [self._loop.create_task(each) for each in (self._watch_pods(), *lives)]
         self._loop.run_forever()
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
+
+    async def _watch_pods(self) -> None:
+        cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
+        api = await connect(Metrics(), str(self._kubeconfig))
+        watch = Watch(
+            api,
+            PODS,
+            cache,
+            clock=time.monotonic,
+            sleep=asyncio.sleep,
+            on_restart=lambda _: None,
+            namespace=self._namespace,
+            query={"labelSelector": TRAINER_SELECTOR},
+        )
+        try:
+            await watch.run()
+        finally:
+            await api.close()
 
     async def _live(self, daemon: Daemon) -> None:
         while True:
@@ -125,7 +161,11 @@ class ControlDaemons:
 
     def _job(self, daemon: Daemon, membership: Membership) -> control_pb2.JobState:
         member = membership.member_on(daemon.node)
-        ranks = [] if member is None else membership.ranks_of(member)
+        has_pod = any(
+            (pod.member, pod.node) == (member, daemon.node) and pod.state is not AgentState.STOPPING
+            for pod in self._pods.of(membership.job)
+        )
+        ranks = membership.ranks_of(member) if member is not None and has_pod else ()
         step = 1 + int((time.monotonic() - self._began) / self.steps_s)
         newest = codec.generation_to_proto(Generation(epoch=membership.epoch, step=step))
         state = control_pb2.JobState(

@@ -65,6 +65,8 @@ class Run:
     job: Job = field(init=False)
     injected: list[Injected] = field(default_factory=list)
     faults: list[FaultReport] = field(default_factory=list)
+    protected: dict[str, int] = field(default_factory=dict)
+    """Kind of fault → the newest protected step that the status knew before it."""
     broken: str = ""
     """The node that the last fault hit."""
     lasting: ExitStack = field(default_factory=ExitStack)
@@ -128,6 +130,7 @@ class Run:
             lambda s: s.get("phase") == "Running" and s.get("protectedStep", 0) >= step,
             RUN_S,
         )
+        self.protected[fault.kind] = before["protectedStep"]
         at = time.time()
         what = fault.inject(self)
         last = [line for line in self.log() if line.time <= at][-1]

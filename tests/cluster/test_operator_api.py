@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cluster import Cluster
 from control_daemons import ControlDaemons
-from machine import wait_for
+from machine import ClusterError, wait_for
 from operator_process import OperatorProcess
 
 from holdfast_operator.kube.manifests import SOCKETS_PATH
@@ -75,13 +75,17 @@ class World:
     def until(self, name: str, wanted: Callable[[Document], object]) -> Document:
         """The job's status once it is as wanted."""
 
-        def found() -> Document | None:
-            status = self.status(name)
-            return status if status and wanted(status) else None
+        seen: list[Document] = [{}]
 
-        status = wait_for(f"the status of {name}", found, WAIT_S)
-        assert status is not None
-        return status
+        def found() -> bool:
+            seen[0] = self.status(name)
+            return bool(seen[0] and wanted(seen[0]))
+
+        try:
+            wait_for(f"the status of {name}", found, WAIT_S)
+        except ClusterError as error:
+            raise ClusterError(f"{error}; the last one: {seen[0]}") from None
+        return seen[0]
 
     def runs_in(self, name: str, epoch: int) -> Document:
         return self.until(name, lambda s: s["phase"] == "Running" and s["epoch"] == epoch)
@@ -136,7 +140,7 @@ def world(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
     log = tmp_path / "operator.log"
     with (
         OperatorProcess(cluster.kubeconfig, namespace, log) as operator,
-        ControlDaemons(operator.control, NODES) as daemons,
+        ControlDaemons(operator.control, NODES, cluster.kubeconfig, namespace) as daemons,
     ):
         world = World(cluster, operator, daemons)
         yield world
