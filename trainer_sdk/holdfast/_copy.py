@@ -18,17 +18,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
 from holdfast._collector import without_collector
 from holdfast._devices import Device, DeviceMove, Fence
 from holdfast._placed import Placed
+from holdfast_core.layouts import piece_count
 
 BLOCK_PIECES = 16
 """Pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
 
 _memmove = ctypes.memmove
+
+Digests = npt.NDArray[np.uint64]
 
 HostMove = tuple[int, int, int]
 """(first byte in the slot, address of the tensor's bytes, number of bytes), within one piece."""
@@ -68,30 +72,24 @@ class CopyEngine:
         self._helpers = [_Helper(index) for index in range(threads - 1)]
 
     def capture(
-        self,
-        plan: CopyPlan,
-        target: Placed,
-        extras: bytes,
-        fence: Fence,
-        skip: frozenset[int] = frozenset(),
-    ) -> bytes:
-        """Fill the target and hash its payload, which ends after the extras.
+        self, plan: CopyPlan, target: Placed, fence: Fence, skip: frozenset[int] = frozenset()
+    ) -> Digests:
+        """Copy all tensors into the target, and hash the pieces that they fill. Then the tensors
+        may change; `finish` does what is left.
 
         Args:
             fence: what the copies must come after on the device.
             skip: pieces that are left as they are; none of them holds extras.
 
         Returns:
-            xxh3-64 of each piece of the payload, 8 bytes little-endian each; 0 for those of `skip`.
+            uint64 [pieces that hold tensors], xxh3-64 of each; 0 for those of `skip`, and for the
+            last one if extras go on in it.
         """
         with torch.no_grad():
             for staging, live in plan.staged:
                 staging.copy_(live)
-        offset = target.layout.extras_offset
-        end = offset + len(extras)
-        target.write(offset, extras)
-        size = plan.piece_bytes
-        count = -(-end // size)
+        size, end = plan.piece_bytes, target.layout.extras_offset
+        count = piece_count(end, size)
         digests = np.zeros(count, dtype="<u8")
         arena, starts = target.arena, target.starts(count)
         if target.places or skip:
@@ -112,11 +110,29 @@ class CopyEngine:
                 for start, source, nbytes in moves_of[piece] if piece < len(moves_of) else none:
                     _memmove(address + start, source, nbytes)
                 at = piece * size
-                view = arena[base + at : base + min(at + size, end)]
-                digests[piece] = xxh3_64_intdigest(view)
+                if at + size <= end:
+                    digests[piece] = xxh3_64_intdigest(arena[base + at : base + at + size])
 
         self._run(block, count)
-        return digests.tobytes()
+        return digests
+
+    def finish(self, target: Placed, extras: bytes, digests: Digests) -> bytes:
+        """Put the extras behind the tensors that `capture` hashed, and hash what it could not.
+
+        Returns:
+            xxh3-64 of each piece of the payload, which ends after the extras; 8 bytes
+            little-endian each, 0 for those that `capture` skipped.
+        """
+        size, offset = target.layout.piece_bytes, target.layout.extras_offset
+        end = offset + len(extras)
+        target.write(offset, extras)
+        whole = offset // size
+        starts = target.starts(piece_count(end, size))
+        rest = [
+            xxh3_64_intdigest(target.arena[start + at : start + min(at + size, end)])
+            for at, start in zip(range(whole * size, end, size), starts[whole:], strict=True)
+        ]
+        return digests[:whole].tobytes() + np.array(rest, dtype="<u8").tobytes()
 
     def restore(self, plan: CopyPlan, source: Placed, payload_bytes: int, digests: bytes) -> None:
         """Copy the payload into the live tensors, and verify it.

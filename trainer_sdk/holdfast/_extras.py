@@ -129,7 +129,10 @@ def _pack(value: Any, path: str, depth: int) -> object:
         ]
         return ["d" if kind is dict else "o", pairs]
     if kind in _SEQUENCES:
-        items = [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+        if set(map(type, value)) == {int} and min(value) in _INT64 and max(value) in _INT64:
+            items = list(value)  # such as the state of Python's generator
+        else:
+            items = [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
         return [_SEQUENCES[kind], items]
     if isinstance(value, torch.Tensor):
         return _pack_tensor(value, path)

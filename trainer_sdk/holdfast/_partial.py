@@ -210,18 +210,21 @@ class PartialState:
         return PartialState(ledger=ledger, account=account, k=decision.k)
 
 
-def expert_pieces(layout: Layout, left_out: Collection[UnitKey]) -> frozenset[int]:
-    """The pieces that hold nothing but these experts."""
-    wanted = {str(unit) for unit in left_out}
+def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
+    """For each expert the pieces that hold nothing else."""
     size = layout.piece_bytes
-    pieces: set[int] = set()
-    shared: set[int] = set()
+    holds: dict[int, set[str]] = {}
     for entry in layout.entries:
         if entry.nbytes:
-            touched = range(entry.offset // size, (entry.offset + entry.nbytes - 1) // size + 1)
-            (pieces if entry.unit in wanted else shared).update(touched)
-    shared.update(range(layout.extras_offset // size, -(-layout.slot_bytes // size)))
-    return frozenset(pieces - shared)
+            for piece in range(entry.offset // size, (entry.offset + entry.nbytes - 1) // size + 1):
+                holds.setdefault(piece, set()).add(entry.unit)
+    found: dict[str, set[int]] = {}
+    for piece in range(layout.extras_offset // size):
+        units = holds.get(piece, ())
+        if len(units) == 1:
+            found.setdefault(next(iter(units)), set()).add(piece)
+    keys = {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
+    return {unit: pieces for unit, pieces in keys.items() if unit.kind is UnitKind.EXPERT}
 
 
 def _units(counts: Mapping[str, int]) -> dict[UnitKey, int]:

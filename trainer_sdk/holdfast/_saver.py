@@ -13,12 +13,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from holdfast._capture import Source
 from holdfast._client import Commit, DaemonClient, Event, Stage
-from holdfast._copy import CopyEngine
+from holdfast._copy import CopyEngine, Digests
 from holdfast._devices import Device
 from holdfast._exchange import Exchange
 from holdfast._extras import encode_extras, join_extras
@@ -74,6 +74,8 @@ class Saver:
         self._base: BasePlan | None = None
         policy = settings.partial_experts
         self.partial = PartialCapture(policy) if policy else None
+        self._pieces_of: Mapping[UnitKey, frozenset[int]] = {}
+        """Expert → the pieces that a snapshot without it leaves as they are."""
         self._newest: Generation | None = None
         """The newest snapshot of this rank that is known to be committed."""
         self._restored: Layout | None = None
@@ -200,9 +202,10 @@ class Saver:
             task.handle._reach(task.handle.staged)
             return
         step, link = task.handle.step, self._link
-        assert link.layout is not None
+        assert link.layout is not None and link.plan is not None
         left_out = self._left_out(task)
-        pieces = expert_pieces(link.layout, left_out) if left_out else frozenset()
+        alone = (self._pieces_of[unit] for unit in left_out if unit in self._pieces_of)
+        pieces = frozenset[int]().union(*alone)
         total = piece_count(link.layout.slot_bytes, link.layout.piece_bytes)
         unchanged = bit_map(pieces, total) if pieces else b""
         placed, carried = link.grant(step, self._newest if pieces else None, unchanged)
@@ -212,13 +215,14 @@ class Saver:
         if not carried:
             left_out, pieces = left_out - self._own_experts(), frozenset()
         try:
-            commit, state = self._copy(task, placed, left_out, pieces)
+            digests = self._engine.capture(link.plan, placed, task.fence, pieces)
+            task.release(over=True)
+            task.handle._reach(task.handle.staged)
+            self.tally.counters.staged_s = time.monotonic() - task.began_s
+            commit, state = self._finish(task, placed, left_out, digests)
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
             raise
-        task.release(over=True)
-        task.handle._reach(task.handle.staged)
-        self.tally.counters.staged_s = time.monotonic() - task.began_s
         self._commit(task, commit, placed, {str(unit) for unit in left_out})
         self._newest = Generation(commit.epoch, commit.step)
         if self.partial is not None and state is not None:
@@ -281,6 +285,7 @@ class Saver:
         if again:
             self.tally.forgive()
         link.plan = moves_of(layout, self._sources)
+        self._pieces_of = {} if self.partial is None else expert_pieces(layout)
 
     def _state_bytes(self) -> int:
         """Room for what the policy adds to the extras."""
@@ -288,11 +293,12 @@ class Saver:
             return 0
         return STATE_BYTES_PER_EXPERT * len(self._base.experts.experts)
 
-    def _copy(
-        self, task: Task, placed: Placed, left_out: frozenset[UnitKey], pieces: frozenset[int]
+    def _finish(
+        self, task: Task, placed: Placed, left_out: frozenset[UnitKey], digests: Digests
     ) -> tuple[Commit, PartialState | None]:
+        """Put the extras behind the tensors, which training may change again."""
         link = self._link
-        assert link.layout is not None and link.plan is not None
+        assert link.layout is not None
         epoch, step = link.epoch or 0, task.handle.step
         extras, state = task.extras, None
         if self.partial is not None:
@@ -302,7 +308,6 @@ class Saver:
             raise SnapshotSkippedError(
                 f"extras of {len(extras)} bytes do not fit {link.layout.extras_capacity}"
             )
-        digests = self._engine.capture(link.plan, placed, extras, task.fence, pieces)
         commit = Commit(
             session=link.session,
             epoch=epoch,
@@ -310,7 +315,7 @@ class Saver:
             slot=placed.slot,
             payload_bytes=link.layout.extras_offset + len(extras),
             extras_bytes=len(extras),
-            digests=digests,
+            digests=self._engine.finish(placed, extras, digests),
         )
         return commit, state
 

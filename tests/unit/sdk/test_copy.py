@@ -118,7 +118,7 @@ def test_what_is_captured_is_hashed_and_comes_back(
             first, last = start // PIECE, max(start + flat.numel() - 1, start) // PIECE
             places[first : last + 1] = bytes([places[first]]) * (last + 1 - first)
     target = placed(offset, end + PIECE, places=bytes(places))
-    digests = engine.capture(plan, target, extras, None)
+    digests = captured(engine, plan, target, extras)
     payload = target.read(0, end)
     assert digests == piece_digests(payload, PIECE)
     assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for at, _, f in parts)
@@ -129,6 +129,16 @@ def test_what_is_captured_is_hashed_and_comes_back(
         flat.zero_()
     engine.restore(plan, replace(target, arena=target.arena.toreadonly()), end, digests)
     assert all(torch.equal(flat, was) for (_, _, flat), was in zip(parts, wanted, strict=True))
+
+
+def captured(
+    engine: CopyEngine,
+    plan: CopyPlan,
+    target: Placed,
+    extras: bytes = b"",
+    skip: frozenset[int] = frozenset(),
+) -> bytes:
+    return engine.finish(target, extras, engine.capture(plan, target, None, skip))
 
 
 def on_device(parts: Sequence[Part]) -> CopyPlan:
@@ -142,7 +152,7 @@ def test_a_piece_that_does_not_match_is_named(engine: CopyEngine) -> None:
     parts = parts_of([50 * PIECE], 1)
     plan = plan_copy(parts, (), PIECE)
     target = placed(50 * PIECE, 60 * PIECE)
-    digests = engine.capture(plan, target, b"", None)
+    digests = captured(engine, plan, target)
     target.view(33 * PIECE + 5, 1)[0] ^= 1
     parts[0][2].zero_()
     with pytest.raises(BadPieceError) as caught:
@@ -158,7 +168,7 @@ def test_what_is_skipped_stays_as_it_is(engine: CopyEngine) -> None:
         target = placed(end, end + PIECE)
         target.write(0, b"\x55" * end)
         pieces = range(at // PIECE, at // PIECE + 3)
-        digests = engine.capture(plan, target, b"", None, frozenset(pieces))
+        digests = captured(engine, plan, target, skip=frozenset(pieces))
         assert target.read(at, skipped.numel()) == b"\x55" * skipped.numel()
         assert digests[8 * pieces.start : 8 * pieces.stop] == bytes(3 * 8)
         for at, _, flat in (parts[0], parts[2]):
@@ -190,7 +200,7 @@ def test_tensors_that_are_not_contiguous_pass_through_their_staging(engine: Copy
     staging = torch.empty(4, 3)
     plan = plan_copy([(0, 0, staging.reshape(-1).view(torch.uint8))], [(staging, live)], PIECE)
     target = placed(48, PIECE)
-    engine.capture(plan, target, b"", None)
+    captured(engine, plan, target)
     assert torch.equal(
         torch.frombuffer(target.view(0, 48), dtype=torch.float32, count=12).reshape(4, 3), live
     )

@@ -58,7 +58,7 @@ def test_device_and_host_tensors_share_a_slot_and_come_back(
     target = Placed(arena=arena, address=address, layout=layout, slot=1)
     device = CudaDevice()
     device.register(address, len(arena))
-    digests = engine.capture(plan, target, b"extras", device.fence())
+    digests = engine.finish(target, b"extras", engine.capture(plan, target, device.fence()))
     device.unregister(address)
     assert digests == piece_digests(target.read(0, at + 6), PIECE_BYTES)
     wanted = [flat.clone() for flat in flats]
