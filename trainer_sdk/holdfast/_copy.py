@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
+from holdfast._bubbles import Block, Bubbles
 from holdfast._collector import without_collector
 from holdfast._devices import Device, DeviceMove, Fence
 from holdfast._placed import Placed
@@ -72,7 +73,12 @@ class CopyEngine:
         self._helpers = [_Helper(index) for index in range(threads - 1)]
 
     def capture(
-        self, plan: CopyPlan, target: Placed, fence: Fence, skip: frozenset[int] = frozenset()
+        self,
+        plan: CopyPlan,
+        target: Placed,
+        fence: Fence,
+        skip: frozenset[int] = frozenset(),
+        bubbles: Bubbles | None = None,
     ) -> Digests:
         """Copy all tensors into the target, and hash the pieces that they fill. Then the tensors
         may change; `finish` does what is left.
@@ -80,6 +86,7 @@ class CopyEngine:
         Args:
             fence: what the copies must come after on the device.
             skip: pieces that are left as they are; none of them holds extras.
+            bubbles: when to copy what; None for everything now.
 
         Returns:
             uint64 [pieces that hold tensors], xxh3-64 of each; 0 for those of `skip`, and for the
@@ -92,16 +99,18 @@ class CopyEngine:
         count = piece_count(end, size)
         digests = np.zeros(count, dtype="<u8")
         arena, starts = target.arena, target.starts(count)
+        moves, memory = plan.device_moves, target.view_of_slot  # as planned
         if target.places or skip:
-            moves = _in_arena(plan.device_moves, target, skip)
-            waits = self._device.download(moves, arena, fence)
-        else:  # as planned
-            waits = self._device.download(plan.device_moves, target.view_of_slot, fence)
+            moves, memory = _in_arena(moves, target, skip), arena
+        waits = self._device.download(() if bubbles else moves, memory, fence)
         moves_of, none = plan.host_moves, ()
 
         def block(first: int) -> None:
+            index = first // BLOCK_PIECES
             if waits:
-                waits[min(first // BLOCK_PIECES, len(waits) - 1)]()
+                waits[min(index, len(waits) - 1)]()
+            elif index < len(moves) and moves[index]:
+                self._device.download([moves[index]], memory, fence)[0]()
             for piece in range(first, min(first + BLOCK_PIECES, count)):
                 if piece in skip:
                     continue
@@ -113,7 +122,10 @@ class CopyEngine:
                 if at + size <= end:
                     digests[piece] = xxh3_64_intdigest(arena[base + at : base + at + size])
 
-        self._run(block, count)
+        feed = None
+        if bubbles is not None:
+            feed = bubbles.feed(_blocks(count, size, skip), 1 + len(self._helpers))
+        self._run(block, count, feed=feed)
         return digests
 
     def finish(self, target: Placed, extras: bytes, digests: Digests) -> bytes:
@@ -189,16 +201,20 @@ class CopyEngine:
         for helper in self._helpers:
             helper.end()
 
-    def _run(self, block: Callable[[int], None], count: int, stride: int = BLOCK_PIECES) -> None:
+    def _run(
+        self,
+        block: Callable[[int], None],
+        count: int,
+        stride: int = BLOCK_PIECES,
+        feed: Callable[[], int | None] | None = None,
+    ) -> None:
         """Call `block` for each first piece of a block, on all threads; raise what one raised."""
-        todo = iter(range(0, count, stride))
+        take = feed or _in_turn(range(0, count, stride))
         failures: list[BaseException] = []
-        lock = threading.Lock()
 
         def drain() -> None:
             while not failures:
-                with lock:
-                    first = next(todo, None)
+                first = take()
                 if first is None:
                     return
                 try:
@@ -275,6 +291,26 @@ def plan_copy(
             device_moves=_by_block(device, piece_bytes * BLOCK_PIECES),
             staged=tuple(staged),
         )
+
+
+def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:
+    """One after the other, whichever thread asks."""
+    todo, lock = iter(firsts), threading.Lock()
+
+    def take() -> int | None:
+        with lock:
+            return next(todo, None)
+
+    return take
+
+
+def _blocks(count: int, size: int, skip: frozenset[int]) -> list[Block]:
+    """The blocks of `count` pieces, with the bytes that are not skipped."""
+    blocks = []
+    for first in range(0, count, BLOCK_PIECES):
+        pieces = range(first, min(first + BLOCK_PIECES, count))
+        blocks.append(Block(first, size * sum(piece not in skip for piece in pieces)))
+    return blocks
 
 
 def _in_arena(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -49,6 +50,9 @@ class UnprotectedSession(Session):
         self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
     ) -> None:
         del layer, counts, assignments
+
+    def bubble(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def prepare(self) -> None:
         return None

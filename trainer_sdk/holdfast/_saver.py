@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from holdfast._bubbles import Bubbles
 from holdfast._capture import Source
 from holdfast._client import Commit, DaemonClient, Event, Stage
 from holdfast._copy import CopyEngine, Digests
@@ -67,6 +68,7 @@ class Saver:
         self._rank = rank
         self._settings = settings
         self._client = client
+        self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
         self.tally = Tally()
         self.problem: HoldfastError | None = None
         """Why no save of this session can succeed any more."""
@@ -113,11 +115,15 @@ class Saver:
 
     def submit(self, task: Task) -> None:
         """Take `task`; only when not `busy`."""
+        if self.bubbles is not None and task.copies:
+            self.bubbles.begin()
         self._current = task
         self._tasks.put(task)
 
     def wait_staged(self) -> None:
         """Return when tensors may change."""
+        if self.bubbles is not None:
+            self.bubbles.end()
         task = self._current
         if task is None or task.over:
             return
@@ -215,7 +221,7 @@ class Saver:
         if not carried:
             left_out, pieces = left_out - self._own_experts(), frozenset()
         try:
-            digests = self._engine.capture(link.plan, placed, task.fence, pieces)
+            digests = self._engine.capture(link.plan, placed, task.fence, pieces, self.bubbles)
             task.release(over=True)
             task.handle._reach(task.handle.staged)
             self.tally.counters.staged_s = time.monotonic() - task.began_s

@@ -10,6 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -91,6 +92,14 @@ class Session(ABC):
             counts: for each expert of the layer, over all ranks, the tokens that it processed.
             assignments: tokens times the experts that each was sent to, dropped ones included; by
                 default the sum of `counts`.
+        """
+
+    @abstractmethod
+    def bubble(self) -> AbstractContextManager[None]:
+        """While this stage of a pipeline waits for another one: `with session.bubble(): recv()`.
+
+        Copies of a snapshot are kept for such times, as far as recent steps had them. Without
+        pipeline parallelism it does nothing.
         """
 
     @abstractmethod
@@ -250,6 +259,10 @@ class ProtectedSession(Session):
     ) -> None:
         numbers = [int(n) for n in counts]
         self._tokens.add(layer, numbers, sum(numbers) if assignments is None else assignments)
+
+    def bubble(self) -> AbstractContextManager[None]:
+        bubbles = self._saver.bubbles
+        return nullcontext() if bubbles is None else bubbles.bubble()
 
     def prepare(self) -> None:
         if self._saver.busy or self._closed:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast._bubbles import Bubbles
 from holdfast._copy import (
     BLOCK_PIECES,
     BadPieceError,
@@ -24,6 +27,7 @@ from holdfast._placed import Placed
 from holdfast_core.layouts import Layout, piece_digests, round_up
 
 PIECE = 64
+HUNG_S = 30.0
 Part = tuple[int, int, torch.Tensor]
 
 
@@ -173,6 +177,33 @@ def test_what_is_skipped_stays_as_it_is(engine: CopyEngine) -> None:
         assert digests[8 * pieces.start : 8 * pieces.stop] == bytes(3 * 8)
         for at, _, flat in (parts[0], parts[2]):
             assert target.read(at, flat.numel()) == flat.numpy().tobytes()
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("hurried", [False, True])
+def test_the_same_bytes_are_copied_when_some_wait_for_bubbles(
+    engine: CopyEngine, hurried: bool, device: bool
+) -> None:
+    parts = parts_of([50 * PIECE, 20 * PIECE], 5)
+    plan = on_device(parts) if device else plan_copy(parts, (), PIECE)
+    end = parts[1][0] + parts[1][2].numel()
+    ticks = itertools.count()
+    bubbles = Bubbles(2, lambda: float(next(ticks)))
+    for turn in range(2):  # the first measures
+        bubbles.begin()
+        target = placed(end, end + PIECE)
+        copying = partial(engine.capture, plan, target, None, bubbles=bubbles)
+        thread = threading.Thread(target=copying)
+        thread.start()
+        if hurried:
+            bubbles.end()
+        elif turn:
+            assert bubbles.schedule(end).bubble_bytes > 0
+        with bubbles.bubble():
+            thread.join(HUNG_S)
+        bubbles.end()
+        assert not thread.is_alive()
+        assert all(target.read(at, f.numel()) == f.numpy().tobytes() for at, _, f in parts)
 
 
 def test_neighbours_in_slot_and_memory_are_copied_at_once() -> None:

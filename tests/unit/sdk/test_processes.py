@@ -48,13 +48,14 @@ def open_session(
     optimizer: Any,
     *,
     ep: int,
+    pp: int = 1,
     epoch: int = 1,
     **more: Any,
 ) -> holdfast.Session:
     return holdfast.init(
         model=model,
         optimizer=optimizer,
-        topology=holdfast.Topology(dp=WORLD, ep=ep),
+        topology=holdfast.Topology(dp=WORLD // pp, ep=ep, pp=pp),
         daemon=FakeDaemon(directory, rank=rank, world_size=WORLD, epoch=epoch, **more),
         settings=holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S),
     )
@@ -127,6 +128,41 @@ def ranks_disagree(rank: int, directory: str) -> None:
     resumed.close()
 
 
+def stages_of_a_pipeline(rank: int, directory: str) -> None:
+    """Each waits for the other in bubbles, which the snapshots are copied in."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = open_session(rank, directory, model, optimizer, ep=1, pp=2)
+    activations = torch.zeros(8, 700)
+    for step in range(1, 6):
+        for _ in range(2):  # microbatches
+            if rank == 0:
+                dist.send(model(activations).detach(), 1)
+                with session.bubble():
+                    dist.recv(activations, 1)
+            else:
+                with session.bubble():
+                    dist.recv(activations, 0)
+                dist.send(model(activations).detach(), 0)
+        train(model, optimizer, step)
+        handle = session.save(step)
+        if step == 1:  # the session opens
+            handle.committed.result(WAIT_S)
+    handle.committed.result(WAIT_S)
+    bubbles = session._saver.bubbles  # type: ignore[attr-defined]
+    assert bubbles.schedule(1 << 20).bubble_bytes > 0, "measured, and used"
+    wanted = [p.detach().clone() for p in model.parameters()]
+    session.close()
+
+    for p in model.parameters():
+        p.data.zero_()
+    resumed = open_session(rank, directory, model, optimizer, ep=1, pp=2, epoch=2)
+    assert resumed.restore() == 5
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), wanted, strict=True))
+    resumed.close()
+
+
 def everything(rank: int, directory: str, init_file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=WORLD)
@@ -136,6 +172,7 @@ def everything(rank: int, directory: str, init_file: str) -> None:
         "mismatch": mismatch,
         "corrupt": one_rank_is_corrupt,
         "disagree": ranks_disagree,
+        "pipeline": stages_of_a_pipeline,
     }
     for name, case in cases.items():
         home = Path(directory) / name.replace(" ", "-")
