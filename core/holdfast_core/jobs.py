@@ -33,6 +33,7 @@ __all__ = [
     "DEFAULT_RULES",
     "KIND",
     "MANAGER",
+    "SUPPORTED_POLICIES",
     "Action",
     "Detection",
     "FailurePolicy",
@@ -53,6 +54,9 @@ MAX_NAME_CHARACTERS = 52
 """Names of pods are the job's name and a suffix of up to 11 characters; 63 is their limit."""
 
 MAX_NAMESPACE_CHARACTERS = 63
+
+SUPPORTED_POLICIES = frozenset({PolicyType.FULL, PolicyType.PARTIAL_EXPERTS})
+"""What trainers of this version can do; see `check_supported`."""
 
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -117,7 +121,7 @@ def check_supported(job: MoETrainingJob) -> None:
     spec = job.spec
     problems = []
     policy = spec.snapshot.policy.type
-    if policy not in (PolicyType.FULL, PolicyType.PARTIAL_EXPERTS):
+    if policy not in SUPPORTED_POLICIES:
         problems.append(
             Problem(
                 path="spec.snapshot.policy.type",

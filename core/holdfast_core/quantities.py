@@ -36,3 +36,13 @@ def parse_bytes(text: str | int) -> int:
 def format_bytes(nbytes: int) -> str:
     """`nbytes` in GiB and exactly: `1.50 GiB (1610612736 bytes)`."""
     return f"{nbytes / GIB:.2f} GiB ({nbytes} bytes)"
+
+
+def format_portion(portion: float) -> str:
+    """A portion as a percentage of two digits: `12%`, `0.48%`, `<0.001%`."""
+    percent = 100 * portion
+    if percent == 0:
+        return "0%"
+    if percent < 0.001:
+        return "<0.001%"
+    return f"{percent:.0f}%" if percent >= 9.95 else f"{float(f'{percent:.2g}'):g}%"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.quantities import format_bytes, parse_bytes
+from holdfast_core.quantities import format_bytes, format_portion, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,20 @@ def test_other_text_is_refused_with_what_to_write(text: str | int) -> None:
 
 def test_bytes_are_shown_in_gib_and_exactly() -> None:
     assert format_bytes(1610612736) == "1.50 GiB (1610612736 bytes)"
+
+
+@pytest.mark.parametrize(
+    ("portion", "text"),
+    [
+        (0, "0%"),
+        (1e-6, "<0.001%"),
+        (0.0000482, "0.0048%"),
+        (0.0053, "0.53%"),
+        (0.0949, "9.5%"),
+        (0.0996, "10%"),
+        (0.123, "12%"),
+        (1.0, "100%"),
+    ],
+)
+def test_portions_are_shown_as_percentages_of_two_digits(portion: float, text: str) -> None:
+    assert format_portion(portion) == text
