@@ -19,6 +19,9 @@ from benchmarks.policies.figures import Figure, all_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 
+TABLE_COLUMNS = 170
+"""Of a table that goes into a file or a pipe: no row is wrapped."""
+
 
 def main() -> int:
     """The exit code."""
@@ -29,7 +32,10 @@ def main() -> int:
     options = parser.parse_args()
     figures = all_figures(options.steps)
     write_json(options.output, figures)
-    print_table(Console(), figures)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
+    print_table(console, figures)
     print(f"wrote {options.output}")
     return 0 if all(figure.met is not False for figure in figures) else 1
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.policies.__main__ import write_json
+from benchmarks.policies.__main__ import TABLE_COLUMNS, print_table, write_json
 from benchmarks.policies.figures import Figure, pec_figures
 from benchmarks.policies.models import MOETION, PEC_SMALL, Shape, captured
+from rich.console import Console
 
 from holdfast_core.experts import ExpertTable
 from holdfast_core.topology import Topology
@@ -70,3 +72,20 @@ def test_the_report_holds_each_figure_and_what_it_had_to_be(tmp_path: Path) -> N
     report = json.loads((tmp_path / "bench" / "policies.json").read_text())
     assert report["size"] == 5
     assert (report["details"]["size"]["at_most"], report["details"]["size"]["met"]) == (4, False)
+
+
+def test_rows_of_the_table_are_not_wrapped() -> None:
+    figure = Figure(
+        key="risk",
+        what="1.6B-64E, 6 experts: at risk, load-aware to round robin",
+        value=1957.25,
+        unit="GB",
+        paper=9.623,
+        at_least=8.661,
+        at_most=10.59,
+        note="2007 to 463 MB, the longest module, causal masks saved",
+    )
+    written = io.StringIO()
+    print_table(Console(file=written, width=TABLE_COLUMNS), [figure])
+    (row,) = (line for line in written.getvalue().splitlines() if figure.what in line)
+    assert figure.note in row
