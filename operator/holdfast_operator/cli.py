@@ -57,6 +57,8 @@ _INJECT_EPILOG = """
 _PLAN_EPILOG = """
   holdfast plan job.yaml --bytes-per-rank 24Gi --step-seconds 4.5
   holdfast plan job.yaml --node-mtbf-days 90 --days 60
+  holdfast plan job.yaml --expert-bytes 335M --other-bytes 8G --step-seconds 2 --plot plan.png
+  holdfast plan job.yaml --like-run /tmp/holdfast-0/default.moe --measure-copy
 """
 
 
@@ -140,7 +142,8 @@ def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "plan", "Compute memory, intervals and odds of a job.", _PLAN_EPILOG)
+    text = "Compute memory, intervals and odds of a job, and compare snapshot policies."
+    parser = _add(commands, "plan", text, _PLAN_EPILOG)
     add = parser.add_argument
     add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
     add("--bytes-per-rank", type=_size, metavar="SIZE", help="of one snapshot, like 24Gi")
@@ -154,7 +157,42 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add(
         "--days", type=_positive, default=30.0, metavar="D", help="of training; default %(default)s"
     )
-    parser.set_defaults(handler="running:plan")
+    _add_model(parser)
+    parser.set_defaults(handler="plan_command:plan")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "to compare snapshot policies",
+        "Sizes are of training state (weights, master weights, optimizer), one copy over all ranks",
+    ).add_argument
+    add("--expert-bytes", type=_some_bytes, metavar="SIZE", help="of one expert of one layer")
+    add("--other-bytes", type=_size, metavar="SIZE", help="of all that is no expert")
+    add("--moe-layers", type=_count, metavar="N", help="default: the job's spec.model")
+    add("--experts-per-layer", type=_count, metavar="N", help="default: the job's spec.model")
+    add("--like-run", type=Path, metavar="DIR", help="all four, from a local run that is going on")
+    add("--partial-experts", type=_count, metavar="K", help="the first K; default: the job's, or 1")
+    add(
+        "--copy-bandwidth",
+        type=_some_bytes,
+        metavar="SIZE",
+        help="bytes a second that one node's ranks copy into its memory; default 10G",
+    )
+    add("--measure-copy", action="store_true", help="that of this machine's memory, one thread")
+    add(
+        "--network-bandwidth",
+        type=_some_bytes,
+        metavar="SIZE",
+        help="bytes a second from one node to others; default 2.5G",
+    )
+    add(
+        "--routing-skew",
+        type=_at_least_zero,
+        default=0.0,
+        metavar="X",
+        help="exponent of experts' popularity: 0 all alike (default), 2 a few get most tokens",
+    )
+    add("--plot", type=Path, metavar="FILE", help="draw the comparison: .png, .svg or .pdf")
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -191,14 +229,38 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _positive(text: str) -> float:
+def _some_bytes(text: str) -> int:
+    value = _size(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves nothing to plan with; give more than 0")
+    return value
+
+
+def _number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = 0.0
+        return float("nan")
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def _at_least_zero(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,8 @@ from holdfast_core.groups import form_groups
 from holdfast_core.intervals import group_loss_rate_per_s, snapshot_interval_s, steps_of
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.layouts import PAGE_BYTES, round_up
+from holdfast_core.model_sizes import ModelSizes
+from holdfast_core.policy_comparison import Assumptions, Comparison, compare_policies
 from holdfast_core.quantities import format_bytes
 from holdfast_core.reliability import (
     FailureModel,
@@ -25,10 +27,11 @@ from holdfast_core.reliability import (
     time_to,
 )
 from holdfast_core.values import Redundancy
+from holdfast_operator.policy_view import comparison_view
 
 DAY_S = 86400.0
 COPY_BYTES_S = 10e9
-"""How fast a snapshot is copied when nobody says."""
+"""How fast the ranks of a node copy snapshots when nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +54,48 @@ class PlanSettings:
     """Length of the training."""
 
 
-def plan_view(job: MoETrainingJob, settings: PlanSettings) -> RenderableType:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedModel:
+    """The job's model, and what snapshots of it may assume."""
+
+    sizes: ModelSizes
+    assumed: Assumptions
+
+    def __str__(self) -> str:
+        layers = self.sizes.by_layer.values()
+        counts = sorted({len(units) for units in layers})
+        experts = sum(self.sizes.experts.values())
+        return (
+            f"{len(layers)} MoE layers of {' or '.join(map(str, counts))} experts, "
+            f"{format_bytes(experts + self.sizes.other_bytes).partition(' (')[0]} of training "
+            f"state, {experts / (experts + self.sizes.other_bytes):.0%} of it in experts"
+        )
+
+
+def compared(job: MoETrainingJob, model: PlannedModel) -> Comparison:
+    """The snapshot policies beside each other.
+
+    Raises:
+        InvalidJobError: when the model has no experts.
+        MemoryBudgetError: when the job's own limit for a node is too small.
+    """
+    found = compare_policies(job, model.sizes, _groups(job), model.assumed)
+    if job.memory_per_node_bytes is not None:
+        needed = max(cost.memory_bytes for cost in found.costs)
+        fits(needed, job.memory_per_node_bytes, what="snapshots of one node")
+    return found
+
+
+def plan_view(
+    job: MoETrainingJob,
+    settings: PlanSettings,
+    model: PlannedModel | None = None,
+    found: Comparison | None = None,
+) -> RenderableType:
     """The plan as tables.
+
+    Args:
+        model, found: the model, and its policies compared; None when nothing is known of it.
 
     Raises:
         InvalidJobError: when an assumption is out of range.
@@ -68,12 +111,17 @@ def plan_view(job: MoETrainingJob, settings: PlanSettings) -> RenderableType:
         sizes = sorted({len(group) for group in groups})
         head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
     parts: list[RenderableType] = [head, ""]
-    if settings.bytes_per_rank is None:
-        parts.append("memory: give --bytes-per-rank SIZE to see what each node needs")
+    if model is not None and found is not None:
+        parts.append(comparison_view(found, model.assumed, days=settings.days, model=str(model)))
+    elif settings.bytes_per_rank is None:
+        parts.append(
+            "memory: give --bytes-per-rank SIZE to see what each node needs, or --expert-bytes and "
+            "--other-bytes to compare snapshot policies"
+        )
     else:
         parts.append(_memory(job, groups, settings.bytes_per_rank))
     parts.append("")
-    parts.append(_odds(job, settings))
+    parts.append(_odds(job, settings, with_interval=found is None))
     return Group(*parts)
 
 
@@ -101,10 +149,12 @@ def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_
     return table
 
 
-def _odds(job: MoETrainingJob, settings: PlanSettings) -> Table:
+def _odds(job: MoETrainingJob, settings: PlanSettings, *, with_interval: bool) -> Table:
     table = Table("what", "figure", "from", box=None, pad_edge=False)
     for row in _odds_rows(job, settings):
         table.add_row(*row)
+    if with_interval:
+        table.add_row(*_interval_row(job, settings))
     return table
 
 
@@ -138,14 +188,19 @@ def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[st
             f"{lost:.2e}",
             f"nodes replaced and rebuilt within {settings.replace_s:g} s",
         )
+
+
+def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
     snapshot_s = settings.snapshot_s
     if snapshot_s is None:
         snapshot_s = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node / COPY_BYTES_S
     interval_s = snapshot_interval_s(
-        snapshot_s=snapshot_s, compute_s=settings.step_s, node_failure_rate_per_s=nodes * rate_per_s
+        snapshot_s=snapshot_s,
+        compute_s=settings.step_s,
+        node_failure_rate_per_s=job.spec.nodes / settings.node_mtbf_days / DAY_S,
     )
     steps = "-" if interval_s == inf else str(steps_of(interval_s, settings.step_s))
-    yield (
+    return (
         "snapshot interval, steps",
         steps,
         f"REFT eq. 9; snapshot {snapshot_s:.2f} s, step {settings.step_s:g} s; the job says "

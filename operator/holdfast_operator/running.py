@@ -1,4 +1,4 @@
-"""What `holdfast run`, `status`, `inject` and `plan` do. Loaded when one of them is called."""
+"""What `holdfast run`, `status` and `inject` do. Loaded when one of them is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from holdfast_operator.local import faults as injections
 from holdfast_operator.local.directory import RunDirectory, default_directory
 from holdfast_operator.local.processes import identify
 from holdfast_operator.local.status import encode, read_status
-from holdfast_operator.planning import PlanSettings, plan_view
 from holdfast_operator.show import event_line, event_text, progress_line, status_view
 from holdfast_operator.views import Outcome
 
@@ -234,21 +233,3 @@ def _staleness(found: Status) -> str:
         f"`holdfast run` is not running (last seen {age_s:.0f} s ago); training goes on without "
         f"it, and the same command again takes over"
     )
-
-
-# --- plan -----------------------------------------------------------------------------------------
-
-
-def plan(options: argparse.Namespace) -> int:
-    """`holdfast plan`."""
-    settings = PlanSettings(
-        bytes_per_rank=options.bytes_per_rank,
-        node_mtbf_days=options.node_mtbf_days,
-        process_mtbf_days=options.process_mtbf_days,
-        replace_s=options.replace_seconds,
-        snapshot_s=options.snapshot_seconds,
-        step_s=options.step_seconds,
-        days=options.days,
-    )
-    Console(soft_wrap=True).print(plan_view(load_job(options.job), settings))
-    return 0

@@ -1,0 +1,132 @@
+"""The comparison of snapshot policies for people: a table that 100 columns hold. Only shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holdfast_core.jobs import PolicyType
+from holdfast_core.policy_comparison import Assumptions, Comparison, PolicyCost
+from holdfast_core.quantities import format_portion
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_COLUMNS = (
+    ("per rank", "{unit}"),
+    ("per step", "{unit}"),
+    ("copy", "s"),
+    ("hidden", ""),
+    ("protect", "s"),
+    ("every", "steps"),
+    ("memory", "{unit}/node"),
+    ("redone", "steps"),
+    ("time lost", "{days:g} days"),
+    ("tokens", "lost"),
+)
+
+
+def name_of(cost: PolicyCost) -> str:
+    """The policy, and how many experts it captures."""
+    if cost.policy is PolicyType.FULL:
+        return "Full"
+    if cost.policy is PolicyType.PARTIAL_EXPERTS:
+        return f"PartialExperts {cost.experts}"
+    return f"{cost.policy.value} {cost.experts}"
+
+
+def unit_of(sizes: Sequence[int]) -> tuple[str, int]:
+    """The unit in which the largest of `sizes` is below 10,000, and its bytes."""
+    power, largest = 0, max(sizes, default=0)
+    while largest >= 10_000 * 1024**power and power < len(_UNITS) - 1:
+        power += 1
+    return _UNITS[power], 1024**power
+
+
+def comparison_view(
+    found: Comparison, assumed: Assumptions, *, days: float, model: str
+) -> RenderableType:
+    """The policies, one a row; what is recommended and why; and how to read it.
+
+    Args:
+        model: in words.
+    """
+    best = name_of(found.best)
+    grow = [cost for cost in found.costs if cost.objection.startswith("K would grow")]
+    notes = [
+        f"model:     {model}",
+        f"assumed:   a node copies {_rate(assumed.copy_bytes_s)} and sends "
+        f"{_rate(assumed.network_bytes_s)}, a step takes {assumed.step_s:g} s",
+        "per rank:  captured by the most loaded one (ADPS, PEC §3.2); per step: by all together",
+        "hidden:    behind a step; otherwise the seconds that a snapshot adds to one (REFT eq. 8)",
+        "every:     the best interval (REFT eq. 9), or the least that protection can follow",
+        "redone:    steps, after one failure; time lost: added and redone together (REFT eq. 4)",
+        "tokens:    of all routed, those whose updates experts lose by recoveries (PEC eq. 4)",
+    ]
+    if grow:
+        notes.append(
+            "*          loses more tokens than its limit allows, so that K would grow (PEC §3.1)"
+        )
+    if not any(cost.protect_s for cost in found.costs):
+        notes.append("no redundancy: a lost node loses all snapshots, which is not counted here")
+    if any(cost.objection == "not in this version" for cost in found.costs):
+        notes.append("†          not in this version")
+    return Group(
+        _table(found, days),
+        "",
+        Text.assemble(("recommended: ", "bold"), (best, "bold green"), f": {found.reason}."),
+        "",
+        *(Text(note, style="dim") for note in notes),
+    )
+
+
+def _table(found: Comparison, days: float) -> Table:
+    unit, scale = unit_of([max(cost.job_bytes, cost.memory_bytes) for cost in found.costs])
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
+    for top, below in _COLUMNS:
+        head = f"{top}\n{below.format(unit=unit, days=days)}"
+        table.add_column(head, justify="right", no_wrap=True)
+    for cost in found.costs:
+        row = (
+            name_of(cost) + _mark(cost),
+            _number(cost.rank_bytes / scale),
+            _number(cost.job_bytes / scale),
+            _number(cost.copy_s),
+            "yes" if not cost.stall_s else f"+{_number(cost.stall_s)} s",
+            _number(cost.protect_s) if cost.protect_s else "-",
+            str(cost.interval_steps),
+            _number(cost.memory_bytes / scale),
+            _number(cost.lost_steps),
+            _duration(cost.overhead * days * 86400),
+            format_portion(cost.lost_tokens),
+        )
+        table.add_row(*row, style="bold green" if cost is found.best else None)
+    return table
+
+
+def _mark(cost: PolicyCost) -> str:
+    if not cost.objection:
+        return ""
+    return " †" if cost.objection == "not in this version" else " *"
+
+
+def _number(value: float) -> str:
+    """Three digits, or two where nothing stands before the point."""
+    if value >= 100:
+        return f"{value:.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length_s in (("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{_number(seconds / length_s)} {unit}"
+    return f"{_number(seconds)} s"
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / 1e9:.3g} GB/s"
