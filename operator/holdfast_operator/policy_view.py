@@ -76,9 +76,23 @@ def comparison_view(
         _table(found, days),
         "",
         Text.assemble(("recommended: ", "bold"), (best, "bold green"), f": {found.reason}."),
+        Text(_as_document(found.best), style="cyan"),
         "",
         *(Text(note, style="dim") for note in notes),
     )
+
+
+def _as_document(cost: PolicyCost) -> str:
+    """What the job has to say."""
+    policy = f"type: {cost.policy.value}"
+    if cost.policy is PolicyType.PARTIAL_EXPERTS:
+        policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"
+    lines = (
+        "snapshot:",
+        f"  policy: {{{policy}}}",
+        f"  interval: {{steps: {cost.interval_steps}}}",
+    )
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _table(found: Comparison, days: float) -> Table:

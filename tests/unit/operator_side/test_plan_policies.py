@@ -14,6 +14,7 @@ import yaml
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
+from holdfast_core.job_snapshots import PartialExperts
 from holdfast_core.jobs import MoETrainingJob, parse_job
 from holdfast_core.layouts import Entry, Layout, TensorRole, encode_layout
 from holdfast_core.model_sizes import ModelSizes
@@ -120,6 +121,18 @@ def test_bandwidths_decide_what_hides(job: Path, capsys: pytest.CaptureFixture[s
     assert "recommended: PartialExperts 4" in text  # the largest K that hides
     rare = ["--copy-bandwidth", "5G", "--node-mtbf-days", "5000", "--process-mtbf-days", "5000"]
     assert "recommended: Full" in printed(capsys, job, *SIZES, *rare)
+
+
+def test_what_is_recommended_can_be_written_into_the_job(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, job, *SIZES, "--copy-bandwidth", "5G", "--network-bandwidth", "10G")
+    _, _, after = text.partition("recommended: PartialExperts 4")
+    written = after[after.index("  snapshot:") : after.index("model:")]
+    assert parsed(JOB + written).spec.snapshot.policy.chosen_experts == PartialExperts(
+        experts_per_layer=4
+    )
+    assert parsed(JOB + written).spec.snapshot.interval.steps == 1
 
 
 def test_the_copy_can_be_measured(
