@@ -43,11 +43,21 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_saves_failed_total",
         "holdfast_saves_skipped_reported",
         "holdfast_saves_failed_reported",
-        "holdfast_tokens_at_risk_ratio",
-        "holdfast_tokens_lost_ratio",
         "holdfast_encode_seconds",
         "holdfast_seal_seconds",
         "holdfast_verify_seconds",
+    ),
+    "Lost tokens": (
+        "holdfast_tokens_at_risk_ratio",
+        "holdfast_tokens_lost_ratio",
+        "holdfast_tokens_lost_limit_ratio",
+        "holdfast_recovery_tokens_lost_ratio",
+        "holdfast_tokens_at_risk_mlt",
+        "holdfast_tokens_lost_mlt",
+        "holdfast_recovery_tokens_lost_mlt",
+        "holdfast_experts_per_layer",
+        "holdfast_tokens_lost",
+        "holdfast_tokens_routed",
     ),
     "Memory": (
         "holdfast_memory_used_bytes",
@@ -196,7 +206,7 @@ def _queries(definition: Definition) -> Iterator[tuple[str, str]]:
     if definition.type == "counter":
         yield f"sum{by} (rate({name}{chosen}[$__rate_interval]))", legend
     elif definition.type == "gauge":
-        yield f"{_gauge_sum(name)}{by} ({name}{chosen})", legend
+        yield _gauge_query(name, by, chosen), legend
     else:
         by = f" by ({', '.join(('le', *labels))})"
         rate = f"sum{by} (rate({name}_bucket{chosen}[$__rate_interval]))"
@@ -204,8 +214,35 @@ def _queries(definition: Definition) -> Iterator[tuple[str, str]]:
             yield f"histogram_quantile({quantile}, {rate})", f"{legend} {word}" if labels else word
 
 
-def _gauge_sum(name: str) -> str:
+_KNOWN_TO_ALL = (
+    "holdfast_generation_step",
+    "holdfast_epoch",
+    "holdfast_experts_per_layer",
+    "holdfast_tokens_lost",
+    "holdfast_tokens_lost_limit_ratio",
+    "holdfast_tokens_lost_mlt",
+    "holdfast_recovery_tokens_lost_ratio",
+    "holdfast_recovery_tokens_lost_mlt",
+)
+"""Gauges of which every daemon knows one for the whole job, or at least an older one."""
+
+
+_OF_TOKENS = (
+    "holdfast_tokens_at_risk_ratio",
+    "holdfast_tokens_at_risk_mlt",
+    "holdfast_tokens_lost_ratio",
+)
+"""Portions of the tokens that the ranks of a node have routed. Weighed by those, nodes add up to
+the portion of all tokens; MLT so only where no node lacks the layers of another pipeline stage."""
+
+
+def _gauge_query(name: str, by: str, chosen: str) -> str:
     """How one gauge of several processes is put together."""
-    if name in ("holdfast_generation_step", "holdfast_epoch"):
-        return "max"  # every daemon knows a newest one
-    return "min" if name == "holdfast_protection_age_seconds" else "sum"
+    gauge, routed = f"{name}{chosen}", f"holdfast_tokens_routed{chosen}"
+    if name in _OF_TOKENS:
+        return f"sum{by} ({gauge} * {routed}) / sum{by} ({routed})"
+    if name in _KNOWN_TO_ALL:
+        return f"max{by} ({gauge})"
+    return (
+        f"min{by} ({gauge})" if name == "holdfast_protection_age_seconds" else f"sum{by} ({gauge})"
+    )

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from holdfast_core.errors import CorruptError
+from holdfast_core.loss_reports import RecoveryLoss
 from holdfast_core.values import Generation
 
 EVENTS_KEPT = 1000
@@ -55,6 +58,9 @@ class JobView:
     """By rank: the newest generation that reached each stage."""
     ranks: Mapping[int, RankHealth]
     """By rank; OFFLINE when its state has expired."""
+    losses: Sequence[RecoveryLoss] = ()
+    """What each recovery of the job's life lost in tokens, oldest first, of a job whose snapshots
+    leave experts out. The newest one has the running total."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +93,10 @@ class Catalogue(Protocol):
         """Replaces what this daemon said of the whole job.
 
         `state` holds JSON values. Of these keys the catalogue takes more than the text:
-        `ranks`, a list of objects with `rank` and `state` (a `RankHealth`); and
-        `stages`, an object of rank → stage → `epoch.step`.
+        `ranks`, a list of objects with `rank` and `state` (a `RankHealth`);
+        `stages`, an object of rank → stage → `epoch.step`; and
+        `losses`, a list of `RecoveryLoss` documents. Recoveries that a later state does not list
+        any more stay known.
         """
         ...
 
@@ -156,11 +164,30 @@ def stages_of_state(state: Mapping[str, object]) -> dict[int, dict[Stage, Genera
     return found
 
 
+def losses_of_state(state: Mapping[str, object]) -> dict[int, RecoveryLoss]:
+    """Epoch → loss of its recovery in a whole job state; those that are not well formed are left
+    out."""
+    entries = state.get("losses")
+    return losses_in(entries if isinstance(entries, list) else [])
+
+
+def losses_in(documents: Iterable[object]) -> dict[int, RecoveryLoss]:
+    """Likewise of `RecoveryLoss` documents, by epoch and in that order."""
+    found: dict[int, RecoveryLoss] = {}
+    for document in documents:
+        if isinstance(document, Mapping):
+            with suppress(CorruptError):
+                loss = RecoveryLoss.from_dict(document)
+                found[loss.epoch] = loss
+    return dict(sorted(found.items()))
+
+
 @dataclass(slots=True)
 class _Job:
     state: Mapping[str, object] | None = None
     stages: dict[int, dict[Stage, Generation]] = field(default_factory=dict)
     ranks: dict[int, tuple[RankHealth, float]] = field(default_factory=dict)
+    losses: dict[int, RecoveryLoss] = field(default_factory=dict)
     events: deque[EventView] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
 
 
@@ -187,6 +214,7 @@ class MemoryCatalogue:
             known.stages.setdefault(rank, {}).update(stages)
         for rank, health in ranks_of_state(state).items():
             self.publish_rank_state(job, rank, health)
+        known.losses.update(losses_of_state(state))
 
     def publish_event(self, job: str, event: Mapping[str, object]) -> None:
         self._event_count += 1
@@ -207,6 +235,7 @@ class MemoryCatalogue:
                 rank: health if until > now else RankHealth.OFFLINE
                 for rank, (health, until) in known.ranks.items()
             },
+            losses=[loss for _, loss in sorted(known.losses.items())],
         )
 
     async def read_events(self, job: str, after: str = "") -> Sequence[EventView]:

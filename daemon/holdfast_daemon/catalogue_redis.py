@@ -15,6 +15,7 @@ Keys, under `<prefix>:`:
     job:<job>:stages      hash  <rank>:<stage> → epoch.step
     job:<job>:ranks       set   ranks that ever had a state
     job:<job>:rank:<n>    string with a time to live: the rank's state
+    job:<job>:losses      hash  epoch → what its recovery lost in tokens, as JSON
     job:<job>:events      stream, capped
 """
 
@@ -46,6 +47,8 @@ from holdfast_daemon.catalogue import (
     RankHealth,
     Source,
     Stage,
+    losses_in,
+    losses_of_state,
     ranks_of_state,
     stages_of_state,
 )
@@ -60,6 +63,8 @@ BATCH_OPERATIONS = 256
 _log = bind(logging.getLogger(__name__))
 
 _T = TypeVar("_T")
+
+_KINDS = ("state", "stages", "ranks", "losses", "events")
 
 _UNREACHABLE = (RedisError, OSError, TimeoutError)
 
@@ -162,14 +167,15 @@ class RedisCatalogue:
             pipe.hgetall(self._key(job, "state"))
             pipe.hgetall(self._key(job, "stages"))
             pipe.smembers(self._key(job, "ranks"))
-            states, stages, names = await pipe.execute()
+            pipe.hvals(self._key(job, "losses"))
+            states, stages, names, losses = await pipe.execute()
             ranks = sorted(int(name) for name in names)
             healths = (
                 await self._client.mget([self._key(job, f"rank:{rank}") for rank in ranks])
                 if ranks
                 else []
             )
-            if not (states or stages or ranks):
+            if not (states or stages or ranks or losses):
                 return None
             return JobView(
                 states={node: json.loads(text) for node, text in states.items()},
@@ -178,6 +184,7 @@ class RedisCatalogue:
                     rank: RankHealth(str(health)) if health else RankHealth.OFFLINE
                     for rank, health in zip(ranks, healths, strict=True)
                 },
+                losses=list(losses_in(map(json.loads, losses)).values()),
             )
 
         return await self._answered(read)
@@ -328,7 +335,7 @@ class RedisCatalogue:
         return f"{self._settings.prefix}:job:{job}:{kind}"
 
     def _job_keys(self, job: str) -> list[str]:
-        return [self._key(job, kind) for kind in ("state", "stages", "ranks", "events")]
+        return [self._key(job, kind) for kind in _KINDS]
 
     def _write_everything(self, pipe: Pipeline) -> None:
         for job, state in self._source().items():
@@ -339,6 +346,8 @@ class RedisCatalogue:
         pipe.hset(self._key(job, "state"), self._node, _to_json(state))
         self._write_stages(pipe, job, stages_of_state(state))
         self._write_ranks(pipe, job, ranks_of_state(state))
+        for epoch, loss in losses_of_state(state).items():
+            pipe.hset(self._key(job, "losses"), str(epoch), _to_json(loss.to_dict()))
         for key in self._job_keys(job):
             pipe.expire(key, int(self._settings.job_ttl_s))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 
+from holdfast_core.loss_reports import LossReport, merged
 from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon.engine.state import JobMemory, RankRecord, SlotState
 from holdfast_daemon.host import JobHost
 from holdfast_protos import codec, control_pb2
+from holdfast_protos.losses import loss_to_proto
 
 
 def newest_complete(memory: JobMemory) -> Generation | None:
@@ -62,11 +64,30 @@ def problem(memory: JobMemory) -> str:
     return ""
 
 
+def loss_report(memory: JobMemory) -> LossReport | None:
+    """What the ranks here say of lost tokens; None where snapshots hold all experts."""
+    records = (memory.ranks.get(rank) for rank in memory.my_ranks())
+    return merged(record.loss for record in records if record and record.loss)
+
+
+def current_loss(memory: JobMemory) -> LossReport | None:
+    """Likewise of ranks at work in this epoch, without recoveries but the newest: the control loop
+    adds up those of all daemons, and older words would not fit newer ones."""
+    records = (memory.ranks.get(rank) for rank in memory.my_ranks())
+    found = merged(
+        record.loss
+        for record in records
+        if record and record.loss and record.session and record.session.epoch == memory.epoch
+    )
+    return replace(found, recoveries=found.recoveries[-1:]) if found else None
+
+
 def job_state(host: JobHost) -> control_pb2.JobState:
     """The heartbeat's word on one job."""
     memory = host.engine.memory
     directive = memory.directive
     line = directive.line if directive else None
+    loss = current_loss(memory)
     return control_pb2.JobState(
         job=memory.job,
         epoch=memory.epoch,
@@ -84,6 +105,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         failed=sum(record.failed for record in memory.ranks.values()),
         arena_bytes=host.storage.arena_bytes,
         parity_bytes=host.storage.parity_bytes,
+        loss=None if loss is None else loss_to_proto(loss),
     )
 
 
@@ -107,6 +129,7 @@ def _rank(host: JobHost, rank: int) -> control_pb2.RankState:
 def as_json(host: JobHost) -> dict[str, object]:
     """Everything known of one job, for `status` and the catalogue, as JSON values."""
     memory = host.engine.memory
+    loss = loss_report(memory)
     directive = memory.directive
     line = directive.line if directive else None
     return {
@@ -130,10 +153,11 @@ def as_json(host: JobHost) -> dict[str, object]:
                 "step": memory.rank(rank).last_step,
                 "skipped": memory.rank(rank).skipped,
                 "failed": memory.rank(rank).failed,
-                "loss": None if (loss := memory.rank(rank).loss) is None else asdict(loss),
+                "loss": _loss(memory.rank(rank).loss),
             }
             for rank in memory.my_ranks()
         ],
+        "losses": [each.to_dict() for each in loss.recoveries] if loss else [],
         "stages": _stages(memory),
         "slots": [
             {
@@ -155,6 +179,13 @@ def as_json(host: JobHost) -> dict[str, object]:
             for parity in memory.parities.values()
         ],
     }
+
+
+def _loss(found: LossReport | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    risk = found.risk
+    return {"experts_per_layer": found.k, "at_risk": risk.plt, "at_risk_mlt": risk.mlt}
 
 
 def _stages(memory: JobMemory) -> dict[str, dict[str, str]]:

@@ -9,7 +9,7 @@ Must not: hold what anything decides by. Metrics are written, and read by people
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
@@ -72,18 +72,26 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("saves_failed", "Saves that were begun and lost.", "job", "cause"),
     _gauge("saves_skipped_reported", "Saves skipped, by the count of the ranks here.", "job"),
     _gauge("saves_failed_reported", "Saves failed, by the count of the ranks here.", "job"),
+    _gauge("tokens_routed", "Tokens that the ranks here routed to experts, times those.", "job"),
+    _gauge("tokens_lost", "Tokens of all ranks that recoveries have lost so far.", "job"),
     _gauge(
         "tokens_at_risk_ratio",
-        "Tokens that experts left out of snapshots would lose in a recovery, of all routed.",
+        "Tokens that a recovery would lose now, of those that the ranks here routed.",
         "job",
         unit="ratio",
     ),
+    _gauge("tokens_at_risk_mlt", "The same as a sum of the layers' portions (MLT).", "job"),
     _gauge(
         "tokens_lost_ratio",
-        "Tokens that recoveries have lost to experts left out of snapshots, of all routed.",
+        "Tokens that recoveries have lost, of all, as if all ranks routed as those here (PLT).",
         "job",
         unit="ratio",
     ),
+    _gauge("tokens_lost_mlt", "MLT of all recoveries, when the newest was over.", "job"),
+    _gauge("recovery_tokens_lost_ratio", "PLT of the newest recovery.", "job", unit="ratio"),
+    _gauge("recovery_tokens_lost_mlt", "MLT of the newest recovery.", "job"),
+    _gauge("tokens_lost_limit_ratio", "PLT that the job allows.", "job", unit="ratio"),
+    _gauge("experts_per_layer", "Experts of each layer that a snapshot captures.", "job"),
     _gauge(
         "protection_age_seconds",
         "Time since the newest protected generation became so, or since there was none.",
@@ -152,10 +160,10 @@ class Metrics:
         assert isinstance(histogram, Histogram)
         histogram.observe(value)
 
-    def forget_job(self, job: str) -> None:
-        """Removes every series of a job that has ended."""
+    def forget_job(self, job: str, names: Collection[str] = ()) -> None:
+        """Removes every series of a job that has ended; with `names`, those alone."""
         for name, definition in self._definitions.items():
-            if "job" in definition.labels:
+            if "job" in definition.labels and (not names or name in names):
                 self._collectors[name].remove_by_labels({"job": job})
 
     def _find(self, name: str, type: MetricType, labels: dict[str, str]) -> MetricWrapperBase:

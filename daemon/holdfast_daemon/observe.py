@@ -69,6 +69,20 @@ _DURATIONS: dict[type[Effect], str] = {
 }
 
 
+_LOSS_GAUGES = (
+    "tokens_routed",
+    "tokens_lost",
+    "tokens_at_risk_ratio",
+    "tokens_at_risk_mlt",
+    "tokens_lost_ratio",
+    "tokens_lost_mlt",
+    "tokens_lost_limit_ratio",
+    "recovery_tokens_lost_ratio",
+    "recovery_tokens_lost_mlt",
+    "experts_per_layer",
+)
+
+
 class NodeObserver:
     """Implements `host.Observer` for all jobs of a daemon."""
 
@@ -127,9 +141,7 @@ class NodeObserver:
             records = memory.ranks.values()
             metrics.set("saves_skipped_reported", sum(r.skipped for r in records), job=job)
             metrics.set("saves_failed_reported", sum(r.failed for r in records), job=job)
-            for loss in [r.loss for r in records if r.loss is not None]:
-                metrics.set("tokens_at_risk_ratio", loss.at_risk, job=job)
-                metrics.set("tokens_lost_ratio", loss.lost, job=job)
+            self._tokens(host)
             self._catalogue.publish_snapshot(job, describe.as_json(host))
             for rank in memory.my_ranks():
                 state = describe.rank_state(memory, rank, memory.rank(rank))
@@ -146,6 +158,30 @@ class NodeObserver:
             generation, since = protected, now
         self._protected_at[host.job] = generation, since
         self._metrics.set("protection_age_seconds", now - since, job=host.job)
+
+    def _tokens(self, host: JobHost) -> None:
+        """What leaving experts out of snapshots costs. Sums, beside ratios: those of several nodes
+        can only be put together from sums."""
+        memory, job, metrics = host.engine.memory, host.job, self._metrics
+        loss = describe.loss_report(memory)
+        if loss is None or memory.membership is None:
+            metrics.forget_job(job, _LOSS_GAUGES)  # its ranks live elsewhere now
+            return
+        figures: dict[str, float] = {
+            "tokens_routed": sum(loss.routed),
+            "tokens_lost": sum(loss.lost),
+            "tokens_at_risk_ratio": loss.risk.plt,
+            "tokens_at_risk_mlt": loss.risk.mlt,
+            "tokens_lost_ratio": loss.plt_of(memory.membership.world_size),
+            "tokens_lost_limit_ratio": loss.limit,
+            "experts_per_layer": loss.k,
+        }
+        if loss.newest is not None:
+            figures["tokens_lost_mlt"] = loss.newest.total_mlt
+            figures["recovery_tokens_lost_ratio"] = loss.newest.plt
+            figures["recovery_tokens_lost_mlt"] = loss.newest.mlt
+        for name, value in figures.items():
+            metrics.set(name, value, job=job)
 
     def forget(self, job: str) -> None:
         self._protected_at.pop(job, None)

@@ -35,11 +35,11 @@ from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon.auth import Authenticator
 from holdfast_daemon.claims import Claims, SessionSeal
 from holdfast_daemon.engine import RestoreState
-from holdfast_daemon.engine.state import ExpertLoss
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import Metrics
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.losses import loss_from_proto
 
 ASK_AGAIN_S = 1.0
 WORLD_WAIT_S_MAX = 30.0
@@ -281,7 +281,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             skipped=request.skipped,
             failed=request.failed,
             failure=request.failure,
-            loss=_loss_in(request),
+            loss=loss_from_proto(request.loss) if request.HasField("loss") else None,
             now=host.now,
         )
         return trainer_pb2.ProgressReply()
@@ -372,16 +372,6 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             if session in host.engine.memory.sessions:
                 return host, session
         raise UnknownSessionError(f"session {session} is not known here; open a new one")
-
-
-def _loss_in(request: trainer_pb2.ProgressReport) -> ExpertLoss | None:
-    if not request.experts_per_layer:
-        return None
-    return ExpertLoss(
-        experts_per_layer=request.experts_per_layer,
-        at_risk=request.tokens_at_risk,
-        lost=request.tokens_lost,
-    )
 
 
 def _token(context: Context) -> str:

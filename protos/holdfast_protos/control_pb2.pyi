@@ -91,6 +91,7 @@ class JobState(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     PARITY_BYTES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -120,6 +121,12 @@ class JobState(_message.Message):
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankState]: ...
+    @_builtins.property
+    def loss(self) -> _values_pb2.LossReport:
+        """Of its ranks with a session in this epoch; absent where snapshots hold all experts. The ranks of
+        a job are put together by adding these up, so it has sums and no ratios.
+        """
+
     def __init__(
         self,
         *,
@@ -140,10 +147,11 @@ class JobState(_message.Message):
         arena_bytes: _builtins.int = ...,
         parity_bytes: _builtins.int = ...,
         revision: _builtins.int | None = ...,
+        loss: _values_pb2.LossReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "membership", b"membership", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "membership", b"membership", "parity_bytes", b"parity_bytes", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015

@@ -534,9 +534,7 @@ class ProgressReport(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
     STAGED_S_FIELD_NUMBER: _builtins.int
-    EXPERTS_PER_LAYER_FIELD_NUMBER: _builtins.int
-    TOKENS_AT_RISK_FIELD_NUMBER: _builtins.int
-    TOKENS_LOST_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
     skipped: _builtins.int
@@ -545,14 +543,10 @@ class ProgressReport(_message.Message):
     """newest cause, empty when none"""
     step_s: _builtins.float
     staged_s: _builtins.float
-    experts_per_layer: _builtins.int
-    """Only where snapshots leave experts out; fractions of all routed tokens.
-    in a snapshot; 0: all of them
-    """
-    tokens_at_risk: _builtins.float
-    """that a recovery would lose now"""
-    tokens_lost: _builtins.float
-    """that recoveries have lost so far"""
+    @_builtins.property
+    def loss(self) -> _values_pb2.LossReport:
+        """of this rank; only where snapshots leave experts out"""
+
     def __init__(
         self,
         *,
@@ -563,13 +557,11 @@ class ProgressReport(_message.Message):
         failure: _builtins.str = ...,
         step_s: _builtins.float = ...,
         staged_s: _builtins.float = ...,
-        experts_per_layer: _builtins.int = ...,
-        tokens_at_risk: _builtins.float = ...,
-        tokens_lost: _builtins.float = ...,
+        loss: _values_pb2.LossReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts_per_layer", b"experts_per_layer", "failed", b"failed", "failure", b"failure", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "step_s", b"step_s", "tokens_at_risk", b"tokens_at_risk", "tokens_lost", b"tokens_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "loss", b"loss", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

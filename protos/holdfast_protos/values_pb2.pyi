@@ -294,3 +294,111 @@ class Line(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Line: _TypeAlias = Line  # noqa: Y015
+
+@_typing.final
+class LossReport(_message.Message):
+    """What ranks say of a job whose snapshots leave experts out (holdfast_core.loss_reports). Numbers of
+    tokens are by layer, in the order of `layers`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    EXPERTS_PER_LAYER_FIELD_NUMBER: _builtins.int
+    EXPERTS_MAX_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    AT_RISK_FIELD_NUMBER: _builtins.int
+    ROUTED_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
+    ranks: _builtins.int
+    experts_per_layer: _builtins.int
+    """in a snapshot"""
+    experts_max: _builtins.int
+    """of the layer that has most"""
+    limit: _builtins.float
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def at_risk(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of these ranks"""
+
+    @_builtins.property
+    def routed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of these ranks, times their experts"""
+
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of all ranks, in the job's life"""
+
+    @_builtins.property
+    def recoveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecoveryLoss]:
+        """the newest ones, oldest first"""
+
+    def __init__(
+        self,
+        *,
+        ranks: _builtins.int = ...,
+        experts_per_layer: _builtins.int = ...,
+        experts_max: _builtins.int = ...,
+        limit: _builtins.float = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        at_risk: _abc.Iterable[_builtins.int] | None = ...,
+        routed: _abc.Iterable[_builtins.int] | None = ...,
+        lost: _abc.Iterable[_builtins.int] | None = ...,
+        recoveries: _abc.Iterable[Global___RecoveryLoss] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_risk", b"at_risk", "experts_max", b"experts_max", "experts_per_layer", b"experts_per_layer", "layers", b"layers", "limit", b"limit", "lost", b"lost", "ranks", b"ranks", "recoveries", b"recoveries", "routed", b"routed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LossReport: _TypeAlias = LossReport  # noqa: Y015
+
+@_typing.final
+class RecoveryLoss(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LOST_TOKENS_FIELD_NUMBER: _builtins.int
+    PLT_FIELD_NUMBER: _builtins.int
+    MLT_FIELD_NUMBER: _builtins.int
+    K_BEFORE_FIELD_NUMBER: _builtins.int
+    K_AFTER_FIELD_NUMBER: _builtins.int
+    TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TOTAL_PLT_FIELD_NUMBER: _builtins.int
+    TOTAL_MLT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    step: _builtins.int
+    lost_tokens: _builtins.int
+    plt: _builtins.float
+    mlt: _builtins.float
+    k_before: _builtins.int
+    k_after: _builtins.int
+    total_tokens: _builtins.int
+    total_plt: _builtins.float
+    total_mlt: _builtins.float
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        step: _builtins.int = ...,
+        lost_tokens: _builtins.int = ...,
+        plt: _builtins.float = ...,
+        mlt: _builtins.float = ...,
+        k_before: _builtins.int = ...,
+        k_after: _builtins.int = ...,
+        total_tokens: _builtins.int = ...,
+        total_plt: _builtins.float = ...,
+        total_mlt: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "k_after", b"k_after", "k_before", b"k_before", "lost_tokens", b"lost_tokens", "mlt", b"mlt", "plt", b"plt", "step", b"step", "total_mlt", b"total_mlt", "total_plt", b"total_plt", "total_tokens", b"total_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoveryLoss: _TypeAlias = RecoveryLoss  # noqa: Y015

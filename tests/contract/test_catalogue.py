@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast_core.errors import UnreachableError
+from holdfast_core.loss_reports import RecoveryLoss
 from holdfast_core.values import Generation
 from holdfast_daemon.catalogue import (
     RANK_STATE_TTL_S,
@@ -36,6 +37,27 @@ STATE: Mapping[str, object] = {
     "ranks": [{"rank": 0, "state": "HEALTHY"}, {"rank": 1, "state": "SNAPSHOTTING"}],
     "stages": {"0": {"committed": "2.7", "protected": "2.6"}, "1": {"committed": "2.7"}},
 }
+
+
+def recovery(epoch: int) -> RecoveryLoss:
+    """That lost ten tokens, like each before it."""
+    return RecoveryLoss(
+        epoch=epoch,
+        step=10 * epoch,
+        lost_tokens=10,
+        plt=0.01,
+        mlt=0.02,
+        k_before=1,
+        k_after=1,
+        total_tokens=10 * epoch,
+        total_plt=0.01 * epoch,
+        total_mlt=0.02 * epoch,
+    )
+
+
+def losing(*epochs: int) -> Mapping[str, object]:
+    """The state of a daemon that knows of these recoveries."""
+    return {**STATE, "losses": [recovery(epoch).to_dict() for epoch in epochs]}
 
 
 @dataclass
@@ -229,6 +251,27 @@ def test_events_are_read_in_order_and_from_where_a_reader_left_off(open_catalogu
     run(body)
 
 
+def test_recoveries_stay_known_when_a_state_lists_the_newest_alone(open_catalogue: Open) -> None:
+    """And one that a daemon knows nothing of yet, because it has just started."""
+
+    async def body() -> None:
+        async with open_catalogue() as fixture:
+            for state in (losing(2, 3), losing(3, 10), {**STATE, "losses": [{"epoch": 1}]}, STATE):
+                fixture.catalogue.publish_snapshot("moe", state)
+            await fixture.catalogue.settled()
+            view = await fixture.catalogue.read_job("moe")
+            assert view is not None
+            assert list(view.losses) == [recovery(2), recovery(3), recovery(10)]
+            fixture.catalogue.forget_job("moe")
+            fixture.catalogue.publish_snapshot("moe", STATE)
+            await fixture.catalogue.settled()
+            view = await fixture.catalogue.read_job("moe")
+            assert view is not None
+            assert list(view.losses) == []
+
+    run(body)
+
+
 def test_a_forgotten_job_is_unknown_and_others_are_kept(open_catalogue: Open) -> None:
     async def body() -> None:
         async with open_catalogue() as fixture:
@@ -357,6 +400,33 @@ def test_a_wiped_redis_is_filled_again_from_the_memory_of_the_daemon(redis_serve
             assert view.stages[0][Stage.COMMITTED] == Generation(2, 8)
             assert view.stages[0][Stage.PROTECTED] == Generation(2, 6)
             assert await catalogue.read_job("other") is not None
+
+    run(body)
+
+
+@pytest.mark.redis
+def test_what_recoveries_lost_outlives_a_daemon_and_is_told_again_to_a_wiped_redis(
+    redis_server: Any,
+) -> None:
+    async def body() -> None:
+        redis_server.start()
+        async with redis_catalogue(redis_server, Daemon({"moe": losing(2, 3)})) as catalogue:
+            await catalogue.settled()
+        restarted = Daemon({"moe": STATE})  # its trainers have not told it yet
+        async with (
+            redis_catalogue(redis_server, restarted) as catalogue,
+            client(redis_server) as raw,
+        ):
+            await catalogue.settled()
+            view = await catalogue.read_job("moe")
+            assert view is not None and list(view.losses) == [recovery(2), recovery(3)]
+            restarted.jobs = {"moe": losing(2, 3, 4)}
+            await raw.flushall()
+            catalogue.publish_stage("moe", 0, Generation(2, 8), Stage.COMMITTED)
+            await catalogue.settled()
+            view = await catalogue.read_job("moe")
+            assert view is not None
+            assert list(view.losses) == [recovery(2), recovery(3), recovery(4)]
 
     run(body)
 

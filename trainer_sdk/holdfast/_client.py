@@ -24,6 +24,7 @@ from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.values import Generation, Line, Manifest
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.losses import loss_to_proto
 
 _RECONNECT_MS_MAX = 1000
 _T = TypeVar("_T")
@@ -310,9 +311,7 @@ class GrpcClient:
             failure=report.failure,
             step_s=report.step_s,
             staged_s=report.staged_s,
-            experts_per_layer=report.loss.k,
-            tokens_at_risk=report.loss.at_risk,
-            tokens_lost=report.loss.lost,
+            loss=loss_to_proto(report.loss.report) if report.loss.report else None,
         )
         self._ask(self._stub.Progress, request)
 

@@ -21,8 +21,9 @@ from holdfast_core.expert_ledger import ExpertLedger, merge_counts
 from holdfast_core.experts import ExpertTable
 from holdfast_core.job_snapshots import PartialExperts
 from holdfast_core.layouts import Layout
+from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_core.selection_pec import select_sequential
-from holdfast_core.token_loss import LossAccount, at_risk, portion, recovery_loss
+from holdfast_core.token_loss import LossAccount, recovery_loss
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
@@ -30,6 +31,9 @@ _log = logging.getLogger("holdfast")
 
 STATE_BYTES_PER_EXPERT = 256
 """Room in the extras for what the policy remembers of each expert."""
+
+STATE_BYTES = 4096
+"""Likewise of the newest recoveries."""
 
 VERSIONS_KEPT = 4
 """Of each expert, in the ledger: more than there are snapshots in memory."""
@@ -41,10 +45,16 @@ class Loss:
 
     at_risk: float = 0.0
     """What a recovery of the newest snapshot would lose (of this rank's tokens)."""
+    at_risk_mlt: float = 0.0
+    """The same as MLT (MoEtion eq. 6): the sum of the layers' portions."""
     lost: float = 0.0
     """What recoveries have lost in the job's life (PLT, PEC eq. 4)."""
+    lost_mlt: float = 0.0
+    """The same as MLT, as of the newest recovery."""
     k: int = 0
     """Experts of each layer in a snapshot."""
+    report: LossReport | None = None
+    """The sums behind these fractions, for the daemon, which adds up those of all ranks."""
 
 
 NO_LOSS = Loss()
@@ -58,6 +68,7 @@ class PartialCapture:
         self._table: ExpertTable | None = None
         self._ledger: ExpertLedger | None = None
         self._account = LossAccount.start()
+        self._recoveries: tuple[RecoveryLoss, ...] = ()
         self._k = policy.experts_per_layer
         self._ranks = 1
 
@@ -71,6 +82,7 @@ class PartialCapture:
         """Go on from what a restore found; None for a fresh start."""
         self._ledger = state.ledger if state else None
         self._account = state.account if state else LossAccount.start()
+        self._recoveries = state.recoveries if state else ()
         self._k = max(state.k if state else 0, self._policy.experts_per_layer)
 
     def count(self, counts: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> None:
@@ -106,7 +118,12 @@ class PartialCapture:
             unit: [version.generation for version in held[-VERSIONS_KEPT:]]
             for unit, held in ledger.versions.items()
         }
-        return PartialState(ledger=ledger.pruned(newest), account=self._account, k=self._k)
+        return PartialState(
+            ledger=ledger.pruned(newest),
+            account=self._account,
+            k=self._k,
+            recoveries=self._recoveries,
+        )
 
     def keep(self, state: PartialState) -> None:
         """The snapshot of `state` is committed."""
@@ -117,13 +134,21 @@ class PartialCapture:
         ledger = self._ledger
         if ledger is None:
             return Loss(k=self._k)
-        return Loss(
-            at_risk=at_risk(ledger).plt,
-            # All ranks' losses, beside this rank's tokens as if all had routed as many.
-            lost=portion(
-                sum(self._account.lost.values()), self._ranks * sum(ledger.assignments.values())
-            ),
+        report = LossReport.of_rank(
+            ledger,
+            self._account,
+            self._recoveries,
             k=self._k,
+            experts_max=_most_experts(ledger.tokens),
+            limit=self._policy.loss_limit,
+        )
+        return Loss(
+            at_risk=report.risk.plt,
+            at_risk_mlt=report.risk.mlt,
+            lost=report.plt_of(self._ranks),
+            lost_mlt=report.newest.total_mlt if report.newest else 0.0,
+            k=self._k,
+            report=report,
         )
 
 
@@ -134,6 +159,8 @@ class PartialState:
     ledger: ExpertLedger
     account: LossAccount
     k: int
+    recoveries: tuple[RecoveryLoss, ...] = ()
+    """The newest of the job's life, oldest first."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the extras."""
@@ -141,6 +168,7 @@ class PartialState:
             "ledger": self.ledger.to_dict(),
             "account": self.account.to_dict(),
             "k": self.k,
+            "recoveries": [each.to_dict() for each in self.recoveries],
         }
 
     @classmethod
@@ -151,6 +179,7 @@ class PartialState:
                 ledger=ExpertLedger.from_dict(found["ledger"]),
                 account=LossAccount.from_dict(found["account"]),
                 k=int(found["k"]),
+                recoveries=tuple(map(RecoveryLoss.from_dict, found.get("recoveries", ()))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
@@ -187,8 +216,14 @@ class PartialState:
         lost: Sequence[Mapping[str, int]],
         assigned: Sequence[Mapping[str, int]],
         policy: PartialExperts,
+        *,
+        epoch: int,
+        line: Generation,
     ) -> PartialState:
-        """The state to go on with, once the losses and assignments of all ranks are known."""
+        """The state to go on with, once the losses and assignments of all ranks are known.
+
+        `epoch` begins with this recovery, which goes back to `line`.
+        """
         total = merge_counts(*(_units(counts) for counts in lost))
         assignments = _layers(assigned)
         account = self.account.after(total, self.k)
@@ -207,7 +242,13 @@ class PartialState:
             100 * loss.plt,
             decision.reason,
         )
-        return PartialState(ledger=ledger, account=account, k=decision.k)
+        record = RecoveryLoss.of(
+            loss, account, epoch=epoch, line=line, k_before=self.k, k_after=decision.k
+        )
+        kept = [each for each in self.recoveries if each.epoch < epoch][1 - RECOVERIES_KEPT :]
+        return PartialState(
+            ledger=ledger, account=account, k=decision.k, recoveries=(*kept, record)
+        )
 
 
 def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:

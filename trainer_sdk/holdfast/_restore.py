@@ -157,7 +157,8 @@ class Restore:
         policy = self.settings.partial_experts
         if partial is not None and ledger is not None and policy is not None:
             losses, seen = [said.lost for said in told], [said.assigned for said in told]
-            partial = partial.recovered(ledger, losses, seen, policy)
+            line = found.manifest.generation
+            partial = partial.recovered(ledger, losses, seen, policy, epoch=epoch, line=line)
         step = found.manifest.generation.step
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
         return Restored(

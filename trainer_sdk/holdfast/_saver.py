@@ -26,7 +26,13 @@ from holdfast._extras import encode_extras, join_extras
 from holdfast._handles import SaveHandle
 from holdfast._link import Link
 from holdfast._nans import units_with_nan
-from holdfast._partial import STATE_BYTES_PER_EXPERT, PartialCapture, PartialState, expert_pieces
+from holdfast._partial import (
+    STATE_BYTES,
+    STATE_BYTES_PER_EXPERT,
+    PartialCapture,
+    PartialState,
+    expert_pieces,
+)
 from holdfast._placed import Placed
 from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
 from holdfast._replicas import agree, state_of
@@ -107,6 +113,7 @@ class Saver:
         self._newest, self._restored = outcome.generation, outcome.layout
         if self.partial is not None:
             self.partial.resume(outcome.partial)
+            self.tally.counters.loss = self.partial.loss
 
     @property
     def busy(self) -> bool:
@@ -297,7 +304,7 @@ class Saver:
         """Room for what the policy adds to the extras."""
         if self._base is None or self._base.experts is None:
             return 0
-        return STATE_BYTES_PER_EXPERT * len(self._base.experts.experts)
+        return STATE_BYTES + STATE_BYTES_PER_EXPERT * len(self._base.experts.experts)
 
     def _finish(
         self, task: Task, placed: Placed, left_out: frozenset[UnitKey], digests: Digests

@@ -26,12 +26,13 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_count,
 )
+from holdfast_core.loss_reports import LossReport
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.effects import Effect, Seal
 from holdfast_daemon.engine import answers, upkeep
 from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, WorldState
 from holdfast_daemon.engine.convergence import Convergence
-from holdfast_daemon.engine.state import ExpertLoss, RankRecord, Session, SlotState
+from holdfast_daemon.engine.state import RankRecord, Session, SlotState
 
 
 class JobEngine(Convergence):
@@ -307,7 +308,7 @@ class JobEngine(Convergence):
         skipped: int = 0,
         failed: int = 0,
         failure: str = "",
-        loss: ExpertLoss | None = None,
+        loss: LossReport | None = None,
     ) -> None:
         """A sign of life of a rank, and how its saves fare."""
         record = self.memory.rank(self._session(session_id).rank)

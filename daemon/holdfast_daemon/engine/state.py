@@ -13,6 +13,7 @@ from enum import Enum
 from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
+from holdfast_core.loss_reports import LossReport
 from holdfast_core.places import Lying, choose, merge_digests
 from holdfast_core.values import (
     Directive,
@@ -172,17 +173,6 @@ class Session:
     error: HoldfastError | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertLoss:
-    """Fractions of all routed tokens, in the SDK's words."""
-
-    experts_per_layer: int
-    at_risk: float
-    """What a recovery would lose now."""
-    lost: float
-    """What recoveries have lost so far."""
-
-
 @dataclass(slots=True)
 class RankRecord:
     """What the daemon knows of one of its ranks."""
@@ -200,7 +190,7 @@ class RankRecord:
     failed: int = 0
     failure: str = ""
     """Newest cause of a failed save, in the SDK's words."""
-    loss: ExpertLoss | None = None
+    loss: LossReport | None = None
     """What leaving experts out of snapshots costs; None where they hold everything."""
     restored: tuple[Generation | None, str] | None = None
     """What the rank was told to restore in this epoch, and from where."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.values import MemberPlace, Membership
-from holdfast_daemon.describe import exit_code, rank_state
+from holdfast_daemon.describe import current_loss, exit_code, loss_report, rank_state
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
 
@@ -61,3 +62,54 @@ def test_an_exit_code_of_a_rank_that_lives_elsewhere_is_refused(memory: JobMemor
     engine.memory = memory
     with pytest.raises(InvalidJobError, match="rank 1 does not live on node a"):
         engine.worker_exited(5, 1, 3)
+
+
+def recovery(epoch: int) -> RecoveryLoss:
+    return RecoveryLoss(
+        epoch=epoch,
+        step=1,
+        lost_tokens=2,
+        plt=0.1,
+        mlt=0.1,
+        k_before=1,
+        k_after=1,
+        total_tokens=2,
+        total_plt=0.1,
+        total_mlt=0.1,
+    )
+
+
+def loss(*recoveries: int) -> LossReport:
+    return LossReport(
+        ranks=1,
+        k=1,
+        experts_max=4,
+        limit=0.05,
+        layers=(0,),
+        at_risk=(3,),
+        routed=(20,),
+        lost=(2,),
+        recoveries=tuple(map(recovery, recoveries)),
+    )
+
+
+def test_heartbeats_add_up_the_ranks_at_work_and_name_the_newest_recovery(
+    memory: JobMemory,
+) -> None:
+    membership = memory.membership
+    assert membership is not None
+    memory.membership = replace(membership, nproc_per_node=2)
+    assert current_loss(memory) is None
+    memory.rank(0).session = memory.rank(1).session = session(5)
+    memory.rank(0).loss, memory.rank(1).loss = loss(4, 5), loss(4, 5)
+    said = current_loss(memory)
+    assert said is not None
+    assert (said.ranks, said.at_risk, said.routed, said.lost) == (2, (6,), (40,), (2,))
+    assert said.recoveries == (recovery(5),)
+
+
+def test_what_a_rank_said_in_an_ended_epoch_is_kept_for_people_alone(memory: JobMemory) -> None:
+    memory.rank(0).session = session(4)
+    memory.rank(0).loss = loss(4)
+    assert current_loss(memory) is None
+    assert loss_report(memory) == loss(4)

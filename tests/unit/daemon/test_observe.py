@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
+from holdfast_core.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.values import Directive, Generation, MemberPlace, Membership, Redundancy
 from holdfast_daemon.catalogue import MemoryCatalogue
 from holdfast_daemon.engine import EngineSettings, JobEngine
-from holdfast_daemon.engine.state import ExpertLoss
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
@@ -78,13 +78,61 @@ def test_a_job_that_wants_no_protection_is_not_unprotected() -> None:
     assert bench.read(500.0, "protection_age_seconds") is None
 
 
+def loss(at_risk: int, routed: int) -> LossReport:
+    """What one rank says, of a job that has lost 30 tokens in its one layer."""
+    record = RecoveryLoss(
+        epoch=1,
+        step=4,
+        lost_tokens=30,
+        plt=0.25,
+        mlt=0.5,
+        k_before=1,
+        k_after=2,
+        total_tokens=30,
+        total_plt=0.125,
+        total_mlt=0.75,
+    )
+    return LossReport(
+        ranks=1,
+        k=2,
+        experts_max=8,
+        limit=0.05,
+        layers=(0,),
+        at_risk=(at_risk,),
+        routed=(routed,),
+        lost=(30,),
+        recoveries=(record,),
+    )
+
+
 def test_tokens_are_told_where_snapshots_leave_experts_out() -> None:
     bench = Bench()
-    record = bench.host.engine.memory.rank(0)
+    memory = bench.host.engine.memory
     assert bench.read(1.0, "tokens_lost_ratio") is None
-    record.loss = ExpertLoss(experts_per_layer=1, at_risk=0.25, lost=0.5)
-    assert bench.read(2.0, "tokens_at_risk_ratio") == 0.25
-    assert bench.read(2.0, "tokens_lost_ratio") == 0.5
+    memory.rank(0).loss, memory.rank(1).loss = loss(10, 50), loss(0, 150)
+    told = {
+        "tokens_routed": 200,
+        "tokens_lost": 30,
+        "tokens_at_risk_ratio": 10 / 200,
+        "tokens_at_risk_mlt": 10 / 200,
+        "tokens_lost_ratio": 30 / 200,
+        "tokens_lost_mlt": 0.75,
+        "tokens_lost_limit_ratio": 0.05,
+        "recovery_tokens_lost_ratio": 0.25,
+        "recovery_tokens_lost_mlt": 0.5,
+        "experts_per_layer": 2,
+    }
+    assert {name: bench.read(2.0, name) for name in told} == told
+
+
+def test_ranks_that_moved_away_take_their_tokens_with_them() -> None:
+    bench = Bench()
+    memory = bench.host.engine.memory
+    memory.rank(0).loss = loss(10, 50)
+    assert bench.read(1.0, "tokens_routed") == 50
+    memory.me = None
+    assert bench.read(2.0, "tokens_routed") is None
+    assert bench.read(2.0, "epoch") == 1
 
 
 def test_a_job_that_comes_again_starts_afresh() -> None:

@@ -19,6 +19,7 @@ from holdfast_core.errors import (
     StaleEpochError,
     VersionMismatchError,
 )
+from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -32,6 +33,7 @@ from holdfast_core.values import (
     SnapshotEntry,
 )
 from holdfast_protos import codec, peer_pb2, values_pb2
+from holdfast_protos.losses import loss_from_proto, loss_to_proto
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -99,6 +101,41 @@ DIRECTIVES = _whole(
     dead=st.lists(GENERATIONS, max_size=4).map(tuple),
     rendezvous=TEXT,
 )
+PORTIONS = st.floats(0, 1)
+RECOVERIES = _whole(
+    RecoveryLoss,
+    epoch=U64,
+    step=U64,
+    lost_tokens=U64,
+    plt=PORTIONS,
+    mlt=st.floats(0, 1000),
+    k_before=U32,
+    k_after=U32,
+    total_tokens=U64,
+    total_plt=PORTIONS,
+    total_mlt=st.floats(0, 1000),
+)
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> LossReport:
+    """Reports of as many numbers as layers."""
+    layers = draw(st.lists(U32, max_size=4))
+    tokens = st.lists(U64, min_size=len(layers), max_size=len(layers)).map(tuple)
+    return draw(
+        _whole(
+            LossReport,
+            ranks=U32,
+            k=U32,
+            experts_max=U32,
+            limit=PORTIONS,
+            layers=st.just(tuple(layers)),
+            at_risk=tokens,
+            routed=tokens,
+            lost=tokens,
+            recoveries=st.lists(RECOVERIES, max_size=3).map(tuple),
+        )
+    )
 
 
 @st.composite
@@ -139,6 +176,7 @@ ROUND_TRIPS: dict[
     "inventory": (INVENTORIES, codec.inventory_to_proto, codec.inventory_from_proto),
     "report": (REPORTS, codec.report_to_proto, codec.report_from_proto),
     "directive": (DIRECTIVES, codec.directive_to_proto, codec.directive_from_proto),
+    "loss": (losses(), loss_to_proto, loss_from_proto),
 }
 
 
@@ -253,3 +291,17 @@ def test_a_failure_of_the_transport_is_not_ours(
     metadata: list[tuple[str, str | bytes]] | None,
 ) -> None:
     assert codec.error_from_metadata(metadata, "Socket closed") is None
+
+
+def test_a_report_of_losses_whose_numbers_do_not_fit_is_refused() -> None:
+    message = values_pb2.LossReport(layers=[0, 1], at_risk=[3], routed=[1, 2], lost=[0, 0])
+    with pytest.raises(ProtocolError, match="2 layers, but 1, 2 and 2 numbers"):
+        loss_from_proto(message)
+    with pytest.raises(ProtocolError, match="limit"):
+        loss_from_proto(values_pb2.LossReport(limit=2.0))
+
+
+def test_no_more_recoveries_are_taken_than_are_kept() -> None:
+    every = [values_pb2.RecoveryLoss(epoch=epoch) for epoch in range(RECOVERIES_KEPT + 3)]
+    found = loss_from_proto(values_pb2.LossReport(recoveries=every))
+    assert [each.epoch for each in found.recoveries] == list(range(3, RECOVERIES_KEPT + 3))

@@ -20,8 +20,10 @@ from holdfast_core.errors import (
     VersionMismatchError,
 )
 from holdfast_core.layouts import Layout, encode_layout, encode_manifest
+from holdfast_core.loss_reports import LossReport
 from holdfast_core.values import Generation, Manifest
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.losses import loss_from_proto
 
 WAIT_S = 10.0
 LAYOUT = Layout(
@@ -31,6 +33,16 @@ LAYOUT = Layout(
     entries=(),
     extras_offset=0,
     extras_capacity=4096,
+)
+LOSS = LossReport(
+    ranks=1,
+    k=2,
+    experts_max=8,
+    limit=0.05,
+    layers=(0,),
+    at_risk=(1,),
+    routed=(9,),
+    lost=(3,),
 )
 MANIFEST = Manifest(
     job="moe",
@@ -178,12 +190,12 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
             failure="f",
             step_s=0.1,
             staged_s=0.2,
-            loss=Loss(at_risk=0.25, lost=0.5, k=2),
+            loss=Loss(report=LOSS),
         )
     )
     said = service.seen[-1]
     assert (said.failed, said.failure) == (3, "f")
-    assert (said.experts_per_layer, said.tokens_at_risk, said.tokens_lost) == (2, 0.25, 0.5)
+    assert loss_from_proto(said.loss) == LOSS
 
 
 def test_a_restore_tells_its_progress_and_ends_in_a_decision(

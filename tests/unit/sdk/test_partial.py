@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._partial import expert_pieces
+from holdfast._partial import PartialState, expert_pieces
 from holdfast.testing import FakeDaemon
 from holdfast_core.job_snapshots import PartialExperts
 from holdfast_core.layouts import decode_layout
+from holdfast_core.loss_reports import RecoveryLoss
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
@@ -189,6 +190,72 @@ def test_lost_tokens_are_counted_and_let_k_grow(
     )  # 12.5 % is beyond the limit: every expert from now on
     assert again.session.counters.loss.at_risk == 0
     again.session.close()
+
+
+def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
+    story: Story, make_trainer: Any, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        story.save(step)
+    report = story.session.counters.loss.report
+    assert report is not None
+    assert (report.at_risk, report.routed, report.recoveries) == ((10, 10), (60, 60), ())
+    assert story.session.counters.loss.at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)
+    story.session.close()
+    patient = PartialExperts(experts_per_layer=1, loss_limit=1)
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), partial_experts=patient)
+    again.session.restore()
+    first = RecoveryLoss(
+        epoch=2,
+        step=3,
+        lost_tokens=20,
+        plt=20 / 120,
+        mlt=10 / 60 + 10 / 60,
+        k_before=1,
+        k_after=1,
+        total_tokens=20,
+        total_plt=20 / 120,
+        total_mlt=10 / 60 + 10 / 60,
+    )
+    said = again.session.counters.loss.report
+    assert said is not None and said.recoveries == (first,)  # before anything is saved again
+    again.save(4)
+    again.session.close()
+    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
+    last.session.restore()
+    told = last.session.counters.loss
+    assert told.report is not None
+    assert told.report.recoveries[0] == first
+    second = told.report.recoveries[1]
+    assert (second.epoch, second.step, second.total_tokens) == (3, 4, 20 + second.lost_tokens)
+    assert (second.k_before, second.k_after) == (1, 2)
+    assert told.lost_mlt == second.total_mlt == pytest.approx(2 * second.total_tokens / 160)
+    last.session.close()
+
+
+def test_a_second_recovery_from_one_snapshot_counts_once(
+    story: Story, make_trainer: Any, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        story.save(step)
+    story.session.close()
+    for epoch in (2, 3):
+        again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=epoch))
+        again.session.restore()
+        report = again.session.counters.loss.report
+        assert report is not None
+        assert [(each.epoch, each.total_tokens) for each in report.recoveries] == [(epoch, 20)]
+        again.session.close()
+
+
+def test_a_snapshot_of_before_recoveries_were_recorded_can_be_read(story: Story) -> None:
+    story.save(1)
+    partial = story.session._saver.partial
+    assert partial is not None
+    document = partial.captured(Generation(1, 9), 2, ()).to_dict()
+    assert PartialState.from_dict(document).recoveries == ()
+    del document["recoveries"]
+    assert PartialState.from_dict(document).recoveries == ()
 
 
 def test_more_experts_than_there_are_means_all(
