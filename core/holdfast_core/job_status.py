@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 _Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 
@@ -76,6 +76,37 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
     source: Annotated[str, Meta(description="where the snapshots came from")] | None = None
 
 
+class TokenLossStatus(_Part, frozen=True, kw_only=True):
+    """What recoveries cost in tokens, of a job whose snapshots leave experts out."""
+
+    lost: (
+        Annotated[
+            str,
+            Meta(
+                description="what recoveries have lost, as a percentage of all tokens",
+                examples=["0.42%"],
+            ),
+        ]
+        | None
+    ) = None
+    lost_tokens: Annotated[int, Meta(description="these tokens")] | None = None
+    lost_ratio: Annotated[float, Meta(description="PLT: their part of all tokens")] | None = None
+    lost_mlt: Annotated[float, Meta(description="MLT: the sum of the layers' parts")] | None = (
+        field(default=None, name="lostMLT")
+    )
+    at_risk_ratio: (
+        Annotated[float, Meta(description="the part that a recovery would lose now")] | None
+    ) = None
+    at_risk_mlt: Annotated[float, Meta(description="the same as MLT")] | None = field(
+        default=None, name="atRiskMLT"
+    )
+    limit: Annotated[float, Meta(description="the PLT that the job allows")] | None = None
+    experts_per_layer: (
+        Annotated[int, Meta(description="the experts of each layer in a snapshot")] | None
+    ) = None
+    text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
 class JobStatus(_Part, frozen=True, kw_only=True):
     """What the operator sees of the job."""
 
@@ -118,7 +149,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             Meta(
                 extra={
                     "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
-                    "Complete and Failed."
+                    "TokenLossWithinLimit (where snapshots leave experts out), Complete and Failed."
                 },
                 extra_json_schema={
                     "x-kubernetes-list-type": "map",
@@ -149,6 +180,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    token_loss: TokenLossStatus | None = None
     counters: (
         Annotated[
             dict[str, Any],

@@ -139,6 +139,8 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     parts: list[RenderableType] = [head]
     if found.get("problem"):
         parts.append(Text(found["problem"], style="dim"))
+    if "tokenLoss" in found:
+        parts.append(Text(found["tokenLoss"].get("text", "")))
     parts += [_members(found), _recoveries(found), conditions_view(_conditions(found))]
     parts += [event_text(event) for event in told(events)[-EVENTS_SHOWN:]]
     return Group(*parts)
@@ -165,7 +167,7 @@ def _conditions(found: Object) -> list[Condition]:
     return [
         Condition(
             type=ConditionType(each["type"]),
-            status=each["status"] == "True",
+            status={"True": True, "False": False}.get(each["status"]),
             reason=each["reason"],
             message=each.get("message", ""),
         )

@@ -12,6 +12,7 @@ from holdfast_operator.lookups import (
     node_of,
     ranks_in,
 )
+from holdfast_operator.losses import loss_condition
 from holdfast_operator.views import (
     AT_WORK,
     AgentState,
@@ -62,17 +63,20 @@ def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
 def conditions(
     job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
 ) -> tuple[Condition, ...]:
-    """All conditions, in the order of `ConditionType`. `waiting` says what the loop waits for."""
-    return (
+    """All conditions, in the order of `ConditionType`; those of a kind of job only for such jobs.
+    `waiting` says what the loop waits for."""
+    found = (
         _suspended(job, observed),
         _scheduled(job, observed, state, now, waiting),
         _running(job, observed, state, waiting),
         _recovering(job, observed, state, waiting),
         _protected(job, observed, state),
         _degraded(job, observed, state, now),
+        loss_condition(job, state),
         _ended(ConditionType.COMPLETE, Outcome.COMPLETE, state),
         _ended(ConditionType.FAILED, Outcome.FAILED, state),
     )
+    return tuple(condition for condition in found if condition is not None)
 
 
 def _suspended(job: MoETrainingJob, observed: Observed) -> Condition:

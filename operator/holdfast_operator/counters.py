@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.loss_reports import JobLoss
 from holdfast_core.values import Generation
 from holdfast_operator.views import ControlState, Outcome
 
@@ -29,6 +30,7 @@ class Counters:
     counted: int = 0
     counted_epoch: int = 0
     saved: str = ""
+    losses: JobLoss | None = None
     renewed: tuple[int, ...] = ()
     suspended: bool = False
     active_since: float | None = None
@@ -55,6 +57,7 @@ def counters(state: ControlState, *, now: float, wall: float) -> Counters:
         counted=state.counted,
         counted_epoch=state.counted_epoch,
         saved="" if state.saved is None else str(state.saved),
+        losses=state.losses,
         renewed=tuple(sorted(state.renewed)),
         suspended=state.suspended,
         active_since=at_wall(state.active_since),
@@ -82,6 +85,7 @@ def remembered(counters: Counters, *, now: float, wall: float) -> ControlState:
         counted=counters.counted,
         counted_epoch=counters.counted_epoch,
         saved=Generation.parse(counters.saved) if counters.saved else None,
+        losses=counters.losses,
         renewed=frozenset(counters.renewed),
         suspended=counters.suspended,
         active_since=at_now(counters.active_since),

@@ -7,6 +7,7 @@ from functools import lru_cache
 from holdfast_core.values import Membership
 from holdfast_operator.views import JobView, NodeView, RankView
 from holdfast_protos import codec, control_pb2, values_pb2
+from holdfast_protos.losses import loss_from_proto
 
 
 def node_view(heartbeat: control_pb2.Heartbeat, heard_at: float) -> NodeView:
@@ -29,7 +30,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
     """What a daemon says of one job.
 
     Raises:
-        ProtocolError: when its membership is malformed.
+        ProtocolError: when its membership or its report of lost tokens is malformed.
     """
     return JobView(
         epoch=state.epoch,
@@ -55,6 +56,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
         failed=state.failed,
         arena_bytes=state.arena_bytes,
         parity_bytes=state.parity_bytes,
+        loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
     )
 
 

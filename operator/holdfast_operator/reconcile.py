@@ -43,6 +43,7 @@ from holdfast_operator.lookups import (
     node_of,
     ranks_in,
 )
+from holdfast_operator.losses import note_losses
 from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
 from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
@@ -183,6 +184,7 @@ def _note_progress(draft: Draft, membership: Membership) -> None:
         saved = judge.newest_protected(draft.observed)
     if saved is not None and (draft.state.saved is None or saved > draft.state.saved):
         draft.state = replace(draft.state, saved=saved)
+    note_losses(draft, membership)
     resumed = judge.training_runs(draft.observed, membership)
     if resumed and draft.state.resumed_epoch < membership.epoch:
         draft.state = replace(

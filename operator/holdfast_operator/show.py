@@ -11,6 +11,7 @@ from rich.text import Text
 
 from holdfast_core.quantities import GIB
 from holdfast_operator.local.status import MemberStatus, Status, TimedEvent
+from holdfast_operator.losses import loss_text
 from holdfast_operator.views import Condition
 
 EVENTS_SHOWN = 8
@@ -21,6 +22,7 @@ PHASE_STYLES = {
     "Failed": "bold red",
     "Suspended": "dim",
 }
+_STATUS = {True: "True", False: "False", None: "Unknown"}
 _STATE_STYLES = {"HEALTHY": "green", "SNAPSHOTTING": "cyan", "OFFLINE": "red"}
 
 
@@ -66,6 +68,8 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
     if status.line or status.line_reason:
         line = status.line or "the beginning"
         parts.append(Text(f"started from {line}: {status.line_reason}", style="dim"))
+    if status.token_loss is not None:
+        parts.append(Text(loss_text(status.token_loss)))
     parts.append(_members(status))
     parts.append(_nodes(status))
     parts.append(conditions_view(status.conditions))
@@ -131,7 +135,7 @@ def conditions_view(conditions: Sequence[Condition]) -> Table:
     for condition in conditions:
         table.add_row(
             condition.type.value,
-            Text("True" if condition.status else "False", style="" if condition.status else "dim"),
+            Text(_STATUS[condition.status], style="" if condition.status else "dim"),
             condition.reason,
             condition.message,
         )

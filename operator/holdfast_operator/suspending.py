@@ -88,6 +88,7 @@ def _forget_snapshots(draft: Draft, membership: Membership) -> str:
         void_epoch=draft.state.epoch,
         shape="",
         saved=None,
+        losses=None,
         renewed=frozenset(),
         silent=frozenset(),
         started_from=None,

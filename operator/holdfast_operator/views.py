@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from holdfast_core.loss_reports import JobLoss, LossReport
 from holdfast_core.values import Generation, Line, Membership
 
 AT_WORK = frozenset({"HEALTHY", "SNAPSHOTTING"})
@@ -68,6 +69,9 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     failed: int = 0
     arena_bytes: int = 0
     parity_bytes: int = 0
+    loss: LossReport | None = None
+    """Of its ranks that have a session in this epoch; None where snapshots hold all experts, or
+    nobody has said so yet."""
 
 
 class NodeView(Struct, frozen=True, kw_only=True, gc=False):
@@ -234,6 +238,7 @@ class ConditionType(StrEnum):
     RECOVERING = "Recovering"
     PROTECTED = "Protected"
     DEGRADED = "Degraded"
+    TOKEN_LOSS = "TokenLossWithinLimit"
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -243,7 +248,8 @@ class Condition:
     """One aspect of the job's state, as Kubernetes shows it."""
 
     type: ConditionType
-    status: bool
+    status: bool | None
+    """None while it is not known."""
     reason: str
     """One word in CamelCase."""
     message: str = ""
@@ -314,6 +320,9 @@ class ControlState:
     """Step that the current epoch started from, once known."""
     saved: Generation | None = None
     """Newest generation that a recovery must not fall behind to a fresh start from."""
+    losses: JobLoss | None = None
+    """What recoveries have cost in tokens when all ranks last said so; of a job whose snapshots
+    leave experts out."""
     suspended: bool = False
     active_since: float | None = None
     """When the job began, or was last resumed; None while it is suspended."""

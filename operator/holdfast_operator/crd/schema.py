@@ -31,14 +31,19 @@ _COLUMNS = (
     ("Restarts", "integer", ".status.restarts", "Recoveries that count towards maxRestarts"),
     ("Age", "date", ".metadata.creationTimestamp", "Since the job was created"),
 )
+_WIDE_COLUMNS = (
+    ("Lost", "string", ".status.tokenLoss.lost", "Tokens that recoveries have lost, of all"),
+)
 
 
 def definition() -> dict[str, Any]:
     """The CustomResourceDefinition."""
-    columns = [
+    columns: list[dict[str, Any]] = [
         {"name": name, "type": kind, "jsonPath": path, "description": description}
-        for name, kind, path, description in _COLUMNS
+        for name, kind, path, description in _COLUMNS + _WIDE_COLUMNS
     ]
+    for column in columns[len(_COLUMNS) :]:
+        column["priority"] = 1
     version = {
         "name": VERSION,
         "served": True,

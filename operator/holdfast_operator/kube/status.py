@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.loss_reports import JobLoss
 from holdfast_core.values import Generation, Membership
 from holdfast_operator.conditions import newest_protected, newest_step, refused
 from holdfast_operator.conditions import phase as phase_of
@@ -16,6 +17,7 @@ from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import JOB_LABEL
 from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
 from holdfast_operator.lookups import agent_at
+from holdfast_operator.losses import loss_text
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import (
     AT_WORK,
@@ -26,8 +28,11 @@ from holdfast_operator.views import (
 )
 
 RECOVERIES_SHOWN = 10
+RATIO_DIGITS = 6
 PROBLEM_CHARACTERS_MAX = 1024
 MESSAGE_CHARACTERS_MAX = 32768
+
+_STATUS = {True: "True", False: "False", None: "Unknown"}
 
 
 def status_of(
@@ -81,6 +86,8 @@ def status_of(
         status["startedAt"] = started
     if state.ended_at is not None:
         status["endedAt"] = clocks.text(state.ended_at)
+    if state.losses is not None:
+        status["tokenLoss"] = _token_loss(state.losses)
     problem = _problem(decision, phase)
     if problem:
         status["problem"] = problem[:PROBLEM_CHARACTERS_MAX]
@@ -111,7 +118,7 @@ def conditions_of(
     earlier = {each["type"]: each for each in previous.get("conditions") or []}
     found = []
     for condition in conditions:
-        status = "True" if condition.status else "False"
+        status = _STATUS[condition.status]
         before = earlier.get(condition.type.value, {})
         since = before.get("lastTransitionTime") if before.get("status") == status else None
         found.append(
@@ -133,6 +140,7 @@ def essence(status: Object) -> object:
     steps and texts."""
     kept = {**(status.get("counters") or {})}
     kept.pop("saved", None)  # grows with every step
+    kept.pop("losses", None)  # likewise
     conditions = [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or []]
     names = ("phase", "epoch", "observedGeneration")
     return (*(status.get(name) for name in names), conditions, kept)
@@ -204,6 +212,20 @@ def _recovery(recovery: Recovery) -> Object:
         found["seconds"] = round(recovery.resumed_at - recovery.decided_at, 3)
         found["source"] = recovery.source
     return found
+
+
+def _token_loss(loss: JobLoss) -> Object:
+    return {
+        "lost": f"{loss.lost:.2%}",
+        "lostTokens": loss.lost_tokens,
+        "lostRatio": round(loss.lost, RATIO_DIGITS),
+        "lostMLT": round(loss.lost_mlt, RATIO_DIGITS),
+        "atRiskRatio": round(loss.at_risk, RATIO_DIGITS),
+        "atRiskMLT": round(loss.at_risk_mlt, RATIO_DIGITS),
+        "limit": loss.limit,
+        "expertsPerLayer": loss.k,
+        "text": loss_text(loss),
+    }
 
 
 def _problem(decision: Decision, phase: str) -> str:

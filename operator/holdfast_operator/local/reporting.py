@@ -58,6 +58,7 @@ def status_of(
         complete=_text(complete),
         protected=_text(newest_protected(observed)),
         restarts=state.recoveries,
+        token_loss=state.losses,
         conditions=decision.conditions,
         members=() if membership is None else _members(observed, membership),
         nodes=tuple(_node(observed, run.nodes[name], membership, directory) for name in run.nodes),

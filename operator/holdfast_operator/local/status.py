@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import StorageError
+from holdfast_core.loss_reports import JobLoss
 from holdfast_operator.counters import Counters
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import Condition, ConditionType
@@ -106,6 +107,8 @@ class Status:
     protected: str
     restarts: int
     """Recoveries so far."""
+    token_loss: JobLoss | None = None
+    """What recoveries cost in tokens; None where snapshots hold all experts, or it is not known."""
     conditions: tuple[Condition, ...] = ()
     members: tuple[MemberStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_core.loss_reports import JobLoss
 from holdfast_operator.cli import main
 from holdfast_operator.counters import Counters
 from holdfast_operator.local.status import Status, encode
@@ -52,7 +53,21 @@ def run(tmp_path: Path) -> Path:
         complete="3.41",
         protected="3.40",
         restarts=2,
-        conditions=(Condition(type=ConditionType.PROTECTED, status=True, reason="ParityInPlace"),),
+        conditions=(
+            Condition(type=ConditionType.PROTECTED, status=True, reason="ParityInPlace"),
+            Condition(type=ConditionType.TOKEN_LOSS, status=None, reason="NotReported"),
+        ),
+        token_loss=JobLoss(
+            k=2,
+            experts_max=8,
+            limit=0.05,
+            routed_tokens=1000,
+            at_risk=0.125,
+            at_risk_mlt=0.25,
+            lost=0.01,
+            lost_mlt=0.02,
+            lost_tokens=10,
+        ),
         counters=Counters(epoch=3),
     )
     (tmp_path / "status.json").write_bytes(encode(status))
@@ -107,6 +122,8 @@ def test_status_shows_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     for part in ("default.run1", "Running", "epoch 3", "step 41", "protected 3.40", "parity"):
         assert part in out
     assert "the run was stopped" not in out
+    assert "tokens lost 1.00% (MLT 0.0200, limit 5.00%)" in out
+    assert "Unknown" in out
 
 
 def test_status_as_json_is_the_whole_status(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

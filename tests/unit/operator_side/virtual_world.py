@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast_core.jobs import MoETrainingJob, parse_job
+from holdfast_core.loss_reports import LossReport
 from holdfast_core.values import Generation, Line, Membership
 from holdfast_operator.conditions import phase
 from holdfast_operator.counters import counters, from_document, remembered, to_document
@@ -107,6 +108,8 @@ class World:
         self.step, self.idle_s = 0, 0.0
         self.protected: Generation | None = None
         self.line: Line | None = None
+        self.losses: dict[str, LossReport] = {}
+        """Node → what the daemon there says of lost tokens."""
         self.events: list[Event] = []
         self.actions: list[Action] = []
         self.published: list[Membership] = []
@@ -200,6 +203,7 @@ class World:
                 for rank in ranks
             ),
             agent_waiting=daemon.waiting,
+            loss=self.losses.get(name),
         )
 
     def _is_protected_in(self, epoch: int) -> bool:
@@ -354,7 +358,7 @@ class World:
     def phase(self) -> str:
         return phase(self.decision.conditions)
 
-    def condition(self, kind: str) -> tuple[bool, str, str]:
+    def condition(self, kind: str) -> tuple[bool | None, str, str]:
         found = next(c for c in self.decision.conditions if c.type.value == kind)
         return found.status, found.reason, found.message
 

@@ -27,10 +27,12 @@ def running_job() -> dict[str, object]:
         "protected": "2.39",
         "protectedStep": 39,
         "restarts": 1,
+        "tokenLoss": {"lost": "0.42%", "text": "tokens lost 0.42%"},
         "members": [{"index": 0, "node": "n0", "pod": "moe-0-1", "state": "running"}],
         "lastRecoveries": [{"cause": "rank 2 lost", "seconds": 3.25, "source": "parity"}],
         "conditions": [
             {"type": "Running", "status": "True", "reason": "AllRanksReady", "message": "8 ranks"},
+            {"type": "TokenLossWithinLimit", "status": "Unknown", "reason": "y", "message": ""},
             {"type": "OfAnotherVersion", "status": "True", "reason": "x", "message": ""},
         ],
     }
@@ -57,6 +59,8 @@ def test_one_job_tells_its_members_recoveries_conditions_and_events() -> None:
     assert "3.25" in shown
     assert "parity" in shown
     assert "AllRanksReady" in shown
+    assert "tokens lost 0.42%" in shown
+    assert "Unknown" in shown
     assert "rank 2 lost; restart in place" in shown
     assert "OfAnotherVersion" not in shown
 

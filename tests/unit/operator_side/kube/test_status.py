@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 from fake_api import FakeApi
 from samples import job_resource
 from virtual_world import World
 from virtual_world import make_job as virtual_job
 
+from holdfast_core.job_status import JobStatus
+from holdfast_core.loss_reports import LossReport
 from holdfast_operator.counters import from_document, remembered
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import JOBS, Resource
@@ -265,3 +268,40 @@ def test_a_status_that_could_not_be_written_is_tried_again() -> None:
     assert not writing.write(phase="Running")
     assert writing.write(phase="Running")
     assert writing.counts == ["failed", "written"]
+
+
+def test_lost_tokens_are_in_the_status_and_an_unknown_condition_is_unknown() -> None:
+    world = World(virtual_job(spec={"snapshot": {"policy": {"type": "PartialExperts"}}}))
+    world.settle(3.0)
+    before = status(world)
+    assert "tokenLoss" not in before
+    told = {c["type"]: (c["status"], c["reason"]) for c in before["conditions"]}
+    assert told["TokenLossWithinLimit"] == ("Unknown", "NotReported")
+    report = LossReport(
+        ranks=4,
+        k=2,
+        experts_max=8,
+        limit=0.05,
+        layers=(0, 1),
+        at_risk=(2, 0),
+        routed=(300, 100),
+        lost=(2, 0),
+    )
+    world.losses = {world.nodes_of_members()[0]: report}
+    world.look()
+    found = status(world, before)
+    assert found["tokenLoss"] == {
+        "lost": "0.50%",
+        "lostTokens": 2,
+        "lostRatio": 0.005,
+        "lostMLT": 0.006667,
+        "atRiskRatio": 0.005,
+        "atRiskMLT": 0.006667,
+        "limit": 0.05,
+        "expertsPerLayer": 2,
+        "text": found["tokenLoss"]["text"],
+    }
+    assert msgspec.convert(found, JobStatus).token_loss is not None
+    world.losses = {world.nodes_of_members()[0]: replace(report, at_risk=(9, 0))}
+    world.look()
+    assert essence(status(world, found)) == essence(found)  # need not be written at once
