@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 from harness import RawCluster, RawJob
 from redis import Redis
-from waiting import wait_for
+from waiting import WAIT_S, wait_for
+
+from holdfast_core.loss_reports import JobLoss, LossReport, RecoveryLoss, merged
+from holdfast_protos import trainer_pb2
+from holdfast_protos.losses import loss_from_proto, loss_to_proto
 
 pytestmark = pytest.mark.redis
 
@@ -90,3 +95,86 @@ def test_saves_do_not_notice_what_becomes_of_redis(
     newest = job.generation
     job.form()
     assert job.check_restored(job.start_trainers(), newest) == newest
+
+
+def _recovery(epoch: int) -> RecoveryLoss:
+    """That lost ten tokens, like the one before each."""
+    return RecoveryLoss(
+        epoch=epoch,
+        step=1,
+        lost_tokens=10,
+        plt=0.01,
+        mlt=0.01,
+        k_before=1,
+        k_after=2,
+        total_tokens=10 * epoch,
+        total_plt=0.01,
+        total_mlt=0.01,
+    )
+
+
+def _tell(job: RawJob, *epochs: int) -> None:
+    """Every rank says what the recoveries of these epochs lost: rank 0 has routed a tenth of what
+    rank 1 has."""
+    for trainer in job.trainers:
+        report = LossReport(
+            ranks=1,
+            k=2,
+            experts_max=8,
+            limit=0.05,
+            layers=(0,),
+            at_risk=(5,),
+            routed=(900 * trainer.rank + 100,),
+            lost=(10 * len(epochs),),
+            recoveries=tuple(map(_recovery, epochs)),
+        )
+        message = trainer_pb2.ProgressReport(session=trainer.session, loss=loss_to_proto(report))
+        trainer.daemon.stub().Progress(message, timeout=WAIT_S)
+
+
+def _wait_losses(job: RawJob, url: str, *epochs: int) -> None:
+    """Until Redis knows of exactly these recoveries."""
+    with Redis.from_url(url, decode_responses=True, socket_timeout=2.0) as redis:
+
+        def told() -> bool:
+            found = redis.hvals(f"holdfast:job:{job.name}:losses")
+            assert isinstance(found, list)
+            known = [RecoveryLoss.from_dict(json.loads(text)) for text in found]
+            return sorted(known, key=lambda each: each.epoch) == list(map(_recovery, epochs))
+
+        wait_for(f"the catalogue to know the recoveries {epochs}", told, CAUGHT_UP_S)
+
+
+def _figures(job: RawJob) -> JobLoss | None:
+    """What a control loop makes of the daemons' heartbeats; None while a rank has not spoken."""
+    states = [job.cluster.control.state(node, job.name) for node in job.nodes]
+    said = [state for state in states if state is not None and state.HasField("loss")]
+    report = merged(loss_from_proto(state.loss) for state in said)
+    return JobLoss.of(report) if report is not None and report.ranks == job.size else None
+
+
+def test_what_recoveries_lost_outlives_daemons_trainers_and_redis(
+    job: RawJob, redis_server: Any
+) -> None:
+    redis_server.start()
+    _begin(job)
+    _train(job, 2)
+    _tell(job, 2)
+    _wait_losses(job, redis_server.url, 2)
+    figures = wait_for("all ranks to have spoken", lambda: _figures(job))
+    assert figures is not None
+    assert (figures.at_risk, figures.lost) == (10 / 1100, 10 / 1100)
+    for node in job.nodes:
+        job.cluster.restart(node)  # with their trainers
+    job.form()
+    job.start_trainers()
+    _train(job, 1)
+    _wait_losses(job, redis_server.url, 2)  # though no daemon knows of it
+    assert _figures(job) is None
+    redis_server.kill()  # and with it all that it knew
+    _tell(job, 2, 5)
+    _train(job, 1)
+    figures = wait_for("all ranks to have spoken again", lambda: _figures(job))
+    assert figures is not None and figures.newest == _recovery(5)
+    redis_server.start()
+    _wait_losses(job, redis_server.url, 2, 5)
