@@ -157,7 +157,7 @@ def as_json(host: JobHost) -> dict[str, object]:
             }
             for rank in memory.my_ranks()
         ],
-        "losses": [each.to_dict() for each in loss.recoveries] if loss else [],
+        "losses": _recoveries(memory, loss),
         "stages": _stages(memory),
         "slots": [
             {
@@ -186,6 +186,13 @@ def _loss(found: LossReport | None) -> dict[str, object] | None:
         return None
     risk = found.risk
     return {"experts_per_layer": found.k, "at_risk": risk.plt, "at_risk_mlt": risk.mlt}
+
+
+def _recoveries(memory: JobMemory, found: LossReport | None) -> list[dict[str, object]]:
+    """For the catalogue, which forgets none: of epochs that there were, so that they are bounded
+    whatever a trainer says."""
+    recoveries = found.recoveries if found else ()
+    return [each.to_dict() for each in recoveries if each.epoch <= memory.epoch]
 
 
 def _stages(memory: JobMemory) -> dict[str, dict[str, str]]:

@@ -39,7 +39,7 @@ from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import Metrics
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
-from holdfast_protos.losses import loss_from_proto
+from holdfast_protos.losses import rank_loss_from_proto
 
 ASK_AGAIN_S = 1.0
 WORLD_WAIT_S_MAX = 30.0
@@ -281,7 +281,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             skipped=request.skipped,
             failed=request.failed,
             failure=request.failure,
-            loss=loss_from_proto(request.loss) if request.HasField("loss") else None,
+            loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             now=host.now,
         )
         return trainer_pb2.ProgressReply()

@@ -6,6 +6,11 @@ from holdfast_core.errors import InvalidJobError, ProtocolError
 from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_protos import values_pb2
 
+NUMBER_MAX = 2**48
+"""Above any that is counted in earnest; sums over the ranks of a node still fit into a message."""
+
+LAYERS_MAX = 4096
+
 
 def loss_to_proto(value: LossReport) -> values_pb2.LossReport:
     """`value` as a message."""
@@ -44,6 +49,23 @@ def loss_from_proto(message: values_pb2.LossReport) -> LossReport:
         )
     except InvalidJobError as error:
         raise ProtocolError(str(error)) from error
+
+
+def rank_loss_from_proto(message: values_pb2.LossReport) -> LossReport:
+    """The report of one rank in `message`.
+
+    Raises:
+        ProtocolError: when its numbers do not fit together, or are so large that the heartbeat
+            that they are added up for could not be sent, which tells of other jobs too.
+    """
+    largest = max((*message.at_risk, *message.routed, *message.lost), default=0)
+    if message.ranks != 1 or len(message.layers) > LAYERS_MAX or largest > NUMBER_MAX:
+        raise ProtocolError(
+            f"a report of lost tokens of {message.ranks} ranks has {len(message.layers)} layers "
+            f"and numbers up to {largest}; a trainer may tell of 1 rank, {LAYERS_MAX} layers and "
+            f"numbers up to {NUMBER_MAX}"
+        )
+    return loss_from_proto(message)
 
 
 def _recovery_to_proto(value: RecoveryLoss) -> values_pb2.RecoveryLoss:

@@ -159,8 +159,8 @@ def test_what_recoveries_lost_outlives_daemons_trainers_and_redis(
     redis_server.start()
     _begin(job)
     _train(job, 2)
-    _tell(job, 2)
-    _wait_losses(job, redis_server.url, 2)
+    _tell(job, 1)
+    _wait_losses(job, redis_server.url, 1)
     figures = wait_for("all ranks to have spoken", lambda: _figures(job))
     assert figures is not None
     assert (figures.at_risk, figures.lost) == (10 / 1100, 10 / 1100)
@@ -169,12 +169,12 @@ def test_what_recoveries_lost_outlives_daemons_trainers_and_redis(
     job.form()
     job.start_trainers()
     _train(job, 1)
-    _wait_losses(job, redis_server.url, 2)  # though no daemon knows of it
+    _wait_losses(job, redis_server.url, 1)  # though no daemon knows of it
     assert _figures(job) is None
     redis_server.kill()  # and with it all that it knew
-    _tell(job, 2, 5)
+    _tell(job, 1, 2)
     _train(job, 1)
     figures = wait_for("all ranks to have spoken again", lambda: _figures(job))
-    assert figures is not None and figures.newest == _recovery(5)
+    assert figures is not None and figures.newest == _recovery(2)
     redis_server.start()
-    _wait_losses(job, redis_server.url, 2, 5)
+    _wait_losses(job, redis_server.url, 1, 2)

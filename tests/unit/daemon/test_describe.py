@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.values import MemberPlace, Membership
-from holdfast_daemon.describe import current_loss, exit_code, loss_report, rank_state
+from holdfast_daemon.describe import (
+    as_json,
+    current_loss,
+    exit_code,
+    loss_report,
+    rank_state,
+)
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
+from holdfast_daemon.host import JobHost
 
 
 @pytest.fixture
@@ -113,3 +122,17 @@ def test_what_a_rank_said_in_an_ended_epoch_is_kept_for_people_alone(memory: Job
     memory.rank(0).loss = loss(4)
     assert current_loss(memory) is None
     assert loss_report(memory) == loss(4)
+
+
+def test_the_catalogue_is_told_of_recoveries_of_epochs_that_there_were(memory: JobMemory) -> None:
+    memory.rank(0).loss = loss(4, 5, 6)
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory = memory
+    host = SimpleNamespace(engine=engine, storage=SimpleNamespace(arena_bytes=0, parity_bytes=0))
+    told = as_json(cast(JobHost, host))
+    assert told["losses"] == [recovery(4).to_dict(), recovery(5).to_dict()]
+    assert told["ranks"][0]["loss"] == {  # type: ignore[index]
+        "experts_per_layer": 1,
+        "at_risk": 3 / 20,
+        "at_risk_mlt": 3 / 20,
+    }

@@ -33,7 +33,13 @@ from holdfast_core.values import (
     SnapshotEntry,
 )
 from holdfast_protos import codec, peer_pb2, values_pb2
-from holdfast_protos.losses import loss_from_proto, loss_to_proto
+from holdfast_protos.losses import (
+    LAYERS_MAX,
+    NUMBER_MAX,
+    loss_from_proto,
+    loss_to_proto,
+    rank_loss_from_proto,
+)
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -305,3 +311,24 @@ def test_no_more_recoveries_are_taken_than_are_kept() -> None:
     every = [values_pb2.RecoveryLoss(epoch=epoch) for epoch in range(RECOVERIES_KEPT + 3)]
     found = loss_from_proto(values_pb2.LossReport(recoveries=every))
     assert [each.epoch for each in found.recoveries] == list(range(3, RECOVERIES_KEPT + 3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": 2},
+        {"layers": [0], "at_risk": [0], "routed": [NUMBER_MAX + 1], "lost": [0]},
+        dict.fromkeys(("layers", "at_risk", "routed", "lost"), [1] * (LAYERS_MAX + 1)),
+    ],
+    ids=["ranks", "number", "layers"],
+)
+def test_a_trainer_cannot_report_what_no_heartbeat_could_carry(change: dict[str, Any]) -> None:
+    largest: dict[str, Any] = {
+        "layers": [0],
+        "at_risk": [NUMBER_MAX],
+        "routed": [NUMBER_MAX],
+        "lost": [0],
+    }
+    assert rank_loss_from_proto(values_pb2.LossReport(ranks=1, **largest)).ranks == 1
+    with pytest.raises(ProtocolError, match="a trainer may tell of 1 rank"):
+        rank_loss_from_proto(values_pb2.LossReport(**{"ranks": 1, **largest, **change}))
