@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.experts import layer_of
@@ -23,6 +23,20 @@ from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
 _FORMAT = 1
+
+
+class TokenHistory(Protocol):
+    """What selection by tokens asks: of the ledger, or of counts that ranks agreed on."""
+
+    def unsaved(self, unit: UnitKey) -> int:
+        """Tokens since the expert's newest version: P[i][j] of MoEtion algorithm 1."""
+
+    def age(self, unit: UnitKey) -> int:
+        """Snapshots since the one that captured the expert: 0 right after it."""
+
+    @property
+    def uncaptured(self) -> frozenset[UnitKey]:
+        """Experts without any version."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,12 +73,24 @@ def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
 
 
 def _policy_problems(policy: Policy) -> Iterator[Problem]:
-    if policy.partial_experts is not None and policy.type is not PolicyType.PARTIAL_EXPERTS:
+    for field, given, wanted in (
+        ("partialExperts", policy.partial_experts, PolicyType.PARTIAL_EXPERTS),
+        ("selective", policy.selective, PolicyType.SELECTIVE),
+    ):
+        if given is not None and policy.type is not wanted:
+            yield Problem(
+                path=f"spec.snapshot.policy.{field}",
+                value=MISSING,
+                wrong=f"is given, but spec.snapshot.policy.type is {policy.type.value}",
+                fix=f"remove it, or set the type to {wanted.value}",
+            )
+    chosen = policy.selective
+    if chosen is not None and chosen.experts is not None and chosen.budget is not None:
         yield Problem(
-            path="spec.snapshot.policy.partialExperts",
+            path="spec.snapshot.policy.selective.budget",
             value=MISSING,
-            wrong=f"is given, but spec.snapshot.policy.type is {policy.type.value}",
-            fix="remove it, or set the type to PartialExperts",
+            wrong="is given, but spec.snapshot.policy.selective.experts says how many",
+            fix="remove one of both",
         )
 
 

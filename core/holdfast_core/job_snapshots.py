@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from holdfast_core.documents import YEAR_S, Document
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.groups import MIN_GROUP_SIZE
 from holdfast_core.values import Redundancy
 
@@ -25,8 +26,26 @@ class PolicyType(StrEnum):
     SPARSE = "Sparse"
 
 
+class Choice(StrEnum):
+    """Which experts of a layer go first."""
+
+    SEQUENTIAL = "Sequential"
+    LOAD_AWARE = "LoadAware"
+
+
+_LossLimit = Annotated[
+    float,
+    Meta(
+        gt=0,
+        le=1,
+        description="the fraction of all routed tokens that recoveries may lose",
+        examples=[0.05],
+    ),
+]
+
+
 class PartialExperts(Document, frozen=True, kw_only=True):
-    """Snapshots of some experts in turn, and of everything else; only with type PartialExperts."""
+    """So many experts of each layer, and everything else; only with type PartialExperts."""
 
     experts_per_layer: Annotated[
         _Count,
@@ -39,15 +58,72 @@ class PartialExperts(Document, frozen=True, kw_only=True):
             },
         ),
     ] = 1
-    loss_limit: Annotated[
-        float,
+    selection: Annotated[
+        Choice,
         Meta(
-            gt=0,
-            le=1,
-            description="the fraction of all routed tokens that recoveries may lose",
-            examples=[0.05],
+            description="which experts of a layer go first",
+            extra={
+                "more": "Sequential: in turn. LoadAware: those with the most tokens since their "
+                "last snapshot, equally many of each rank; needs a trainer that counts tokens."
+            },
         ),
-    ] = 0.05
+    ] = Choice.SEQUENTIAL
+    loss_limit: _LossLimit = 0.05
+
+
+class ExpertBudget(Document, frozen=True, kw_only=True):
+    """What a rank can copy in a second, where it is not to be measured."""
+
+    host_bytes_per_second: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=10**15,
+                description="bytes that a rank copies into host memory in a second",
+                examples=[10_000_000_000],
+                extra={"more": "Without it, what the slowest rank was measured to copy."},
+            ),
+        ]
+        | None
+    ) = None
+    network_bytes_per_second: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=10**15,
+                description="bytes of a rank that are protected in a second",
+                examples=[1_000_000_000],
+                extra={
+                    "more": "Without it, the fastest protection of the slowest rank, if any was "
+                    "measured."
+                },
+            ),
+        ]
+        | None
+    ) = None
+
+
+class Selective(Document, frozen=True, kw_only=True):
+    """The experts with most tokens at risk, and everything else; only with type Selective."""
+
+    experts: (
+        Annotated[
+            _Count,
+            Meta(
+                description="the experts, of all layers together, that a snapshot captures",
+                examples=[6],
+                extra={
+                    "more": "Without it, as many as can be copied within a step. The number "
+                    "doubles when recoveries have lost more tokens than lossLimit allows."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    budget: ExpertBudget | None = None
+    loss_limit: _LossLimit = 0.05
 
 
 class Policy(Document, frozen=True, kw_only=True):
@@ -58,20 +134,40 @@ class Policy(Document, frozen=True, kw_only=True):
         Meta(
             description="which units a snapshot captures",
             extra={
-                "more": "Full: every unit. PartialExperts: some experts of each layer in turn, and "
-                "everything else; after a recovery the others are as old as their last turn. "
-                "Snapshots are smaller, and lost tokens are counted."
+                "more": "Full: every unit. PartialExperts: some experts of each layer, and "
+                "everything else. Selective: as many experts as can be copied within a step, where "
+                "most tokens are at risk, and everything else. After a recovery the other experts "
+                "are as old as their last snapshot; lost tokens are counted. Sparse: not in this "
+                "version."
             },
         ),
     ] = PolicyType.FULL
     partial_experts: PartialExperts | None = None
+    selective: Selective | None = None
 
     @property
-    def chosen_experts(self) -> PartialExperts | None:
-        """How experts take turns; None when every snapshot captures all of them."""
-        if self.type is not PolicyType.PARTIAL_EXPERTS:
-            return None
-        return self.partial_experts or PartialExperts()
+    def chosen_experts(self) -> PartialExperts | Selective | None:
+        """How experts are chosen; None when every snapshot captures all of them.
+
+        Raises:
+            InvalidJobError: when this version cannot do what is asked for.
+        """
+        if self.type is PolicyType.SPARSE:
+            raise InvalidJobError(
+                f"snapshot.policy.type {self.type.value}: {NOT_SUPPORTED[0]}; {NOT_SUPPORTED[1]}"
+            )
+        if self.type is PolicyType.SELECTIVE:
+            return self.selective or Selective()
+        if self.type is PolicyType.PARTIAL_EXPERTS:
+            return self.partial_experts or PartialExperts()
+        return None
+
+
+NOT_SUPPORTED = (
+    "this version captures whole units: all of them, or some experts and everything else",
+    "use Full, PartialExperts or Selective",
+)
+"""What is wrong with other policies, and what to do about it."""
 
 
 class StepInterval(Document, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from holdfast_core.job_schema import (
     Scheduling,
     Spec,
 )
-from holdfast_core.job_snapshots import PolicyType
+from holdfast_core.job_snapshots import NOT_SUPPORTED, PolicyType
 from holdfast_core.job_templates import template_problems
 
 __all__ = [
@@ -55,7 +55,7 @@ MAX_NAME_CHARACTERS = 52
 
 MAX_NAMESPACE_CHARACTERS = 63
 
-SUPPORTED_POLICIES = frozenset({PolicyType.FULL, PolicyType.PARTIAL_EXPERTS})
+SUPPORTED_POLICIES = frozenset({PolicyType.FULL, PolicyType.PARTIAL_EXPERTS, PolicyType.SELECTIVE})
 """What trainers of this version can do; see `check_supported`."""
 
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -122,14 +122,9 @@ def check_supported(job: MoETrainingJob) -> None:
     problems = []
     policy = spec.snapshot.policy.type
     if policy not in SUPPORTED_POLICIES:
-        problems.append(
-            Problem(
-                path="spec.snapshot.policy.type",
-                value=policy,
-                wrong="this version captures every unit, or some experts in turn",
-                fix="use Full or PartialExperts",
-            )
-        )
+        wrong, fix = NOT_SUPPORTED
+        path = "spec.snapshot.policy.type"
+        problems.append(Problem(path=path, value=policy, wrong=wrong, fix=fix))
     if spec.persistence is not None:
         problems.append(
             Problem(

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.expert_ledger import ExpertLedger
+from holdfast_core.expert_ledger import TokenHistory
 from holdfast_core.experts import Expert, ExpertTable, Selection
 from holdfast_core.quantities import format_bytes
 from holdfast_core.selection_pec import AGEING_ROUNDS
@@ -138,7 +138,7 @@ def allocate(risks: Mapping[int, int], sizes: Mapping[int, int], total: int) -> 
 
 def select_local(
     table: ExpertTable,
-    ledger: ExpertLedger,
+    ledger: TokenHistory,
     total: int,
     *,
     uncaptured: Collection[UnitKey] = (),

@@ -21,7 +21,7 @@ from collections.abc import Collection
 
 from holdfast_core.balanced_choice import choose
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.expert_ledger import ExpertLedger
+from holdfast_core.expert_ledger import TokenHistory
 from holdfast_core.experts import Expert, ExpertTable, MoeLayer, Selection
 from holdfast_core.units import UnitKey
 
@@ -69,7 +69,7 @@ def select_sequential(
 
 
 def select_load_aware(
-    table: ExpertTable, k: int, ledger: ExpertLedger, *, uncaptured: Collection[UnitKey] = ()
+    table: ExpertTable, k: int, ledger: TokenHistory, *, uncaptured: Collection[UnitKey] = ()
 ) -> Selection:
     """The K experts of each layer with the most unsaved tokens (PEC §3.1, load-aware selection).
 

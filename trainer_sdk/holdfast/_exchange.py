@@ -34,6 +34,10 @@ class Exchange(Protocol):
     def gather(self, data: bytes) -> list[bytes]:
         """`data` of each rank. Raises UnreachableError when a rank does not take part."""
 
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        """The sum of all ranks' `numbers`, equally many, element by element. Raises
+        UnreachableError when a rank does not take part."""
+
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
@@ -47,6 +51,9 @@ class Alone:
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
 
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
@@ -64,6 +71,13 @@ class GlooExchange:
         self._timeout = timedelta(seconds=timeout_s)
         self._group = _new_group(None, "gloo", self._timeout)
         self._rank = dist.get_rank()
+
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        with _translated():
+            total = torch.tensor(numbers, dtype=torch.int64)
+            dist.all_reduce(total, group=self._group)
+        found: list[int] = total.tolist()
+        return found
 
     def gather(self, data: bytes) -> list[bytes]:
         with _translated():

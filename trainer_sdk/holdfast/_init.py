@@ -21,6 +21,7 @@ from holdfast._nodaemon import UnprotectedSession
 from holdfast._session import ProtectedSession, Session
 from holdfast._settings import Settings
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.expert_policies import needs_counts
 from holdfast_core.topology import Topology
 
 
@@ -70,11 +71,7 @@ def init(
     own_rank, world_size = _world(environment, rank)
     chosen = topology if topology is not None else Topology(dp=world_size)
     chosen.check_world(world_size)
-    tuned = settings if settings is not None else Settings()
-    if settings is None and environment.copy_threads is not None:
-        tuned = replace(tuned, copy_threads=environment.copy_threads)
-    if tuned.partial_experts is None:
-        tuned = replace(tuned, partial_experts=environment.policy.chosen_experts)
+    tuned = _tuned(settings, environment)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     live = LiveState(model, optimizers, chosen, own_rank, units=units, private=frozenset(private))
     client = daemon
@@ -84,6 +81,7 @@ def init(
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
         store, token_file = environment.store_address, environment.token_file
         client = GrpcClient(path, name, own_rank, store, tuned.rpc_timeout_s, token_file)
+    by_tokens = tuned.experts is not None and needs_counts(tuned.experts)
     return ProtectedSession(
         live=live,
         stateful=stateful or {},
@@ -91,9 +89,20 @@ def init(
         rank=own_rank,
         client=client,
         exchange=make_exchange(world_size, tuned.exchange_timeout_s),
+        counting=make_exchange(world_size, tuned.exchange_timeout_s) if by_tokens else None,
         device=device_of([local_of(parameter) for parameter in model.parameters()]),
         settings=tuned,
     )
+
+
+def _tuned(settings: Settings | None, environment: Environment) -> Settings:
+    """`settings`, with what they leave to the environment."""
+    tuned = settings if settings is not None else Settings()
+    if settings is None and environment.copy_threads is not None:
+        tuned = replace(tuned, copy_threads=environment.copy_threads)
+    if tuned.experts is None:
+        tuned = tuned.with_experts(environment.policy.chosen_experts)
+    return tuned
 
 
 def _world(environment: Environment, rank: int | None) -> tuple[int, int]:

@@ -1,8 +1,10 @@
 """Which experts a snapshot captures, and what is known of the tokens that the others would lose.
 
-One rank's part of the policy `PartialExperts` (PEC §3.1). Every rank chooses alike from the number
-of the snapshot, without a collective. Each counts the tokens that it routed itself; the counts of
-all ranks meet only in a restore, where the lost tokens are added up and K is decided anew.
+One rank's part of the policies `PartialExperts` (PEC §3.1) and `Selective` (MoEtion §4). Where
+experts take turns, every rank chooses alike from the number of the snapshot, without a collective;
+where tokens decide, from the sum of what all ranks stated after the save before (`_counting`). Each
+rank's ledger counts the tokens that it routed itself; lost tokens are added up in a restore, where
+K is decided anew.
 
 All of it is training state: it travels in the extras of each snapshot, as of that snapshot, so that
 after a recovery it is what belongs to the restored step.
@@ -12,14 +14,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from holdfast._counting import Counting
+from holdfast._exchange import Exchange
+from holdfast._measuring import Measuring
+from holdfast._settings import Settings
+from holdfast_core.agreed_counts import UNKNOWN, AgreedCounts, Mark, Measures, Statement
 from holdfast_core.dynamic_k import next_k
 from holdfast_core.errors import CorruptError
 from holdfast_core.expert_ledger import ExpertLedger, merge_counts
+from holdfast_core.expert_policies import ExpertPolicy, first_k, k_for_all, select_by_tokens
 from holdfast_core.experts import ExpertTable
-from holdfast_core.job_snapshots import PartialExperts
+from holdfast_core.job_snapshots import Selective
 from holdfast_core.layouts import Layout
 from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_core.selection_pec import select_sequential
@@ -28,12 +36,6 @@ from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
 _log = logging.getLogger("holdfast")
-
-STATE_BYTES_PER_EXPERT = 256
-"""Room in the extras for what the policy remembers of each expert."""
-
-STATE_BYTES = 4096
-"""Likewise of the newest recoveries."""
 
 VERSIONS_KEPT = 4
 """Of each expert, in the ledger: more than there are snapshots in memory."""
@@ -52,7 +54,7 @@ class Loss:
     lost_mlt: float = 0.0
     """The same as MLT, as of the newest recovery."""
     k: int = 0
-    """Experts of each layer in a snapshot."""
+    """Experts of each layer in a snapshot; with the policy Selective, of all layers together."""
     report: LossReport | None = None
     """The sums behind these fractions, for the daemon, which adds up those of all ranks."""
 
@@ -60,30 +62,66 @@ class Loss:
 NO_LOSS = Loss()
 
 
-class PartialCapture:
-    """The saver's side: used by one thread, after `agreed`."""
+def partial_capture(
+    settings: Settings, counting: Exchange | None, rank: int, ranks: int
+) -> PartialCapture | None:
+    """What the settings' policy needs; None when every snapshot captures everything.
 
-    def __init__(self, policy: PartialExperts) -> None:
+    Args:
+        counting: between all ranks, for nothing else; needed where tokens decide.
+    """
+    policy = settings.experts
+    if policy is None:
+        return None
+    # No longer: the training thread gives up a save that does not begin in the whole of it.
+    wait_s = settings.start_wait_s / 2
+    adds = Counting(counting, rank, ranks) if counting is not None else None
+    return PartialCapture(policy, adds, wait_s)
+
+
+class PartialCapture:
+    """The saver's side: used by one thread after `agreed`, except where noted."""
+
+    def __init__(self, policy: ExpertPolicy, counting: Counting | None, wait_s: float) -> None:
         self._policy = policy
+        self._counting = counting
+        """None when experts take turns."""
+        self._wait_s = wait_s
+        self.measuring = Measuring()
         self._table: ExpertTable | None = None
+        self.own: frozenset[UnitKey] = frozenset()
+        """The experts that this rank captures."""
         self._ledger: ExpertLedger | None = None
         self._account = LossAccount.start()
         self._recoveries: tuple[RecoveryLoss, ...] = ()
-        self._k = policy.experts_per_layer
+        self._k = first_k(policy)
         self._ranks = 1
+        self._first = 0
+        self._marks: Mapping[UnitKey, Mark] = {}
+        self._trying: Mapping[UnitKey, Mark] | None = None
+        """The marks as they will be if the snapshot in progress is committed."""
+        self._counts: AgreedCounts | None = None
+        """What the newest snapshot was chosen by."""
+        self._captured = 0
+        """Experts of the newest choice."""
 
-    def agreed(self, table: ExpertTable, ranks: int) -> None:
-        """All `ranks` of the world know what experts there are."""
-        self._table, self._ranks = table, ranks
+    def agreed(self, table: ExpertTable, ranks: int, own: frozenset[UnitKey]) -> None:
+        """All `ranks` of the world know what experts there are; this one captures `own`."""
+        self._table, self._ranks, self.own = table, ranks, own
         if self._ledger is None or set(self._ledger.tokens) != set(table.units):
             self._ledger = ExpertLedger.start(table.units)
+        if self._counting is not None:
+            self._counting.start(self._first, table.units, self._statement)
 
     def resume(self, state: PartialState | None) -> None:
         """Go on from what a restore found; None for a fresh start."""
         self._ledger = state.ledger if state else None
         self._account = state.account if state else LossAccount.start()
         self._recoveries = state.recoveries if state else ()
-        self._k = max(state.k if state else 0, self._policy.experts_per_layer)
+        self._k = max(state.k if state else 0, first_k(self._policy))
+        self._first = state.ledger.snapshots if state else 0
+        self._marks = state.marks if state else {}
+        self.measuring = Measuring(state.measures if state else UNKNOWN)
 
     def count(self, counts: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> None:
         """Tokens that this rank routed since the last call; unknown experts are left out."""
@@ -95,17 +133,48 @@ class PartialCapture:
             {layer: n for layer, n in assignments.items() if layer in ledger.assignments},
         )
 
-    @property
-    def number(self) -> int:
-        """Of the first snapshot after a restore."""
-        return self._ledger.snapshots if self._ledger else 0
+    def called(self, number: int, step: int, now_s: float) -> None:
+        """Save `number` was called, skipped or not. For the training thread."""
+        self.measuring.saved(step, now_s)
+        if self._counting is not None:
+            self._counting.called(number)
 
     def left_out(self, number: int) -> frozenset[UnitKey]:
-        """The experts that snapshot `number` need not capture."""
+        """The experts, of any rank, that snapshot `number` need not capture."""
         assert self._table is not None and self._ledger is not None
         missing = self._ledger.uncaptured
-        chosen = select_sequential(self._table, self._k, number, uncaptured=missing)
-        return frozenset(self._table.units).difference(chosen.units)
+        chosen: Collection[UnitKey]
+        if self._counting is None:
+            chosen = select_sequential(self._table, self._k, number, uncaptured=missing).units
+        else:
+            found = self._counting.before(number, self._wait_s)
+            chosen = self.own if found is None else self._by_tokens(found)
+        self._captured = len(chosen)
+        return frozenset(self._table.units).difference(chosen, missing)
+
+    def _by_tokens(self, counts: AgreedCounts) -> tuple[UnitKey, ...]:
+        assert self._table is not None
+        self._counts = counts
+        selection = select_by_tokens(self._policy, self._table, counts, self._k, self._ranks)
+        _log.debug("save %d: %s", counts.number + 1, selection.reason)
+        return selection.units
+
+    def attempt(self, number: int, left_out: Collection[UnitKey]) -> None:
+        """Snapshot `number` has a place, and captures all experts of this rank but these."""
+        known = self._counts.tokens if self._counts is not None else {}
+        taken = self.own.difference(left_out)
+        self._trying = {
+            **self._marks,
+            **{unit: Mark(number, known.get(unit, 0)) for unit in taken},
+        }
+        if self._counting is not None:
+            self._counting.attempted(number)
+
+    def ended(self, number: int) -> None:
+        """Snapshot `number` is committed, or never will be."""
+        self._trying = None
+        if self._counting is not None:
+            self._counting.attempted(number)
 
     def captured(
         self, generation: Generation, number: int, left_out: Collection[UnitKey]
@@ -123,23 +192,42 @@ class PartialCapture:
             account=self._account,
             k=self._k,
             recoveries=self._recoveries,
+            marks=self._marks if self._trying is None else self._trying,
+            measures=self.measuring.measures,
         )
 
     def keep(self, state: PartialState) -> None:
         """The snapshot of `state` is committed."""
-        self._ledger = state.ledger
+        self._ledger, self._marks = state.ledger, state.marks
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread that counts, within about `timeout_s`."""
+        if self._counting is not None:
+            self._counting.close(timeout_s)
+
+    def _statement(self, number: int) -> Statement:
+        """For the counting thread: each of what it reads is a value that is replaced as a whole."""
+        ledger, trying = self._ledger, self._trying
+        assert ledger is not None
+        return Statement(
+            number=number,
+            tokens=ledger.tokens,
+            marks=self._marks if trying is None else trying,
+            measures=self.measuring.measures,
+        )
 
     @property
     def loss(self) -> Loss:
         ledger = self._ledger
+        k = self._captured if isinstance(self._policy, Selective) else self._k
         if ledger is None:
-            return Loss(k=self._k)
+            return Loss(k=k)
         report = LossReport.of_rank(
             ledger,
             self._account,
             self._recoveries,
             k=self._k,
-            experts_max=_most_experts(ledger.tokens),
+            experts_max=k_for_all(self._policy, ledger.tokens),
             limit=self._policy.loss_limit,
         )
         return Loss(
@@ -147,7 +235,7 @@ class PartialCapture:
             at_risk_mlt=report.risk.mlt,
             lost=report.plt_of(self._ranks),
             lost_mlt=report.newest.total_mlt if report.newest else 0.0,
-            k=self._k,
+            k=k,
             report=report,
         )
 
@@ -159,6 +247,9 @@ class PartialState:
     ledger: ExpertLedger
     account: LossAccount
     k: int
+    marks: Mapping[UnitKey, Mark]
+    """Of the experts that this rank captures; used by policies that choose by tokens."""
+    measures: Measures
     recoveries: tuple[RecoveryLoss, ...] = ()
     """The newest of the job's life, oldest first."""
 
@@ -169,6 +260,8 @@ class PartialState:
             "account": self.account.to_dict(),
             "k": self.k,
             "recoveries": [each.to_dict() for each in self.recoveries],
+            "marks": {str(unit): [m.number, m.tokens] for unit, m in self.marks.items()},
+            "measures": list(astuple(self.measures)),
         }
 
     @classmethod
@@ -180,6 +273,11 @@ class PartialState:
                 account=LossAccount.from_dict(found["account"]),
                 k=int(found["k"]),
                 recoveries=tuple(map(RecoveryLoss.from_dict, found.get("recoveries", ()))),
+                marks={
+                    UnitKey.parse(unit): Mark(int(number), int(tokens))
+                    for unit, (number, tokens) in found.get("marks", {}).items()
+                },
+                measures=Measures(*map(int, found.get("measures", ()))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
@@ -215,7 +313,7 @@ class PartialState:
         ledger: ExpertLedger,
         lost: Sequence[Mapping[str, int]],
         assigned: Sequence[Mapping[str, int]],
-        policy: PartialExperts,
+        policy: ExpertPolicy,
         *,
         epoch: int,
         line: Generation,
@@ -229,9 +327,9 @@ class PartialState:
         account = self.account.after(total, self.k)
         loss = recovery_loss(total, assignments)
         decision = next_k(
-            max(self.k, policy.experts_per_layer),
-            first_k=policy.experts_per_layer,
-            experts_max=_most_experts(self.ledger.tokens),
+            max(self.k, first_k(policy)),
+            first_k=first_k(policy),
+            experts_max=k_for_all(policy, self.ledger.tokens),
             lost_by_k=account.lost_by_k,
             total_tokens=sum(assignments.values()),
             limit=policy.loss_limit,
@@ -246,8 +344,8 @@ class PartialState:
             loss, account, epoch=epoch, line=line, k_before=self.k, k_after=decision.k
         )
         kept = [each for each in self.recoveries if each.epoch < epoch][1 - RECOVERIES_KEPT :]
-        return PartialState(
-            ledger=ledger, account=account, k=decision.k, recoveries=(*kept, record)
+        return replace(
+            self, ledger=ledger, account=account, k=decision.k, recoveries=(*kept, record)
         )
 
 
@@ -278,10 +376,3 @@ def _layers(assigned: Iterable[Mapping[str, int]]) -> dict[int, int]:
         for layer, tokens in of_rank.items():
             total[int(layer)] = total.get(int(layer), 0) + tokens
     return total
-
-
-def _most_experts(units: Iterable[UnitKey]) -> int:
-    layers: dict[int | None, int] = {}
-    for unit in units:
-        layers[unit.layer] = layers.get(unit.layer, 0) + 1
-    return max(layers.values(), default=0)

@@ -36,6 +36,12 @@ from holdfast_core.units import TensorSize, UnitKey
 
 EXTRAS_SPARE_BYTES = 16 * 1024
 
+STATE_BYTES_PER_EXPERT = 320
+"""Room in the extras for what the policy remembers of each expert."""
+
+STATE_BYTES = 4096
+"""Likewise of the newest recoveries."""
+
 _log = logging.getLogger("holdfast")
 
 
@@ -60,6 +66,11 @@ class BasePlan:
     def apart(self) -> frozenset[UnitKey]:
         """The units that share no piece with others."""
         return frozenset(self.experts.units) if self.experts else frozenset()
+
+    @property
+    def state_bytes(self) -> int:
+        """Room in the extras for what the policy adds to them."""
+        return STATE_BYTES + STATE_BYTES_PER_EXPERT * len(self.apart) if self.apart else 0
 
 
 def table_of(sources: Sequence[Source]) -> tuple[TensorSize, ...]:
@@ -111,7 +122,13 @@ def experts_apart(
             "%d experts are spread over several ranks and captured in every snapshot", len(spread)
         )
     found = ExpertTable.of(tables, topology, shared=spread)
-    return found if found.experts else None
+    if found.experts:
+        return found
+    _log.warning(
+        "snapshot.policy means nothing for this model, which has no expert that one rank captures "
+        "as a whole: every snapshot captures everything"
+    )
+    return None
 
 
 def piece_bytes_for(experts: ExpertTable | None) -> int:

@@ -154,7 +154,7 @@ class Restore:
         scatter(self.exchange, all_offers, sources, self.rank)
         _, error = _attempt(lambda: self._finish(chosen, sources))
         self._agree(error, Standing(generation=generation))
-        policy = self.settings.partial_experts
+        policy = self.settings.experts
         if partial is not None and ledger is not None and policy is not None:
             losses, seen = [said.lost for said in told], [said.assigned for said in told]
             line = found.manifest.generation

@@ -26,13 +26,7 @@ from holdfast._extras import encode_extras, join_extras
 from holdfast._handles import SaveHandle
 from holdfast._link import Link
 from holdfast._nans import units_with_nan
-from holdfast._partial import (
-    STATE_BYTES,
-    STATE_BYTES_PER_EXPERT,
-    PartialCapture,
-    PartialState,
-    expert_pieces,
-)
+from holdfast._partial import PartialState, expert_pieces, partial_capture
 from holdfast._placed import Placed
 from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
 from holdfast._replicas import agree, state_of
@@ -67,6 +61,7 @@ class Saver:
         topology: Topology,
         rank: int,
         settings: Settings,
+        counting: Exchange | None = None,
     ) -> None:
         self._exchange = exchange
         self._engine = engine
@@ -80,8 +75,7 @@ class Saver:
         """Why no save of this session can succeed any more."""
         self._link = Link(client, device, settings, self._on_event)
         self._base: BasePlan | None = None
-        policy = settings.partial_experts
-        self.partial = PartialCapture(policy) if policy else None
+        self.partial = partial_capture(settings, counting, rank, topology.world_size)
         self._pieces_of: Mapping[UnitKey, frozenset[int]] = {}
         """Expert → the pieces that a snapshot without it leaves as they are."""
         self._newest: Generation | None = None
@@ -115,6 +109,11 @@ class Saver:
             self.partial.resume(outcome.partial)
             self.tally.counters.loss = self.partial.loss
 
+    def called(self, number: int, step: int, now_s: float) -> None:
+        """Save `number` was called; said before anything else is done about it."""
+        if (partial := self.partial) is not None:
+            partial.called(number, step, now_s)
+
     @property
     def busy(self) -> bool:
         """Whether the worker has not yet done with the tensors of the last task."""
@@ -131,10 +130,13 @@ class Saver:
         """Return when tensors may change."""
         if self.bubbles is not None:
             self.bubbles.end()
-        task = self._current
+        task, began_s = self._current, time.monotonic()
         if task is None or task.over:
             return
-        if not task.wait(self._settings.start_wait_s):
+        in_time = task.wait(self._settings.start_wait_s)
+        if (partial := self.partial) is not None:
+            partial.measuring.stalled(time.monotonic() - began_s)
+        if not in_time:
             what = "open the session" if not self._link.is_open else "grant a slot"
             self.refuse(
                 task.handle,
@@ -153,6 +155,8 @@ class Saver:
         """End after the task in progress, within about `timeout_s`."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
+        if self.partial is not None:
+            self.partial.close(timeout_s)
         if self._thread.is_alive():
             _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
             self._client.close()  # ends the call that it waits for
@@ -191,6 +195,8 @@ class Saver:
             self._give_up(task, SnapshotSkippedError(f"the save failed with {name}: {error}"))
         finally:
             task.release(over=True)
+            if self.partial is not None:
+                self.partial.ended(task.number)
             task.ended.set()
 
     def _give_up(self, task: Task, error: HoldfastError) -> None:
@@ -215,8 +221,10 @@ class Saver:
             task.handle._reach(task.handle.staged)
             return
         step, link = task.handle.step, self._link
-        assert link.layout is not None and link.plan is not None
-        left_out = self._left_out(task)
+        assert link.layout is not None
+        left_out: frozenset[UnitKey] = frozenset()
+        if self.partial is not None:
+            left_out = self.partial.left_out(task.number)
         alone = (self._pieces_of[unit] for unit in left_out if unit in self._pieces_of)
         pieces = frozenset[int]().union(*alone)
         total = piece_count(link.layout.slot_bytes, link.layout.piece_bytes)
@@ -225,13 +233,12 @@ class Saver:
         if not task.hold():
             link.abort(step, "training went on before the copy began")
             return
-        if not carried:
-            left_out, pieces = left_out - self._own_experts(), frozenset()
+        if self.partial is not None:
+            left_out = left_out if carried else left_out - self.partial.own
+            self.partial.attempt(task.number, left_out)
+        pieces = pieces if carried else frozenset()
         try:
-            digests = self._engine.capture(link.plan, placed, task.fence, pieces, self.bubbles)
-            task.release(over=True)
-            task.handle._reach(task.handle.staged)
-            self.tally.counters.staged_s = time.monotonic() - task.began_s
+            digests = self._capture(task, placed, pieces)
             commit, state = self._finish(task, placed, left_out, digests)
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
@@ -241,15 +248,6 @@ class Saver:
         if self.partial is not None and state is not None:
             self.partial.keep(state)
             self.tally.counters.loss = self.partial.loss
-
-    def _left_out(self, task: Task) -> frozenset[UnitKey]:
-        """The experts, of any rank, that this snapshot need not capture."""
-        return frozenset() if self.partial is None else self.partial.left_out(task.number)
-
-    def _own_experts(self) -> frozenset[UnitKey]:
-        assert self._base is not None and self._link.layout is not None
-        mine = {UnitKey.parse(unit) for unit in {e.unit for e in self._link.layout.entries}}
-        return self._base.apart & mine
 
     def _agree(self, task: Task) -> None:
         """Exchange tables with the other ranks, and compare what the topology calls replicas."""
@@ -277,13 +275,15 @@ class Saver:
         if self._base.experts is None:
             self.partial = None
         elif self.partial is not None:
-            self.partial.agreed(self._base.experts, self._topology.world_size)
+            shards = own_shards(self._base, table_of(self._sources))
+            own = self._base.apart.intersection(shard.unit for shard in shards)
+            self.partial.agreed(self._base.experts, self._topology.world_size, own)
 
     def _open(self, task: Task) -> None:
         """Have a session whose layout fits the task."""
         link = self._link
         assert self._base is not None
-        extras_bytes = len(task.extras) + self._state_bytes()
+        extras_bytes = len(task.extras) + self._base.state_bytes
         old = link.layout or self._restored
         fits = old is not None and extras_bytes <= old.extras_capacity
         if task.sources is None and fits and link.is_open:
@@ -300,11 +300,20 @@ class Saver:
         link.plan = moves_of(layout, self._sources)
         self._pieces_of = {} if self.partial is None else expert_pieces(layout)
 
-    def _state_bytes(self) -> int:
-        """Room for what the policy adds to the extras."""
-        if self._base is None or self._base.experts is None:
-            return 0
-        return STATE_BYTES + STATE_BYTES_PER_EXPERT * len(self._base.experts.experts)
+    def _capture(self, task: Task, placed: Placed, pieces: frozenset[int]) -> Digests:
+        """Copy the tensors, and give them back to training."""
+        plan, began_s = self._link.plan, time.monotonic()
+        assert plan is not None
+        digests = self._engine.capture(plan, placed, task.fence, pieces, self.bubbles)
+        task.release(over=True)
+        task.handle._reach(task.handle.staged)
+        now_s = time.monotonic()
+        self.tally.counters.staged_s = now_s - task.began_s
+        if self.partial is not None:
+            nbytes = placed.layout.extras_offset - len(pieces) * placed.layout.piece_bytes
+            generation = Generation(self._link.epoch or 0, task.handle.step)
+            self.partial.measuring.copied(generation, nbytes, began_s, now_s)
+        return digests
 
     def _finish(
         self, task: Task, placed: Placed, left_out: frozenset[UnitKey], digests: Digests
@@ -375,6 +384,8 @@ class Saver:
                 del self._awaiting[generation]
         for generation, handle in reached.items():
             if event.stage is Stage.PROTECTED:
+                if (partial := self.partial) is not None:
+                    partial.measuring.protected(generation, time.monotonic())
                 handle._reach(handle.protected)
             elif event.stage is Stage.DEAD:
                 why = f"generation {generation} will not be completed by all ranks"

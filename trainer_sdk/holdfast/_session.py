@@ -144,13 +144,16 @@ class ProtectedSession(Session):
         exchange: Exchange,
         device: Device,
         settings: Settings,
+        counting: Exchange | None = None,
     ) -> None:
         self._live = live
         self._stateful = dict(stateful)
         self._settings = settings
         self._device = device
         self._engine = CopyEngine(settings.copy_threads, device)
-        self._saver = Saver(client, exchange, device, self._engine, topology, rank, settings)
+        self._saver = Saver(
+            client, exchange, device, self._engine, topology, rank, settings, counting
+        )
         self._restore = Restore(
             client=client,
             live=live,
@@ -219,6 +222,7 @@ class ProtectedSession(Session):
         self._last_step = step
         self._number += 1
         now = time.monotonic()
+        self._saver.called(self._number - 1, step, now)
         self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
         self._last_save_s = now
         if self._saver.problem is not None:

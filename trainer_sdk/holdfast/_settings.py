@@ -5,10 +5,11 @@ Defaults suit most jobs. Where the daemon is and which rank this is come from `_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job_snapshots import PartialExperts
+from holdfast_core.expert_policies import ExpertPolicy
+from holdfast_core.job_snapshots import PartialExperts, Selective
 from holdfast_core.sharding import ShardStrategy
 
 
@@ -45,10 +46,28 @@ class Settings:
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """How replicas divide the capture of what they share (PEC §3.2)."""
     partial_experts: PartialExperts | None = None
-    """Capture some experts of each layer in turn instead of all (PEC §3.1). A job says so in
+    """Capture some experts of each layer instead of all (PEC §3.1). A job says so in
     `snapshot.policy`, which reaches the trainer as `HOLDFAST_POLICY`."""
+    selective: Selective | None = None
+    """Capture as many experts as can be copied within a step, where most tokens are at risk
+    (MoEtion §4), instead of all; in place of `partial_experts`."""
+
+    @property
+    def experts(self) -> ExpertPolicy | None:
+        """How experts are chosen; None when every snapshot captures all of them."""
+        return self.partial_experts or self.selective
+
+    def with_experts(self, policy: ExpertPolicy | None) -> Settings:
+        """These settings with another policy for experts."""
+        if isinstance(policy, Selective):
+            return replace(self, partial_experts=None, selective=policy)
+        return replace(self, partial_experts=policy, selective=None)
 
     def __post_init__(self) -> None:
+        if self.partial_experts is not None and self.selective is not None:
+            raise InvalidJobError(
+                "both partial_experts and selective are given; a snapshot has one policy"
+            )
         if self.copy_threads < 1:
             raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")
         if self.nan_check_every < 0:

@@ -201,6 +201,21 @@ RULES: dict[str, tuple[CelRule, ...]] = {
             values=("self.type",),
             field=".partialExperts",
         ),
+        CelRule(
+            rule="self.type == 'Selective' || !has(self.selective)",
+            says="is given, but spec.snapshot.policy.type is %s; remove it, or set the type to "
+            "Selective",
+            values=("self.type",),
+            field=".selective",
+        ),
+    ),
+    "spec.snapshot.policy.selective": (
+        CelRule(
+            rule="!has(self.experts) || !has(self.budget)",
+            says="is given, but spec.snapshot.policy.selective.experts says how many; remove one "
+            "of both",
+            field=".budget",
+        ),
     ),
     "spec.redundancy": (
         CelRule(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job_snapshots import PartialExperts, Policy
+from holdfast_core.job_snapshots import ExpertBudget, PartialExperts, Policy, Selective
 from holdfast_core.jobs import (
     DEFAULT_RULES,
     MANAGER,
@@ -201,8 +201,8 @@ def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
         check_supported(parse_job(FULL))
     assert str(caught.value).splitlines() == [
         "job default.tiny asks for what this version cannot do, 4 problems:",
-        '  spec.snapshot.policy.type = "Sparse": this version captures every unit, or some experts '
-        "in turn; use Full or PartialExperts",
+        '  spec.snapshot.policy.type = "Sparse": this version captures whole units: all of them, '
+        "or some experts and everything else; use Full, PartialExperts or Selective",
         '  spec.persistence = "s3://bucket/run1": this version keeps snapshots in memory only; '
         "remove the field and save checkpoints from the trainer",
         "  spec.minNodes = 12: this version cannot train on fewer nodes than spec.nodes; remove "
@@ -212,11 +212,9 @@ def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("policy", ["Selective", "Sparse"])
-def test_some_policies_are_not_supported_yet(policy: str) -> None:
-    job = parse_job(document(snapshot={"policy": {"type": policy}}))
-    with pytest.raises(InvalidJobError, match=r"spec\.snapshot\.policy\.type.*; use Full"):
-        check_supported(job)
+def test_sparse_snapshots_are_not_supported_yet() -> None:
+    with pytest.raises(InvalidJobError, match=r"snapshot\.policy\.type Sparse.*; use Full"):
+        _ = Policy(type=PolicyType.SPARSE).chosen_experts
 
 
 def test_a_policy_reaches_the_trainer_in_its_environment() -> None:
@@ -228,6 +226,19 @@ def test_a_policy_reaches_the_trainer_in_its_environment() -> None:
     assert policy.chosen_experts == PartialExperts(experts_per_layer=2)
     assert Policy(type=PolicyType.PARTIAL_EXPERTS).chosen_experts == PartialExperts()
     assert Policy().chosen_experts is None
+
+
+def test_each_field_of_a_policy_reaches_the_trainer() -> None:
+    chosen = {
+        "type": "Selective",
+        "selective": {"budget": {"hostBytesPerSecond": 9, "networkBytesPerSecond": 7}},
+    }
+    job = parse_job(document(snapshot={"policy": chosen}))
+    check_supported(job)
+    policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=Policy)
+    budget = ExpertBudget(host_bytes_per_second=9, network_bytes_per_second=7)
+    assert policy.chosen_experts == Selective(budget=budget)
+    assert Policy(type=PolicyType.SELECTIVE).chosen_experts == Selective()
 
 
 def test_a_job_of_another_controller_is_not_run_here() -> None:

@@ -12,8 +12,9 @@ import torch
 import holdfast
 from holdfast._partial import PartialState, expert_pieces
 from holdfast.testing import FakeDaemon
+from holdfast_core.agreed_counts import UNKNOWN
 from holdfast_core.expert_ledger import ExpertLedger
-from holdfast_core.job_snapshots import PartialExperts
+from holdfast_core.job_snapshots import Choice, ExpertBudget, PartialExperts, Selective
 from holdfast_core.layouts import decode_layout
 from holdfast_core.loss_reports import RecoveryLoss
 from holdfast_core.token_loss import LossAccount
@@ -22,6 +23,7 @@ from holdfast_core.values import Generation
 
 WAIT_S = 20.0
 IN_TURN = PartialExperts(experts_per_layer=1)
+BY_LOAD = PartialExperts(experts_per_layer=1, selection=Choice.LOAD_AWARE)
 LISTED = (3, 4)
 """Numbers of the experts in lists; those in stacks are 0 to 2."""
 
@@ -67,11 +69,11 @@ class Story:
         self.states: dict[int, dict[str, Any]] = {}
         self.captured: dict[UnitKey, int] = {}
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, counts: tuple[int, int] = (10, 10)) -> None:
         self.trainer.train()
         self.states[step] = self.trainer.state()
         for layer in range(2):
-            self.session.count_tokens(layer, [0, 0, 0, 10, 10])
+            self.session.count_tokens(layer, [0, 0, 0, *counts])
         self.session.save(step).protected.result(WAIT_S)
 
     def expect(self, step: int, ages: dict[UnitKey, int]) -> dict[str, Any]:
@@ -174,6 +176,81 @@ def test_a_skipped_save_does_not_make_an_expert_younger(
     other.session.close()
 
 
+BY_TOKENS = [
+    pytest.param({"partial_experts": BY_LOAD}, id="LoadAware"),
+    pytest.param({"partial_experts": None, "selective": Selective(experts=2)}, id="Selective"),
+]
+
+
+@pytest.mark.parametrize("policy", BY_TOKENS)
+def test_experts_with_most_tokens_are_captured_and_the_others_come_back_older(
+    policy: dict[str, Any], make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    policy = {**policy, "start_wait_s": WAIT_S}
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3, 4):
+        story.save(step, (1, 30))
+    story.session.close()
+    ages = {expert(layer, index): (1, 4)[index] for layer in range(2) for index in range(2)}
+    again = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), **policy)
+    assert again.session.restore() == 4
+    same(again.trainer.state(), story.expect(4, ages))
+    # It goes on by what was counted before. Now the other expert has more tokens.
+    again.states = {0: again.trainer.state()}
+    for step in (5, 6, 7):
+        again.save(step, (400, 30))
+    again.session.close()
+    ages = {expert(layer, index): (7, 5)[index] for layer in range(2) for index in range(2)}
+    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3), **policy)
+    assert last.session.restore() == 7
+    same(last.trainer.state(), again.expect(7, ages))
+    last.session.close()
+
+
+def test_a_budget_of_nearly_nothing_still_captures_one_expert(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    tiny = Selective(budget=ExpertBudget(host_bytes_per_second=1))
+    policy = {"partial_experts": None, "selective": tiny, "start_wait_s": WAIT_S}
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3):
+        story.save(step, (1, 30))
+        assert story.session.counters.loss.k == (4 if step == 1 else 1)
+    story.session.close()
+
+
+def test_a_budget_beyond_everything_captures_every_expert(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    large = Selective(budget=ExpertBudget(host_bytes_per_second=10**15))
+    policy = {"partial_experts": None, "selective": large, "start_wait_s": WAIT_S}
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3, 4):
+        story.save(step, (1, 30))
+    # Until two saves had told how long a step takes, there was no budget.
+    assert story.session.counters.loss.k == 4
+    story.session.close()
+
+
+def test_lost_tokens_let_the_number_of_selected_experts_grow(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    policy = {
+        "partial_experts": None,
+        "selective": Selective(experts=1),
+        "start_wait_s": WAIT_S,
+    }
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3):
+        story.save(step)
+    story.session.close()
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), **policy)
+    again.session.restore()
+    again.save(4)
+    assert again.session.counters.loss.k == 2
+    again.session.close()
+
+
 def test_lost_tokens_are_counted_and_let_k_grow(
     story: Story, make_trainer: Any, tmp_path: Path
 ) -> None:
@@ -252,7 +329,9 @@ def test_a_second_recovery_from_one_snapshot_counts_once(
 
 def test_a_snapshot_of_before_recoveries_were_recorded_can_be_read() -> None:
     ledger = ExpertLedger.start([expert(0, 0)])
-    state = PartialState(ledger=ledger, account=LossAccount.start(), k=1)
+    state = PartialState(
+        ledger=ledger, account=LossAccount.start(), k=1, marks={}, measures=UNKNOWN
+    )
     document = state.to_dict()
     del document["recoveries"]
     assert PartialState.from_dict(document) == state
@@ -270,6 +349,38 @@ def test_more_experts_than_there_are_means_all(
     assert other.session.restore() == 3
     same(other.trainer.state(), story.states[3])
     other.session.close()
+
+
+def test_a_policy_comes_from_the_environment_unless_settings_have_one(
+    make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "Selective", "selective": {"experts": 1}}')
+    trainer = make_trainer()
+    session = trainer.open(daemon)
+    for step, expected in ((1, 6), (2, 1)):  # every expert of the model, then one
+        trainer.train()
+        session.save(step).protected.result(WAIT_S)
+        assert session.counters.loss.k == expected
+    session.close()
+    trainer = make_trainer()
+    session = trainer.open(FakeDaemon(tmp_path, epoch=2), partial_experts=IN_TURN)
+    trainer.train()
+    session.save(1).protected.result(WAIT_S)
+    assert session.counters.loss.k == IN_TURN.experts_per_layer
+    session.close()
+
+
+def test_a_policy_that_this_version_cannot_do_is_refused(
+    make_trainer: Any, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "Sparse"}')
+    with pytest.raises(holdfast.InvalidJobError, match=r"snapshot\.policy\.type Sparse"):
+        make_trainer().open(daemon)
+
+
+def test_a_snapshot_has_one_policy() -> None:
+    with pytest.raises(holdfast.InvalidJobError, match="both partial_experts and selective"):
+        holdfast.Settings(partial_experts=IN_TURN, selective=Selective())
 
 
 def test_a_model_without_experts_is_captured_as_ever(
