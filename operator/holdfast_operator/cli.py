@@ -204,9 +204,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--quick", action="store_true", help="fewer steps")
     add(
         "--policy",
-        choices=["Full", "PartialExperts"],
+        choices=["Full", "PartialExperts", "Selective"],
         default="Full",
-        help="what snapshots capture; with PartialExperts some experts return to older versions, "
+        help="what snapshots capture; unless it is Full, some experts return to older versions "
         "and losses are compared instead of bytes (default %(default)s)",
     )
     add("--keep", action="store_true", help="keep the run's directory")

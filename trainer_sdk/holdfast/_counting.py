@@ -16,16 +16,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from holdfast._exchange import Exchange
 from holdfast_core.agreed_counts import AgreedCounts, Statement
 from holdfast_core.errors import HoldfastError
+from holdfast_core.experts import Selection
 from holdfast_core.units import UnitKey
 
 _log = logging.getLogger("holdfast")
 
 _KEPT = 4
-"""Sums that are kept for a saver that is late; older ones are of saves that were given up."""
+"""Choices that are kept for a saver that is late; older ones are of saves that were given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The experts of a save, and the sum that they were chosen by."""
+
+    counts: AgreedCounts
+    units: tuple[UnitKey, ...]
 
 
 class Counting:
@@ -34,31 +44,37 @@ class Counting:
     def __init__(self, exchange: Exchange, rank: int, ranks: int) -> None:
         together = exchange.together
         self._exchange = exchange
-        self._rank, self._ranks = (rank, ranks) if together else (0, 1)
+        self._rank, self.ranks = (rank, ranks) if together else (0, 1)
         self._news = threading.Condition()
         self._called = -1
         """The newest save that the training loop called."""
         self._attempted = -1
         """The newest save of which it is known whether it is attempted."""
-        self._sums: dict[int, AgreedCounts] = {}
+        self._chosen: dict[int, Chosen] = {}
+        """By save."""
         self._late = False
-        """Nothing arrived since `before` waited in vain."""
+        """Nothing arrived since `chosen` waited in vain."""
         self._failed = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def start(
-        self, first: int, units: Sequence[UnitKey], statement: Callable[[int], Statement]
+        self,
+        first: int,
+        units: Sequence[UnitKey],
+        statement: Callable[[int], Statement],
+        choose: Callable[[AgreedCounts], Selection],
     ) -> None:
         """Add up from before save `first` on, which must be equal on all ranks.
 
         Args:
             statement: what this rank has to say after a save; called on the thread.
+            choose: what the next save captures; called on the thread.
         """
         self.attempted(first - 1)  # the first sum is of what was restored
         self._thread = threading.Thread(
             target=self._loop,
-            args=(first - 1, units, statement),
+            args=(first - 1, units, statement, choose),
             name="holdfast-counting",
             daemon=True,
         )
@@ -76,16 +92,16 @@ class Counting:
             self._attempted = max(self._attempted, number)
             self._news.notify_all()
 
-    def before(self, number: int, wait_s: float) -> AgreedCounts | None:
-        """The sum that save `number` is chosen by; None when it is not there within `wait_s`.
+    def chosen(self, number: int, wait_s: float) -> Chosen | None:
+        """What save `number` captures; None when the sum is not there within `wait_s`.
 
         Whoever waited in vain does not wait again before there is another sum.
         """
         with self._news:
             self._news.wait_for(
-                lambda: number - 1 in self._sums or self._failed, 0.0 if self._late else wait_s
+                lambda: number in self._chosen or self._failed, 0.0 if self._late else wait_s
             )
-            found = self._sums.get(number - 1)
+            found = self._chosen.get(number)
             if found is None and not self._late and not self._failed:
                 self._late = True
                 _log.warning(
@@ -105,13 +121,17 @@ class Counting:
             self._thread.join(timeout_s)
 
     def _loop(
-        self, number: int, units: Sequence[UnitKey], statement: Callable[[int], Statement]
+        self,
+        number: int,
+        units: Sequence[UnitKey],
+        statement: Callable[[int], Statement],
+        choose: Callable[[AgreedCounts], Selection],
     ) -> None:
         while self._wait_due(number):
             try:
-                said = statement(number).to_vector(units, self._rank, self._ranks)
+                said = statement(number).to_vector(units, self._rank, self.ranks)
                 total = self._exchange.add(said)
-                found = AgreedCounts.from_vector(total, units, self._ranks, number)
+                counts = AgreedCounts.from_vector(total, units, self.ranks, number)
             except HoldfastError as error:
                 _log.warning(
                     "the ranks' counts of tokens cannot be added up; this rank captures all of its "
@@ -122,12 +142,14 @@ class Counting:
                     self._failed = True
                     self._news.notify_all()
                 return
+            selection = choose(counts)
+            number += 1
+            _log.debug("save %d: %s", number, selection.reason)
             with self._news:
-                self._sums[number] = found
-                self._sums.pop(number - _KEPT, None)
+                self._chosen[number] = Chosen(counts, selection.units)
+                self._chosen.pop(number - _KEPT, None)
                 self._late = False
                 self._news.notify_all()
-            number += 1
 
     def _wait_due(self, number: int) -> bool:
         """Return when no more will be known of save `number`: it is attempted or not, or the

@@ -111,7 +111,13 @@ class PartialCapture:
         if self._ledger is None or set(self._ledger.tokens) != set(table.units):
             self._ledger = ExpertLedger.start(table.units)
         if self._counting is not None:
-            self._counting.start(self._first, table.units, self._statement)
+            together = self._counting.ranks
+            self._counting.start(
+                self._first,
+                table.units,
+                self._statement,
+                lambda counts: select_by_tokens(self._policy, table, counts, self._k, together),
+            )
 
     def resume(self, state: PartialState | None) -> None:
         """Go on from what a restore found; None for a fresh start."""
@@ -147,17 +153,11 @@ class PartialCapture:
         if self._counting is None:
             chosen = select_sequential(self._table, self._k, number, uncaptured=missing).units
         else:
-            found = self._counting.before(number, self._wait_s)
-            chosen = self.own if found is None else self._by_tokens(found)
+            found = self._counting.chosen(number, self._wait_s)
+            chosen = self.own if found is None else found.units
+            self._counts = self._counts if found is None else found.counts
         self._captured = len(chosen)
         return frozenset(self._table.units).difference(chosen, missing)
-
-    def _by_tokens(self, counts: AgreedCounts) -> tuple[UnitKey, ...]:
-        assert self._table is not None
-        self._counts = counts
-        selection = select_by_tokens(self._policy, self._table, counts, self._k, self._ranks)
-        _log.debug("save %d: %s", counts.number + 1, selection.reason)
-        return selection.units
 
     def attempt(self, number: int, left_out: Collection[UnitKey]) -> None:
         """Snapshot `number` has a place, and captures all experts of this rank but these."""

@@ -18,7 +18,7 @@ from holdfast._partial import PartialCapture, PartialState
 from holdfast_core.agreed_counts import AgreedCounts, Mark, Statement
 from holdfast_core.errors import UnreachableError
 from holdfast_core.expert_policies import ExpertPolicy
-from holdfast_core.experts import Expert, ExpertTable, MoeLayer
+from holdfast_core.experts import Expert, ExpertTable, MoeLayer, Selection
 from holdfast_core.job_snapshots import Choice, PartialExperts, Selective
 from holdfast_core.selection_budget import selective_bound
 from holdfast_core.units import UnitKey, UnitKind
@@ -284,23 +284,26 @@ def statement(number: int) -> Statement:
     return Statement(number=number, tokens={}, marks={unit(0, 0): Mark(number, 0)})
 
 
+def nothing(counts: AgreedCounts) -> Selection:
+    return Selection(units=(), reason=f"save {counts.number} is over")
+
+
 def test_who_waited_in_vain_does_not_wait_again_before_there_is_news() -> None:
     counting = Counting(Alone(), 0, 1)
-    assert counting.before(5, 0.01) is None
-    assert counting.before(6, 1e9) is None
-    counting.start(7, TABLE.units, statement)
-    found = counting.before(7, WAIT_S)
-    while found is None:
-        found = counting.before(7, WAIT_S)
-    assert isinstance(found, AgreedCounts)
-    counting.close(WAIT_S)
+    assert counting.chosen(5, 0.01) is None
+    assert counting.chosen(6, 1e9) is None
+    counting.start(7, TABLE.units, statement, nothing)
+    counting.close(WAIT_S)  # after the first sum
+    found = counting.chosen(7, 0.0)
+    assert found is not None
+    assert found.counts.number == 6
 
 
 def test_all_saves_that_were_called_are_added_up_before_the_end() -> None:
     meeting = Meeting(2)
     both = [Counting(Seat(meeting, rank), rank, 2) for rank in (0, 1)]
     for counting in both:
-        counting.start(0, TABLE.units, statement)
+        counting.start(0, TABLE.units, statement, nothing)
         for number in range(4):
             counting.called(number)
     both[0].attempted(3)  # the other skipped it, and comes to its end
