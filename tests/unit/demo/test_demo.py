@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from holdfast_core.jobs import check_supported
+from holdfast_operator.cli import build_parser
 from holdfast_operator.demo import EXAMPLES, SCRIPT, demo_job
 
 
@@ -15,6 +18,14 @@ def test_the_demo_runs_the_example_with_a_spare_and_parity(tmp_path: Path) -> No
     assert str(tmp_path / "log.jsonl") in job.command
     assert job.spec.failure_policy.spares == 1
     assert job.group_size == 4
+
+
+@pytest.mark.parametrize("policy", ["Full", "PartialExperts", "Selective"])
+def test_the_demo_runs_under_each_policy(policy: str, tmp_path: Path) -> None:
+    assert build_parser().parse_args(["demo", "--policy", policy]).policy == policy
+    job = demo_job(tmp_path, 10, policy)
+    check_supported(job)
+    assert job.spec.snapshot.policy.type == policy
 
 
 def test_the_script_of_faults_is_the_promised_one() -> None:
