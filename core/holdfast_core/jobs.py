@@ -33,7 +33,6 @@ __all__ = [
     "DEFAULT_RULES",
     "KIND",
     "MANAGER",
-    "SUPPORTED_POLICIES",
     "Action",
     "Detection",
     "FailurePolicy",
@@ -54,9 +53,6 @@ MAX_NAME_CHARACTERS = 52
 """Names of pods are the job's name and a suffix of up to 11 characters; 63 is their limit."""
 
 MAX_NAMESPACE_CHARACTERS = 63
-
-SUPPORTED_POLICIES = frozenset({PolicyType.FULL, PolicyType.PARTIAL_EXPERTS, PolicyType.SELECTIVE})
-"""What trainers of this version can do; see `check_supported`."""
 
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -121,7 +117,7 @@ def check_supported(job: MoETrainingJob) -> None:
     spec = job.spec
     problems = []
     policy = spec.snapshot.policy.type
-    if policy not in SUPPORTED_POLICIES:
+    if policy is PolicyType.SPARSE:
         wrong, fix = NOT_SUPPORTED
         path = "spec.snapshot.policy.type"
         problems.append(Problem(path=path, value=policy, wrong=wrong, fix=fix))

@@ -28,13 +28,13 @@ from holdfast_core.intervals import (
     steps_of,
     total_overhead_s,
 )
-from holdfast_core.jobs import SUPPORTED_POLICIES, MoETrainingJob, PolicyType
+from holdfast_core.jobs import MoETrainingJob, PolicyType
 from holdfast_core.layouts import PAGE_BYTES, round_up
 from holdfast_core.model_sizes import CapturePlan, ModelSizes, plan_capture, table_of_sizes
 from holdfast_core.quantities import format_portion
 from holdfast_core.selection_budget import Budgets, experts_within, select_local
 from holdfast_core.selection_pec import select_sequential
-from holdfast_core.token_loss import TOKEN_LOSS_LIMIT, check_limit
+from holdfast_core.token_loss import check_limit
 from holdfast_core.units import UnitKey
 from holdfast_core.values import Generation, Redundancy
 
@@ -296,8 +296,6 @@ class _World:
         return max(node.total_bytes for node in nodes)
 
     def _objection(self, policy: PolicyType, experts: int, lost: float) -> str:
-        if policy not in SUPPORTED_POLICIES:
-            return "not in this version"
         if policy is PolicyType.PARTIAL_EXPERTS:
             grown = next_k(
                 experts,
@@ -309,8 +307,8 @@ class _World:
             )
             return f"K would grow to {grown.k}" if grown.k > experts else ""
         if policy is PolicyType.SELECTIVE:
-            limit = check_limit("the expected loss of tokens", lost, TOKEN_LOSS_LIMIT)
-            return "loses too many tokens" if limit.passed else ""
+            limit = check_limit("the expected loss of tokens", lost, self._assumed.loss_limit)
+            return "S would grow" if limit.passed else ""
         return ""
 
 

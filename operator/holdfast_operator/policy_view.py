@@ -53,7 +53,7 @@ def comparison_view(
         model: in words.
     """
     best = name_of(found.best)
-    grow = [cost for cost in found.costs if cost.objection.startswith("K would grow")]
+    lossy = [cost for cost in found.costs if cost.objection]
     notes = [
         f"model:     {model}",
         f"assumed:   a node copies {_rate(assumed.copy_bytes_s)} and sends "
@@ -64,14 +64,12 @@ def comparison_view(
         "redone:    steps, after one failure; time lost: added and redone together (REFT eq. 4)",
         "tokens:    of all routed, those whose updates experts lose by recoveries (PEC eq. 4)",
     ]
-    if grow:
+    if lossy:
         notes.append(
-            "*          loses more tokens than its limit allows, so that K would grow (PEC §3.1)"
+            "*          loses more tokens than its limit allows, so that it would grow (PEC §3.1)"
         )
     if not any(cost.protect_s for cost in found.costs):
         notes.append("no redundancy: a lost node loses all snapshots, which is not counted here")
-    if any(cost.objection == "not in this version" for cost in found.costs):
-        notes.append("†          not in this version")
     return Group(
         _table(found, days),
         "",
@@ -87,6 +85,8 @@ def _as_document(cost: PolicyCost) -> str:
     policy = f"type: {cost.policy.value}"
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
         policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"
+    elif cost.policy is PolicyType.SELECTIVE:
+        policy += f", selective: {{experts: {cost.experts}}}"
     lines = (
         "snapshot:",
         f"  policy: {{{policy}}}",
@@ -104,7 +104,7 @@ def _table(found: Comparison, days: float) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for cost in found.costs:
         row = (
-            name_of(cost) + _mark(cost),
+            name_of(cost) + (" *" if cost.objection else ""),
             _number(cost.rank_bytes / scale),
             _number(cost.job_bytes / scale),
             _number(cost.copy_s),
@@ -118,12 +118,6 @@ def _table(found: Comparison, days: float) -> Table:
         )
         table.add_row(*row, style="bold green" if cost is found.best else None)
     return table
-
-
-def _mark(cost: PolicyCost) -> str:
-    if not cost.objection:
-        return ""
-    return " †" if cost.objection == "not in this version" else " *"
 
 
 def _number(value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -47,7 +48,7 @@ PartialExperts 1     1.56     11.2 0.33    yes    1.34     1     61.7   0.83    
 PartialExperts 2     1.87     14.9 0.40    yes    1.60     1     61.7   0.90    4.81 s <0.001%
 PartialExperts 4     2.80     22.4 0.60    yes    2.41     2     61.7   1.60    8.54 s <0.001%
 PartialExperts 8     4.68     37.4 1.00    yes    4.02     3     61.7   2.50    13.4 s <0.001%
-Selective 35 †       3.74     18.4 0.70    yes    2.81     2     61.7   1.70    9.08 s <0.001%"""
+Selective 35         3.74     18.4 0.70    yes    2.81     2     61.7   1.70    9.08 s <0.001%"""
 """By hand: 192 experts and 8 GB are 67.4 GiB, an eighth of which is 8.42. 12 experts on 8 ranks are
 2 on the most loaded one, with an eighth of 8 GB: 1.56 GiB. A node has three slots and two parity
 blocks, a third as long, for each of two ranks: 61.7 GiB."""
@@ -109,7 +110,7 @@ def test_the_job_says_which_k_comes_first_and_what_may_be_lost(
     text = printed(capsys, job, *SIZES)
     assert "PartialExperts 3 *" in text
     assert "PartialExperts 6 *" in text
-    assert "so that K would grow" in text
+    assert "so that it would grow" in text
     assert "PartialExperts 5 *" in printed(capsys, job, *SIZES, "--partial-experts", "5")
 
 
@@ -335,6 +336,8 @@ def test_colours_say_what_is_recommended_and_what_may_not_be_used(
     found: tuple[Comparison, Assumptions],
 ) -> None:
     comparison, assumed = found
+    refused = replace(comparison.costs[-1], objection="S would grow")
+    comparison = replace(comparison, costs=(*comparison.costs[:-1], refused))
     figure = draw(comparison, assumed, title="default.gpt")
     colours = [to_hex(bar.get_facecolor()) for bar in figure.axes[0].containers[0]]
     assert [cost is comparison.best for cost in comparison.costs] == [
