@@ -67,19 +67,23 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Sends each token to its two best experts, as far as their capacity reaches."""
+    """Sends each token to its two best experts, as far as their capacity reaches. After a recovery
+    `factors` gives some experts more of it, and `room` makes room for that on every rank."""
 
     def __init__(self, dim: int, experts: int, ranks: int, group: Group) -> None:
         super().__init__()
         self.num_experts, self.ranks, self.group = experts, ranks, group
         self.gate = nn.Linear(dim, experts, bias=False)
         self.experts = Experts(experts // ranks, dim)
+        self.factors, self.room = [1.0] * experts, 1.0
         self.routed_E: Tensor  # tokens of the newest batch, by expert
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """The experts' answers, weighted by the gate, and the load-balancing loss."""
         (N, D), E, R, device = x_ND.shape, self.num_experts, self.ranks, x_ND.device
-        C = int(CAPACITY_FACTOR * CHOICES * N / E)
+        capacity = CAPACITY_FACTOR * CHOICES * N / E
+        limit_E = torch.tensor([int(capacity * factor) for factor in self.factors], device=device)
+        C = int(capacity * self.room)
         probs_NE = self.gate(x_ND).float().softmax(-1)
         weights_NK, expert_NK = probs_NE.topk(CHOICES)
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
@@ -88,8 +92,9 @@ class MoE(nn.Module):
         queue_P = expert_NK.T.reshape(-1)  # P = K·N
         chosen_PE = F.one_hot(queue_P, E)
         place_P = ((chosen_PE.cumsum(0) - 1) * chosen_PE).sum(-1)
-        slot_P = torch.where(place_P < C, queue_P * C + place_P, E * C)  # the last: dropped
-        self.routed_E = chosen_PE[place_P < C].sum(0)
+        kept_P = place_P < limit_E[queue_P]
+        slot_P = torch.where(kept_P, queue_P * C + place_P, E * C)  # the last: dropped
+        self.routed_E = chosen_PE[kept_P].sum(0)
         token_of_slot = torch.full((E * C + 1,), N, device=device)  # N: nobody, zeros
         token_of_slot[slot_P] = torch.arange(N, device=device).repeat(CHOICES)
 
@@ -179,14 +184,20 @@ class MasterAdamW(torch.optim.Optimizer):
 
 class Passages(Dataset[Tensor]):
     """The Python sources of the standard library, cut into a multiple of `multiple` passages of
-    `length` bytes, so that every rank has only full batches."""
+    `length` bytes, so that every rank has only full batches. `held_out` of them, evenly spread,
+    are no part of it."""
 
-    def __init__(self, length: int, multiple: int) -> None:
+    def __init__(self, length: int, multiple: int, held_out: int = 0) -> None:
         root, left_out = Path(sysconfig.get_path("stdlib")), {"site-packages", "test"}
         files = sorted(f for f in root.rglob("*.py") if left_out.isdisjoint(f.parts))
         text = bytearray().join(f.read_bytes() for f in files)
-        count = len(text) // length // multiple * multiple
-        self.text_PT = torch.frombuffer(text, dtype=torch.uint8)[: count * length].view(-1, length)
+        count = len(text) // length
+        text_PT = torch.frombuffer(text, dtype=torch.uint8)[: count * length].view(-1, length)
+        is_held_out_P = torch.zeros(count, dtype=torch.bool)
+        is_held_out_P[torch.linspace(0, count - 1, held_out, dtype=torch.double).long()] = True
+        self.held_out_PT = text_PT[is_held_out_P]
+        text_PT = text_PT[~is_held_out_P] if held_out else text_PT
+        self.text_PT = text_PT[: len(text_PT) // multiple * multiple]
 
     def __len__(self) -> int:
         return len(self.text_PT)
@@ -215,6 +226,16 @@ def average_gradients(model: ByteLM, loss: Tensor, replicas: Group, copies: int)
     return float(mean_loss)
 
 
+@torch.no_grad()
+def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: int) -> float:
+    """In nats per byte, with equal capacity for all experts. Every rank takes part."""
+    for moe in moes:
+        moe.factors, moe.room = [1.0] * moe.num_experts, 1.0
+    device = model.position.device
+    losses = [model(part.long().to(device))[0] for part in passages_PT.split(batch)]
+    return float(torch.stack(losses).mean())
+
+
 def state_sha256(model: ByteLM, optimizer: MasterAdamW) -> str:
     """SHA-256 over every rank's parameters and optimizer states, names in order, ranks in order."""
     digest = hashlib.sha256()
@@ -237,6 +258,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--held-out", type=int, default=0, help="passages for a loss at the end")
     parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
     parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
     return parser.parse_args(argv)
@@ -272,27 +294,35 @@ def main(argv: list[str] | None = None) -> None:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)
     model.to(device, torch.bfloat16)
     optimizer = MasterAdamW(model.parameters(), lr=1e-3)
-    data = Passages(args.seq + 1, args.batch * world)
+    data = Passages(args.seq + 1, args.batch * world, args.held_out)
     sampler = holdfast.RecoverableSampler(data, rank=rank, replicas=world, seed=args.seed)
     loader = DataLoader(data, args.batch, sampler=sampler)
 
     topology, stateful = holdfast.Topology(dp=world, ep=ep), {"sampler": sampler}
     session = holdfast.init(model=model, optimizer=optimizer, stateful=stateful, topology=topology)
     start = session.restore() or 0
+    moes = [module for module in model.modules() if isinstance(module, MoE)]
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     for step, bytes_BT in zip(range(start + 1, args.steps + 1), batches, strict=False):
+        for layer, moe in enumerate(moes):
+            moe.factors = session.capacity_factors(layer, args.experts)
+            moe.room = session.capacity_room
         loss, balance = model(bytes_BT.to(device))
         optimizer.zero_grad()
         (loss + BALANCE_WEIGHT * balance).backward()
         mean_loss = average_gradients(model, loss, replicas, world // ep)
         optimizer.step()
         sampler.advance(args.batch)
-        for layer, moe in enumerate(m for m in model.modules() if isinstance(m, MoE)):
+        for layer, moe in enumerate(moes):
             session.count_tokens(layer, moe.routed_E, CHOICES * args.batch * args.seq)
         session.save(step)
+        line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
+        line["lost"] = session.counters.loss.lost
+        line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
+        if args.held_out and step == args.steps:
+            line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)
         if rank == 0:
-            line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
-            report(args, **line, lost=session.counters.loss.lost)
+            report(args, **line)
     sha256 = state_sha256(model, optimizer)
     if rank == 0 and args.hash_file:
         args.hash_file.write_text(sha256 + "\n")

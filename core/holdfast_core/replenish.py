@@ -5,7 +5,8 @@ until they have made up for what they lost. The paper does not say which tokens 
 it is one in eleven of what such an expert processes: exactly the additional 10 % while its capacity
 is full; and experts that never fill their capacity return to normal, too.
 
-A tracker is part of the training state, like the ledger, and equal on all ranks.
+A tracker is part of the training state, like the ledger. Each rank may have one of the tokens that
+it lost and processes itself, as the SDK has; or all have an equal one of everybody's tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Replenishing:
         return Replenishing(owed)
 
     def after_step(self, counts: Mapping[UnitKey, int]) -> Replenishing:
-        """What is owed after a step in which experts processed these tokens, summed over ranks."""
+        """What is owed after a step in which experts processed these tokens."""
         left = {unit: tokens - counts.get(unit, 0) for unit, tokens in self.owed.items()}
         return Replenishing({unit: tokens for unit, tokens in left.items() if tokens > 0})
 

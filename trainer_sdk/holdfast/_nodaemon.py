@@ -54,6 +54,14 @@ class UnprotectedSession(Session):
     def bubble(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def capacity_factors(self, layer: int, experts: int) -> list[float]:
+        del layer
+        return [1.0] * experts
+
+    @property
+    def capacity_room(self) -> float:
+        return 1.0
+
     def prepare(self) -> None:
         return None
 

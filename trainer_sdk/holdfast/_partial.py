@@ -30,6 +30,7 @@ from holdfast_core.experts import ExpertTable
 from holdfast_core.job_snapshots import Selective
 from holdfast_core.layouts import Layout
 from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
+from holdfast_core.replenish import Replenishing
 from holdfast_core.selection_pec import select_sequential
 from holdfast_core.token_loss import LossAccount, recovery_loss
 from holdfast_core.units import UnitKey, UnitKind
@@ -177,7 +178,11 @@ class PartialCapture:
             self._counting.attempted(number)
 
     def captured(
-        self, generation: Generation, number: int, left_out: Collection[UnitKey]
+        self,
+        generation: Generation,
+        number: int,
+        left_out: Collection[UnitKey],
+        replenishing: Replenishing,
     ) -> PartialState:
         """The state as of a snapshot that captures all experts but these; `keep` makes it ours."""
         assert self._ledger is not None
@@ -194,6 +199,7 @@ class PartialCapture:
             recoveries=self._recoveries,
             marks=self._marks if self._trying is None else self._trying,
             measures=self.measuring.measures,
+            replenishing=replenishing,
         )
 
     def keep(self, state: PartialState) -> None:
@@ -250,6 +256,8 @@ class PartialState:
     marks: Mapping[UnitKey, Mark]
     """Of the experts that this rank captures; used by policies that choose by tokens."""
     measures: Measures
+    replenishing: Replenishing
+    """Of this rank's tokens."""
     recoveries: tuple[RecoveryLoss, ...] = ()
     """The newest of the job's life, oldest first."""
 
@@ -262,6 +270,7 @@ class PartialState:
             "recoveries": [each.to_dict() for each in self.recoveries],
             "marks": {str(unit): [m.number, m.tokens] for unit, m in self.marks.items()},
             "measures": list(astuple(self.measures)),
+            "replenishing": self.replenishing.to_dict(),
         }
 
     @classmethod
@@ -278,6 +287,7 @@ class PartialState:
                     for unit, (number, tokens) in found.get("marks", {}).items()
                 },
                 measures=Measures(*map(int, found.get("measures", ()))),
+                replenishing=Replenishing.from_dict(found["replenishing"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
@@ -293,8 +303,8 @@ class PartialState:
             if unit.kind is UnitKind.EXPERT and self.ledger.versions.get(unit)
         }
 
-    def returned(self, versions: Mapping[str, str]) -> tuple[ExpertLedger, dict[str, int]]:
-        """The ledger with experts at these versions, and which of this rank's tokens they lost.
+    def returned(self, versions: Mapping[str, str]) -> tuple[PartialState, dict[str, int]]:
+        """The state with experts at these versions, and which of this rank's tokens they lost.
 
         A rank whose save was skipped may not know a version that another rank captured; then the
         newest older one that it knows says what was lost, which is rather too much.
@@ -306,11 +316,12 @@ class PartialState:
             known = [version.generation for version in held if version.generation <= wanted]
             restored[unit] = known[-1] if known else held[0].generation
         ledger, lost = self.ledger.recovered(restored)
-        return ledger, {str(unit): tokens for unit, tokens in lost.items() if tokens}
+        replenishing = self.replenishing.after_recovery(lost)
+        returned = replace(self, ledger=ledger, replenishing=replenishing)
+        return returned, {str(unit): tokens for unit, tokens in lost.items() if tokens}
 
     def recovered(
         self,
-        ledger: ExpertLedger,
         lost: Sequence[Mapping[str, int]],
         assigned: Sequence[Mapping[str, int]],
         policy: ExpertPolicy,
@@ -344,9 +355,7 @@ class PartialState:
             loss, account, epoch=epoch, line=line, k_before=self.k, k_after=decision.k
         )
         kept = [each for each in self.recoveries if each.epoch < epoch][1 - RECOVERIES_KEPT :]
-        return replace(
-            self, ledger=ledger, account=account, k=decision.k, recoveries=(*kept, record)
-        )
+        return replace(self, account=account, k=decision.k, recoveries=(*kept, record))
 
 
 def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:

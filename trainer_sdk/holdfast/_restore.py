@@ -37,7 +37,6 @@ from holdfast_core.errors import (
     UnreachableError,
     by_code,
 )
-from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.layouts import Layout, first_bad_piece
 from holdfast_core.topology import Topology
 from holdfast_core.values import Generation, Manifest
@@ -62,6 +61,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of this rank that each expert lost."""
     assigned: dict[str, int] = {}
     """Tokens of this rank in each layer, times their experts."""
+    replenishes: bool = False
+    """Whether this rank has lost tokens to make up for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,8 @@ class Restored:
     layout: Layout | None = None
     partial: PartialState | None = None
     """What the snapshot says about experts that it did not capture."""
+    replenishing: bool = False
+    """Whether any rank has lost tokens to make up for: equal on all ranks."""
 
 
 @dataclass(slots=True)
@@ -142,23 +145,26 @@ class Restore:
         all_offers = [standing.offers for standing in standings]
         chosen = found
         sources, error = _attempt(lambda: self._copy_own(chosen, all_offers))
-        ledger: ExpertLedger | None = None
-        lost: dict[str, int] = {}
+        own = Standing(generation=generation)
         if partial is not None:
             known = {u: g for said in standings for u, g in said.versions.items()}
-            ledger, lost = partial.returned(known)
-        assigned = {str(k): n for k, n in ledger.assignments.items()} if ledger else {}
-        own = Standing(generation=generation, lost=lost, assigned=assigned)
+            partial, lost = partial.returned(known)
+            own = Standing(
+                generation=generation,
+                lost=lost,
+                assigned={str(k): n for k, n in partial.ledger.assignments.items()},
+                replenishes=bool(partial.replenishing.owed),
+            )
         told = self._agree(error, own)
         assert sources is not None
         scatter(self.exchange, all_offers, sources, self.rank)
         _, error = _attempt(lambda: self._finish(chosen, sources))
         self._agree(error, Standing(generation=generation))
         policy = self.settings.experts
-        if partial is not None and ledger is not None and policy is not None:
+        if partial is not None and policy is not None:
             losses, seen = [said.lost for said in told], [said.assigned for said in told]
             line = found.manifest.generation
-            partial = partial.recovered(ledger, losses, seen, policy, epoch=epoch, line=line)
+            partial = partial.recovered(losses, seen, policy, epoch=epoch, line=line)
         step = found.manifest.generation.step
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
         return Restored(
@@ -168,6 +174,7 @@ class Restore:
             generation=found.manifest.generation,
             layout=found.layout,
             partial=partial if policy is not None else None,
+            replenishing=policy is not None and any(said.replenishes for said in told),
         )
 
     # --- what to restore --------------------------------------------------------------------------

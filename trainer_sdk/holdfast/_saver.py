@@ -324,7 +324,8 @@ class Saver:
         epoch, step = link.epoch or 0, task.handle.step
         extras, state = task.extras, None
         if self.partial is not None:
-            state = self.partial.captured(Generation(epoch, step), task.number, left_out)
+            generation = Generation(epoch, step)
+            state = self.partial.captured(generation, task.number, left_out, task.replenishing)
             extras = join_extras(extras, encode_extras(state.to_dict()))
         if len(extras) > link.layout.extras_capacity:
             raise SnapshotSkippedError(

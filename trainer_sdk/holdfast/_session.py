@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from holdfast._capacity import Capacity
 from holdfast._capture import LiveState, Source
 from holdfast._client import DaemonClient
 from holdfast._collect import Stateful, collect
@@ -30,6 +31,7 @@ from holdfast._settings import Settings
 from holdfast._tally import Counters
 from holdfast._tasks import Task, Tokens
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError, StepOrderError
+from holdfast_core.replenish import Replenishing
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
@@ -103,6 +105,28 @@ class Session(ABC):
         """
 
     @abstractmethod
+    def capacity_factors(self, layer: int, experts: int) -> list[float]:
+        """What to multiply the capacity of each expert of a layer by, in the next step.
+
+        1.1 for an expert that a recovery returned to an older version, until this rank has made up
+        for the tokens that it lost to it (MoEtion §6), which `count_tokens` tells; otherwise 1.0.
+        Ranks are done at different steps. So what one may send to another needs the room that
+        `capacity_room` says, whatever the factors are.
+
+        Args:
+            experts: of the layer, over all ranks.
+
+        Returns:
+            A factor for each expert, in the order of `count_tokens`.
+        """
+
+    @property
+    @abstractmethod
+    def capacity_room(self) -> float:
+        """The largest factor that any rank may give any expert before the next restore: 1.0 or 1.1,
+        equal on all ranks."""
+
+    @abstractmethod
     def prepare(self) -> None:
         """Allocate the arena now rather than in the background of the first save.
 
@@ -170,6 +194,7 @@ class ProtectedSession(Session):
         self._last_step: int | None = None
         self._number = 0
         self._tokens = Tokens()
+        self._capacity = Capacity()
         self._last_save_s = 0.0
         self._closed = False
         self._hooks = [
@@ -195,7 +220,10 @@ class ProtectedSession(Session):
         self._stale = True
         outcome = self._restore.run()
         self._saver.resume(outcome)
-        self._number = outcome.partial.ledger.snapshots if outcome.partial else 0
+        partial = outcome.partial
+        self._number = partial.ledger.snapshots if partial else 0
+        tracker = partial.replenishing if partial else Replenishing.start()
+        self._capacity.resume(tracker, someone=outcome.replenishing)
         self._last_step = outcome.step
         return outcome.step
 
@@ -256,6 +284,7 @@ class ProtectedSession(Session):
             copies=copies,
             number=self._number - 1,
             tokens=tokens,
+            replenishing=self._capacity.tracker,
         )
 
     def count_tokens(
@@ -263,6 +292,14 @@ class ProtectedSession(Session):
     ) -> None:
         numbers = [int(n) for n in counts]
         self._tokens.add(layer, numbers, sum(numbers) if assignments is None else assignments)
+        self._capacity.count(layer, numbers)
+
+    def capacity_factors(self, layer: int, experts: int) -> list[float]:
+        return self._capacity.factors(layer, experts)
+
+    @property
+    def capacity_room(self) -> float:
+        return self._capacity.room
 
     def bubble(self) -> AbstractContextManager[None]:
         bubbles = self._saver.bubbles

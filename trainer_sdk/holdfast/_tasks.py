@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from holdfast._capture import Source
 from holdfast._devices import Fence
 from holdfast._handles import SaveHandle
+from holdfast_core.replenish import Replenishing
 from holdfast_core.units import UnitKey, UnitKind
 
 
@@ -46,6 +47,7 @@ class Task:
         copies: bool = True,
         number: int = 0,
         tokens: Tokens | None = None,
+        replenishing: Replenishing | None = None,
     ) -> None:
         self.handle = handle
         self.sources = sources
@@ -58,6 +60,8 @@ class Task:
         """Counts the saves that the training loop asked for, on all ranks alike."""
         self.tokens = tokens if tokens is not None else Tokens()
         """Routed since the last save."""
+        self.replenishing = replenishing or Replenishing.start()
+        """What this rank still makes up for."""
         self.began_s = time.monotonic()
         self.let_go = threading.Event()
         """The worker needs the live tensors no more, or never will."""

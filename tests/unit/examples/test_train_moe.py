@@ -76,6 +76,52 @@ def test_tokens_beyond_an_experts_capacity_get_nothing_from_it(train_moe: Module
     assert balance > 1.0  # 1 is a perfect balance
 
 
+@pytest.mark.usefixtures("alone")
+def test_an_expert_with_more_capacity_takes_more_tokens_and_the_others_do_not(
+    train_moe: ModuleType,
+) -> None:
+    moe = make_moe(train_moe, dim=8, experts=8)
+    x = torch.randn(1, 8).expand(64, 8)  # all tokens want the same two experts
+    plain, _ = moe(x)
+    capacity = int(train_moe.CAPACITY_FACTOR * train_moe.CHOICES * 64 / 8)
+    first, second = sorted(moe.gate(x[0]).topk(2).indices.tolist())
+    assert moe.routed_E.tolist() == [capacity * (e in (first, second)) for e in range(8)]
+    moe.room = 1.1  # as on every rank once one of them has an expert with more
+    roomy, _ = moe(x)
+    torch.testing.assert_close(roomy, plain)
+    moe.factors[first] = 1.1
+    moe(x)
+    assert moe.routed_E[first] == int(1.1 * capacity) > capacity
+    assert moe.routed_E[second] == capacity
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_held_out_loss_is_that_of_equal_capacities(train_moe: ModuleType) -> None:
+    args = train_moe.parse_args([*SMALL, "--batch", "4"])
+    torch.manual_seed(4)
+    model = train_moe.ByteLM(args, 1, None)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    moes = [module for module in model.modules() if isinstance(module, train_moe.MoE)]
+    text = torch.randint(256, (12, 33), dtype=torch.uint8)
+    expected = [float(model(part.long())[0].detach()) for part in text.split(4)]
+    for moe in moes:
+        moe.factors, moe.room = [1.1, 0.1, 0.1, 0.1], 1.1
+    found = train_moe.held_out_loss(model, moes, text, 4)
+    assert found == pytest.approx(sum(expected) / 3, rel=1e-6)
+
+
+def test_held_out_passages_are_spread_over_the_text_and_are_not_trained_on(
+    train_moe: ModuleType,
+) -> None:
+    whole, data = train_moe.Passages(65, 1), train_moe.Passages(65, 24, held_out=10)
+    assert len(data.held_out_PT) == 10
+    assert len(data) == (len(whole) - 10) // 24 * 24
+    assert torch.equal(data.held_out_PT[0], whole.text_PT[0])
+    assert torch.equal(data.held_out_PT[-1], whole.text_PT[-1])
+    assert torch.equal(data[0], whole[1])
+
+
 def test_the_optimizer_is_adamw_on_the_master_weights(train_moe: ModuleType) -> None:
     torch.manual_seed(5)
     start, grads = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(5)]

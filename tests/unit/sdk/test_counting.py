@@ -20,6 +20,7 @@ from holdfast_core.errors import UnreachableError
 from holdfast_core.expert_policies import ExpertPolicy
 from holdfast_core.experts import Expert, ExpertTable, MoeLayer, Selection
 from holdfast_core.job_snapshots import Choice, PartialExperts, Selective
+from holdfast_core.replenish import Replenishing
 from holdfast_core.selection_budget import selective_bound
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
@@ -145,7 +146,11 @@ class Rank:
         if fate == "full":
             left_out -= capture.own
         capture.attempt(number, left_out)
-        state = capture.captured(Generation(self.epoch, number), number, left_out)
+        state = capture.captured(
+            Generation(self.epoch, number), number, left_out, Replenishing.start()
+        )
+            Generation(self.epoch, number), number, left_out, Replenishing.start()
+        )
         if fate != "lost":
             capture.keep(state)
             self.state = state

@@ -8,81 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from story import IN_TURN, WAIT_S, Story, expert
 
 import holdfast
-from holdfast._partial import PartialState, expert_pieces
+from holdfast._partial import expert_pieces
 from holdfast.testing import FakeDaemon
-from holdfast_core.agreed_counts import UNKNOWN
-from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.job_snapshots import Choice, ExpertBudget, PartialExperts, Selective
 from holdfast_core.layouts import decode_layout
-from holdfast_core.loss_reports import RecoveryLoss
-from holdfast_core.token_loss import LossAccount
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
-WAIT_S = 20.0
-IN_TURN = PartialExperts(experts_per_layer=1)
 BY_LOAD = PartialExperts(experts_per_layer=1, selection=Choice.LOAD_AWARE)
-LISTED = (3, 4)
-"""Numbers of the experts in lists; those in stacks are 0 to 2."""
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> FakeDaemon:
-    return FakeDaemon(tmp_path)
-
-
-def unit_of(name: str) -> UnitKey:
-    """The unit of a parameter of the small model: its two kinds of experts are told apart."""
-    parts = name.split(".")
-    if parts[0] != "layers":
-        return UnitKey(None, UnitKind.OTHER)
-    layer = int(parts[1])
-    if "listed" in parts:
-        return UnitKey(layer, UnitKind.EXPERT, LISTED[int(parts[4])])
-    return UnitKey(layer, UnitKind.DENSE)
-
-
-def named(name: str, tensor: torch.Tensor) -> UnitKey | None:
-    del tensor
-    if "listed" in name:
-        return unit_of(name)
-    return UnitKey(int(name.split(".")[1]), UnitKind.DENSE) if "experts.w" in name else None
-
-
-class Story:
-    """A training run that remembers every state, and in which step each expert was captured."""
-
-    def __init__(self, trainer: Any, daemon: FakeDaemon, **settings: Any) -> None:
-        self.trainer, self.daemon = trainer, daemon
-        self.session = holdfast.init(
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            stateful={"scheduler": trainer.scheduler},
-            daemon=daemon,
-            units=named,
-            settings=holdfast.Settings(
-                reopen_backoff_s=0.0, **{"partial_experts": IN_TURN, **settings}
-            ),
-        )
-        self.states: dict[int, dict[str, Any]] = {}
-        self.captured: dict[UnitKey, int] = {}
-
-    def save(self, step: int, counts: tuple[int, int] = (10, 10)) -> None:
-        self.trainer.train()
-        self.states[step] = self.trainer.state()
-        for layer in range(2):
-            self.session.count_tokens(layer, [0, 0, 0, *counts])
-        self.session.save(step).protected.result(WAIT_S)
-
-    def expect(self, step: int, ages: dict[UnitKey, int]) -> dict[str, Any]:
-        """The state of `step`, with experts as they were at their own steps."""
-        found = {}
-        for name, value in self.states[step].items():
-            unit = unit_of(name.partition(":")[0])
-            found[name] = self.states[ages[unit]][name] if unit in ages else value
-        return found
 
 
 @pytest.fixture
@@ -90,10 +26,6 @@ def story(make_trainer: Any, daemon: FakeDaemon) -> Iterator[Story]:
     made = Story(make_trainer(), daemon)
     yield made
     made.session.close()
-
-
-def expert(layer: int, index: int) -> UnitKey:
-    return UnitKey(layer, UnitKind.EXPERT, LISTED[index])
 
 
 def test_each_expert_comes_back_as_of_its_turn_and_the_rest_as_of_the_step(
@@ -249,92 +181,6 @@ def test_lost_tokens_let_the_number_of_selected_experts_grow(
     again.save(4)
     assert again.session.counters.loss.k == 2
     again.session.close()
-
-
-def test_lost_tokens_are_counted_and_let_k_grow(
-    story: Story, make_trainer: Any, tmp_path: Path
-) -> None:
-    for step in (1, 2, 3):
-        story.save(step)
-    # Of the tokens since then, only those of the experts whose turn step 3 was are safe.
-    assert story.session.counters.loss.at_risk == pytest.approx(20 / 120)
-    assert story.session.counters.loss.k == 1
-    story.session.close()
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2))
-    again.session.restore()
-    again.save(4)
-    assert again.session.counters.loss.lost == pytest.approx(20 / 160)
-    assert (
-        again.session.counters.loss.k == 2
-    )  # 12.5 % is beyond the limit: every expert from now on
-    assert again.session.counters.loss.at_risk == 0
-    again.session.close()
-
-
-def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
-    story: Story, make_trainer: Any, tmp_path: Path
-) -> None:
-    for step in (1, 2, 3):
-        story.save(step)
-    report = story.session.counters.loss.report
-    assert report is not None
-    assert (report.at_risk, report.routed, report.recoveries) == ((10, 10), (60, 60), ())
-    assert story.session.counters.loss.at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)
-    story.session.close()
-    patient = PartialExperts(experts_per_layer=1, loss_limit=1)
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), partial_experts=patient)
-    again.session.restore()
-    first = RecoveryLoss(
-        epoch=2,
-        step=3,
-        lost_tokens=20,
-        plt=20 / 120,
-        mlt=10 / 60 + 10 / 60,
-        k_before=1,
-        k_after=1,
-        total_tokens=20,
-        total_plt=20 / 120,
-        total_mlt=10 / 60 + 10 / 60,
-    )
-    said = again.session.counters.loss.report
-    assert said is not None and said.recoveries == (first,)  # before anything is saved again
-    again.save(4)
-    again.session.close()
-    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
-    last.session.restore()
-    told = last.session.counters.loss
-    assert told.report is not None
-    assert told.report.recoveries[0] == first
-    second = told.report.recoveries[1]
-    assert (second.epoch, second.step, second.total_tokens) == (3, 4, 20 + second.lost_tokens)
-    assert (second.k_before, second.k_after) == (1, 2)
-    assert told.lost_mlt == second.total_mlt == pytest.approx(2 * second.total_tokens / 160)
-    last.session.close()
-
-
-def test_a_second_recovery_from_one_snapshot_counts_once(
-    story: Story, make_trainer: Any, tmp_path: Path
-) -> None:
-    for step in (1, 2, 3):
-        story.save(step)
-    story.session.close()
-    for epoch in (2, 3):
-        again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=epoch))
-        again.session.restore()
-        report = again.session.counters.loss.report
-        assert report is not None
-        assert [(each.epoch, each.total_tokens) for each in report.recoveries] == [(epoch, 20)]
-        again.session.close()
-
-
-def test_a_snapshot_of_before_recoveries_were_recorded_can_be_read() -> None:
-    ledger = ExpertLedger.start([expert(0, 0)])
-    state = PartialState(
-        ledger=ledger, account=LossAccount.start(), k=1, marks={}, measures=UNKNOWN
-    )
-    document = state.to_dict()
-    del document["recoveries"]
-    assert PartialState.from_dict(document) == state
 
 
 def test_more_experts_than_there_are_means_all(

@@ -219,6 +219,23 @@ def choose_by_tokens(rank: int, directory: str, settings: dict[str, Any]) -> Non
     reader.close()
 
 
+def each_makes_up_for_its_own(rank: int, directory: str) -> None:
+    settings = {"partial_experts": PartialExperts(experts_per_layer=1)}
+    model = MoE(1, 10 + rank)
+    optimizer = torch.optim.SGD(model.parameters())
+    session = open_session(rank, directory, model, optimizer, ep=2, settings=settings)
+    for step in (1, 2):
+        session.count_tokens(0, [10 * (1 - rank)] * 4)  # only rank 0 has any
+        session.save(step).committed.result(WAIT_S)
+    session.close()
+    resumed = open_session(rank, directory, model, optimizer, ep=2, epoch=2, settings=settings)
+    assert resumed.restore() == 2
+    factors = resumed.capacity_factors(0, 4)
+    assert factors.count(1.1) == 3 * (1 - rank), factors  # the fourth was captured in step 2
+    assert resumed.capacity_room == 1.1  # ranks send each other equal blocks
+    resumed.close()
+
+
 LOAD_AWARE = PartialExperts(experts_per_layer=1, selection=Choice.LOAD_AWARE, loss_limit=1)
 SELECTIVE = Selective(experts=1, loss_limit=1)
 
@@ -235,6 +252,7 @@ def everything(rank: int, directory: str, init_file: str) -> None:
         "pipeline": stages_of_a_pipeline,
         "load aware": lambda r, d: choose_by_tokens(r, d, {"partial_experts": LOAD_AWARE}),
         "selective": lambda r, d: choose_by_tokens(r, d, {"selective": SELECTIVE}),
+        "replenishing": each_makes_up_for_its_own,
     }
     for name, case in cases.items():
         home = Path(directory) / name.replace(" ", "-")
