@@ -142,6 +142,10 @@ bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--
 bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units of real models
 	@$(BIN)/python -m benchmarks.policies $(ARGS)
 
+.PHONY: bench-loss
+bench-loss: $(STAMP) ## Train the example with and without recoveries and compare its loss
+	@$(BIN)/python -m benchmarks.loss $(ARGS)
+
 .PHONY: protos
 protos: $(STAMP) ## Generate the stubs from the .proto files
 	@$(call generate,protos)

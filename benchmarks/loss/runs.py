@@ -1,0 +1,172 @@
+"""Runs of the example trainer: real processes, a real daemon, recoveries by SIGKILL.
+
+A run is one rank. It is killed as soon as its log says that it came far enough, and started again
+in the next epoch, where it restores what the daemon has. Which snapshot was the newest then, and so
+how old each expert was in it, is left to chance.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.cluster import Cluster, Daemon
+from holdfast_core.job_snapshots import Policy
+from holdfast_core.values import Redundancy
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
+POLL_S = 0.005
+STEP_WITHIN_S = 120.0
+"""No step may take longer, the start of a process included."""
+
+_forking = multiprocessing.get_context("forkserver")
+_forking.set_forkserver_preload(["torch", "torch._dynamo"])
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the trainer's log: a completed step."""
+
+    step: int
+    loss: float
+    """Of the step's batch, which was not trained on before, in nats per byte."""
+    epoch: int
+    lost: float
+    """Portion of all routed tokens that recoveries have lost so far (PLT)."""
+    boosted: int
+    """Experts with more capacity, over all layers."""
+    held_out: float | None = None
+    """Of the held-out passages, after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that came to its end."""
+
+    seed: int
+    lines: tuple[Line, ...]
+    """One for each step, as it was executed last."""
+    restored: tuple[int, ...]
+    """The steps that recoveries began after."""
+
+    @property
+    def held_out(self) -> float:
+        found = self.lines[-1].held_out
+        assert found is not None
+        return found
+
+    @property
+    def lost(self) -> float:
+        """PLT of the whole run."""
+        return self.lines[-1].lost
+
+    @property
+    def boosted_steps(self) -> int:
+        """Steps in which an expert had more capacity."""
+        return sum(line.boosted > 0 for line in self.lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A run to do."""
+
+    job: str
+    seed: int
+    arguments: tuple[str, ...]
+    """Of the example, without seed and files."""
+    policy: Policy
+    kills: tuple[int, ...] = ()
+    """Steps after which the trainer is killed, ascending."""
+
+
+def carry_out(plan: Plan, cluster: Cluster, daemon: Daemon, folder: Path) -> Run:
+    """Do a run.
+
+    Raises:
+        RuntimeError: when the trainer failed by itself; the message says where its output is.
+    """
+    log, output = folder / f"{plan.job}.jsonl", folder / f"{plan.job}.log"
+    arguments = [*plan.arguments, "--seed", str(plan.seed), "--log-file", str(log)]
+    for epoch, kill_at in enumerate([*plan.kills, None], start=1):
+        cluster.control.place(plan.job, epoch, [daemon.node], redundancy=Redundancy.NONE)
+        variables = _variables(plan, daemon)
+        process = _forking.Process(target=_train, args=(arguments, variables, output), daemon=True)
+        process.start()
+        if kill_at is not None:
+            _wait_for(log, epoch, kill_at, process)
+            process.kill()
+        process.join()
+        expected = 0 if kill_at is None else -signal.SIGKILL
+        if process.exitcode != expected:
+            raise RuntimeError(f"{plan.job} ended with {process.exitcode}; see {output}")
+    cluster.control.drop(plan.job)
+    return run_of(plan.seed, log)
+
+
+def run_of(seed: int, log: Path) -> Run:
+    """The run that a complete log tells of."""
+    lines = [msgspec.json.decode(line, type=Line) for line in log.read_bytes().splitlines()]
+    newest = {line.step: line for line in lines}
+    first: dict[int, int] = {}
+    for line in lines:
+        first.setdefault(line.epoch, line.step)
+    restored = tuple(step - 1 for epoch, step in sorted(first.items()) if epoch > 1)
+    return Run(seed=seed, lines=tuple(newest[step] for step in sorted(newest)), restored=restored)
+
+
+def _wait_for(log: Path, epoch: int, step: int, process: ForkServerProcess) -> None:
+    """Until the trainer of `epoch` has completed `step`, or has ended.
+
+    Raises:
+        TimeoutError: when it stands still.
+    """
+    size, deadline = 0, time.monotonic() + STEP_WITHIN_S
+    while process.is_alive():
+        data = log.read_bytes() if log.exists() else b""
+        if len(data) > size and data.endswith(b"\n"):
+            size, deadline = len(data), time.monotonic() + STEP_WITHIN_S
+            newest = msgspec.json.decode(data.splitlines()[-1], type=Line)
+            if (newest.epoch, newest.step) >= (epoch, step):
+                return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no step in {STEP_WITHIN_S:g} s; see {log.with_suffix('.log')}")
+        time.sleep(POLL_S)
+
+
+def _variables(plan: Plan, daemon: Daemon) -> dict[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "HOLDFAST_SOCKET": str(daemon.socket),
+        "HOLDFAST_JOB": plan.job,
+        "HOLDFAST_POLICY": msgspec.json.encode(plan.policy).decode(),
+    }
+
+
+def _train(arguments: Sequence[str], variables: dict[str, str], output: Path) -> None:
+    """The trainer's process."""
+    os.environ.update(variables)
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    spec = importlib.util.spec_from_file_location("train_moe", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = example
+    spec.loader.exec_module(example)
+    example.main(list(arguments))
