@@ -82,8 +82,9 @@ class MoE(nn.Module):
         """The experts' answers, weighted by the gate, and the load-balancing loss."""
         (N, D), E, R, device = x_ND.shape, self.num_experts, self.ranks, x_ND.device
         capacity = CAPACITY_FACTOR * CHOICES * N / E
-        limit_E = torch.tensor([int(capacity * factor) for factor in self.factors], device=device)
         C = int(capacity * self.room)
+        limit_E = torch.tensor([int(capacity * factor) for factor in self.factors], device=device)
+        assert max(self.factors) <= self.room, "an expert's tokens would take its neighbour's place"
         probs_NE = self.gate(x_ND).float().softmax(-1)
         weights_NK, expert_NK = probs_NE.topk(CHOICES)
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
