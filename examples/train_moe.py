@@ -229,9 +229,11 @@ def average_gradients(model: ByteLM, loss: Tensor, replicas: Group, copies: int)
 
 @torch.no_grad()
 def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: int) -> float:
-    """In nats per byte, with equal capacity for all experts. Every rank takes part."""
+    """In nats per byte, with capacity for every token: what else is in a batch makes no difference.
+    Every rank takes part."""
     for moe in moes:
-        moe.factors, moe.room = [1.0] * moe.num_experts, 1.0
+        moe.room = moe.num_experts / CHOICES
+        moe.factors = [moe.room] * moe.num_experts
     device = model.position.device
     losses = [model(part.long().to(device))[0] for part in passages_PT.split(batch)]
     return float(torch.stack(losses).mean())
@@ -259,7 +261,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--held-out", type=int, default=0, help="passages for a loss at the end")
+    parser.add_argument("--held-out", type=int, default=0, help="passages for losses at the end")
     parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
     parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
     return parser.parse_args(argv)
@@ -320,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
         line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
         line["lost"] = session.counters.loss.lost
         line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
-        if args.held_out and step == args.steps:
+        if args.held_out and step > 0.9 * args.steps and step % 5 == 0:
             line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)
         if rank == 0:
             report(args, **line)

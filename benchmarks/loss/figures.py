@@ -12,7 +12,7 @@ from benchmarks.loss.runs import Run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Losses in nats per byte, of the held-out passages after the last step."""
+    """Losses in nats per byte, of the held-out passages over the last steps."""
 
     fault_free: float
     """Mean over the seeds."""

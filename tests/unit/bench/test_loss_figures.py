@@ -73,8 +73,15 @@ def test_a_log_with_recoveries_counts_each_step_as_it_was_executed_last(tmp_path
         values = {"step": step, "loss": 3.0 - epoch, "epoch": epoch, "lost": 0.01, "boosted": 0}
         return json.dumps({**values, "time": 1.5, **more}) + "\n"
 
-    steps = [line(1, 1), line(1, 2), line(1, 3), line(2, 3, boosted=2), line(2, 4), line(3, 4)]
-    log.write_text("".join([*steps, line(3, 5, held_out=1.25)]))
+    steps = [
+        line(1, 1),
+        line(1, 2),
+        line(1, 3),
+        line(2, 3, boosted=2),
+        line(2, 4, held_out=9.0),
+        line(3, 4, held_out=1.0),
+    ]
+    log.write_text("".join([*steps, line(3, 5, held_out=1.5)]))
     found = run_of(7, log)
     assert (found.seed, found.restored, found.boosted_steps) == (7, (2, 3), 1)
     assert [(line.step, line.loss) for line in found.lines] == [
@@ -84,7 +91,7 @@ def test_a_log_with_recoveries_counts_each_step_as_it_was_executed_last(tmp_path
         (4, 0.0),
         (5, 0.0),
     ]
-    assert found.held_out == 1.25
+    assert found.held_out == 1.25  # the mean of 1.0, as it was executed last, and 1.5
 
 
 def test_curves_are_smoothed_over_what_came_before() -> None:
