@@ -101,6 +101,8 @@ class PartialCapture:
         self._marks: Mapping[UnitKey, Mark] = {}
         self._trying: Mapping[UnitKey, Mark] | None = None
         """The marks as they will be if the snapshot in progress is committed."""
+        self._known: tuple[Mapping[UnitKey, int], Mapping[UnitKey, Mark]] = ({}, {})
+        """Tokens and marks to state; replaced as a whole, because another thread reads it."""
         self._counts: AgreedCounts | None = None
         """What the newest snapshot was chosen by."""
         self._captured = 0
@@ -111,6 +113,7 @@ class PartialCapture:
         self._table, self._ranks, self.own = table, ranks, own
         if self._ledger is None or set(self._ledger.tokens) != set(table.units):
             self._ledger = ExpertLedger.start(table.units)
+        self._know()
         if self._counting is not None:
             together = self._counting.ranks
             self._counting.start(
@@ -168,12 +171,14 @@ class PartialCapture:
             **self._marks,
             **{unit: Mark(number, known.get(unit, 0)) for unit in taken},
         }
+        self._know()
         if self._counting is not None:
             self._counting.attempted(number)
 
     def ended(self, number: int) -> None:
         """Snapshot `number` is committed, or never will be."""
         self._trying = None
+        self._know()
         if self._counting is not None:
             self._counting.attempted(number)
 
@@ -211,16 +216,16 @@ class PartialCapture:
         if self._counting is not None:
             self._counting.close(timeout_s)
 
+    def _know(self) -> None:
+        """Let the counting thread state what is known of the save in progress, and no more until
+        that is known of the next one."""
+        marks = self._marks if self._trying is None else self._trying
+        self._known = (self._ledger.tokens if self._ledger else {}, marks)
+
     def _statement(self, number: int) -> Statement:
-        """For the counting thread: each of what it reads is a value that is replaced as a whole."""
-        ledger, trying = self._ledger, self._trying
-        assert ledger is not None
-        return Statement(
-            number=number,
-            tokens=ledger.tokens,
-            marks=self._marks if trying is None else trying,
-            measures=self.measuring.measures,
-        )
+        tokens, marks = self._known
+        measures = self.measuring.measures
+        return Statement(number=number, tokens=tokens, marks=marks, measures=measures)
 
     @property
     def loss(self) -> Loss:

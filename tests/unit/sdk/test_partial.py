@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from story import IN_TURN, WAIT_S, Story, expert
+from story import IN_TURN, WAIT_S, Story, expert, loss_of
 
 import holdfast
 from holdfast._partial import expert_pieces
@@ -147,7 +147,7 @@ def test_a_budget_of_nearly_nothing_still_captures_one_expert(
     story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
     for step in (1, 2, 3):
         story.save(step, (1, 30))
-        assert story.session.counters.loss.k == (4 if step == 1 else 1)
+        assert loss_of(story.session).k == (4 if step == 1 else 1)
     story.session.close()
 
 
@@ -160,7 +160,7 @@ def test_a_budget_beyond_everything_captures_every_expert(
     for step in (1, 2, 3, 4):
         story.save(step, (1, 30))
     # Until two saves had told how long a step takes, there was no budget.
-    assert story.session.counters.loss.k == 4
+    assert loss_of(story.session).k == 4
     story.session.close()
 
 
@@ -179,7 +179,7 @@ def test_lost_tokens_let_the_number_of_selected_experts_grow(
     again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), **policy)
     again.session.restore()
     again.save(4)
-    assert again.session.counters.loss.k == 2
+    assert loss_of(again.session).k == 2
     again.session.close()
 
 
@@ -202,17 +202,17 @@ def test_a_policy_comes_from_the_environment_unless_settings_have_one(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "Selective", "selective": {"experts": 1}}')
     trainer = make_trainer()
-    session = trainer.open(daemon)
+    session = trainer.open(daemon, start_wait_s=WAIT_S)
     for step, expected in ((1, 6), (2, 1)):  # every expert of the model, then one
         trainer.train()
         session.save(step).protected.result(WAIT_S)
-        assert session.counters.loss.k == expected
+        assert loss_of(session).k == expected
     session.close()
     trainer = make_trainer()
     session = trainer.open(FakeDaemon(tmp_path, epoch=2), partial_experts=IN_TURN)
     trainer.train()
     session.save(1).protected.result(WAIT_S)
-    assert session.counters.loss.k == IN_TURN.experts_per_layer
+    assert loss_of(session).k == IN_TURN.experts_per_layer
     session.close()
 
 

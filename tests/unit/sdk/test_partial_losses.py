@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from story import Story, expert
+from story import Story, expert, loss_of
 
 from holdfast._nodaemon import UnprotectedSession
 from holdfast._partial import PartialState
@@ -33,17 +33,15 @@ def test_lost_tokens_are_counted_and_let_k_grow(
     for step in (1, 2, 3):
         story.save(step)
     # Of the tokens since then, only those of the experts whose turn step 3 was are safe.
-    assert story.session.counters.loss.at_risk == pytest.approx(20 / 120)
-    assert story.session.counters.loss.k == 1
+    assert loss_of(story.session).at_risk == pytest.approx(20 / 120)
+    assert loss_of(story.session).k == 1
     story.session.close()
     again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2))
     again.session.restore()
     again.save(4)
-    assert again.session.counters.loss.lost == pytest.approx(20 / 160)
-    assert (
-        again.session.counters.loss.k == 2
-    )  # 12.5 % is beyond the limit: every expert from now on
-    assert again.session.counters.loss.at_risk == 0
+    assert loss_of(again.session).lost == pytest.approx(20 / 160)
+    assert loss_of(again.session).k == 2  # 12.5 % is beyond the limit: every expert from now on
+    assert loss_of(again.session).at_risk == 0
     again.session.close()
 
 
@@ -55,7 +53,7 @@ def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
     report = story.session.counters.loss.report
     assert report is not None
     assert (report.at_risk, report.routed, report.recoveries) == ((10, 10), (60, 60), ())
-    assert story.session.counters.loss.at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)
+    assert loss_of(story.session).at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)
     story.session.close()
     patient = PartialExperts(experts_per_layer=1, loss_limit=1)
     again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), partial_experts=patient)
@@ -78,7 +76,7 @@ def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
     again.session.close()
     last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
     last.session.restore()
-    told = last.session.counters.loss
+    told = loss_of(last.session)
     assert told.report is not None
     assert told.report.recoveries[0] == first
     second = told.report.recoveries[1]

@@ -35,6 +35,12 @@ def named(name: str, tensor: torch.Tensor) -> UnitKey | None:
     return UnitKey(int(name.split(".")[1]), UnitKind.DENSE) if "experts.w" in name else None
 
 
+def loss_of(session: holdfast.Session) -> Any:
+    """What the counters say once the last save has ended, which may be after its news."""
+    session.prepare()
+    return session.counters.loss
+
+
 class Story:
     """A training run that remembers every state, and in which step each expert was captured."""
 
