@@ -58,7 +58,11 @@ def update(
     touched = _start_from(block, older, older_digests, span, size)
     of_old, of_new = (contributions(owner, sizes, size) for sizes in (old_bytes, new_bytes))
     for was, now in zip(of_old, of_new, strict=True):
-        start, nbytes = now.range.start, max(was.range.nbytes, now.range.nbytes)
+        nbytes = max(was.range.nbytes, now.range.nbytes)
+        if nbytes == 0:
+            continue
+        # An empty chunk is said to start where its payload ends, not where the chunk would.
+        start = max(was.range.start, now.range.start)
         base = before[now.position]
         for first, end in _joined(changed_pieces(base, after[now.position], start, nbytes)):
             check()

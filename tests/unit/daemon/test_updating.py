@@ -138,7 +138,7 @@ def changed(payload: bytes, pieces: set[int], rng: random.Random) -> bytes:
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(1, 1500), st.sets(st.integers(0, 23))), min_size=2, max_size=5),
-    st.integers(0, 20),
+    st.integers(-200, 20),
     st.integers(0, 99),
 )
 def test_an_update_makes_what_a_build_makes_and_sends_what_changed(
@@ -147,10 +147,8 @@ def test_an_update_makes_what_a_build_makes_and_sends_what_changed(
     rng = random.Random(seed)
     old = [rng.randbytes(size) for size, _ in sizes]
     new = [changed(p, pieces, rng) for p, (_, pieces) in zip(old, sizes, strict=True)]
-    grown = [len(p) + longer for p in new]
-    for i, nbytes in enumerate(grown):  # extras grow within the same chunks only
-        if -(-nbytes // PIECE) == -(-len(new[i]) // PIECE):
-            new[i] += rng.randbytes(longer)
+    for i, payload in enumerate(new):  # extras grow and shrink, within the same chunks or not
+        new[i] = payload + rng.randbytes(longer) if longer >= 0 else payload[:longer] or payload
     members = Members(old, new)
     for owner in range(len(old)):
         members.sent_bytes = 0
@@ -160,8 +158,16 @@ def test_an_update_makes_what_a_build_makes_and_sends_what_changed(
             continue
         assert made == members.block(NEW, owner)
         assert members.sent_bytes <= sum(
-            (PIECE + DIGEST_BYTES) * (len(pieces) + 1) for _, pieces in sizes
+            (PIECE + DIGEST_BYTES) * (len(pieces) + 2 + abs(longer) // PIECE) for _, pieces in sizes
         )
+
+
+@pytest.mark.parametrize("owner", range(4))
+def test_a_chunk_that_becomes_empty_is_taken_out_of_its_block(owner: int) -> None:
+    rng = random.Random(6)
+    old = [rng.randbytes(nbytes) for nbytes in (9 * PIECE, PIECE + 3, 9 * PIECE, 9 * PIECE)]
+    members = Members(old, [*old[:1], old[1][: PIECE - 1], *old[2:]])
+    assert members.update(owner) == members.block(NEW, owner)
 
 
 def test_what_did_not_change_is_not_asked_for() -> None:
