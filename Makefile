@@ -83,8 +83,8 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 	$(BIN)/python -m mypy tests/cluster/conftest.py
 
 .PHONY: mutants
-mutants: $(STAMP) ## Plant bugs in the protocol and see the simulation find them (long)
-	@$(BIN)/python tests/simulation/mutants.py
+mutants: $(STAMP) ## Plant bugs and see the simulation find them (long); ARGS="block change"
+	@$(BIN)/python tests/simulation/mutants.py $(ARGS)
 
 .PHONY: format
 format: $(STAMP) ## Rewrite the sources in the house format

@@ -22,10 +22,10 @@ from holdfast_core.places import DIGEST_BYTES
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Request
 from holdfast_daemon.combining import Stream, xor_into
-from holdfast_daemon.job_storage import Held, JobStorage
+from holdfast_daemon.holding import Held, Holding
 
 
-def change_of(storage: JobStorage, request: Request) -> Iterator[bytes]:
+def change_of(storage: Holding, request: Request) -> Iterator[bytes]:
     """The reply to a request for a change, a piece and its digest at a time.
 
     Raises:

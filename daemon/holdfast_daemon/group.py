@@ -17,7 +17,7 @@ from holdfast_core.values import Generation, MemberPlace, Membership
 from holdfast_daemon.bulk import Kind, Request
 from holdfast_daemon.combining import Stream
 from holdfast_daemon.effects import Source
-from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.holding import Holding
 
 
 class PeerClient(Protocol):
@@ -104,7 +104,7 @@ class GroupFetch:
 class Group:
     """Asks the members of a parity group for what they hold of one job."""
 
-    storage: JobStorage
+    storage: Holding
     """What is kept here already need not be asked for."""
     bulk: BulkOpener
     peers: PeerClient

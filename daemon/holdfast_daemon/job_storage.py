@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +21,14 @@ from typing import NoReturn
 import msgspec
 
 from holdfast_core.errors import CorruptError, HoldfastError, MemoryBudgetError, StorageError
-from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
+from holdfast_core.layouts import decode_layout, layout_id
 from holdfast_core.places import Lying
-from holdfast_core.values import Generation, Line, Manifest, Membership
+from holdfast_core.values import Generation, Line, Membership
 from holdfast_daemon.arenas import AdoptedArena, Arena, ArenaFiles, Sealed
 from holdfast_daemon.blocks import ParityBlocks, ParityRecord, encode_record
 from holdfast_daemon.bulk import Located
 from holdfast_daemon.files import replace, sign, signed_body, storage_errors
+from holdfast_daemon.holding import Held, OlderParity, find_older
 from holdfast_daemon.kept import KeptManifests
 from holdfast_daemon.storage import NodeStorage
 
@@ -65,24 +66,6 @@ class AdoptedJob:
     parities: tuple[AdoptedParity, ...]
     problems: tuple[str, ...]
     """What was damaged and removed, in words."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A sealed snapshot: what it is, and `arenas.Arena.views` of its payload."""
-
-    manifest: Manifest
-    views: Callable[[int, int], Iterator[tuple[int, memoryview]]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OlderParity:
-    """A sealed parity block that a newer one can be made from."""
-
-    record: ParityRecord
-    view: memoryview
-    manifests: Mapping[int, Manifest]
-    """By rank, of the snapshots that it was made from."""
 
 
 class JobStorage:
@@ -256,22 +239,13 @@ class JobStorage:
         """The other block of the lane, if it is sealed and the manifests that it was made from are
         kept here."""
         with self._lock:
-            found = [
-                (other, record)
-                for (of_lane, other), record in self._blocks.records.items()
-                if of_lane == lane and other != slot
-            ]
-            for other, record in found:
-                wanted = dict(record.entry.sources)
-                kept = {r: self._kept.get(r, record.entry.generation) for r in wanted}
-                encoded = {rank: pair[0] for rank, pair in kept.items() if pair is not None}
-                if {rank: manifest_digest(m) for rank, m in encoded.items()} == wanted:
-                    return OlderParity(
-                        record=record,
-                        view=self._blocks.view(lane, other)[: record.nbytes],
-                        manifests={rank: decode_manifest(m) for rank, m in encoded.items()},
-                    )
-        return None
+            found = find_older(self._blocks.records, self._kept.get, lane, slot)
+            if found is None:
+                return None
+            other, manifests = found
+            record = self._blocks.records[lane, other]
+            view = self._blocks.view(lane, other)[: record.nbytes]
+            return OlderParity(record=record, view=view, manifests=manifests)
 
     def locate_parity(self, lane: int, generation: Generation, start: int, nbytes: int) -> Located:
         """The same for a sealed parity block."""

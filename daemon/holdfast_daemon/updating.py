@@ -15,7 +15,7 @@ from holdfast_core.places import DIGEST_BYTES
 from holdfast_core.raim5 import chunk_bytes, contributions, parity_bytes
 from holdfast_core.values import Manifest
 from holdfast_daemon.changes import ChangeFetch, ChangeStream, changed_pieces
-from holdfast_daemon.combining import STRIDE_BYTES, xor_into
+from holdfast_daemon.combining import Effort, xor_into
 
 
 def update(
@@ -28,6 +28,7 @@ def update(
     after: Mapping[int, Manifest],
     fetch: ChangeFetch,
     check: Callable[[], None] = lambda: None,
+    effort: Effort | None = None,
 ) -> tuple[int, bytes]:
     """Fill `block` with the parity of `after`, given that of `before` (REFT §4.3).
 
@@ -35,6 +36,7 @@ def update(
         older: The block of `before`, as long as it is in use.
         before, after: By position, the manifests of all other members of the group.
         check: Called before each transfer; raises HoldfastError to give up.
+        effort: Memory beside the block: its `stride_bytes`.
 
     Returns:
         The bytes of `block` that are in use, and their digests on the grid of pieces.
@@ -55,7 +57,8 @@ def update(
     span = max(used, len(older))
     if span > len(block):
         raise InvalidJobError(f"parity of {span} bytes does not fit the block of {len(block)}")
-    touched = _start_from(block, older, older_digests, span, size)
+    stride = round_up(max((effort or Effort()).stride_bytes, 1), size)
+    touched = _start_from(block, older, older_digests, span, size, stride)
     of_old, of_new = (contributions(owner, sizes, size) for sizes in (old_bytes, new_bytes))
     for was, now in zip(of_old, of_new, strict=True):
         nbytes = max(was.range.nbytes, now.range.nbytes)
@@ -71,7 +74,7 @@ def update(
                 fetch.open_change(now.position, base.generation, low, high - low, size), size
             )
             try:
-                _apply(block[low - start : high - start], stream, size)
+                _apply(block[low - start : high - start], stream, stride)
             finally:
                 stream.close()
             touched.update(range((low - start) // size, -(-(high - start) // size)))
@@ -92,10 +95,9 @@ def _check_alike(
 
 
 def _start_from(
-    block: memoryview, older: memoryview, digests: bytes, span: int, size: int
+    block: memoryview, older: memoryview, digests: bytes, span: int, size: int, stride: int
 ) -> set[int]:
     """Copy the older block, verified, and zeros after it; the pieces that have no digest yet."""
-    stride = round_up(STRIDE_BYTES, size)
     for at in range(0, len(older), stride):
         end = min(at + stride, len(older))
         block[at:end] = older[at:end]
@@ -119,8 +121,7 @@ def _joined(pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield first, end
 
 
-def _apply(into: memoryview, stream: ChangeStream, size: int) -> None:
-    stride = round_up(STRIDE_BYTES, size)
+def _apply(into: memoryview, stream: ChangeStream, stride: int) -> None:
     scratch = memoryview(bytearray(min(stride, len(into))))
     for at in range(0, len(into), stride):
         part = scratch[: min(stride, len(into) - at)]

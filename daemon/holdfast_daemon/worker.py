@@ -46,7 +46,7 @@ from holdfast_daemon.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.group import BulkOpener, EpochScope, Group, GroupFetch, PeerClient
-from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.holding import Holding
 from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
 from holdfast_daemon.updating import update
 
@@ -61,7 +61,7 @@ class EffectWorker:
 
     def __init__(
         self,
-        storage: JobStorage,
+        storage: Holding,
         *,
         bulk: BulkOpener,
         peers: PeerClient,
@@ -228,6 +228,7 @@ class EffectWorker:
                 after=manifests,
                 fetch=fetch,
                 check=scope.check,
+                effort=self._effort,
             )
         except HoldfastError as error:
             scope.check()

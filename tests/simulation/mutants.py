@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("core", "protos", "daemon")
-ENGINE = "daemon/holdfast_daemon/engine"
+DAEMON = "daemon/holdfast_daemon"
+ENGINE = f"{DAEMON}/engine"
 SCHEDULES = 1500
 
 
@@ -116,6 +117,125 @@ MUTANTS = (
             ),
         ),
     ),
+    Mutant(
+        name="make room in the older block, also where its generation must be kept",
+        edits=(
+            (
+                f"{ENGINE}/upkeep.py",
+                "held > wanted and held != promised",
+                "held < wanted",
+            ),
+        ),
+    ),
+    Mutant(
+        name="build in the other block than in the free one",
+        edits=(
+            (
+                f"{DAEMON}/worker.py",
+                "                block,\n                older.view,\n",
+                "                older.view,\n                older.view,\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="update a block without looking whether it is whole",
+        edits=(
+            (
+                f"{DAEMON}/updating.py",
+                "bad = first_bad_piece(block[at:end], digests, size, first_piece=at // size)",
+                "bad = None",
+            ),
+        ),
+    ),
+    Mutant(
+        name="send the change of pieces without looking whether they are whole",
+        edits=((f"{DAEMON}/changes.py", "    if bad is not None:\n", "    if False:\n"),),
+    ),
+    Mutant(
+        name="take a change as it arrives",
+        edits=(
+            (
+                f"{DAEMON}/changes.py",
+                'if xxh3_64_intdigest(part) != int.from_bytes(digest, "little"):',
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        name="apply a change again from its beginning when its stream breaks",
+        edits=(
+            (
+                f"{DAEMON}/updating.py",
+                "import CorruptError,",
+                "import CorruptError, HoldfastError,",
+            ),
+            (
+                f"{DAEMON}/updating.py",
+                "                _apply(block[low - start : high - start], stream, stride)\n",
+                "                try:\n"
+                "                    _apply(block[low - start : high - start], stream, stride)\n"
+                "                except HoldfastError:\n"
+                "                    stream = ChangeStream(fetch.open_change("
+                "now.position, base.generation, low, high - low, size), size)\n"
+                "                    _apply(block[low - start : high - start], stream, stride)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="take a change for complete when its stream breaks before the last piece",
+        edits=(
+            (
+                f"{DAEMON}/updating.py",
+                "import CorruptError,",
+                "import CorruptError, HoldfastError,",
+            ),
+            (
+                f"{DAEMON}/updating.py",
+                "        stream.read_into(part)\n",
+                "        try:\n"
+                "            stream.read_into(part)\n"
+                "        except HoldfastError:\n"
+                "            return\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="seal a block that could be updated only in part, in place of building it",
+        edits=(
+            (
+                f"{DAEMON}/worker.py",
+                "            scope.check()\n"
+                '            _log.info("parity is built from whole chunks: %s", error)\n'
+                "            return None\n",
+                "            return len(older.view), piece_digests(block[: len(older.view)], 16)\n",
+            ),
+            (
+                f"{DAEMON}/worker.py",
+                "import decode_manifest\n",
+                "import decode_manifest, piece_digests\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="take an empty chunk to lie where its payload ends",
+        edits=(
+            (
+                f"{DAEMON}/updating.py",
+                "start = max(was.range.start, now.range.start)",
+                "start = now.range.start",
+            ),
+        ),
+    ),
+    Mutant(
+        name="update from an older block whatever it was made from",
+        edits=(
+            (
+                f"{DAEMON}/worker.py",
+                "before={positions[rank]: m for rank, m in older.manifests.items()},",
+                "before=manifests,",
+            ),
+        ),
+    ),
 )
 
 
@@ -144,9 +264,12 @@ def survives(mutant: Mutant) -> str:
 
 
 def main() -> int:
-    """Print how each mutant fares; 1 when one survives."""
-    survivors = 0
+    """Print how each mutant fares, or each whose name has one of the arguments in it; 1 when one
+    survives."""
+    survivors, wanted = 0, sys.argv[1:] or [""]
     for mutant in MUTANTS:
+        if not any(part in mutant.name for part in wanted):
+            continue
         complaint = survives(mutant)
         survivors += not complaint
         print(f"{'found   ' if complaint else 'SURVIVED'} {mutant.name}  {complaint}", flush=True)

@@ -19,3 +19,5 @@ def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int) -> None:
     assert counts["kill_node"] > CHUNK / 20
     assert counts["rebuilt"] > CHUNK / 20
     assert counts["resumed"] >= CHUNK
+    assert counts["parity_updated"] > CHUNK
+    assert counts["parity_built"] > CHUNK

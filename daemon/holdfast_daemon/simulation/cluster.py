@@ -6,13 +6,16 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from holdfast_core import recovery
+from holdfast_core import layouts, raim5, recovery
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.values import Generation, Inventory, MemberPlace, Membership
-from holdfast_daemon.effects import Note
+from holdfast_daemon.blocks import ParityRecord
+from holdfast_daemon.effects import Completion, Note
 from holdfast_daemon.simulation.clock import Clock, Network
 from holdfast_daemon.simulation.daemon import VirtualDaemon
 from holdfast_daemon.simulation.disk import Disk
 from holdfast_daemon.simulation.faults import FAULTS, Faults
+from holdfast_daemon.simulation.fibers import Broken, Fiber
 from holdfast_daemon.simulation.trainers import Worker, World
 
 
@@ -25,6 +28,8 @@ class Options:
     faults: int = 4
     kinds: tuple[str, ...] = FAULTS
     """Kinds of faults that may strike."""
+    policy: PolicyType | None = None
+    """Which pieces a save captures; None for any."""
     time_limit_s: float = 120.0
 
 
@@ -62,12 +67,15 @@ class Cluster(Faults):
         self._faults_left = options.faults
         self._kinds = options.kinds
         self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
-        self._flip_rate = rng.choice((0.0, 0.0, 0.03))
-        self.unchanged_rate = rng.choice((0.0, 0.0, 0.3, 0.7))
-        """How many of a rank's pieces a save carries over from the one before."""
+        self._flip_rate = rng.choice((0.0, 0.0, 0.01))
+        drawn = rng.choice((PolicyType.FULL, *PolicyType))
+        self.policy = options.policy or drawn
+        self.turns = rng.choice((2, 3, 5))
+        """In how many saves each piece is captured once, where they take turns."""
         self.captured: dict[tuple[int, Generation], bytes] = {}
         """What each rank captured, or would have."""
-        self._full: set[str] = set()
+        self.fibers: list[Fiber[Completion]] = []
+        """Transfers that have begun."""
         self._control_down_until = 0.0
         self._suspects: dict[str, float] = {}
         self._striking = False
@@ -80,14 +88,20 @@ class Cluster(Faults):
         """Train to the last step through all faults."""
         self._control()
         self._random_fault()
-        while not self.done:
-            if not self.clock.step() or self.clock.now > self.options.time_limit_s:
-                raise AssertionError(f"no progress: {self.describe()}")
+        try:
+            while not self.done:
+                if not self.clock.step() or self.clock.now > self.options.time_limit_s:
+                    raise AssertionError(f"no progress: {self.describe()}")
+        except Broken as broken:
+            raise broken.why from broken
+        finally:
+            for fiber in self.fibers:
+                fiber.kill()
 
     def describe(self) -> str:
         lines = [
             f"seed {self.options.seed} at {self.clock.now:.3f} s, {self.members} members × "
-            f"{self.nproc}, groups of {self.group_size}, protected {self.protected}",
+            f"{self.nproc}, groups of {self.group_size}, {self.policy}, protected {self.protected}",
             *self.log[-40:],
         ]
         for node, daemon in sorted(self.daemons.items()):
@@ -134,9 +148,6 @@ class Cluster(Faults):
 
     def lane_of(self, rank: int) -> int:
         return rank % self.nproc
-
-    def disk_full(self, node: str) -> bool:
-        return node in self._full
 
     def wire_flips(self) -> bool:
         return self.clock.rng.random() < self._flip_rate
@@ -299,7 +310,23 @@ class Cluster(Faults):
             if sound and not silent:
                 self.whole.add(group)
 
-    def check_line(self) -> None:
+    def check_disks(self) -> None:
+        """What the invariants say of the members' disks, after any fault."""
+        if self.membership is None:
+            return
+        for place in self.membership.members:
+            disk = self.disks[place.node]
+            for arena, slot, sealed in disk.snapshots():
+                data, generation = arena.payload(slot), sealed.manifest.generation
+                assert data is None or data == self.captured[arena.rank, generation], (
+                    f"invariant 1: {place.node} holds other bytes of rank {arena.rank} than "
+                    f"{generation} has"
+                )
+            for record, block in disk.whole_blocks():
+                self._check_block(place.node, record, block)
+        self._check_line()
+
+    def _check_line(self) -> None:
         """Invariant 2: after any allowed fault the disks still hold a line, no older than what was
         announced as protected."""
         if self.protected is None or self.membership is None:
@@ -307,6 +334,32 @@ class Cluster(Faults):
         line = recovery.recovery_line(self.membership, self._inventories())
         assert line.generation is not None and line.generation >= self.protected, (
             f"invariant 2: line {line} after {self.protected} was protected\n{self.describe()}"
+        )
+
+    def check_block(self, node: str, lane: int, slot: int) -> None:
+        """A parity block that a daemon is about to announce is what its entry says."""
+        disk = self.disks[node]
+        record = disk.records[lane, slot]
+        block = bytes(disk.blocks[lane, slot][: record.nbytes])
+        assert layouts.piece_digests(block, record.piece_bytes) == record.digests
+        self._check_block(node, record, block)
+
+    def _check_block(self, node: str, record: ParityRecord, block: bytes) -> None:
+        """It is the XOR of one chunk of each source, as it was captured."""
+        entry = record.entry
+        payloads = [b""] * len(entry.group)
+        for rank, _ in entry.sources:
+            position = entry.group.index(rank // self.nproc)
+            payloads[position] = self.captured[rank, entry.generation]
+        present = {entry.group.index(rank // self.nproc) for rank, _ in entry.sources}
+        (owner,) = set(range(len(entry.group))) - present
+        wanted = 0
+        for chunk in raim5.contributions(owner, [len(p) for p in payloads], record.piece_bytes):
+            start, nbytes = chunk.range.start, chunk.range.nbytes
+            part = payloads[chunk.position][start : start + nbytes]
+            wanted ^= int.from_bytes(part, "little")
+        assert int.from_bytes(block, "little") == wanted, (
+            f"a parity block of {node} is not the XOR of {entry.generation}"
         )
 
     def resumed(self, epoch: int, line: Generation | None) -> None:

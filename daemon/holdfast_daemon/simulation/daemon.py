@@ -6,20 +6,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from holdfast_core import layouts
-from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.errors import HoldfastError
+from holdfast_core.places import Lying
 from holdfast_daemon.effects import (
-    AllocateArena,
-    ArenaReady,
     BuildParity,
     Completion,
     Effect,
-    FetchManifest,
     ForgetPeers,
     FreeParity,
     FreeSlot,
     Note,
-    ParityVerified,
+    ParityBuilt,
     Rebuild,
     RemoveArena,
     SaveEpoch,
@@ -28,13 +25,12 @@ from holdfast_daemon.effects import (
     SendDirective,
     SendReport,
     SendSuspect,
-    SnapshotVerified,
-    VerifyParity,
-    VerifySnapshot,
 )
 from holdfast_daemon.engine import EngineSettings, JobEngine
-from holdfast_daemon.simulation.disk import Disk, DiskParity
-from holdfast_daemon.simulation.transfers import Transfers
+from holdfast_daemon.simulation.disk import Disk
+from holdfast_daemon.simulation.fibers import Fiber, Killed
+from holdfast_daemon.simulation.transfers import VirtualWorker
+from holdfast_daemon.worker import Background
 
 if TYPE_CHECKING:
     from holdfast_daemon.simulation.cluster import Cluster
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 
 
-class VirtualDaemon(Transfers):
+class VirtualDaemon:
     """One incarnation of a daemon. Dead once `alive` is false; another takes over the disk."""
 
     def __init__(self, cluster: Cluster, node: str, disk: Disk) -> None:
@@ -60,6 +56,9 @@ class VirtualDaemon(Transfers):
             incarnation=disk.incarnation,
             settings=EngineSettings(),
         )
+        self._worker = VirtualWorker(cluster, self, disk)
+        self._moving: Fiber[Completion] | None = None
+        """The transfer that runs now."""
         self._adopt()
         self._tick()
 
@@ -72,28 +71,23 @@ class VirtualDaemon(Transfers):
 
     def _adopt(self) -> None:
         disk = self.disk
-        arenas = []
-        for (rank, _), arena in disk.arenas.items():
-            sealed = {}
-            for slot, encoded in list(arena.manifests.items()):
-                try:
-                    layouts.decode_manifest(encoded)
-                    sealed[slot] = (encoded, arena.places[slot])
-                except CorruptError:
-                    del arena.manifests[slot]
-            arenas.append((rank, arena.encoded, sealed, self.cluster.is_claimed(self.node, rank)))
+        disk.remove_unreadable()
         membership, line, retained = disk.epoch or (None, None, None)
         self.carry_out(
             self.engine.adopt(
                 membership=membership,
                 line=line,
                 retained=retained,
-                arenas=arenas,
-                parities=[
-                    (lane, slot, parity.entry)
-                    for (lane, slot), parity in disk.parities.items()
-                    if parity.entry is not None
+                arenas=[
+                    (
+                        rank,
+                        arena.encoded_layout,
+                        {slot: (one.encoded, one.places) for slot, one in arena.sealed.items()},
+                        self.cluster.is_claimed(self.node, rank),
+                    )
+                    for (rank, _), arena in disk.arenas.items()
                 ],
+                parities=[(*key, record.entry) for key, record in disk.records.items()],
                 now=self.now,
             )
         )
@@ -136,10 +130,11 @@ class VirtualDaemon(Transfers):
         self._busy = True
         while self._queue and self.alive:
             effect = self._queue.popleft()
-            self.cluster.strike(self.node, effect, "before")
+            name = type(effect).__name__
+            self.cluster.strike(self.node, f"before {name}")
             if self.alive:
                 self._one(effect)
-                self.cluster.strike(self.node, effect, "after")
+                self.cluster.strike(self.node, f"after {name}")
         self._busy = False
 
     def _one(self, effect: Effect) -> None:
@@ -151,35 +146,18 @@ class VirtualDaemon(Transfers):
             case Seal():
                 self._seal(effect)
             case SaveEpoch() | FreeSlot() | RemoveArena() | FreeParity() | ForgetPeers():
-                self._at_once(effect)
+                self._worker.apply(effect)
             case _:
-                self._background(effect)
-
-    def _at_once(
-        self, effect: SaveEpoch | FreeSlot | RemoveArena | FreeParity | ForgetPeers
-    ) -> None:
-        disk = self.disk
-        match effect:
-            case SaveEpoch():
-                disk.epoch = (effect.membership, effect.line, effect.retained)
-            case FreeSlot():
-                disk.arenas[(effect.rank, effect.layout_id)].manifests.pop(effect.slot, None)
-            case RemoveArena():
-                disk.arenas.pop((effect.rank, effect.layout_id), None)
-            case FreeParity():
-                disk.parities[(effect.lane, effect.slot)].entry = None
-            case ForgetPeers():
-                for key in [k for k in disk.peers if k[1] not in effect.keep]:
-                    del disk.peers[key]
+                self._check_room(effect)
+                self._worker.submit(effect)
 
     def _seal(self, effect: Seal) -> None:
         assert effect.manifest.generation.epoch == self.engine.memory.epoch, "old epoch sealed"
         error = None
-        if self.cluster.disk_full(self.node):
-            error = StorageError("no space left on the tmpfs")
-        else:
-            arena = self.disk.arenas[(effect.rank, effect.layout_id)]
-            arena.seal(effect.slot, effect.encoded, effect.places)
+        try:
+            self._worker.apply(effect)
+        except HoldfastError as failure:
+            error = failure
         event = Sealed(
             rank=effect.rank,
             slot=effect.slot,
@@ -188,49 +166,57 @@ class VirtualDaemon(Transfers):
         )
         self.carry_out(self.engine.on_completion(event, self.now))
 
-    def _background(self, effect: Effect) -> None:
+    def _check_room(self, effect: Background) -> None:
+        """What is written in the background goes where nothing is sealed."""
         if isinstance(effect, BuildParity):
-            # A block being built is scribbled over from the first byte on.
-            slot = self.disk.parities.setdefault((effect.lane, effect.slot), DiskParity())
-            assert slot.entry is None, "a sealed parity block was overwritten"
-            slot.block = bytearray(b"\xee" * 8)
+            sealed = (effect.lane, effect.slot) in self.disk.records
+            assert not sealed, "a sealed parity block is overwritten"
+        if isinstance(effect, Rebuild):
+            manifest = effect.manifest
+            arena = self.disk.arena(effect.rank, manifest.layout_id)
+            assert effect.slot not in arena.sealed, "a sealed slot is overwritten"
+            arena.check_free(Lying(effect.slot, effect.places), manifest.payload_bytes)
 
-        def end() -> None:
-            self.cluster.strike(self.node, effect, "during")
-            if not self.alive:
-                return
-            event = self._result(effect)
-            self.carry_out(self.engine.on_completion(event, self.now))
+    # --- what runs in the background --------------------------------------------------------------
 
-        self.cluster.clock.after(
-            self.cluster.clock.rng.uniform(0.0005, 0.02), lambda: self.call(end)
-        )
+    def begin(self, effect: Background, work: Callable[[], Completion]) -> None:
+        """Run `work` in a while: in one go, or from one wait for bytes to the next."""
+        if isinstance(effect, BuildParity | Rebuild):
+            fiber = Fiber(work)
+            self.cluster.fibers.append(fiber)
+            self._later(lambda: self._go_on(effect, fiber), 0.01)
+        else:
+            self._later(lambda: self._end(effect, work()), 0.02)
 
-    def _result(self, effect: Effect) -> Completion:
-        match effect:
-            case AllocateArena():
-                self.disk.allocate(effect.rank, effect.layout)
-                return ArenaReady(rank=effect.rank, layout_id=effect.layout_id)
-            case BuildParity():
-                return self._build(effect)
-            case FetchManifest():
-                return self._fetch_manifest(effect)
-            case Rebuild():
-                return self._rebuild(effect)
-            case VerifySnapshot():
-                generation = effect.manifest.generation
-                ok = self.disk.payload(effect.rank, generation) is not None
-                return SnapshotVerified(
-                    rank=effect.rank, slot=effect.slot, generation=generation, ok=ok
-                )
-            case VerifyParity():
-                parity = self.disk.parities[(effect.lane, effect.slot)]
-                ok = layouts.piece_digests(bytes(parity.block), 64) == parity.digest
-                return ParityVerified(
-                    lane=effect.lane, slot=effect.slot, generation=effect.generation, ok=ok
-                )
-            case _:
-                raise AssertionError(f"not a background effect: {effect}")
+    def pause_transfer(self, source: str) -> None:
+        """From inside a transfer from the node `source`: wait for the next bytes."""
+        assert self._moving is not None
+        self._moving.pause()
+        self.cluster.strike_transfer(self.node, source)
+        if not self.alive:
+            raise Killed
+
+    def _later(self, action: Callable[[], None], most_s: float) -> None:
+        rng = self.cluster.clock.rng
+        self.cluster.clock.after(rng.uniform(0.0002, most_s), lambda: self.call(action))
+
+    def _go_on(self, effect: Background, fiber: Fiber[Completion]) -> None:
+        self._moving = fiber
+        fiber.resume()
+        self._moving = None
+        if fiber.result is not None:
+            self._end(effect, fiber.result)
+        elif self.alive:
+            stalls = self.cluster.clock.rng.random() < 0.004
+            self._later(lambda: self._go_on(effect, fiber), 0.5 if stalls else 0.0008)
+
+    def _end(self, effect: Background, event: Completion) -> None:
+        self.cluster.strike(self.node, f"during {type(effect).__name__}")
+        if not self.alive:
+            return
+        if isinstance(event, ParityBuilt) and event.entry is not None:
+            self.cluster.check_block(self.node, event.lane, event.slot)
+        self.carry_out(self.engine.on_completion(event, self.now))
 
     def _send(self, effect: SendReport | SendDirective | SendSuspect) -> None:
         cluster, to = self.cluster, effect.to.node

@@ -1,65 +1,92 @@
-"""A node's tmpfs, as the real storage keeps it: outlives the daemon, not the node."""
+"""A node's tmpfs, as the real storage keeps it: outlives the daemon, not the node.
+
+What the daemon's own code decides, calculates or verifies is not done again here: it reads and
+writes these bytes through `holding.Holding`, as it does those of real files.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from holdfast_core import layouts
-from holdfast_core.errors import CorruptError
-from holdfast_core.layouts import SLOTS_PER_ARENA, Layout
-from holdfast_core.places import Lying, runs
-from holdfast_core.values import Generation, Inventory, Line, Membership, ParityEntry, SnapshotEntry
+from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.places import Lying
+from holdfast_core.values import (
+    Generation,
+    Inventory,
+    Line,
+    Manifest,
+    Membership,
+    ParityEntry,
+    SnapshotEntry,
+)
+from holdfast_daemon.arenas import Arena, Sealed
+from holdfast_daemon.blocks import ParityRecord
+from holdfast_daemon.holding import Held, OlderParity, Views, find_older
+from holdfast_daemon.parity import whole
+
+BLOCK_BYTES = 4096
 
 
-@dataclass(slots=True)
-class DiskArena:
-    layout: Layout
-    encoded: bytes
-    slots: list[bytearray]
-    manifests: dict[int, bytes] = field(default_factory=dict)
-    places: dict[int, bytes] = field(default_factory=dict)
-    """By slot, of what is sealed in it; see `holdfast_core.places`."""
+@functools.lru_cache(maxsize=4096)
+def manifest_in(encoded: bytes) -> Manifest | None:
+    """The manifest in a file; None when it cannot be read."""
+    try:
+        return layouts.decode_manifest(encoded)
+    except CorruptError:
+        return None
 
-    def seal(self, slot: int, encoded: bytes, places: bytes) -> None:
-        self.manifests[slot], self.places[slot] = encoded, places
 
-    def read(self, slot: int, places: bytes, nbytes: int) -> bytes:
+class DiskArena(Arena):
+    """An arena whose file is a string of bytes."""
+
+    def __init__(self, encoded: bytes) -> None:
+        super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded))
+        self._view = memoryview(bytearray(self.nbytes))
+
+    def read(self, lying: Lying, nbytes: int) -> bytes:
         """The first `nbytes` of a payload."""
-        size = self.layout.piece_bytes
-        found = b"".join(
-            self.slots[run.slot][run.first * size : run.end * size]
-            for run in runs(Lying(slot, places), 0, layouts.piece_count(nbytes, size))
-        )
-        return found[:nbytes]
+        return b"".join(bytes(view) for _, view in self.views(lying, 0, nbytes))
 
-    def write(self, slot: int, places: bytes, data: bytes, skip: frozenset[int]) -> None:
+    def write(self, lying: Lying, data: bytes, skip: frozenset[int]) -> None:
         """Put a payload where its pieces go, all but those of `skip`."""
+        self.check_free(lying, len(data), skip)
         size = self.layout.piece_bytes
-        for run in runs(Lying(slot, places), 0, layouts.piece_count(len(data), size)):
-            for piece in range(run.first, run.end):
-                if piece not in skip:
-                    assert not self._is_held(run.slot, piece), "a sealed piece was overwritten"
-                    part = data[piece * size : (piece + 1) * size]
-                    self.slots[run.slot][piece * size : piece * size + len(part)] = part
+        for piece in range(layouts.piece_count(len(data), size)):
+            if piece not in skip:
+                part = data[piece * size : (piece + 1) * size]
+                for _, view in self.views(lying, piece * size, len(part)):
+                    view[:] = part
 
-    def _is_held(self, slot: int, piece: int) -> bool:
-        """Whether a sealed snapshot has its piece there."""
-        for sealed, encoded in self.manifests.items():
-            try:
-                manifest, places = layouts.decode_manifest(encoded), self.places[sealed]
-            except CorruptError:
+    def check_free(self, lying: Lying, nbytes: int, skip: frozenset[int] = frozenset()) -> None:
+        """No sealed snapshot has its pieces where those of this one go."""
+        pieces = layouts.piece_count(nbytes, self.layout.piece_bytes)
+        for slot, sealed in self.sealed.items():
+            manifest = manifest_in(sealed.encoded)
+            if manifest is None:
                 continue
             held = layouts.piece_count(manifest.payload_bytes, manifest.piece_bytes)
-            if piece < held and (places[piece] if places else sealed) == slot:
-                return True
-        return False
+            for piece in set(range(min(pieces, held))) - skip:
+                there = sealed.places[piece] if sealed.places else slot
+                goes = lying.places[piece] if lying.places else lying.slot
+                assert there != goes, f"a sealed piece of rank {self.rank} is overwritten"
 
+    def readable(self) -> Iterator[tuple[int, Sealed]]:
+        """By slot, what is sealed and has a manifest that can be read."""
+        for slot, sealed in self.sealed.items():
+            if manifest_in(sealed.encoded) is not None:
+                yield slot, sealed
 
-@dataclass(slots=True)
-class DiskParity:
-    block: bytearray = field(default_factory=bytearray)
-    digest: bytes = b""
-    entry: ParityEntry | None = None
+    def payload(self, slot: int) -> bytes | None:
+        """The bytes of a sealed snapshot when they match their manifest."""
+        sealed = self.sealed[slot]
+        manifest = sealed.manifest
+        data = self.read(Lying(slot, sealed.places), manifest.payload_bytes)
+        whole = layouts.piece_digests(data, manifest.piece_bytes) == manifest.digests
+        return data if whole else None
 
 
 @dataclass(slots=True)
@@ -68,63 +95,163 @@ class Disk:
 
     memory_id: str
     incarnation: int = 0
+    full: bool = False
+    """No file can be made any more."""
     epoch: tuple[Membership, Line | None, Generation | None] | None = None
     arenas: dict[tuple[int, str], DiskArena] = field(default_factory=dict)
-    parities: dict[tuple[int, int], DiskParity] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], memoryview] = field(default_factory=dict)
+    """By (lane, slot); a block keeps its bytes whether it is sealed or not."""
+    records: dict[tuple[int, int], ParityRecord] = field(default_factory=dict)
+    """What seals them."""
     peers: dict[tuple[int, Generation], tuple[bytes, bytes]] = field(default_factory=dict)
 
-    def allocate(self, rank: int, encoded: bytes) -> None:
-        layout = layouts.decode_layout(encoded)
-        key = (rank, layouts.layout_id(encoded))
+    # --- as a daemon's code sees it: holding.Holding ----------------------------------------------
+
+    def save_epoch(
+        self, membership: Membership, line: Line | None, retained: Generation | None = None
+    ) -> None:
+        self.epoch = (membership, line, retained)
+
+    def allocate(
+        self, rank: int, layout: bytes, *, parity_lane: int = 0, parity_bytes: int = 0
+    ) -> None:
+        assert parity_bytes <= BLOCK_BYTES, "larger parity blocks than the simulation has"
+        key = (rank, layouts.layout_id(layout))
         if key not in self.arenas:
-            slots = [bytearray(layout.slot_bytes) for _ in range(SLOTS_PER_ARENA)]
-            self.arenas[key] = DiskArena(layout, encoded, slots)
+            self.arenas[key] = DiskArena(layout)
+        for slot in range(2 if parity_bytes else 0):
+            self.blocks.setdefault((parity_lane, slot), memoryview(bytearray(BLOCK_BYTES)))
 
-    def find(self, rank: int, generation: Generation) -> tuple[DiskArena, int, bytes] | None:
-        """(arena, slot, encoded manifest) of a sealed snapshot, whole or not."""
-        for (held, _), arena in self.arenas.items():
-            if held != rank:
-                continue
-            for slot, encoded in arena.manifests.items():
-                try:
-                    manifest = layouts.decode_manifest(encoded)
-                except CorruptError:
-                    continue
-                if manifest.generation == generation:
-                    return arena, slot, encoded
-        return None
+    def arena(self, rank: int, layout: str) -> DiskArena:
+        arena = self.arenas.get((rank, layout))
+        if arena is None:
+            raise StorageError(f"no arena of rank {rank} with layout {layout}")
+        return arena
 
-    def payload(self, rank: int, generation: Generation) -> bytes | None:
-        """The bytes of a sealed snapshot when they match their manifest."""
-        found = self.find(rank, generation)
+    def seal(self, rank: int, layout: str, slot: int, sealed: Sealed) -> None:
+        self._check_room()
+        self.arena(rank, layout).sealed[slot] = sealed
+
+    def free_slot(self, rank: int, layout: str, slot: int) -> None:
+        if (rank, layout) in self.arenas:
+            self.arenas[rank, layout].sealed.pop(slot, None)
+
+    def remove_arena(self, rank: int, layout: str) -> None:
+        self.arenas.pop((rank, layout), None)
+
+    def held(self, rank: int, generation: Generation) -> Held:
+        arena, slot, sealed = self._sealed(rank, generation)
+        views = functools.partial(arena.views, Lying(slot, sealed.places))
+        return Held(manifest=sealed.manifest, views=views)
+
+    def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
+        sealed = self.arena(rank, layout).sealed.get(slot)
+        if sealed is None:
+            raise StorageError(f"slot {slot} of rank {rank} is free")
+        if manifest_in(sealed.encoded) is None:
+            raise CorruptError(f"the manifest file of slot {slot} of rank {rank} was changed")
+
+    def block_view(self, lane: int, slot: int) -> memoryview:
+        if (lane, slot) not in self.blocks:
+            raise StorageError(f"lane {lane} has no parity block {slot}")
+        return self.blocks[lane, slot]
+
+    def parity_record(self, lane: int, slot: int) -> ParityRecord:
+        if (lane, slot) not in self.records:
+            raise StorageError(f"parity block {slot} of lane {lane} is free")
+        return self.records[lane, slot]
+
+    def older_parity(self, lane: int, slot: int) -> OlderParity | None:
+        found = find_older(self.records, lambda *key: self.peers.get(key), lane, slot)
         if found is None:
             return None
-        arena, slot, encoded = found
-        manifest = layouts.decode_manifest(encoded)
-        data = arena.read(slot, arena.places[slot], manifest.payload_bytes)
-        whole = layouts.piece_digests(data, manifest.piece_bytes) == manifest.digests
-        return data if whole else None
+        other, manifests = found
+        record = self.records[lane, other]
+        view = self.blocks[lane, other][: record.nbytes]
+        return OlderParity(record=record, view=view, manifests=manifests)
+
+    def parity(self, lane: int, generation: Generation) -> tuple[int, Views]:
+        """The bytes in use of a sealed parity block, and where they are."""
+        for key, record in self.records.items():
+            if key[0] == lane and record.entry.generation == generation:
+                return record.nbytes, whole(self.blocks[key])
+        raise StorageError(f"no parity of lane {lane} for {generation} here")
+
+    def seal_parity(self, slot: int, record: ParityRecord) -> None:
+        self._check_room()
+        self.records[record.entry.lane, slot] = record
+
+    def free_parity(self, lane: int, slot: int) -> None:
+        self.records.pop((lane, slot), None)
+
+    def check_entry_file(self, lane: int, slot: int) -> None:
+        self.parity_record(lane, slot)
+
+    def describe(self, rank: int, generation: Generation) -> tuple[bytes, bytes] | None:
+        try:
+            arena, _, sealed = self._sealed(rank, generation)
+        except StorageError:
+            return self.peers.get((rank, generation))
+        return sealed.encoded, arena.encoded_layout
+
+    def keep(self, manifest: bytes, layout: bytes) -> None:
+        self._check_room()
+        decoded = layouts.decode_manifest(manifest)
+        self.peers[decoded.rank, decoded.generation] = (manifest, layout)
+
+    def forget(self, keep: Set[Generation]) -> None:
+        for key in [key for key in self.peers if key[1] not in keep]:
+            del self.peers[key]
+
+    # --- as the faults and the checks see it ------------------------------------------------------
+
+    def snapshots(self) -> Iterator[tuple[DiskArena, int, Sealed]]:
+        """Everything sealed whose manifest can be read, whole or not."""
+        for arena in self.arenas.values():
+            for slot, sealed in arena.readable():
+                yield arena, slot, sealed
+
+    def whole_blocks(self) -> Iterator[tuple[ParityRecord, bytes]]:
+        """The sealed parity blocks that match their digests."""
+        for key, record in self.records.items():
+            block = bytes(self.blocks[key][: record.nbytes])
+            if layouts.piece_digests(block, record.piece_bytes) == record.digests:
+                yield record, block
 
     def inventory(self) -> Inventory:
         """What an honest daemon would find here after verifying everything."""
-        snapshots, parities = [], []
-        for (rank, _), arena in self.arenas.items():
-            for slot, encoded in arena.manifests.items():
-                try:
-                    manifest = layouts.decode_manifest(encoded)
-                except CorruptError:
-                    continue
-                data = arena.read(slot, arena.places[slot], manifest.payload_bytes)
-                if layouts.piece_digests(data, manifest.piece_bytes) == manifest.digests:
-                    snapshots.append(
-                        SnapshotEntry(
-                            rank=rank,
-                            generation=manifest.generation,
-                            manifest_digest=layouts.manifest_digest(encoded),
-                            payload_bytes=manifest.payload_bytes,
-                        )
-                    )
-        for parity in self.parities.values():
-            if parity.entry and layouts.piece_digests(bytes(parity.block), 64) == parity.digest:
-                parities.append(parity.entry)
+        snapshots = [
+            SnapshotEntry(
+                rank=arena.rank,
+                generation=sealed.manifest.generation,
+                manifest_digest=layouts.manifest_digest(sealed.encoded),
+                payload_bytes=sealed.manifest.payload_bytes,
+            )
+            for arena, slot, sealed in self.snapshots()
+            if arena.payload(slot) is not None
+        ]
+        parities: list[ParityEntry] = [record.entry for record, _ in self.whole_blocks()]
         return Inventory(snapshots=tuple(snapshots), parities=tuple(parities))
+
+    def damage_manifests(self) -> None:
+        """A byte of each file flips."""
+        for arena in self.arenas.values():
+            for slot, sealed in arena.sealed.items():
+                flipped = bytearray(sealed.encoded)
+                flipped[len(flipped) // 2] ^= 0x04
+                arena.sealed[slot] = replace(sealed, encoded=bytes(flipped))
+
+    def remove_unreadable(self) -> None:
+        """As a daemon does that starts: a manifest that is not whole seals nothing."""
+        for arena in self.arenas.values():
+            arena.sealed = dict(arena.readable())
+
+    def _sealed(self, rank: int, generation: Generation) -> tuple[DiskArena, int, Sealed]:
+        for arena, slot, sealed in self.snapshots():
+            if arena.rank == rank and sealed.manifest.generation == generation:
+                return arena, slot, sealed
+        raise StorageError(f"no snapshot {generation} of rank {rank} here")
+
+    def _check_room(self) -> None:
+        if self.full:
+            raise StorageError("no space left on the tmpfs")

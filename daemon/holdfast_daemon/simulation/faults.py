@@ -6,8 +6,8 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
+from holdfast_core.places import Lying
 from holdfast_core.values import Membership
-from holdfast_daemon.effects import Effect
 from holdfast_daemon.simulation.clock import Clock, Network
 from holdfast_daemon.simulation.daemon import VirtualDaemon
 from holdfast_daemon.simulation.disk import Disk
@@ -45,19 +45,18 @@ class Faults:
     whole: set[tuple[int, ...]]
     counts: Counter[str]
     say: Callable[[str], None]
-    check_line: Callable[[], None]
+    check_disks: Callable[[], None]
     start_daemon: Callable[[str], None]
     _striking: bool
     _kinds: tuple[str, ...]
     _faults_left: int
     _strike_rate: float
     _suspects: dict[str, float]
-    _full: set[str]
     _control_down_until: float
 
     # --- faults -----------------------------------------------------------------------------------
 
-    def strike(self, node: str, effect: Effect, when: str) -> None:
+    def strike(self, node: str, where: str) -> None:
         """A fault may strike the node's daemon, or the node, at any effect."""
         if self._striking or self._faults_left <= 0 or self.membership is None:
             return
@@ -66,7 +65,15 @@ class Faults:
         kind = self.clock.rng.choice(("kill_daemon", "kill_node"))
         if kind not in self._kinds:
             return
-        self._inject(kind, node, f"{when} {type(effect).__name__}")
+        self._inject(kind, node, where)
+
+    def strike_transfer(self, owner: str, source: str) -> None:
+        """The same between any two parts of a transfer, at who asks, who answers or who leads."""
+        # Parts are many; other places must get their share of the faults.
+        if self.membership is not None and self.clock.rng.random() < 0.3:
+            leader = self.membership.place(self.membership.leader).node
+            victim = self.clock.rng.choice((owner, source, leader))
+            self.strike(victim, f"while {owner} receives from {source}")
 
     def _random_fault(self) -> None:
         """Between effects: all kinds, on any node."""
@@ -105,7 +112,7 @@ class Faults:
         self._striking = True
         getattr(self, f"_{kind}")(node)
         self._striking = False
-        self.check_line()
+        self.check_disks()
 
     def _kill_rank(self, node: str) -> None:
         if self.world is None:
@@ -143,32 +150,30 @@ class Faults:
         self.clock_offset[node] += self.clock.rng.choice((-1e5, -3.0, 3.0, 1e5))
 
     def _fill_tmpfs(self, node: str) -> None:
-        self._full.add(node)
-        self.clock.after(self.clock.rng.uniform(0.1, 2.0), lambda: self._full.discard(node))
+        disk = self.disks[node]
+        disk.full = True
+        self.clock.after(self.clock.rng.uniform(0.1, 2.0), lambda: setattr(disk, "full", False))
 
     def _corrupt_arena(self, node: str) -> None:
-        held = [
-            (arena, slot) for arena in self.disks[node].arenas.values() for slot in arena.manifests
-        ]
+        held = list(self.disks[node].snapshots())
         if held:
-            arena, slot = self.clock.rng.choice(held)
-            arena.slots[slot][self.clock.rng.randrange(4)] ^= 0x10
+            arena, slot, sealed = self.clock.rng.choice(held)
+            at = self.clock.rng.randrange(sealed.manifest.payload_bytes)
+            for _, view in arena.views(Lying(slot, sealed.places), at, 1):
+                view[0] ^= 0x10
         self._scrub(node)
 
     def _corrupt_parity(self, node: str) -> None:
-        blocks = [p for p in self.disks[node].parities.values() if p.entry and p.block]
-        if blocks:
-            parity = self.clock.rng.choice(blocks)
-            parity.block[self.clock.rng.randrange(len(parity.block))] ^= 0x01
+        disk = self.disks[node]
+        sealed = [(key, record.nbytes) for key, record in disk.records.items() if record.nbytes]
+        if sealed:
+            key, nbytes = self.clock.rng.choice(sealed)
+            disk.blocks[key][self.clock.rng.randrange(nbytes)] ^= 0x01
         self._scrub(node)
 
     def _corrupt_manifest(self, node: str) -> None:
         """A flipped byte on the tmpfs; found when the next daemon adopts it."""
-        for arena in self.disks[node].arenas.values():
-            for slot, encoded in arena.manifests.items():
-                flipped = bytearray(encoded)
-                flipped[len(flipped) // 2] ^= 0x04
-                arena.manifests[slot] = bytes(flipped)
+        self.disks[node].damage_manifests()
         self._kill_daemon(node)
 
     def _scrub(self, node: str) -> None:

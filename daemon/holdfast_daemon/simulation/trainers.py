@@ -15,8 +15,9 @@ from holdfast_core.errors import (
     UnknownSessionError,
     UnreachableError,
 )
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.layouts import Layout
-from holdfast_core.places import bit_map
+from holdfast_core.places import Lying, bit_map
 from holdfast_core.values import Generation
 from holdfast_daemon.engine.answers import Granted
 from holdfast_daemon.simulation.daemon import VirtualDaemon
@@ -158,9 +159,8 @@ class Worker:
         generation = state.line.generation
         if generation is not None:
             assert state.slot is not None and state.slot.manifest is not None and state.arena
-            disk = daemon.disk.arenas[(self.rank, state.arena.layout_id)]
-            size = state.slot.manifest.payload_bytes
-            data = disk.read(state.slot.index, state.slot.places, size)
+            arena = daemon.disk.arenas[(self.rank, state.arena.layout_id)]
+            data = arena.read(state.slot.lying, state.slot.manifest.payload_bytes)
             if layouts.piece_digests(data, PIECE_BYTES) != state.slot.manifest.digests:
                 self.world.cluster.restore_failed(self.rank)
                 self.kill()
@@ -213,7 +213,7 @@ class Worker:
             return
         cluster = self.world.cluster
         try:
-            unchanged = self._unchanged()
+            unchanged = self._unchanged(generation.step)
             granted, effects = daemon.engine.grant(
                 session,
                 epoch=generation.epoch,
@@ -232,21 +232,27 @@ class Worker:
         opened = daemon.engine.opened(session)
         assert opened is not None
         arena = daemon.disk.arenas[(self.rank, opened.arena.layout_id)]
-        assert granted.slot not in arena.manifests, "a sealed slot was granted"
+        assert granted.slot not in arena.sealed, "a sealed slot was granted"
         self._arena = opened.arena.layout_id
-        arena.write(granted.slot, granted.places, data[: len(data) // 2], carried)
+        arena.write(Lying(granted.slot, granted.places), data[: len(data) // 2], carried)
         self._copying = True
         cluster.clock.after(
             cluster.clock.rng.uniform(0.001, 0.06),
             lambda: self._staged(daemon, session, generation, granted, data, carried),
         )
 
-    def _unchanged(self) -> frozenset[int]:
+    def _unchanged(self, step: int) -> frozenset[int]:
         """The pieces that this save does not capture: only whole pieces of tensors can be."""
         cluster = self.world.cluster
-        whole = tensor_bytes_of(self.rank) // PIECE_BYTES
-        rng = cluster.clock.rng
-        return frozenset(p for p in range(whole) if rng.random() < cluster.unchanged_rate)
+        whole = range(tensor_bytes_of(self.rank) // PIECE_BYTES)
+        match cluster.policy:
+            case PolicyType.FULL:
+                return frozenset()
+            case PolicyType.SELECTIVE:  # some are used often, and some hardly ever
+                rng = cluster.clock.rng
+                return frozenset(p for p in whole if rng.random() < p / (p + 1))
+            case _:  # some in turn
+                return frozenset(p for p in whole if (p + step) % cluster.turns)
 
     def _captured(self, generation: Generation, carried: frozenset[int]) -> bytes:
         """The payload of a snapshot that carries over the pieces `carried`."""
@@ -275,7 +281,7 @@ class Worker:
         arena = daemon.disk.arenas.get((self.rank, self._arena))
         if arena is not None:
             # A process that lives writes, whatever has been decided without it.
-            arena.write(granted.slot, granted.places, data, carried)
+            arena.write(Lying(granted.slot, granted.places), data, carried)
         digests = bytearray(layouts.piece_digests(data, PIECE_BYTES))
         for piece in carried:
             digests[8 * piece : 8 * piece + 8] = bytes(8)

@@ -1,174 +1,160 @@
-"""What simulated daemons pull from each other: real parity over the virtual disks."""
+"""What simulated daemons ask each other for: streams that can end in the middle, and manifests.
+
+The daemon's own code asks, answers, verifies and combines (`worker`, `group`, `combining`,
+`updating`, `changes`); only the wire between two daemons is a model.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from holdfast_core import layouts, raim5
-from holdfast_core.values import Generation, Manifest, ParityEntry
-from holdfast_daemon.effects import (
-    BuildParity,
-    FetchManifest,
-    ManifestFetched,
-    ParityBuilt,
-    Rebuild,
-    Rebuilt,
-)
-from holdfast_daemon.engine import JobEngine
-from holdfast_daemon.simulation.disk import Disk, DiskParity
+from holdfast_core.errors import HoldfastError, StaleEpochError, StorageError, UnreachableError
+from holdfast_core.values import Generation, Manifest, MemberPlace
+from holdfast_daemon.bulk import Kind, Request
+from holdfast_daemon.changes import change_of
+from holdfast_daemon.combining import Effort
+from holdfast_daemon.effects import BuildParity, Completion
+from holdfast_daemon.group import EpochScope, GroupFetch
+from holdfast_daemon.simulation.disk import Disk
+from holdfast_daemon.simulation.fibers import Broken
+from holdfast_daemon.worker import Background, EffectWorker
 
 if TYPE_CHECKING:
     from holdfast_daemon.simulation.cluster import Cluster
+    from holdfast_daemon.simulation.daemon import VirtualDaemon
+
+SENT_BYTES = 16
+"""Bytes that travel together: a piece of the simulated snapshots."""
 
 
-def xor(a: bytes, b: bytes) -> bytes:
-    """XOR of two byte strings, the shorter one extended with zeros."""
-    n = max(len(a), len(b))
-    return (int.from_bytes(a, "little") ^ int.from_bytes(b, "little")).to_bytes(n, "little")
+class VirtualWorker(EffectWorker):
+    """The daemon's worker over a virtual disk; a defect in it ends the schedule."""
 
-
-class Transfers:
-    """The part of a simulated daemon that moves bytes between disks."""
-
-    cluster: Cluster
-    node: str
-    disk: Disk
-    engine: JobEngine
-
-    def _build(self, effect: BuildParity) -> ParityBuilt:
-        block, suspect, error = b"", None, ""
-        sizes = [0] * len(effect.group)
-        for source in effect.sources:
-            sizes[source.position] = source.payload_bytes
-        kept = {}
-        for source in effect.sources:
-            held = self._pull(source.place.node, source.rank, effect.generation)
-            if held is None:
-                error = f"rank {source.rank} is not reachable"
-                break
-            data, manifest, layout = held
-            if layouts.manifest_digest(manifest) != source.manifest_digest:
-                error = f"rank {source.rank} holds another snapshot"
-                break
-            piece = layouts.decode_manifest(manifest)
-            chunk = next(
-                c
-                for c in raim5.contributions(effect.own_position, sizes, piece.piece_bytes)
-                if c.position == source.position
-            )
-            part = data[chunk.range.start : chunk.range.start + chunk.range.nbytes]
-            first = chunk.range.start // piece.piece_bytes
-            if self.cluster.wire_flips() or (
-                layouts.first_bad_piece(
-                    memoryview(part), piece.digests, piece.piece_bytes, first_piece=first
-                )
-                is not None
-            ):
-                error, suspect = "bytes do not match their manifest", source.rank
-                break
-            block = xor(block, part)
-            kept[(source.rank, effect.generation)] = (manifest, layout)
-        if error:
-            return ParityBuilt(
-                lane=effect.lane,
-                slot=effect.slot,
-                generation=effect.generation,
-                entry=None,
-                error=error,
-                suspect=suspect,
-            )
-        entry = ParityEntry(
-            lane=effect.lane,
-            generation=effect.generation,
-            group=effect.group,
-            sources=tuple(sorted((s.rank, s.manifest_digest) for s in effect.sources)),
+    def __init__(self, cluster: Cluster, daemon: VirtualDaemon, disk: Disk) -> None:
+        wire = Wire(cluster, daemon)
+        super().__init__(
+            disk,
+            bulk=wire,
+            peers=wire,
+            executor=Starter(daemon),
+            membership=disk.epoch[0] if disk.epoch else None,
+            effort=Effort(threads=1, stride_bytes=SENT_BYTES),
         )
-        self.disk.peers.update(kept)
-        self.disk.parities[(effect.lane, effect.slot)] = DiskParity(
-            bytearray(block), layouts.piece_digests(block, 64), entry
-        )
-        return ParityBuilt(
-            lane=effect.lane, slot=effect.slot, generation=effect.generation, entry=entry
-        )
+        self._counts = cluster.counts
 
-    def _fetch_manifest(self, effect: FetchManifest) -> ManifestFetched:
-        for place in effect.peers:
-            daemon = self.cluster.reachable_daemon(self.node, place.node)
-            held = daemon.disk.peers.get((effect.rank, effect.generation)) if daemon else None
-            if held and layouts.manifest_digest(held[0]) == effect.manifest_digest:
-                return ManifestFetched(
-                    rank=effect.rank,
-                    generation=effect.generation,
-                    manifest=held[0],
-                    layout=held[1],
-                )
-        return ManifestFetched(
-            rank=effect.rank,
-            generation=effect.generation,
-            manifest=b"",
-            layout=b"",
-            error="no peer keeps the manifest",
-        )
+    def _carry_out(self, effect: Background, scope: EpochScope) -> Completion:
+        try:
+            return super()._carry_out(effect, scope)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise Broken(error) from error
 
-    def _rebuild(self, effect: Rebuild) -> Rebuilt:
-        manifest = effect.manifest
-        sizes = [0] * (len(effect.sources) + 1)
-        sizes[effect.own_position] = manifest.payload_bytes
-        by_position = {source.position: source for source in effect.sources}
-        for source in effect.sources:
-            sizes[source.position] = source.payload_bytes
-        payload = bytearray(manifest.payload_bytes)
-        error = ""
-        for chunk in raim5.recovery(effect.own_position, sizes, manifest.piece_bytes):
-            owner = by_position[chunk.owner]
-            part = self._pull_parity(owner.place.node, manifest, effect)
-            for other in chunk.others:
-                source = by_position[other.position]
-                held = self._pull(source.place.node, source.rank, manifest.generation)
-                if held is None or part is None:
-                    error = f"rank {source.rank} is not reachable"
-                    break
-                start = other.range.start
-                part = xor(part, held[0][start : start + other.range.nbytes])
-            if part is None or error:
-                error = error or "a parity block is not reachable"
-                break
-            where = chunk.range
-            payload[where.start : where.start + where.nbytes] = part[: where.nbytes]
-        if not error and (
-            self.cluster.wire_flips()
-            or layouts.piece_digests(bytes(payload), manifest.piece_bytes) != manifest.digests
-        ):
-            error = "rebuilt bytes do not match the manifest"
-        if not error:
-            arena = self.disk.arenas[(effect.rank, manifest.layout_id)]
-            assert effect.slot not in arena.manifests, "a sealed slot was overwritten"
-            arena.write(effect.slot, effect.places, bytes(payload), frozenset())
-            arena.seal(effect.slot, effect.encoded, effect.places)
-        return Rebuilt(
-            rank=effect.rank, slot=effect.slot, generation=manifest.generation, error=error
-        )
+    def _update(
+        self,
+        effect: BuildParity,
+        block: memoryview,
+        manifests: Mapping[int, Manifest],
+        fetch: GroupFetch,
+        scope: EpochScope,
+    ) -> tuple[int, bytes] | None:
+        made = super()._update(effect, block, manifests, fetch, scope)
+        self._counts["parity_updated" if made else "parity_built"] += 1
+        return made
 
-    def _pull_parity(self, node: str, manifest: Manifest, effect: Rebuild) -> bytes | None:
-        daemon = self.cluster.reachable_daemon(self.node, node)
-        if daemon is None:
-            return None
-        lane = self.cluster.lane_of(effect.rank)
-        for (held, _), parity in daemon.disk.parities.items():
-            if held == lane and parity.entry and parity.entry.generation == manifest.generation:
-                return bytes(parity.block)
-        return None
 
-    def _pull(
-        self, node: str, rank: int, generation: Generation
-    ) -> tuple[bytes, bytes, bytes] | None:
-        """(payload, manifest, layout) over the bulk path, as they are on the peer's disk."""
-        daemon = self.cluster.reachable_daemon(self.node, node)
-        if daemon is None or daemon.engine.memory.epoch > self.engine.memory.epoch:
-            return None
-        found = daemon.disk.find(rank, generation)
-        if found is None:
-            return None
-        arena, slot, encoded = found
-        size = layouts.decode_manifest(encoded).payload_bytes
-        return arena.read(slot, arena.places[slot], size), encoded, arena.encoded
+class Starter(Executor):
+    """Lets a daemon begin what its worker submits. Its end is an event, so no future is waited
+    for."""
+
+    def __init__(self, daemon: VirtualDaemon) -> None:
+        self._daemon = daemon
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._daemon.begin(args[0], partial(fn, *args, **kwargs))
+        return Future()
+
+
+class Wire:
+    """The connections of one daemon to the others."""
+
+    def __init__(self, cluster: Cluster, daemon: VirtualDaemon) -> None:
+        self._cluster, self._daemon = cluster, daemon
+
+    def open(self, address: str, request: Request) -> WireStream:
+        """`group.BulkOpener`."""
+        source = self._source(address, request.epoch)
+        parts = _asked(source.disk, request)
+        first = next(parts, b"")  # what cannot be answered shows here
+        return WireStream(chain((first,), parts), partial(self._wait, source))
+
+    def fetch_manifest(
+        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+    ) -> tuple[bytes, bytes]:
+        """`group.PeerClient`."""
+        source = self._source(place.node, epoch)
+        return source.disk.describe(rank, generation) or (b"", b"")
+
+    def _source(self, node: str, epoch: int) -> VirtualDaemon:
+        source = self._cluster.reachable_daemon(self._daemon.node, node)
+        if source is None:
+            raise UnreachableError(f"{node} does not answer")
+        if epoch < source.engine.memory.epoch:
+            raise StaleEpochError(f"{node} is in epoch {source.engine.memory.epoch}")
+        return source
+
+    def _wait(self, source: VirtualDaemon, part: bytes) -> bytes:
+        """What becomes of `part` on its way; anything may happen meanwhile, to anyone."""
+        self._daemon.pause_transfer(source.node)
+        if self._cluster.reachable_daemon(self._daemon.node, source.node) is not source:
+            raise UnreachableError(f"the connection to {source.node} ended")
+        if not part or not self._cluster.wire_flips():
+            return part
+        flipped = bytearray(part)
+        flipped[self._cluster.clock.rng.randrange(len(part))] ^= 0x20
+        return bytes(flipped)
+
+
+class WireStream:
+    """`combining.Stream` of what a daemon sends, a part at a time."""
+
+    def __init__(self, parts: Iterator[bytes], wait: Callable[[bytes], bytes]) -> None:
+        self._parts, self._wait = parts, wait
+        self._arrived = b""
+
+    def read_into(self, view: memoryview) -> None:
+        while len(self._arrived) < len(view):
+            try:
+                part = next(self._parts)
+            except (StopIteration, HoldfastError) as error:
+                raise UnreachableError("the connection ended too early") from error
+            self._arrived += self._wait(part)
+        view[:] = self._arrived[: len(view)]
+        self._arrived = self._arrived[len(view) :]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _asked(disk: Disk, request: Request) -> Iterator[bytes]:
+    """The reply to a request, as far as it is read. Raises HoldfastError."""
+    match request.kind:
+        case Kind.CHANGE:
+            return change_of(disk, request)
+        case Kind.SNAPSHOT:
+            held = disk.held(request.index, request.generation)
+            nbytes, views = held.manifest.payload_bytes, held.views
+        case Kind.PARITY:
+            nbytes, views = disk.parity(request.index, request.generation)
+    if request.offset + request.nbytes > nbytes:
+        raise StorageError(f"{request.nbytes} bytes at {request.offset} of {nbytes} asked for")
+    end = request.offset + request.nbytes
+    return (
+        bytes(view)
+        for at in range(request.offset, end, SENT_BYTES)
+        for _, view in views(at, min(SENT_BYTES, end - at))
+    )

@@ -17,8 +17,8 @@ from holdfast_core.raim5 import parity_bytes
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.changes import _changes
-from holdfast_daemon.combining import Stream
-from holdfast_daemon.job_storage import Held
+from holdfast_daemon.combining import Effort, Stream
+from holdfast_daemon.holding import Held
 from holdfast_daemon.parity import build
 from holdfast_daemon.updating import update
 
@@ -105,7 +105,7 @@ class Members:
             data[len(data) // 2] ^= 1
         return Bytes(bytes(data))
 
-    def update(self, owner: int, room: int = 4096) -> tuple[bytes, bytes]:
+    def update(self, owner: int, room: int = 4096, stride: int = PIECE) -> tuple[bytes, bytes]:
         older, digests = self.block(OLD, owner)
         block = memoryview(bytearray(b"\x77" * room))
         used, found = update(
@@ -116,6 +116,7 @@ class Members:
             before=self.manifests(OLD, owner),
             after=self.manifests(NEW, owner),
             fetch=self,
+            effort=Effort(stride_bytes=stride),
         )
         return bytes(block[:used]), found
 
@@ -153,7 +154,7 @@ def test_an_update_makes_what_a_build_makes_and_sends_what_changed(
     for owner in range(len(old)):
         members.sent_bytes = 0
         try:
-            made = members.update(owner)
+            made = members.update(owner, stride=rng.choice((1, 3 * PIECE, 1 << 20)))
         except InvalidJobError:
             continue
         assert made == members.block(NEW, owner)
