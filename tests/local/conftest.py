@@ -13,3 +13,9 @@ def cluster() -> Iterator[RawCluster]:
     with RawCluster(arguments=("--metrics-port", "0")) as running:
         yield running
         print(running.story())
+
+
+@pytest.fixture(params=[False, True], ids=["Full", "PartialExperts"])
+def carries(request: pytest.FixtureRequest) -> bool:
+    """Whether the saves of a job carry pieces over."""
+    return bool(request.param)

@@ -129,6 +129,8 @@ class RawJob:
     nbytes: int = 300_000
     group_size: int = 0
     redundancy: Redundancy = Redundancy.RAIM5
+    carries: bool = True
+    """Whether saves carry pieces over, where they can: as those of some experts do."""
     bulk_addresses: dict[str, str] = field(default_factory=dict)
     """Node → address that its peers are told instead of its own."""
     epoch: int = 0
@@ -206,13 +208,21 @@ class RawJob:
     def make_trainer(self, rank: int) -> RawTrainer:
         """A new trainer of `rank`, which has done nothing yet."""
         largest = self.nbytes + 5000 * self.size
-        return RawTrainer(
+        trainer = RawTrainer(
             self.daemon(rank), self.name, rank, self.size, self.rank_bytes(rank), largest
         )
+        trainer.carries = self.carries
+        return trainer
 
     def rank_bytes(self, rank: int) -> int:
         """Payload without extras; no two ranks have the same size."""
         return self.nbytes + 5000 * rank
+
+    def carry(self, carries: bool) -> None:
+        """From the next save on, carry pieces over or do not."""
+        self.carries = carries
+        for trainer in self.trainers:
+            trainer.carries = carries
 
     def start_trainers(self) -> list[Restored]:
         """New trainers on all members, restored and open; what each restored."""

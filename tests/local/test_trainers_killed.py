@@ -17,8 +17,8 @@ RANK = 1
 
 
 @pytest.fixture
-def job(cluster: RawCluster) -> RawJob:
-    job = RawJob(cluster, cluster.start_nodes(MEMBERS))
+def job(cluster: RawCluster, carries: bool) -> RawJob:
+    job = RawJob(cluster, cluster.start_nodes(MEMBERS), carries=carries)
     job.form()
     job.start_trainers()
     return job

@@ -35,9 +35,10 @@ MUTANTS = (
         edits=(
             (
                 f"{ENGINE}/leader.py",
-                "    retained = protected\n",
-                "    retained = _newest([g for g in current "
-                "if recovery.is_complete(membership, holdings, g)], protected)\n",
+                "    retained = _newest([], protected, previous.retained)\n",
+                "    complete = [g for g in current "
+                "if recovery.is_complete(membership, holdings, g)]\n"
+                "    retained = _newest(complete, protected, previous.retained)\n",
             ),
         ),
     ),
@@ -97,12 +98,16 @@ MUTANTS = (
     ),
     Mutant(
         name="keep nothing beside the line when an epoch begins",
-        edits=(
+        edits=tuple(
             (
                 f"{ENGINE}/leader.py",
-                "previous = replace(previous, line=line, protected=kept, retained=kept)",
-                "previous = replace(previous, line=line)",
-            ),
+                f"            {kept}(membership, holdings, not_after=until),\n",
+                "",
+            )
+            for kept in (
+                "protected=recovery.newest_protected",
+                "retained=recovery.newest_survivable",
+            )
         ),
     ),
     Mutant(
