@@ -15,6 +15,7 @@ import numpy as np
 
 from holdfast_core.dynamic_k import PLT_LIMIT
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.expert_policies import first_k
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.layouts import Layout, decode_layout
 from holdfast_core.model_sizes import ModelSizes
@@ -138,7 +139,7 @@ def assumptions_of(
         step_s=options.step_seconds,
         node_losses_per_s=1 / (options.node_mtbf_days * DAY_S),
         process_failures_per_s=1 / (options.process_mtbf_days * DAY_S),
-        first_k=asked or (chosen.experts_per_layer if chosen else 1),
+        first_k=asked or (first_k(chosen) if chosen else 1),
         loss_limit=chosen.loss_limit if chosen else PLT_LIMIT,
         routing_skew=options.routing_skew,
     )

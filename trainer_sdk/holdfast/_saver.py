@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from holdfast._awaiting import Awaiting
 from holdfast._bubbles import Bubbles
 from holdfast._capture import Source
 from holdfast._client import Commit, DaemonClient, Event, Stage
@@ -83,8 +84,7 @@ class Saver:
         self._restored: Layout | None = None
         self._sources: Sequence[Source] = ()
         self._saves = 0
-        self._awaiting: dict[Generation, SaveHandle] = {}
-        self._lock = threading.Lock()
+        self._awaiting = Awaiting(self._on_protected)
         self._reported_s = 0.0
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._current: Task | None = None
@@ -161,11 +161,7 @@ class Saver:
             _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
             self._client.close()  # ends the call that it waits for
             self._thread.join(timeout_s)
-        with self._lock:
-            waiting = list(self._awaiting.values())
-            self._awaiting.clear()
-        for handle in waiting:
-            handle._fail(SnapshotSkippedError("the session was closed before this was protected"))
+        self._awaiting.close()
         self._client.close()
         self._engine.close()
 
@@ -352,13 +348,11 @@ class Saver:
                 _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
         self._saves += 1
         generation = Generation(commit.epoch, commit.step)
-        with self._lock:
-            self._awaiting[generation] = handle
+        self._awaiting.add(generation, handle)
         try:
             link.commit(commit, nan_units)
         except HoldfastError as error:
-            with self._lock:
-                self._awaiting.pop(generation, None)
+            self._awaiting.drop(generation)
             link.abort(commit.step, f"{error.code}: the commit failed")
             raise
         handle._reach(handle.committed)
@@ -373,28 +367,11 @@ class Saver:
             )
             _log.warning("%s", self.problem)
             return
-        assert event.generation is not None
-        with self._lock:
-            reached = {
-                generation: handle
-                for generation, handle in self._awaiting.items()
-                if generation == event.generation
-                or (event.stage is not Stage.DEAD and generation < event.generation)
-            }
-            for generation in reached:
-                del self._awaiting[generation]
-        for generation, handle in reached.items():
-            if event.stage is Stage.PROTECTED:
-                if (partial := self.partial) is not None:
-                    partial.measuring.protected(generation, time.monotonic())
-                handle._reach(handle.protected)
-            elif event.stage is Stage.DEAD:
-                why = f"generation {generation} will not be completed by all ranks"
-                handle._fail(SnapshotSkippedError(why))
-            else:
-                handle._reach(handle.committed)  # the news may be faster than Commit's answer
-                why = f"generation {generation} is complete, but the job has no redundancy"
-                handle._fail(SnapshotSkippedError(why))
+        self._awaiting.heard(event)
+
+    def _on_protected(self, generation: Generation) -> None:
+        if (partial := self.partial) is not None:
+            partial.measuring.protected(generation, time.monotonic())
 
     # --- reports ----------------------------------------------------------------------------------
 

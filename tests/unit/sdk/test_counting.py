@@ -149,8 +149,6 @@ class Rank:
         state = capture.captured(
             Generation(self.epoch, number), number, left_out, Replenishing.start()
         )
-            Generation(self.epoch, number), number, left_out, Replenishing.start()
-        )
         if fate != "lost":
             capture.keep(state)
             self.state = state

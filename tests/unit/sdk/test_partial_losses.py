@@ -50,7 +50,7 @@ def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
 ) -> None:
     for step in (1, 2, 3):
         story.save(step)
-    report = story.session.counters.loss.report
+    report = loss_of(story.session).report
     assert report is not None
     assert (report.at_risk, report.routed, report.recoveries) == ((10, 10), (60, 60), ())
     assert loss_of(story.session).at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)

@@ -1,0 +1,70 @@
+"""The saves that are committed and wait for what the daemon says of their protection.
+
+The saver adds them, the watching thread hears the news; any thread may call anything here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from holdfast._client import Event, Stage
+from holdfast._handles import SaveHandle
+from holdfast_core.errors import SnapshotSkippedError
+from holdfast_core.values import Generation
+
+
+class Awaiting:
+    """Handles by generation.
+
+    Args:
+        on_protected: told of each generation that became protected, before its handle.
+    """
+
+    def __init__(self, on_protected: Callable[[Generation], None]) -> None:
+        self._on_protected = on_protected
+        self._handles: dict[Generation, SaveHandle] = {}
+        self._lock = threading.Lock()
+
+    def add(self, generation: Generation, handle: SaveHandle) -> None:
+        """It is about to be committed: the news may be faster than the commit's answer."""
+        with self._lock:
+            self._handles[generation] = handle
+
+    def drop(self, generation: Generation) -> None:
+        """It was not committed."""
+        with self._lock:
+            self._handles.pop(generation, None)
+
+    def heard(self, event: Event) -> None:
+        """News of a generation; what was protected or completed later says the same of those
+        before it."""
+        assert event.generation is not None
+        with self._lock:
+            reached = {
+                generation: handle
+                for generation, handle in self._handles.items()
+                if generation == event.generation
+                or (event.stage is not Stage.DEAD and generation < event.generation)
+            }
+            for generation in reached:
+                del self._handles[generation]
+        for generation, handle in reached.items():
+            if event.stage is Stage.PROTECTED:
+                self._on_protected(generation)
+                handle._reach(handle.protected)
+            elif event.stage is Stage.DEAD:
+                why = f"generation {generation} will not be completed by all ranks"
+                handle._fail(SnapshotSkippedError(why))
+            else:
+                handle._reach(handle.committed)  # the news may be faster than Commit's answer
+                why = f"generation {generation} is complete, but the job has no redundancy"
+                handle._fail(SnapshotSkippedError(why))
+
+    def close(self) -> None:
+        """Nothing more will be heard."""
+        with self._lock:
+            handles = list(self._handles.values())
+            self._handles.clear()
+        for handle in handles:
+            handle._fail(SnapshotSkippedError("the session was closed before this was protected"))
