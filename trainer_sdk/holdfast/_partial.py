@@ -5,34 +5,29 @@ experts take turns, every rank chooses alike from the number of the snapshot, wi
 where tokens decide, from the sum of what all ranks stated after the save before (`_counting`). Each
 rank's ledger counts the tokens that it routed itself; lost tokens are added up in a restore, where
 K is decided anew.
-
-All of it is training state: it travels in the extras of each snapshot, as of that snapshot, so that
-after a recovery it is what belongs to the restored step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from holdfast._counting import Counting
 from holdfast._exchange import Exchange
 from holdfast._measuring import Measuring
+from holdfast._partial_state import PartialState
 from holdfast._settings import Settings
-from holdfast_core.agreed_counts import UNKNOWN, AgreedCounts, Mark, Measures, Statement
-from holdfast_core.dynamic_k import next_k
-from holdfast_core.errors import CorruptError
-from holdfast_core.expert_ledger import ExpertLedger, merge_counts
+from holdfast_core.agreed_counts import UNKNOWN, AgreedCounts, Mark, Statement
+from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.expert_policies import ExpertPolicy, first_k, k_for_all, select_by_tokens
 from holdfast_core.experts import ExpertTable
 from holdfast_core.job_snapshots import Selective
 from holdfast_core.layouts import Layout
-from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
+from holdfast_core.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.replenish import Replenishing
-from holdfast_core.selection_pec import select_sequential
-from holdfast_core.token_loss import LossAccount, recovery_loss
+from holdfast_core.selection_pec import select_sequential, sequential_bound
+from holdfast_core.token_loss import LossAccount
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
@@ -155,13 +150,26 @@ class PartialCapture:
         missing = self._ledger.uncaptured
         chosen: Collection[UnitKey]
         if self._counting is None:
-            chosen = select_sequential(self._table, self._k, number, uncaptured=missing).units
+            turn = select_sequential(self._table, self._k, number, uncaptured=missing).units
+            chosen = self._overdue(self._table, self._ledger, number).union(turn)
         else:
             found = self._counting.chosen(number, self._wait_s)
             chosen = self.own if found is None else found.units
             self._counts = self._counts if found is None else found.counts
         self._captured = len(chosen)
         return frozenset(self._table.units).difference(chosen, missing)
+
+    def _overdue(self, table: ExpertTable, ledger: ExpertLedger, number: int) -> set[UnitKey]:
+        """The experts of this rank whose turn was in a save that it skipped. Saves that are skipped
+        again and again in the same turn would starve them."""
+        return {
+            expert.unit
+            for layer in table.layers
+            for expert in layer.experts
+            if expert.unit in self.own
+            and (held := ledger.versions[expert.unit])
+            and number - held[-1].number > sequential_bound(layer, self._k)
+        }
 
     def attempt(self, number: int, left_out: Collection[UnitKey]) -> None:
         """Snapshot `number` has a place, and captures all experts of this rank but these."""
@@ -251,118 +259,6 @@ class PartialCapture:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartialState:
-    """What a snapshot says about its experts."""
-
-    ledger: ExpertLedger
-    account: LossAccount
-    k: int
-    marks: Mapping[UnitKey, Mark]
-    """Of the experts that this rank captures; used by policies that choose by tokens."""
-    measures: Measures
-    replenishing: Replenishing
-    """Of this rank's tokens."""
-    recoveries: tuple[RecoveryLoss, ...] = ()
-    """The newest of the job's life, oldest first."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For the extras."""
-        return {
-            "ledger": self.ledger.to_dict(),
-            "account": self.account.to_dict(),
-            "k": self.k,
-            "recoveries": [each.to_dict() for each in self.recoveries],
-            "marks": {str(unit): [m.number, m.tokens] for unit, m in self.marks.items()},
-            "measures": list(astuple(self.measures)),
-            "replenishing": self.replenishing.to_dict(),
-        }
-
-    @classmethod
-    def from_dict(cls, found: Any) -> PartialState:
-        """Raises CorruptError when `to_dict` did not write it."""
-        try:
-            return cls(
-                ledger=ExpertLedger.from_dict(found["ledger"]),
-                account=LossAccount.from_dict(found["account"]),
-                k=int(found["k"]),
-                recoveries=tuple(map(RecoveryLoss.from_dict, found.get("recoveries", ()))),
-                marks={
-                    UnitKey.parse(unit): Mark(int(number), int(tokens))
-                    for unit, (number, tokens) in found.get("marks", {}).items()
-                },
-                measures=Measures(*map(int, found.get("measures", ()))),
-                replenishing=Replenishing.from_dict(found["replenishing"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
-
-    # --- a recovery, agreed by all ranks ----------------------------------------------------------
-
-    def own_versions(self, layout: Layout) -> dict[str, str]:
-        """The version of each expert that this rank's snapshot holds."""
-        mine = {UnitKey.parse(unit) for unit in dict.fromkeys(e.unit for e in layout.entries)}
-        return {
-            str(unit): str(self.ledger.versions[unit][-1].generation)
-            for unit in sorted(mine)
-            if unit.kind is UnitKind.EXPERT and self.ledger.versions.get(unit)
-        }
-
-    def returned(self, versions: Mapping[str, str]) -> tuple[PartialState, dict[str, int]]:
-        """The state with experts at these versions, and which of this rank's tokens they lost.
-
-        A rank whose save was skipped may not know a version that another rank captured; then the
-        newest older one that it knows says what was lost, which is rather too much.
-        """
-        restored = {}
-        for unit, held in self.ledger.versions.items():
-            told = versions.get(str(unit))
-            wanted = Generation.parse(told) if told else held[-1].generation
-            known = [version.generation for version in held if version.generation <= wanted]
-            restored[unit] = known[-1] if known else held[0].generation
-        ledger, lost = self.ledger.recovered(restored)
-        replenishing = self.replenishing.after_recovery(lost)
-        returned = replace(self, ledger=ledger, replenishing=replenishing)
-        return returned, {str(unit): tokens for unit, tokens in lost.items() if tokens}
-
-    def recovered(
-        self,
-        lost: Sequence[Mapping[str, int]],
-        assigned: Sequence[Mapping[str, int]],
-        policy: ExpertPolicy,
-        *,
-        epoch: int,
-        line: Generation,
-    ) -> PartialState:
-        """The state to go on with, once the losses and assignments of all ranks are known.
-
-        `epoch` begins with this recovery, which goes back to `line`.
-        """
-        total = merge_counts(*(_units(counts) for counts in lost))
-        assignments = _layers(assigned)
-        account = self.account.after(total, self.k)
-        loss = recovery_loss(total, assignments)
-        decision = next_k(
-            max(self.k, first_k(policy)),
-            first_k=first_k(policy),
-            experts_max=k_for_all(policy, self.ledger.tokens),
-            lost_by_k=account.lost_by_k,
-            total_tokens=sum(assignments.values()),
-            limit=policy.loss_limit,
-        )
-        _log.warning(
-            "experts returned to older versions: %d tokens, %.2f %% of all, are lost to them; %s",
-            loss.lost_tokens,
-            100 * loss.plt,
-            decision.reason,
-        )
-        record = RecoveryLoss.of(
-            loss, account, epoch=epoch, line=line, k_before=self.k, k_after=decision.k
-        )
-        kept = [each for each in self.recoveries if each.epoch < epoch][1 - RECOVERIES_KEPT :]
-        return replace(self, account=account, k=decision.k, recoveries=(*kept, record))
-
-
 def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
     """For each expert the pieces that hold nothing else."""
     size = layout.piece_bytes
@@ -378,15 +274,3 @@ def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
             found.setdefault(next(iter(units)), set()).add(piece)
     keys = {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
     return {unit: pieces for unit, pieces in keys.items() if unit.kind is UnitKind.EXPERT}
-
-
-def _units(counts: Mapping[str, int]) -> dict[UnitKey, int]:
-    return {UnitKey.parse(unit): tokens for unit, tokens in counts.items()}
-
-
-def _layers(assigned: Iterable[Mapping[str, int]]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for of_rank in assigned:
-        for layer, tokens in of_rank.items():
-            total[int(layer)] = total.get(int(layer), 0) + tokens
-    return total

@@ -24,7 +24,7 @@ from holdfast._copy import BadPieceError, CopyEngine, plan_copy
 from holdfast._exchange import Exchange
 from holdfast._extras import decode_extras, split_extras
 from holdfast._fit import Offer, check_cover, make_room, own_offers, wanted_by
-from holdfast._partial import PartialState
+from holdfast._partial_state import PartialState
 from holdfast._placed import Placed
 from holdfast._scatter import scatter
 from holdfast._settings import Settings

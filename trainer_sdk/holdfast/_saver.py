@@ -27,7 +27,8 @@ from holdfast._extras import encode_extras, join_extras
 from holdfast._handles import SaveHandle
 from holdfast._link import Link
 from holdfast._nans import units_with_nan
-from holdfast._partial import PartialState, expert_pieces, partial_capture
+from holdfast._partial import expert_pieces, partial_capture
+from holdfast._partial_state import PartialState
 from holdfast._placed import Placed
 from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
 from holdfast._replicas import agree, state_of

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from holdfast._counting import Counting
 from holdfast._exchange import Alone, Broadcast
-from holdfast._partial import PartialCapture, PartialState
+from holdfast._partial import PartialCapture
+from holdfast._partial_state import PartialState
 from holdfast_core.agreed_counts import AgreedCounts, Mark, Statement
 from holdfast_core.errors import UnreachableError
 from holdfast_core.expert_policies import ExpertPolicy

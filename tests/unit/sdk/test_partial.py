@@ -108,6 +108,23 @@ def test_a_skipped_save_does_not_make_an_expert_younger(
     other.session.close()
 
 
+def test_saves_that_are_skipped_in_the_same_turn_again_and_again_starve_no_expert(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    story.save(1)
+    for step in (2, 4, 6):
+        story.daemon.fail("commit", holdfast.StorageError("no space left"))
+        story.trainer.train()
+        assert story.session.save(step).committed.exception(WAIT_S) is not None
+        story.save(step + 1)
+    # The turns of the others are saves 2, 4 and 6. By save 5 they have waited for two of them.
+    ages = {expert(0, 0): 7, expert(0, 1): 5, expert(1, 0): 5, expert(1, 1): 7}
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    assert other.session.restore() == 7
+    same(other.trainer.state(), story.expect(7, ages))
+    other.session.close()
+
+
 BY_TOKENS = [
     pytest.param({"partial_experts": BY_LOAD}, id="LoadAware"),
     pytest.param({"partial_experts": None, "selective": Selective(experts=2)}, id="Selective"),

@@ -10,7 +10,7 @@ import pytest
 from story import Story, expert, loss_of
 
 from holdfast._nodaemon import UnprotectedSession
-from holdfast._partial import PartialState
+from holdfast._partial_state import PartialState
 from holdfast.testing import FakeDaemon
 from holdfast_core.agreed_counts import UNKNOWN
 from holdfast_core.expert_ledger import ExpertLedger
