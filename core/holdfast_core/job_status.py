@@ -102,7 +102,13 @@ class TokenLossStatus(_Part, frozen=True, kw_only=True):
     )
     limit: Annotated[float, Meta(description="the PLT that the job allows")] | None = None
     experts_per_layer: (
-        Annotated[int, Meta(description="the experts of each layer in a snapshot")] | None
+        Annotated[
+            int,
+            Meta(
+                description="the experts of each layer in a snapshot; with Selective, of all layers"
+            ),
+        ]
+        | None
     ) = None
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 

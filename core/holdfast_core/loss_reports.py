@@ -111,9 +111,9 @@ class LossReport:
     ranks: int
     """Whose tokens these are."""
     k: int
-    """Experts of each layer in a snapshot."""
+    """Experts of each layer in a snapshot; with the policy Selective, of all layers."""
     experts_max: int
-    """Of the layer that has most: a K of this captures all."""
+    """Of the layer that has most, or of all layers: a K of this captures all."""
     limit: float
     """The PLT that recoveries may come to."""
     layers: tuple[int, ...]

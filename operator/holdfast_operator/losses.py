@@ -73,7 +73,7 @@ def loss_text(loss: JobLoss) -> str:
     return (
         f"tokens lost {loss.lost:.2%} (MLT {loss.lost_mlt:.4f}, limit {loss.limit:.2%})"
         f"  at risk now {loss.at_risk:.2%} (MLT {loss.at_risk_mlt:.4f})"
-        f"  in a snapshot {loss.k} of {loss.experts_max} experts per layer"
+        f"  in a snapshot {loss.k} of {loss.experts_max} experts"
     )
 
 
@@ -106,5 +106,5 @@ def _k(loss: JobLoss) -> str:
     grown = newest is not None and newest.k_after > newest.k_before
     since = f"K grew from {newest.k_before} to {newest.k_after} then: " if newest and grown else ""
     if loss.captures_all:
-        return f"{since}snapshots hold all {loss.experts_max} experts of each layer"
-    return f"{since}snapshots hold {loss.k} of {loss.experts_max} experts of each layer"
+        return f"{since}snapshots hold all experts"
+    return f"{since}snapshots hold {loss.k} of {loss.experts_max} experts"

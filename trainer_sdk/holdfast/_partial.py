@@ -238,15 +238,17 @@ class PartialCapture:
     @property
     def loss(self) -> Loss:
         ledger = self._ledger
-        k = self._captured if isinstance(self._policy, Selective) else self._k
         if ledger is None:
-            return Loss(k=k)
+            return Loss(k=self._k)
+        k, experts_max = self._k, k_for_all(self._policy, ledger.tokens)
+        if isinstance(self._policy, Selective):  # K is a factor, which says little to people
+            k, experts_max = max(self._captured, 1), len(ledger.tokens)
         report = LossReport.of_rank(
             ledger,
             self._account,
             self._recoveries,
-            k=self._k,
-            experts_max=k_for_all(self._policy, ledger.tokens),
+            k=k,
+            experts_max=experts_max,
             limit=self._policy.loss_limit,
         )
         return Loss(

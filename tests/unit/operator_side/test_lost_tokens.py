@@ -163,7 +163,7 @@ def test_all_experts_captured_is_said() -> None:
     loss = JobLoss.of(said(lost=9, k=8, recoveries=(recovery(4, 9, before=4, after=8),)))
     condition = loss_condition(make_job(spec=SOME_EXPERTS), ControlState(losses=loss))
     assert condition is not None
-    assert "K grew from 4 to 8 then: snapshots hold all 8 experts of each layer" in (
+    assert "K grew from 4 to 8 then: snapshots hold all experts" in (
         condition.message
     )
 
@@ -196,5 +196,5 @@ def test_the_figures_fit_into_a_line() -> None:
     text = loss_text(JobLoss.of(said(at_risk=2, lost=4, k=2)))
     assert text == (
         "tokens lost 4.00% (MLT 0.0400, limit 5.00%)  at risk now 2.00% (MLT 0.0200)"
-        "  in a snapshot 2 of 8 experts per layer"
+        "  in a snapshot 2 of 8 experts"
     )
