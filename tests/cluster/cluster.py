@@ -188,10 +188,6 @@ class Cluster:
         """
         return run(*self._kubectl(), *words, stdin=stdin)
 
-    def kubectl_command(self, *words: str) -> list[str]:
-        """How `kubectl` is called, for who keeps it running."""
-        return [*map(str, self._kubectl()), *words]
-
     def get(self, *words: str) -> Any:
         """The object, or the list of objects, that `kubectl get` finds; an error if it does not."""
         return json.loads(self.kubectl("get", *words, "-o", "json"))

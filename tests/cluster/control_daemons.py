@@ -13,17 +13,28 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 import grpc
 import grpc.aio
-from pod_watch import PodWatch
 
 from holdfast_core.values import Generation, Membership
+from holdfast_operator.kube.api import connect
+from holdfast_operator.kube.manifests import TRAINER_SELECTOR
+from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.pods import TrainerPod, read_pod
+from holdfast_operator.kube.resources import PODS
+from holdfast_operator.kube.trainers import PodIndex
+from holdfast_operator.kube.watches import Cache, Watch
 from holdfast_operator.views import AgentState
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 REDIAL_S = 0.1
+
+CLOSING_S = 0.25
+"""aiohttp ends TLS connections beside its `close`, and tells nobody when it has; its guide asks for
+such a pause."""
 
 
 @dataclass
@@ -44,11 +55,14 @@ class ControlDaemons:
     """A daemon for each node, all dialling `address`. A context manager.
 
     Args:
-        pods: of the jobs.
+        kubeconfig: of the cluster that the pods are in, in `namespace`.
     """
 
-    def __init__(self, address: str, nodes: Iterable[str], pods: PodWatch) -> None:
-        self._address, self._pods = address, pods
+    def __init__(
+        self, address: str, nodes: Iterable[str], kubeconfig: Path, namespace: str
+    ) -> None:
+        self._address, self._kubeconfig, self._namespace = address, kubeconfig, namespace
+        self._pods = PodIndex(lambda _: None)
         self.daemons = {node: Daemon(node, f"memory-of-{node}") for node in nodes}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="daemons", daemon=True)
@@ -81,12 +95,32 @@ class ControlDaemons:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(self._live(each)) for each in self.daemons.values()]
+        lives = (self._live(each) for each in self.daemons.values())
+        tasks = [self._loop.create_task(each) for each in (self._watch_pods(), *lives)]
         self._loop.run_forever()
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(CLOSING_S))
         self._loop.close()
+
+    async def _watch_pods(self) -> None:
+        cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
+        api = await connect(Metrics(), str(self._kubeconfig))
+        watch = Watch(
+            api,
+            PODS,
+            cache,
+            clock=time.monotonic,
+            sleep=asyncio.sleep,
+            on_restart=lambda _: None,
+            namespace=self._namespace,
+            query={"labelSelector": TRAINER_SELECTOR},
+        )
+        try:
+            await watch.run()
+        finally:
+            await api.close()
 
     async def _live(self, daemon: Daemon) -> None:
         while True:

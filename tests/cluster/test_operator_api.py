@@ -17,7 +17,6 @@ from cluster import Cluster
 from control_daemons import ControlDaemons
 from machine import ClusterError, wait_for
 from operator_process import OperatorProcess
-from pod_watch import PodWatch
 
 from holdfast_operator.kube.manifests import SOCKETS_PATH
 
@@ -141,8 +140,7 @@ def world(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
     log = tmp_path / "operator.log"
     with (
         OperatorProcess(cluster.kubeconfig, namespace, log) as operator,
-        PodWatch(cluster.kubectl_command("-n", namespace)) as pods,
-        ControlDaemons(operator.control, NODES, pods) as daemons,
+        ControlDaemons(operator.control, NODES, cluster.kubeconfig, namespace) as daemons,
     ):
         world = World(cluster, operator, daemons)
         yield world

@@ -154,7 +154,7 @@ def protect(memory: JobMemory, now: float) -> None:
         if generation is None:
             continue
         free = next((p for p in slots if p.state is ParityState.FREE), None)
-        free = free or _make_room(memory, slots, generation)
+        free = free or _make_room(memory, membership, slots, generation)
         if free is None:
             continue
         sources = _sources(memory, membership, lane, generation)
@@ -173,15 +173,40 @@ def protect(memory: JobMemory, now: float) -> None:
         )
 
 
-def _make_room(memory: JobMemory, slots: list[ParitySlot], wanted: Generation) -> ParitySlot | None:
-    """A block of a generation younger than `wanted`, freed; None when there is none."""
+def _make_room(
+    memory: JobMemory, membership: Membership, slots: list[ParitySlot], wanted: Generation
+) -> ParitySlot | None:
+    """A block that nobody was promised, freed: of a generation younger than `wanted`, or of one
+    that nobody can go back to any more; None when there is none."""
     promised = memory.directive.retained if memory.directive else None
     for parity in slots:
         held = parity.generation
-        if held is not None and held > wanted and held != promised:
+        if held is None or held == promised:
+            continue
+        if held > wanted or not _is_of_use(memory, membership, parity.lane, held):
             free_parity(memory, parity)
             return parity
     return None
+
+
+def _is_of_use(
+    memory: JobMemory, membership: Membership, lane: int, generation: Generation
+) -> bool:
+    """Whether the group has the generation in this lane, or can rebuild what one member lost of it.
+    What lacks both stays lost: blocks are made of all snapshots, and a snapshot of all blocks."""
+    assert memory.me is not None
+    without, blocks = [], set()
+    for member in membership.group_of(memory.me):
+        inventory = memory.reports[member].inventory
+        rank = membership.rank_at(member, lane)
+        if not any(e.rank == rank and e.generation == generation for e in inventory.snapshots):
+            without.append(member)
+        if any(e.lane == lane and e.generation == generation for e in inventory.parities):
+            blocks.add(member)
+    if len(without) > 1:
+        return False
+    others = set(membership.group_of(memory.me)).difference(without)
+    return not without or others <= blocks
 
 
 def _protectable(memory: JobMemory, membership: Membership, lane: int) -> list[Generation]:

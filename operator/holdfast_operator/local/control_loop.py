@@ -81,9 +81,8 @@ class ControlLoop:
         """One look of the reconciler; whether it led to anything."""
         observed = self._observe()
         decision = reconcile(self._job, observed, self._state, time.monotonic())
-        forced = decision.state.epoch != self._state.epoch or (
-            decision.state.outcome is not self._state.outcome
-        )
+        # The next control loop must not tell again what this one has told.
+        forced = decision.state.epoch != self._state.epoch or bool(decision.events)
         self._state = decision.state
         for event in decision.events:
             self._journal.tell(event.reason, event.message, event.warning)
