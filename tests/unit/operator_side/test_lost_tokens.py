@@ -163,9 +163,7 @@ def test_all_experts_captured_is_said() -> None:
     loss = JobLoss.of(said(lost=9, k=8, recoveries=(recovery(4, 9, before=4, after=8),)))
     condition = loss_condition(make_job(spec=SOME_EXPERTS), ControlState(losses=loss))
     assert condition is not None
-    assert "K grew from 4 to 8 then: snapshots hold all experts" in (
-        condition.message
-    )
+    assert "K grew from 4 to 8 then: snapshots hold all experts" in (condition.message)
 
 
 def test_an_ended_job_keeps_its_figures() -> None:
