@@ -19,9 +19,6 @@ from holdfast_core.expert_ledger import ExpertLedger, check_format
 from holdfast_core.experts import layer_of
 from holdfast_core.units import UnitKey
 
-TOKEN_LOSS_LIMIT = 0.03
-"""MoEtion §4.1, table 1: up to here the validation loss is unharmed."""
-
 _FORMAT = 1
 
 

@@ -31,8 +31,6 @@ def name_of(cost: PolicyCost) -> str:
     """The policy, and how many experts it captures."""
     if cost.policy is PolicyType.FULL:
         return "Full"
-    if cost.policy is PolicyType.PARTIAL_EXPERTS:
-        return f"PartialExperts {cost.experts}"
     return f"{cost.policy.value} {cost.experts}"
 
 

@@ -22,7 +22,6 @@ PHASE_STYLES = {
     "Failed": "bold red",
     "Suspended": "dim",
 }
-_STATUS = {True: "True", False: "False", None: "Unknown"}
 _STATE_STYLES = {"HEALTHY": "green", "SNAPSHOTTING": "cyan", "OFFLINE": "red"}
 
 
@@ -135,7 +134,7 @@ def conditions_view(conditions: Sequence[Condition]) -> Table:
     for condition in conditions:
         table.add_row(
             condition.type.value,
-            Text(_STATUS[condition.status], style="" if condition.status else "dim"),
+            Text(condition.status_word, style="" if condition.status else "dim"),
             condition.reason,
             condition.message,
         )

@@ -254,6 +254,11 @@ class Condition:
     """One word in CamelCase."""
     message: str = ""
 
+    @property
+    def status_word(self) -> str:
+        """The status as Kubernetes writes it."""
+        return "Unknown" if self.status is None else str(self.status)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from cluster import Cluster
 from control_daemons import ControlDaemons
-from machine import ClusterError, wait_for
+from holdfast_system import Job
+from machine import wait_for
 from operator_process import OperatorProcess
 
 from holdfast_operator.kube.manifests import SOCKETS_PATH
@@ -74,18 +75,10 @@ class World:
 
     def until(self, name: str, wanted: Callable[[Document], object]) -> Document:
         """The job's status once it is as wanted."""
-
-        seen: list[Document] = [{}]
-
-        def found() -> bool:
-            seen[0] = self.status(name)
-            return bool(seen[0] and wanted(seen[0]))
-
-        try:
-            wait_for(f"the status of {name}", found, WAIT_S)
-        except ClusterError as error:
-            raise ClusterError(f"{error}; the last one: {seen[0]}") from None
-        return seen[0]
+        document = {"metadata": {"name": name, "namespace": NAMESPACE}}
+        return Job(self.cluster, document).wait(
+            f"the status of {name}", lambda status: bool(wanted(status)), WAIT_S
+        )
 
     def runs_in(self, name: str, epoch: int) -> Document:
         return self.until(name, lambda s: s["phase"] == "Running" and s["epoch"] == epoch)

@@ -112,9 +112,7 @@ def _is_lost(memory: JobMemory, membership: Membership, rank: int, generation: G
     group = membership.group_of(memory.me)
     if any(m not in memory.reports or not memory.reports[m].verified for m in group):
         return False
-    inventories = {member: report.inventory for member, report in memory.reports.items()}
-    holdings = recovery.Holdings.of(membership, inventories)
-    return not recovery.rebuildable(membership, holdings, rank, generation)
+    return not recovery.rebuildable(membership, memory.holdings(membership), rank, generation)
 
 
 def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:

@@ -15,6 +15,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
 from holdfast_core.loss_reports import LossReport
 from holdfast_core.places import Lying, choose, merge_digests
+from holdfast_core.recovery import Holdings
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -293,6 +294,11 @@ class JobMemory:
         return all(
             slot.verified for _, slot in self.slots() if slot.state is SlotState.SEALED
         ) and all(p.verified for p in self.parities.values() if p.state is ParityState.READY)
+
+    def holdings(self, membership: Membership) -> Holdings:
+        """What the members hold, as far as they have told this daemon."""
+        inventories = {member: report.inventory for member, report in self.reports.items()}
+        return Holdings.of(membership, inventories)
 
     def inventory(self) -> Inventory:
         """What this daemon holds, in a fixed order."""

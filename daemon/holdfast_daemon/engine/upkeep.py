@@ -195,18 +195,13 @@ def _is_of_use(
     """Whether the group has the generation in this lane, or can rebuild what one member lost of it.
     What lacks both stays lost: blocks are made of all snapshots, and a snapshot of all blocks."""
     assert memory.me is not None
-    without, blocks = [], set()
-    for member in membership.group_of(memory.me):
-        inventory = memory.reports[member].inventory
-        rank = membership.rank_at(member, lane)
-        if not any(e.rank == rank and e.generation == generation for e in inventory.snapshots):
-            without.append(member)
-        if any(e.lane == lane and e.generation == generation for e in inventory.parities):
-            blocks.add(member)
-    if len(without) > 1:
-        return False
-    others = set(membership.group_of(memory.me)).difference(without)
-    return not without or others <= blocks
+    group = membership.group_of(memory.me)
+    holdings = memory.holdings(membership)
+    return all(
+        (rank, generation) in holdings.snapshots
+        or recovery.rebuildable(membership, holdings, rank, generation)
+        for rank in (membership.rank_at(member, lane) for member in group)
+    )
 
 
 def _protectable(memory: JobMemory, membership: Membership, lane: int) -> list[Generation]:
@@ -292,8 +287,7 @@ def _start_rebuild(
 ) -> None:
     if now < memory.retry_at.get(f"rebuild{rank}", now) or memory.me is None:
         return
-    inventories = {member: report.inventory for member, report in memory.reports.items()}
-    holdings = recovery.Holdings.of(membership, inventories)
+    holdings = memory.holdings(membership)
     if not recovery.rebuildable(membership, holdings, rank, target):
         return
     lane = membership.lane_of(rank)

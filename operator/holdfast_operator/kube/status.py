@@ -32,8 +32,6 @@ RATIO_DIGITS = 6
 PROBLEM_CHARACTERS_MAX = 1024
 MESSAGE_CHARACTERS_MAX = 32768
 
-_STATUS = {True: "True", False: "False", None: "Unknown"}
-
 
 def status_of(
     job: MoETrainingJob,
@@ -118,7 +116,7 @@ def conditions_of(
     earlier = {each["type"]: each for each in previous.get("conditions") or []}
     found = []
     for condition in conditions:
-        status = _STATUS[condition.status]
+        status = condition.status_word
         before = earlier.get(condition.type.value, {})
         since = before.get("lastTransitionTime") if before.get("status") == status else None
         found.append(
