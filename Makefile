@@ -17,7 +17,7 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/installed
-SOURCES := core protos daemon operator trainer_sdk
+SOURCES := core protos storage daemon operator trainer_sdk
 CHECKED := $(wildcard $(SOURCES) charts tests benchmarks examples)
 STUBS := protos/holdfast_protos
 CLUSTER := $(BIN)/python tests/cluster/cli.py

@@ -59,6 +59,29 @@ class MemberPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tier:
+    """Where and how often a job's generations are persisted, and where it begins."""
+
+    uri: str
+    """A directory of any kind that fsspec reaches: `file:///…`, `s3://bucket/prefix`. The job's
+    sets lie in a directory of its own below it."""
+    every_steps: int = 0
+    """Steps from copy to copy; 0: not by steps."""
+    every_s: float = 0.0
+    """Seconds from copy to copy; 0: not by time. Without steps and time, as REFT appendix A
+    computes it from what copies cost and how often memory was lost."""
+    keep: int = 3
+    """Newest copies to keep."""
+    keep_every: int = 0
+    """Besides, copies whose step is a multiple of this are kept for good; 0: none."""
+    bytes_per_s: int = 0
+    """What one daemon may write in a second; 0: as fast as it can."""
+    restore_from: str = ""
+    """`epoch.step` of the copy that a job without generations in memory begins from; empty: the
+    newest whole one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
     """Who takes part in a job in one epoch, and where.
 
@@ -75,6 +98,8 @@ class Membership:
     """Parity groups: member indices, each member in exactly one group. Constant for a job's life
     unless the number of members changes, because parity in memory was made for them."""
     redundancy: Redundancy = Redundancy.RAIM5
+    tier: Tier | None = None
+    """None: generations are in memory only."""
 
     def __post_init__(self) -> None:
         indices = [place.index for place in self.members]

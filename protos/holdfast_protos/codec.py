@@ -13,6 +13,7 @@ This module must not decide anything beyond "is this well-formed", and does no I
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, fields
 
 from holdfast_core.errors import (
     HoldfastError,
@@ -33,6 +34,7 @@ from holdfast_core.values import (
     Redundancy,
     Report,
     SnapshotEntry,
+    Tier,
 )
 from holdfast_protos import peer_pb2, values_pb2
 
@@ -177,6 +179,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         nproc_per_node=value.nproc_per_node,
         groups=[values_pb2.ParityGroup(members=group) for group in value.groups],
         redundancy=value.redundancy.value,
+        tier=None if value.tier is None else values_pb2.Tier(**asdict(value.tier)),
     )
 
 
@@ -197,9 +200,14 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             nproc_per_node=message.nproc_per_node,
             groups=tuple(tuple(group.members) for group in message.groups),
             redundancy=Redundancy(message.redundancy),
+            tier=_tier(message.tier) if message.HasField("tier") else None,
         )
     except (InvalidJobError, ValueError) as error:
         raise ProtocolError(f"membership of job {message.job!r} is malformed: {error}") from error
+
+
+def _tier(message: values_pb2.Tier) -> Tier:
+    return Tier(**{known.name: getattr(message, known.name) for known in fields(Tier)})
 
 
 # --- inventories ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1choldfast_protos/values.proto\x12\x0bholdfast.v1\")\n\nGeneration\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"y\n\x0bMemberPlace\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x11\n\tmemory_id\x18\x03 \x01(\t\x12\x14\n\x0cpeer_address\x18\x04 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x05 \x01(\t\x12\x0e\n\x06\x64omain\x18\x06 \x01(\t\"\x1e\n\x0bParityGroup\x12\x0f\n\x07members\x18\x01 \x03(\r\"\xbb\x01\n\nMembership\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12)\n\x07members\x18\x04 \x03(\x0b\x32\x18.holdfast.v1.MemberPlace\x12\x16\n\x0enproc_per_node\x18\x05 \x01(\r\x12(\n\x06groups\x18\x06 \x03(\x0b\x32\x18.holdfast.v1.ParityGroup\x12\x12\n\nredundancy\x18\x07 \x01(\t\"z\n\rSnapshotEntry\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\"5\n\x0cParitySource\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x06\"\x83\x01\n\x0bParityEntry\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\r\n\x05group\x18\x03 \x03(\r\x12*\n\x07sources\x18\x04 \x03(\x0b\x32\x19.holdfast.v1.ParitySource\"K\n\x0eRankGeneration\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\xc1\x01\n\tInventory\x12-\n\tsnapshots\x18\x01 \x03(\x0b\x32\x1a.holdfast.v1.SnapshotEntry\x12*\n\x08parities\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.ParityEntry\x12,\n\x07writing\x18\x03 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\x12+\n\x06passed\x18\x04 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\"C\n\x04Line\x12+\n\ngeneration\x18\x01 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc8\x01\n\nLossReport\x12\r\n\x05ranks\x18\x01 \x01(\r\x12\x19\n\x11\x65xperts_per_layer\x18\x02 \x01(\r\x12\x13\n\x0b\x65xperts_max\x18\x03 \x01(\r\x12\r\n\x05limit\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12\x0f\n\x07\x61t_risk\x18\x06 \x03(\x04\x12\x0e\n\x06routed\x18\x07 \x03(\x04\x12\x0c\n\x04lost\x18\x08 \x03(\x04\x12-\n\nrecoveries\x18\t \x03(\x0b\x32\x19.holdfast.v1.RecoveryLoss\"\xb9\x01\n\x0cRecoveryLoss\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blost_tokens\x18\x03 \x01(\x04\x12\x0b\n\x03plt\x18\x04 \x01(\x01\x12\x0b\n\x03mlt\x18\x05 \x01(\x01\x12\x10\n\x08k_before\x18\x06 \x01(\r\x12\x0f\n\x07k_after\x18\x07 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x08 \x01(\x04\x12\x11\n\ttotal_plt\x18\t \x01(\x01\x12\x11\n\ttotal_mlt\x18\n \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1choldfast_protos/values.proto\x12\x0bholdfast.v1\")\n\nGeneration\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"y\n\x0bMemberPlace\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x11\n\tmemory_id\x18\x03 \x01(\t\x12\x14\n\x0cpeer_address\x18\x04 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x05 \x01(\t\x12\x0e\n\x06\x64omain\x18\x06 \x01(\t\"\x1e\n\x0bParityGroup\x12\x0f\n\x07members\x18\x01 \x03(\r\"\xdc\x01\n\nMembership\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12)\n\x07members\x18\x04 \x03(\x0b\x32\x18.holdfast.v1.MemberPlace\x12\x16\n\x0enproc_per_node\x18\x05 \x01(\r\x12(\n\x06groups\x18\x06 \x03(\x0b\x32\x18.holdfast.v1.ParityGroup\x12\x12\n\nredundancy\x18\x07 \x01(\t\x12\x1f\n\x04tier\x18\x08 \x01(\x0b\x32\x11.holdfast.v1.Tier\"\x86\x01\n\x04Tier\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x13\n\x0b\x65very_steps\x18\x02 \x01(\x04\x12\x0f\n\x07\x65very_s\x18\x03 \x01(\x01\x12\x0c\n\x04keep\x18\x04 \x01(\r\x12\x12\n\nkeep_every\x18\x05 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x06 \x01(\x04\x12\x14\n\x0crestore_from\x18\x07 \x01(\t\"z\n\rSnapshotEntry\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\"5\n\x0cParitySource\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x06\"\x83\x01\n\x0bParityEntry\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\r\n\x05group\x18\x03 \x03(\r\x12*\n\x07sources\x18\x04 \x03(\x0b\x32\x19.holdfast.v1.ParitySource\"K\n\x0eRankGeneration\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\xc1\x01\n\tInventory\x12-\n\tsnapshots\x18\x01 \x03(\x0b\x32\x1a.holdfast.v1.SnapshotEntry\x12*\n\x08parities\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.ParityEntry\x12,\n\x07writing\x18\x03 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\x12+\n\x06passed\x18\x04 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\"C\n\x04Line\x12+\n\ngeneration\x18\x01 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc8\x01\n\nLossReport\x12\r\n\x05ranks\x18\x01 \x01(\r\x12\x19\n\x11\x65xperts_per_layer\x18\x02 \x01(\r\x12\x13\n\x0b\x65xperts_max\x18\x03 \x01(\r\x12\r\n\x05limit\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12\x0f\n\x07\x61t_risk\x18\x06 \x03(\x04\x12\x0e\n\x06routed\x18\x07 \x03(\x04\x12\x0c\n\x04lost\x18\x08 \x03(\x04\x12-\n\nrecoveries\x18\t \x03(\x0b\x32\x19.holdfast.v1.RecoveryLoss\"\xb9\x01\n\x0cRecoveryLoss\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blost_tokens\x18\x03 \x01(\x04\x12\x0b\n\x03plt\x18\x04 \x01(\x01\x12\x0b\n\x03mlt\x18\x05 \x01(\x01\x12\x10\n\x08k_before\x18\x06 \x01(\r\x12\x0f\n\x07k_after\x18\x07 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x08 \x01(\x04\x12\x11\n\ttotal_plt\x18\t \x01(\x01\x12\x11\n\ttotal_mlt\x18\n \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,21 +38,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARITYGROUP']._serialized_start=211
   _globals['_PARITYGROUP']._serialized_end=241
   _globals['_MEMBERSHIP']._serialized_start=244
-  _globals['_MEMBERSHIP']._serialized_end=431
-  _globals['_SNAPSHOTENTRY']._serialized_start=433
-  _globals['_SNAPSHOTENTRY']._serialized_end=555
-  _globals['_PARITYSOURCE']._serialized_start=557
-  _globals['_PARITYSOURCE']._serialized_end=610
-  _globals['_PARITYENTRY']._serialized_start=613
-  _globals['_PARITYENTRY']._serialized_end=744
-  _globals['_RANKGENERATION']._serialized_start=746
-  _globals['_RANKGENERATION']._serialized_end=821
-  _globals['_INVENTORY']._serialized_start=824
-  _globals['_INVENTORY']._serialized_end=1017
-  _globals['_LINE']._serialized_start=1019
-  _globals['_LINE']._serialized_end=1086
-  _globals['_LOSSREPORT']._serialized_start=1089
-  _globals['_LOSSREPORT']._serialized_end=1289
-  _globals['_RECOVERYLOSS']._serialized_start=1292
-  _globals['_RECOVERYLOSS']._serialized_end=1477
+  _globals['_MEMBERSHIP']._serialized_end=464
+  _globals['_TIER']._serialized_start=467
+  _globals['_TIER']._serialized_end=601
+  _globals['_SNAPSHOTENTRY']._serialized_start=603
+  _globals['_SNAPSHOTENTRY']._serialized_end=725
+  _globals['_PARITYSOURCE']._serialized_start=727
+  _globals['_PARITYSOURCE']._serialized_end=780
+  _globals['_PARITYENTRY']._serialized_start=783
+  _globals['_PARITYENTRY']._serialized_end=914
+  _globals['_RANKGENERATION']._serialized_start=916
+  _globals['_RANKGENERATION']._serialized_end=991
+  _globals['_INVENTORY']._serialized_start=994
+  _globals['_INVENTORY']._serialized_end=1187
+  _globals['_LINE']._serialized_start=1189
+  _globals['_LINE']._serialized_end=1256
+  _globals['_LOSSREPORT']._serialized_start=1259
+  _globals['_LOSSREPORT']._serialized_end=1459
+  _globals['_RECOVERYLOSS']._serialized_start=1462
+  _globals['_RECOVERYLOSS']._serialized_end=1647
 # @@protoc_insertion_point(module_scope)

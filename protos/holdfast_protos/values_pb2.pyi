@@ -105,6 +105,7 @@ class Membership(_message.Message):
     NPROC_PER_NODE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     REDUNDANCY_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     revision: _builtins.int
@@ -114,6 +115,10 @@ class Membership(_message.Message):
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberPlace]: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityGroup]: ...
+    @_builtins.property
+    def tier(self) -> Global___Tier:
+        """absent: generations are in memory only"""
+
     def __init__(
         self,
         *,
@@ -124,14 +129,54 @@ class Membership(_message.Message):
         nproc_per_node: _builtins.int = ...,
         groups: _abc.Iterable[Global___ParityGroup] | None = ...,
         redundancy: _builtins.str = ...,
+        tier: Global___Tier | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "nproc_per_node", b"nproc_per_node", "redundancy", b"redundancy", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "nproc_per_node", b"nproc_per_node", "redundancy", b"redundancy", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Membership: _TypeAlias = Membership  # noqa: Y015
+
+@_typing.final
+class Tier(_message.Message):
+    """Where and how often generations are persisted (holdfast_core.values.Tier)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URI_FIELD_NUMBER: _builtins.int
+    EVERY_STEPS_FIELD_NUMBER: _builtins.int
+    EVERY_S_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    KEEP_EVERY_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    RESTORE_FROM_FIELD_NUMBER: _builtins.int
+    uri: _builtins.str
+    every_steps: _builtins.int
+    every_s: _builtins.float
+    keep: _builtins.int
+    keep_every: _builtins.int
+    bytes_per_s: _builtins.int
+    restore_from: _builtins.str
+    def __init__(
+        self,
+        *,
+        uri: _builtins.str = ...,
+        every_steps: _builtins.int = ...,
+        every_s: _builtins.float = ...,
+        keep: _builtins.int = ...,
+        keep_every: _builtins.int = ...,
+        bytes_per_s: _builtins.int = ...,
+        restore_from: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "every_s", b"every_s", "every_steps", b"every_steps", "keep", b"keep", "keep_every", b"keep_every", "restore_from", b"restore_from", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final
 class SnapshotEntry(_message.Message):

@@ -136,7 +136,7 @@ def _inputs() -> Iterator[Path]:
     for name in (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml"):
         yield ROOT / name
     yield ROOT / "examples" / "train_moe.py"
-    for root in ("core", "protos", "daemon", "operator", "trainer_sdk"):
+    for root in ("core", "protos", "storage", "daemon", "operator", "trainer_sdk"):
         for file in sorted((ROOT / root).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 yield file

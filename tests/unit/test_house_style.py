@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = ("core", "protos", "daemon", "operator", "trainer_sdk")
+SOURCE_ROOTS = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
 OTHER_ROOTS = ("charts", "tests", "benchmarks", "examples")
 
 MODULE_LINES_MAX = 400

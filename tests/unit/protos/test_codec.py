@@ -31,6 +31,7 @@ from holdfast_core.values import (
     Redundancy,
     Report,
     SnapshotEntry,
+    Tier,
 )
 from holdfast_protos import codec, peer_pb2, values_pb2
 from holdfast_protos.losses import (
@@ -144,6 +145,18 @@ def losses(draw: st.DrawFn) -> LossReport:
     )
 
 
+TIERS = st.builds(
+    Tier,
+    uri=TEXT,
+    every_steps=U64,
+    every_s=st.floats(0, 1e9),
+    keep=U32,
+    keep_every=U64,
+    bytes_per_s=U64,
+    restore_from=TEXT,
+)
+
+
 @st.composite
 def memberships(draw: st.DrawFn) -> Membership:
     """Memberships with gaps in their indices and groups of any sizes."""
@@ -167,6 +180,7 @@ def memberships(draw: st.DrawFn) -> Membership:
         nproc_per_node=draw(st.integers(1, 2**32 - 1)),
         groups=tuple(tuple(shuffled[start:end]) for start, end in itertools.pairwise(cuts)),
         redundancy=draw(st.sampled_from(Redundancy)),
+        tier=draw(st.none() | TIERS),
     )
 
 
