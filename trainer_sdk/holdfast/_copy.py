@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
+from holdfast._arena import populate
 from holdfast._bubbles import Block, Bubbles
 from holdfast._collector import without_collector
 from holdfast._devices import Device, DeviceMove, Fence
@@ -177,6 +178,8 @@ class CopyEngine:
             self._device.upload(moves, buffers.tensor, low)
 
         def block(first: int) -> None:
+            low = first * size
+            populate(source.address + starts[first] + low, min(BLOCK_PIECES * size, end - low))
             for piece in range(first, min(first + BLOCK_PIECES, count)):
                 base = starts[piece]
                 address = source.address + base
