@@ -31,18 +31,16 @@ class Holdings:
 
     @classmethod
     def of(cls, membership: Membership, inventories: Mapping[int, Inventory]) -> Holdings:
-        snapshots = {
-            (entry.rank, entry.generation): entry
-            for member, inventory in inventories.items()
-            for entry in inventory.snapshots
-            if entry.rank in membership.ranks_of(member)
-        }
-        parities = {
-            (member, entry.lane, entry.generation): entry
-            for member, inventory in inventories.items()
-            for entry in inventory.parities
-            if entry.group == membership.group_of(member)
-        }
+        snapshots: dict[tuple[int, Generation], SnapshotEntry] = {}
+        parities: dict[tuple[int, int, Generation], ParityEntry] = {}
+        for member, inventory in inventories.items():
+            ranks, group = membership.ranks_of(member), membership.group_of(member)
+            for entry in inventory.snapshots:
+                if entry.rank in ranks:
+                    snapshots[entry.rank, entry.generation] = entry
+            for block in inventory.parities:
+                if block.group == group:
+                    parities[member, block.lane, block.generation] = block
         return cls(snapshots, parities)
 
     def generations(self) -> list[Generation]:
@@ -178,22 +176,23 @@ def dead_generations(
     writing it. Generations of older epochs are settled by the line, not here.
     """
     passed: dict[int, Generation] = {}
-    pending: set[tuple[int, Generation]] = set()
-    held: set[Generation] = set()
+    pending: dict[Generation, set[int]] = {}
     for inventory in inventories.values():
         passed.update(inventory.passed)
-        pending.update(inventory.writing)
-        pending.update((entry.rank, entry.generation) for entry in inventory.snapshots)
-        held.update(entry.generation for entry in inventory.snapshots)
-        held.update(entry.generation for entry in inventory.parities)
+        for entry in inventory.snapshots:
+            if entry.generation.epoch == membership.epoch:
+                pending.setdefault(entry.generation, set()).add(entry.rank)
+        for block in inventory.parities:
+            if block.generation.epoch == membership.epoch:
+                pending.setdefault(block.generation, set())
+    for inventory in inventories.values():
+        for rank, generation in inventory.writing:
+            if generation in pending:
+                pending[generation].add(rank)
     return tuple(
         generation
-        for generation in sorted(held)
-        if generation.epoch == membership.epoch
-        and any(
-            generation <= last and (rank, generation) not in pending
-            for rank, last in passed.items()
-        )
+        for generation, ranks in sorted(pending.items(), key=lambda item: item[0])
+        if any(rank not in ranks and generation <= last for rank, last in passed.items())
     )
 
 

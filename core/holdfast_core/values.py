@@ -120,7 +120,7 @@ class Membership:
         return len(self.members) * self.nproc_per_node
 
     def place(self, member: int) -> MemberPlace:
-        return next(place for place in self.members if place.index == member)
+        return self.members[self.position(member)]
 
     def member_on(self, node: str) -> int | None:
         """The member that lives on `node`, or None for a spare."""
@@ -128,6 +128,9 @@ class Membership:
 
     def position(self, member: int) -> int:
         """The member's place in the order of members: its node rank in the training world."""
+        # Members are 0, 1, 2 … unless the job has shrunk, and engines ask this all the time.
+        if 0 <= member < len(self.members) and self.members[member].index == member:
+            return member
         for position, place in enumerate(self.members):
             if place.index == member:
                 return position

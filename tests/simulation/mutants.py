@@ -51,8 +51,8 @@ MUTANTS = (
         edits=(
             (
                 f"{ENGINE}/upkeep.py",
-                "return sorted(held or set())",
-                "return sorted(held or set(), reverse=True)",
+                "return min((g for g in wanted",
+                "return max((g for g in wanted",
             ),
         ),
     ),

@@ -35,8 +35,9 @@ def lead(membership: Membership, reports: Mapping[int, Report], previous: Direct
         for generation in holdings.generations()
         if generation.epoch == membership.epoch or generation == line.generation
     }
+    already = previous.protected or Generation(0, 0)
     protected = _newest(
-        [g for g in current if recovery.is_protected(membership, holdings, g)],
+        [g for g in current if g > already and recovery.is_protected(membership, holdings, g)],
         previous.protected,
     )
     retained = _newest([], protected, previous.retained)
@@ -78,12 +79,14 @@ def told(
     # What was kept of an older epoch need not be protected; what is, the inventories say again.
     current = retained is not None and retained.epoch == membership.epoch
     protected = retained if current and membership.redundancy is Redundancy.RAIM5 else None
-    return replace(
-        directive,
-        line=directive.line or line,
-        protected=_newest([], directive.protected, protected),
-        retained=_newest([], directive.retained, retained),
-    )
+    protected = _newest([], directive.protected, protected)
+    retained = _newest([], directive.retained, retained)
+    if directive.line is not None and (directive.protected, directive.retained) == (
+        protected,
+        retained,
+    ):
+        return directive
+    return replace(directive, line=directive.line or line, protected=protected, retained=retained)
 
 
 def _remember(

@@ -265,10 +265,10 @@ class JobMemory:
         return self.ranks.setdefault(rank, RankRecord())
 
     def lane_slots(self, lane: int) -> list[ParitySlot]:
-        return [
-            self.parities.setdefault((lane, index), ParitySlot(lane, index))
-            for index in range(PARITY_SLOTS)
-        ]
+        if (lane, 0) not in self.parities:
+            for index in range(PARITY_SLOTS):
+                self.parities.setdefault((lane, index), ParitySlot(lane, index))
+        return [self.parities[lane, index] for index in range(PARITY_SLOTS)]
 
     def slots(self) -> Iterator[tuple[ArenaView, Slot]]:
         for arena in self.arenas.values():
@@ -291,9 +291,10 @@ class JobMemory:
     @property
     def verified(self) -> bool:
         """Whether everything that the inventory lists was verified in this epoch."""
-        return all(
-            slot.verified for _, slot in self.slots() if slot.state is SlotState.SEALED
-        ) and all(p.verified for p in self.parities.values() if p.state is ParityState.READY)
+        for _, slot in self.slots():
+            if slot.state is SlotState.SEALED and not slot.verified:
+                return False
+        return all(p.verified for p in self.parities.values() if p.state is ParityState.READY)
 
     def holdings(self, membership: Membership) -> Holdings:
         """What the members hold, as far as they have told this daemon."""
@@ -318,11 +319,13 @@ class JobMemory:
             elif slot.state in (SlotState.GRANTED, SlotState.SEALING):
                 writing.append((arena.rank, slot.generation))
         return Inventory(
-            snapshots=tuple(sorted(snapshots, key=lambda e: (e.rank, e.generation))),
+            snapshots=tuple(
+                sorted(snapshots, key=lambda e: (e.rank, e.generation.epoch, e.generation.step))
+            ),
             parities=tuple(
                 sorted(
                     (p.entry for p in self.parities.values() if p.verified and p.entry),
-                    key=lambda e: (e.lane, e.generation),
+                    key=lambda e: (e.lane, e.generation.epoch, e.generation.step),
                 )
             ),
             writing=tuple(sorted(writing)),

@@ -81,8 +81,8 @@ def release(memory: JobMemory) -> None:
     """Free what the directive allows, and nothing else (invariant 2)."""
     if memory.membership is None or memory.directive is None or memory.directive.line is None:
         return
-    mine = set(memory.my_ranks())
-    for arena, slot in list(memory.slots()):
+    mine = memory.my_ranks()
+    for arena, slot in memory.slots():
         if slot.state is not SlotState.SEALED or slot.generation is None:
             continue
         if arena.rank not in mine or not _is_kept(memory, slot.generation):
@@ -103,23 +103,27 @@ def _is_kept(memory: JobMemory, generation: Generation | None) -> bool:
         return False
     directive = memory.directive
     assert directive is not None and directive.line is not None
+    retained = directive.retained
+    if retained is not None and generation < retained:
+        return False
     if generation in directive.dead:
         return False
-    if directive.retained is not None and generation < directive.retained:
-        return False
-    if generation.epoch < memory.epoch:
-        return generation in (directive.line.generation, directive.retained, directive.protected)
+    if generation.epoch < directive.epoch:
+        return generation in (directive.line.generation, retained, directive.protected)
     return True
 
 
 def _remove_idle_arenas(memory: JobMemory) -> None:
     """Delete arenas of a layout that the rank no longer uses and that hold nothing."""
+    idle = [(key, arena) for key, arena in memory.arenas.items() if arena.ready and arena.idle]
+    if not idle:
+        return
     in_use = {(s.rank, s.layout_id) for s in memory.sessions.values()}
     in_use |= {(rank, job.layout_id) for rank, job in memory.rebuilds.items()}
     replaced = {rank for rank, _ in in_use}
-    mine = set(memory.my_ranks())
-    for key, arena in list(memory.arenas.items()):
-        if not arena.ready or not arena.idle or key in in_use:
+    mine = memory.my_ranks()
+    for key, arena in idle:
+        if key in in_use:
             continue
         if arena.rank in replaced or arena.rank not in mine:
             memory.out.append(RemoveArena(rank=arena.rank, layout_id=arena.layout_id))
@@ -148,9 +152,7 @@ def protect(memory: JobMemory, now: float) -> None:
         if now < memory.retry_at.get(f"parity{lane}", now):
             continue
         have = {p.generation for p in slots if p.state is ParityState.READY}
-        generation = next(
-            (g for g in _protectable(memory, membership, lane) if g not in have), None
-        )
+        generation = _oldest_unprotected(memory, membership, lane, have)
         if generation is None:
             continue
         free = next((p for p in slots if p.state is ParityState.FREE), None)
@@ -204,23 +206,27 @@ def _is_of_use(
     )
 
 
-def _protectable(memory: JobMemory, membership: Membership, lane: int) -> list[Generation]:
-    """Generations that every member of the group has sealed in this lane, oldest first; none while
-    a member has not verified all it holds, because what it does not list yet is not gone."""
-    assert memory.me is not None and memory.directive is not None
-    held: set[Generation] | None = None
-    for member in membership.group_of(memory.me):
-        report = memory.reports.get(member)
-        if report is None or not report.verified:
-            return []
-        rank = membership.rank_at(member, lane)
-        of_member = {
-            entry.generation
-            for entry in report.inventory.snapshots
-            if entry.rank == rank and _is_kept(memory, entry.generation)
-        }
-        held = of_member if held is None else held & of_member
-    return sorted(held or set())
+def _oldest_unprotected(
+    memory: JobMemory, membership: Membership, lane: int, have: set[Generation | None]
+) -> Generation | None:
+    """The oldest generation that every member of the group has sealed in this lane and that is not
+    in `have`; none while a member has not verified all it holds, because what it does not list yet
+    is not gone."""
+    assert memory.me is not None
+    wanted = _generations_of(memory, membership, memory.me, lane) - have
+    for member in membership.group_of(memory.me) if wanted else ():
+        wanted &= _generations_of(memory, membership, member, lane)
+    return min((g for g in wanted if _is_kept(memory, g)), default=None)
+
+
+def _generations_of(
+    memory: JobMemory, membership: Membership, member: int, lane: int
+) -> set[Generation]:
+    report = memory.reports.get(member)
+    if report is None or not report.verified:
+        return set()
+    rank = membership.rank_at(member, lane)
+    return {entry.generation for entry in report.inventory.snapshots if entry.rank == rank}
 
 
 def _sources(
@@ -272,8 +278,7 @@ def rebuild(memory: JobMemory, now: float) -> None:
         return
     for rank in memory.my_ranks():
         job = memory.rebuilds.get(rank)
-        busy = any(s.state is SlotState.REBUILDING for _, s in _slots_of(memory, rank))
-        if job is not None and job.generation != target and not busy:
+        if job is not None and job.generation != target and not _is_rebuilding(memory, rank):
             del memory.rebuilds[rank]
             job = None
         if job is None and memory.sealed(rank, target) is None:
@@ -311,7 +316,7 @@ def _continue_rebuild(
 ) -> None:
     """With the manifest at hand: the arena, then a free slot, then the bytes."""
     assert memory.me is not None and job.manifest is not None
-    if any(slot.state is SlotState.REBUILDING for _, slot in _slots_of(memory, rank)):
+    if _is_rebuilding(memory, rank):
         return
     arena = memory.arenas[(rank, job.layout_id)]
     slot = arena.free_slot() if arena.ready else None
@@ -340,8 +345,10 @@ def _continue_rebuild(
     )
 
 
-def _slots_of(memory: JobMemory, rank: int) -> list[tuple[ArenaView, Slot]]:
-    return [(arena, slot) for arena, slot in memory.slots() if arena.rank == rank]
+def _is_rebuilding(memory: JobMemory, rank: int) -> bool:
+    return any(
+        arena.rank == rank and slot.state is SlotState.REBUILDING for arena, slot in memory.slots()
+    )
 
 
 def allocate(memory: JobMemory, arena: ArenaView) -> None:

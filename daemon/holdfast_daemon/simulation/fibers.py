@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -26,15 +26,37 @@ class Broken(BaseException):
         self.why = why
 
 
+class _Carrier:
+    """A thread that runs one fiber after another, since schedules begin thousands of them."""
+
+    idle: ClassVar[list[_Carrier]] = []
+
+    def __init__(self) -> None:
+        self._may_run = threading.Lock()
+        self._may_run.acquire()
+        self.work: Callable[[], None]
+        threading.Thread(target=self._run, name="fiber", daemon=True).start()
+
+    def go_on(self) -> None:
+        self._may_run.release()
+
+    def wait(self) -> None:
+        self._may_run.acquire()
+
+    def _run(self) -> None:
+        while True:
+            self.wait()
+            self.work()
+
+
 class Fiber(Generic[T]):
     """A function that runs from one `pause` to the next."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
-        self._mine, self._theirs = threading.Lock(), threading.Lock()
-        self._mine.acquire()
-        self._theirs.acquire()
-        self._thread: threading.Thread | None = None
+        self._paused = threading.Lock()
+        self._paused.acquire()
+        self._carrier: _Carrier | None = None
         self._killed = False
         self._error: BaseException | None = None
         self.ended = False
@@ -44,27 +66,27 @@ class Fiber(Generic[T]):
     def resume(self) -> None:
         """Run until the next pause, or to the end; raises what the function raises."""
         assert not self.ended, "work that has ended goes on"
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fiber", daemon=True)
-            self._thread.start()
-        else:
-            self._mine.release()
-        self._theirs.acquire()
+        if self._carrier is None:
+            self._carrier = _Carrier.idle.pop() if _Carrier.idle else _Carrier()
+            self._carrier.work = self._run
+        self._carrier.go_on()
+        self._paused.acquire()
         if self.ended:
-            self._thread.join()
+            _Carrier.idle.append(self._carrier)
         if self._error is not None:
             raise self._error
 
     def pause(self) -> None:
         """From inside the function: let the others run. Raises Killed when it must not go on."""
-        self._theirs.release()
-        self._mine.acquire()
+        assert self._carrier is not None
+        self._paused.release()
+        self._carrier.wait()
         if self._killed:
             raise Killed
 
     def kill(self) -> None:
         """It never runs again."""
-        if self._thread is not None and not self.ended:
+        if self._carrier is not None and not self.ended:
             self._killed = True
             self.resume()
 
@@ -76,4 +98,4 @@ class Fiber(Generic[T]):
         except BaseException as error:
             self._error = error
         self.ended = True
-        self._theirs.release()
+        self._paused.release()
