@@ -305,6 +305,7 @@ class Saver:
         task.release(over=True)
         task.handle._reach(task.handle.staged)
         now_s = time.monotonic()
+        time.sleep(0)  # gives way to training, which would wait for the interpreter up to 5 ms
         self.tally.counters.staged_s = now_s - task.began_s
         if self.partial is not None:
             nbytes = placed.layout.extras_offset - len(pieces) * placed.layout.piece_bytes
