@@ -1,0 +1,228 @@
+"""A rank's file in the durable tier: a safetensors file whose data is the slot's payload as it is.
+
+The header says twice what lies where: as tensors, for whoever knows safetensors only, and as the
+layout and manifest that the arena carried, so that the same piece digests verify the bytes from the
+trainer to the storage and back. Nothing in it is code (no pickle). docs/persisted-format.md shows
+one. This module knows bytes only; files and places are for `holdfast_storage`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from holdfast_core.errors import CorruptError, LayoutMismatchError
+from holdfast_core.layouts import (
+    PAGE_BYTES,
+    Entry,
+    Layout,
+    decode_layout,
+    decode_manifest,
+    layout_id,
+    manifest_digest,
+    round_up,
+)
+from holdfast_core.values import Manifest
+
+FORMAT = "holdfast/1"
+
+HEADER_BYTES_MAX = 100_000_000
+"""What the safetensors package accepts; a rank of some terabytes stays below it."""
+
+EXTRAS_NAME = "holdfast.extras"
+PADDING_NAME = "holdfast.padding"
+
+_LENGTH_BYTES = 8
+_RAW = ("U8", 1)
+_DTYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": _RAW,
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+}
+"""torch's name → safetensors' name and bytes. Others (complex) lie in the file as bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFile:
+    """What a set's manifest says of one rank's file: where it is and how to know that it is it."""
+
+    rank: int
+    file: str
+    """Name within the set."""
+    bytes: int
+    """Of the whole file: header and payload."""
+    header_bytes: int
+    """Of the header with its length before it: where the payload begins."""
+    header_xxh3: int
+    """xxh3-64 of the first `header_bytes` bytes. The header holds the digests of all pieces, so
+    this one number stands for every byte of the file."""
+    payload_bytes: int
+    layout_id: str
+    manifest_digest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankHeader:
+    """What a header holds: the encoded layout and manifest, and what they say."""
+
+    layout: bytes
+    manifest: bytes
+    decoded: Manifest
+    topology: str
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file within its set."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def encode_header(layout: bytes, manifest: bytes) -> bytes:
+    """The first bytes of a rank's file, up to the payload; whole pages of them, so that who maps
+    the file finds every tensor as aligned as it was in the arena.
+
+    Raises:
+        CorruptError: `layout` or `manifest` cannot be read, or they are not of each other.
+        LayoutMismatchError: there are more tensors than a safetensors header can name.
+    """
+    decoded, text = _check(layout, manifest)
+    table: dict[str, object] = {
+        "__metadata__": {
+            "format": FORMAT,
+            "layout": layout.decode(),
+            "manifest": manifest.decode(),
+        }
+    }
+    for name, dtype, shape, start, end in _tensors(decoded, text):
+        # Names are unique in sound layouts; if not, nothing is lost but the plain name.
+        unique = name if name not in table else f"{name}~{start}"
+        table[unique] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    body = msgspec.json.encode(table)
+    size = round_up(_LENGTH_BYTES + len(body), PAGE_BYTES)
+    if size > HEADER_BYTES_MAX:
+        raise LayoutMismatchError(
+            f"the header of rank {text.rank} would take {size} bytes, more than the "
+            f"{HEADER_BYTES_MAX} that safetensors allows: capture fewer, larger tensors"
+        )
+    padded = body.ljust(size - _LENGTH_BYTES)
+    return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
+
+
+class _Metadata(msgspec.Struct):
+    format: str
+    layout: str
+    manifest: str
+
+
+class _Header(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+def decode_header(data: bytes) -> RankHeader:
+    """What `encode_header` wrote.
+
+    Raises:
+        CorruptError: these are not the first bytes of a rank's file, or what they hold does not
+            fit together.
+    """
+    declared = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if len(data) < _LENGTH_BYTES or declared != len(data) - _LENGTH_BYTES:
+        raise CorruptError(f"header declares {declared} bytes and has {len(data) - _LENGTH_BYTES}")
+    try:
+        metadata = msgspec.json.decode(memoryview(data)[_LENGTH_BYTES:], type=_Header).metadata
+        layout, manifest = metadata.layout.encode(), metadata.manifest.encode()
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CorruptError(f"header cannot be read: {error}") from error
+    if metadata.format != FORMAT:
+        raise CorruptError(f"header is of format {metadata.format!r}; this version reads {FORMAT}")
+    decoded, text = _check(layout, manifest)
+    return RankHeader(layout=layout, manifest=manifest, decoded=decoded, topology=text.topology)
+
+
+def describe_file(header: bytes, manifest: bytes) -> RankFile:
+    """What a set's manifest says of the file that begins with `header`.
+
+    Raises:
+        CorruptError: `manifest` cannot be read.
+    """
+    decoded = decode_manifest(manifest)
+    return RankFile(
+        rank=decoded.rank,
+        file=file_name(decoded.rank),
+        bytes=len(header) + decoded.payload_bytes,
+        header_bytes=len(header),
+        header_xxh3=xxhash.xxh3_64_intdigest(header),
+        payload_bytes=decoded.payload_bytes,
+        layout_id=decoded.layout_id,
+        manifest_digest=manifest_digest(manifest),
+    )
+
+
+def _check(layout: bytes, manifest: bytes) -> tuple[Manifest, Layout]:
+    decoded = decode_manifest(manifest)
+    try:
+        text = decode_layout(layout)
+    except LayoutMismatchError as error:
+        raise CorruptError(str(error)) from error
+    end = decoded.extras_offset + decoded.extras_bytes
+    if layout_id(layout) != decoded.layout_id or text.rank != decoded.rank:
+        raise CorruptError(
+            f"the manifest of rank {decoded.rank} is of layout {decoded.layout_id}, and the layout "
+            f"beside it is {layout_id(layout)} of rank {text.rank}"
+        )
+    if decoded.extras_offset != text.extras_offset or not 0 <= end <= decoded.payload_bytes:
+        raise CorruptError(
+            f"the manifest of rank {decoded.rank} has extras at {decoded.extras_offset} to {end} "
+            f"of {decoded.payload_bytes} bytes, its layout at {text.extras_offset}"
+        )
+    return decoded, text
+
+
+_Tensor = tuple[str, str, tuple[int, ...], int, int]
+"""Name, safetensors dtype, shape, first byte and end in the payload."""
+
+
+def _tensors(manifest: Manifest, layout: Layout) -> Iterator[_Tensor]:
+    """All of the payload, in order and without a gap, which is what safetensors demands."""
+    at = paddings = 0
+    extras = (manifest.extras_offset, manifest.extras_offset + manifest.extras_bytes)
+    parts = [_tensor(entry) for entry in layout.entries]
+    parts.append((EXTRAS_NAME, _RAW[0], (extras[1] - extras[0],), *extras))
+    for part in parts:
+        if part[3] > at:
+            yield _padding(paddings, at, part[3])
+            paddings += 1
+        yield part
+        at = part[4]
+    if manifest.payload_bytes > at:
+        yield _padding(paddings, at, manifest.payload_bytes)
+
+
+def _padding(number: int, start: int, end: int) -> _Tensor:
+    return (f"{PADDING_NAME}.{number}", _RAW[0], (end - start,), start, end)
+
+
+def _tensor(entry: Entry) -> _Tensor:
+    start, end = entry.offset, entry.offset + entry.nbytes
+    dtype, width = _DTYPES.get(entry.dtype, _RAW)
+    known = entry.dtype in _DTYPES and entry.start % width == 0 and entry.nbytes % width == 0
+    if known and entry.start == 0 and entry.nbytes == width * math.prod(entry.shape):
+        return (entry.tensor, dtype, entry.shape, start, end)
+    if not known:
+        dtype, width = _RAW
+    return (f"{entry.tensor}@{entry.start}", dtype, (entry.nbytes // width,), start, end)

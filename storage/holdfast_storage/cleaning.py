@@ -1,0 +1,88 @@
+"""Removes what need not be kept, in an order that a crash cannot turn into a wrong set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from holdfast_core.persisted_retention import Removal, SetState, choose_removals
+from holdfast_core.persisted_sets import LATEST_FILE, MANIFEST_FILE, parse_set_name
+from holdfast_core.values import Generation
+from holdfast_storage.finding import Findings, Looked
+from holdfast_storage.places import Place
+
+_RANK_FILE = re.compile(r"rank-[0-9]{5,7}\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cleaned:
+    """What was removed."""
+
+    sets: tuple[Removal, ...]
+    files: int
+    """Together, with those of no set."""
+    bytes: int
+    unfinished: int
+    """Temporary files and multiparts that nobody went on with."""
+
+
+def clean(
+    place: Place,
+    findings: Findings,
+    *,
+    keep: int,
+    keep_every: int,
+    idle_since_s: float,
+    writing: Collection[Generation],
+) -> Cleaned:
+    """Remove from `place` what `choose_removals` chooses, files of complete sets that their
+    manifests do not name, and what was begun before `idle_since_s` and not finished."""
+    removals = choose_removals(
+        [each.found for each in findings.sets],
+        keep=keep,
+        keep_every=keep_every,
+        idle_since_s=idle_since_s,
+        writing=writing,
+    )
+    going = {removal.generation for removal in removals}
+    files = nbytes = 0
+    for looked in reversed(findings.sets):
+        names = _ours(looked) if looked.found.generation in going else _extra(looked, idle_since_s)
+        # The manifest by itself and first: from here on this is no set, whatever happens.
+        for batch in ([n for n in names if n == MANIFEST_FILE], names - {MANIFEST_FILE}):
+            if batch:
+                place.delete(sorted(looked.items[name].path for name in batch))
+        files += len(names)
+        nbytes += sum(looked.items[name].bytes for name in names)
+    return Cleaned(
+        sets=removals,
+        files=files,
+        bytes=nbytes,
+        unfinished=_discard(place, findings.job, idle_since_s, writing),
+    )
+
+
+def _ours(looked: Looked) -> set[str]:
+    """Files of ours; what others put there is theirs."""
+    return {name for name in looked.items if name == MANIFEST_FILE or _RANK_FILE.fullmatch(name)}
+
+
+def _extra(looked: Looked, idle_since_s: float) -> set[str]:
+    if looked.found.state is not SetState.COMPLETE or looked.stored is None:
+        return set()
+    named = {MANIFEST_FILE, *(file.file for file in looked.stored.files)}
+    return {name for name in _ours(looked) - named if looked.items[name].modified_s < idle_since_s}
+
+
+def _discard(place: Place, job: str, idle_since_s: float, writing: Collection[Generation]) -> int:
+    count = 0
+    for each in place.unfinished(job):
+        names = each.path.split("/")[1:]
+        generation = parse_set_name(names[0]) if len(names) == 2 else None
+        known = names[-1] == MANIFEST_FILE or _RANK_FILE.fullmatch(names[-1])
+        ours = (generation is not None and known) or names == [LATEST_FILE]
+        if ours and generation not in writing and each.modified_s < idle_since_s:
+            place.discard(each)
+            count += 1
+    return count

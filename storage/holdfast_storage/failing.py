@@ -1,0 +1,43 @@
+"""Errors of storage, in words that say what to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from holdfast_core.errors import StorageError
+
+_ADVICE = {
+    errno.ENOSPC: "it is full: free space there, or keep fewer copies",
+    errno.EDQUOT: "its quota is used up: raise it, or keep fewer copies",
+    errno.EROFS: "it is mounted read-only: mount it writable",
+    errno.EACCES: "permission denied: let the daemon's user read and write there",
+    errno.EPERM: "not permitted: let the daemon's user read and write there",
+    errno.ENOENT: "it is not there: check the tier's URI, and that the volume is mounted",
+    errno.ENOTDIR: "a file is where a directory belongs: check the tier's URI",
+    errno.EIO: "the device failed: check it; what was complete is kept",
+    errno.ESTALE: "the file server lost it: check the mount; the next copy tries again",
+}
+
+
+class WriteStoppedError(StorageError):
+    """A write was told to stop; nothing of it is visible."""
+
+    code: ClassVar[str] = "write_stopped"
+
+
+def storage_error(doing: str, error: OSError) -> StorageError:
+    """What to raise for `error` of the operating system while `doing`."""
+    advice = _ADVICE.get(error.errno or 0, "check the tier's URI and the storage behind it")
+    return StorageError(f"{doing}: {error.strerror or error}; {advice}")
+
+
+@contextmanager
+def storage_errors(doing: str) -> Iterator[None]:
+    """Translates errors of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(doing, error) from error

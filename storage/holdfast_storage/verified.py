@@ -1,0 +1,72 @@
+"""Bytes that are compared with the arena's digests on their way: no wrong byte is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import xxhash
+
+from holdfast_core.errors import CorruptError
+from holdfast_core.layouts import first_bad_piece
+from holdfast_core.values import Manifest
+
+
+def verified(parts: Iterable[memoryview], manifest: Manifest, file: str) -> Iterator[memoryview]:
+    """The payload in `parts` (of any sizes), each byte after the piece that it is in was found
+    sound.
+
+    Raises:
+        CorruptError: a piece does not match, or there are fewer or more bytes than the manifest
+            says.
+    """
+    held: list[memoryview] = []
+    index, held_bytes, missing = 0, 0, manifest.payload_bytes
+    for part in parts:
+        left = part.cast("B") if part.format != "B" or part.ndim != 1 else part
+        if len(left) > missing:
+            raise _length(manifest, file, "more")
+        missing -= len(left)
+        while len(left):
+            room = manifest.piece_bytes - held_bytes
+            held.append(left[:room])
+            held_bytes += len(held[-1])
+            left = left[room:]
+            if held_bytes == manifest.piece_bytes or not (missing or len(left)):
+                _check(held, index, manifest, file)
+                yield from held
+                index, held, held_bytes = index + 1, [], 0
+    if missing:
+        raise _length(manifest, file, "fewer")
+
+
+def check_pieces(buffer: memoryview, first_piece: int, manifest: Manifest, file: str) -> None:
+    """Raises CorruptError when a piece in `buffer`, which begins at `first_piece`, is not sound."""
+    bad = first_bad_piece(buffer, manifest.digests, manifest.piece_bytes, first_piece=first_piece)
+    if bad is not None:
+        raise _wrong(bad, manifest, file)
+
+
+def _check(held: list[memoryview], index: int, manifest: Manifest, file: str) -> None:
+    if len(held) == 1:
+        found = xxhash.xxh3_64_intdigest(held[0])
+    else:
+        state = xxhash.xxh3_64()
+        for view in held:
+            state.update(view)
+        found = state.intdigest()
+    if found.to_bytes(8, "little") != manifest.digests[8 * index : 8 * index + 8]:
+        raise _wrong(index, manifest, file)
+
+
+def _wrong(index: int, manifest: Manifest, file: str) -> CorruptError:
+    return CorruptError(
+        f"piece {index} of {file} (rank {manifest.rank} of generation {manifest.generation} of "
+        f"{manifest.job}) does not match its digest: use another copy of this generation"
+    )
+
+
+def _length(manifest: Manifest, file: str, than: str) -> CorruptError:
+    return CorruptError(
+        f"{file}: there are {than} bytes than the {manifest.payload_bytes} of the manifest of rank "
+        f"{manifest.rank} of generation {manifest.generation} of {manifest.job}"
+    )
