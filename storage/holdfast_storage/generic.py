@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -27,7 +28,9 @@ class GenericPlace:
         self._fs = fs
         self.root = root.rstrip("/")
 
-    def write(self, path: str, nbytes: int, parts: Iterable[memoryview]) -> None:
+    def write(
+        self, path: str, nbytes: int, parts: Iterable[memoryview], stop: threading.Event
+    ) -> None:
         target, token = self._full(path), secrets.token_hex(8)
         temporary = f"{target}.{token}.part"
         with storage_errors(f"writing {target}"):
@@ -45,7 +48,7 @@ class GenericPlace:
     def create(self, path: str, data: bytes) -> bool:
         if self.size(path) is not None:
             return False
-        self.write(path, len(data), [memoryview(data)])
+        self.write(path, len(data), [memoryview(data)], threading.Event())
         return True
 
     def size(self, path: str) -> int | None:

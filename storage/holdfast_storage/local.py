@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -81,7 +82,9 @@ class LocalPlace:
         self.root = root
         self._files = files or Files()
 
-    def write(self, path: str, nbytes: int, parts: Iterable[memoryview]) -> None:
+    def write(
+        self, path: str, nbytes: int, parts: Iterable[memoryview], stop: threading.Event
+    ) -> None:
         target = self.root / path
         with storage_errors(f"writing {target}"):
             temporary = self._write_temporary(target, parts)

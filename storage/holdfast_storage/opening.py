@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import fsspec.core
 
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_storage.generic import GenericPlace
 from holdfast_storage.local import LocalPlace
 from holdfast_storage.places import Place
+from holdfast_storage.retrying import Retry
+
+_S3 = ("s3", "s3a")
 
 
-def open_place(uri: str, options: Mapping[str, Any]) -> Place:
+def open_place(uri: str, options: Mapping[str, Any], retry: Retry) -> Place:
     """The place that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or any other
     that fsspec knows, with `options` for its file system. Nothing is read or made yet.
 
@@ -34,6 +37,11 @@ def open_place(uri: str, options: Mapping[str, Any]) -> Place:
             raise InvalidJobError(f"{uri!r} cannot be a tier: a file URI has three slashes")
         return LocalPlace(Path(rest))
     try:
+        if protocol in _S3:
+            # Needs s3fs, which not everybody who opens a tier has or wants to load.
+            from holdfast_storage.s3 import open_s3  # noqa: PLC0415
+
+            return open_s3(uri, options, retry)
         fs, root = fsspec.core.url_to_fs(uri, **options)
     except (ImportError, ValueError) as error:
         raise StorageError(

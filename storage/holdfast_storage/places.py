@@ -6,6 +6,7 @@ checked. All calls block. What fails is a StorageError that says what to do; a m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,10 +37,13 @@ class Unfinished:
 class Place(Protocol):
     """The root of a tier."""
 
-    def write(self, path: str, nbytes: int, parts: Iterable[memoryview]) -> None:
+    def write(
+        self, path: str, nbytes: int, parts: Iterable[memoryview], stop: threading.Event
+    ) -> None:
         """Make `path` appear with all of `parts`, `nbytes` together, in the place of what is there.
 
-        Nothing appears before the last byte is safe, nor when `parts` raises.
+        Nothing appears before the last byte is safe, nor when `parts` raises, as it does once
+        `stop` is set; a place that waits for others looks at `stop` itself.
         """
 
     def create(self, path: str, data: bytes) -> bool:

@@ -36,6 +36,7 @@ from holdfast_storage.opening import open_place
 from holdfast_storage.pacing import Clock, Pace, SystemClock
 from holdfast_storage.places import Place
 from holdfast_storage.ranks import StoredRank
+from holdfast_storage.retrying import Retry
 from holdfast_storage.verified import verified
 
 Read = Callable[[int, int], Iterable[memoryview]]
@@ -54,12 +55,14 @@ class SetStore:
         job: str,
         *,
         options: Mapping[str, Any] | None = None,
+        retry: Retry | None = None,
         place: Place | None = None,
         clock: Clock | None = None,
         wall: Callable[[], float] = time.time,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`options` are for fsspec's file system; `place` instead of what `uri` names.
+        """`options` are for fsspec's file system, `retry` for requests to object storage; `place`
+        stands in for what `uri` names.
 
         Raises:
             InvalidJobError: `uri` or `job` is not what may be opened.
@@ -67,7 +70,7 @@ class SetStore:
         """
         self.uri = uri
         self.job = checked_job(job)
-        self._place = place or open_place(uri, options or {})
+        self._place = place or open_place(uri, options or {}, retry or Retry())
         self._clock = clock or SystemClock()
         self._wall = wall
         self._grace_s = grace_s
@@ -113,7 +116,8 @@ class SetStore:
                     f"generation {generation} of {self.job} is complete in {self.uri} with other "
                     f"bytes for rank {rank}: take another epoch or another job name"
                 )
-            pace = Pace(bytes_per_s, self._clock, stop or threading.Event())
+            stop = stop or threading.Event()
+            pace = Pace(bytes_per_s, self._clock, stop)
 
             def parts() -> Iterator[memoryview]:
                 pace.take(len(header))
@@ -122,7 +126,7 @@ class SetStore:
                     pace.take(len(part))
                     yield part
 
-            self._place.write(path, file.bytes, parts())
+            self._place.write(path, file.bytes, parts(), stop)
         return file
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
@@ -252,4 +256,4 @@ class SetStore:
                 return
             if found and found > generation and self._place.size(self._manifest_path(found)):
                 return
-        self._place.write(path, len(wanted), [memoryview(wanted)])
+        self._place.write(path, len(wanted), [memoryview(wanted)], threading.Event())

@@ -1,0 +1,110 @@
+"""A real S3-compatible server over a directory, built once from its Go module.
+
+Run as a script, it builds the server and prints where it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+VERSION = "v1.8.0"
+MODULE = "github.com/versity/versitygw/cmd/versitygw"
+ACCESS = "tester"
+SECRET = "tester-secret"
+BUCKET = "tier"
+BUILT_WITHIN_S = 900.0
+STARTED_WITHIN_S = 20.0
+
+
+def binary() -> Path:
+    """Where the server is, or will be."""
+    cache = Path(os.environ.get("HOLDFAST_CACHE") or Path.home() / ".cache" / "holdfast")
+    return cache / "tools" / f"versitygw-{VERSION}" / "versitygw"
+
+
+def build() -> Path:
+    """Compile the server when the cache does not have it; about a minute on an idle machine.
+
+    Raises:
+        RuntimeError: there is no Go, or the compiler failed, in its words.
+    """
+    target = binary()
+    if target.exists():
+        return target
+    go = shutil.which("go") or shutil.which("/usr/local/go/bin/go")
+    if go is None:
+        raise RuntimeError(
+            "The tests of object storage need an S3 server, which is built with Go: install Go "
+            "1.24 or newer (https://go.dev/dl), or leave them out with -m 'not s3'"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():  # made by another clone while this one waited
+            new = target.parent / "new"
+            done = subprocess.run(
+                [go, "install", f"{MODULE}@{VERSION}"],
+                env={**os.environ, "GOBIN": str(new), "GOFLAGS": "-mod=mod"},
+                capture_output=True,
+                text=True,
+                timeout=BUILT_WITHIN_S,
+                check=False,
+            )
+            if done.returncode:
+                raise RuntimeError(f"versitygw {VERSION} was not built:\n{done.stderr}")
+            (new / "versitygw").rename(target)
+    return target
+
+
+class S3Server:
+    """One versitygw process with one bucket, over `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._root = directory
+        (directory / BUCKET).mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._process = subprocess.Popen(
+            [
+                *(build(), "--access", ACCESS, "--secret", SECRET, "--quiet"),
+                *("--port", f"127.0.0.1:{self.port}", "posix", str(directory)),
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + STARTED_WITHIN_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"versitygw did not start on port {self.port}")
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answers(self) -> bool:
+        """Waits for up to 50 ms."""
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=0.05).close()
+        except OSError:
+            return False
+        return True
+
+
+def options(port: int, *, read_timeout_s: float = 20.0) -> dict[str, object]:
+    """What fsspec needs to talk to the server, or to a proxy before it."""
+    return {
+        "key": ACCESS,
+        "secret": SECRET,
+        "client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}", "region_name": "us-east-1"},
+        "config_kwargs": {"read_timeout": read_timeout_s, "connect_timeout": 5},
+    }
+
+
+if __name__ == "__main__":
+    print(build())
