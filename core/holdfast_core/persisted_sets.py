@@ -26,7 +26,6 @@ LATEST_FILE = "latest.json"
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
 """More than 100,000 ranks take; what is larger is not read."""
 
-RANKS_MAX = 1_000_000
 FILE_BYTES_MAX = 1 << 50
 
 _JOB = re.compile(r"[A-Za-z0-9]([-._A-Za-z0-9]{0,251}[A-Za-z0-9])?", re.ASCII)
@@ -155,10 +154,9 @@ def decode_set(data: bytes, *, job: str, generation: Generation) -> StoredSet:
         raise CorruptError(f"{where} does not match its own checksum")
     if (document.job, document.generation) != (job, str(generation)):
         raise CorruptError(f"{where} is of {document.generation} of {document.job}")
-    if [file.rank for file in document.ranks] != list(range(document.world_size)):
+    ranks = [file.rank for file in document.ranks]
+    if not 0 < document.world_size == len(ranks) or ranks != list(range(len(ranks))):
         raise CorruptError(f"{where} does not name each of {document.world_size} ranks once")
-    if not 0 < document.world_size <= RANKS_MAX:
-        raise CorruptError(f"{where} has {document.world_size} ranks")
     return StoredSet(
         job=job,
         generation=generation,

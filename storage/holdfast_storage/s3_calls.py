@@ -13,7 +13,13 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 import aiohttp
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    IncompleteReadError,
+)
+from botocore.exceptions import ConnectionError as RefusedConnectionError
 
 from holdfast_core.errors import HoldfastError, StorageError
 from holdfast_storage.failing import WriteStoppedError
@@ -31,6 +37,10 @@ CONFIG: Mapping[str, Any] = {
 }
 """For botocore's Config, below what the tier's options say."""
 
+_LOST = (
+    *(HTTPClientError, RefusedConnectionError, IncompleteReadError, aiohttp.ClientError),
+    *(TimeoutError, ConnectionError, EOFError),
+)
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _PASSING_CODES = frozenset(
     {"RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "InternalError", "ServiceUnavailable"}
@@ -42,6 +52,7 @@ _ADVICE = {
     507: "the store is full: free space there, or keep fewer copies",
 }
 _LOOK_S = 0.1
+_CHUNK_BYTES = 1024 * 1024
 
 
 class PartBody:
@@ -94,8 +105,7 @@ def may_pass(error: Exception) -> bool:
     if isinstance(error, ClientError):
         status, code = code_of(error)
         return status in _PASSING or code in _PASSING_CODES
-    kinds = (HTTPClientError, aiohttp.ClientError, TimeoutError, ConnectionError, EOFError)
-    return isinstance(error, kinds)
+    return isinstance(error, _LOST)
 
 
 class Calls:
@@ -165,7 +175,7 @@ class Calls:
             span = f"bytes={start + done}-{start + len(buffer) - 1}"
             answer = await client.get_object(Bucket=self.bucket, Key=key, Range=span)
             async with answer["Body"] as body:
-                async for chunk in body.content.iter_any():
+                async for chunk in body.iter_chunks(_CHUNK_BYTES):
                     if done + len(chunk) > len(buffer):
                         raise StorageError(f"the server sent more of {key} than {span}")
                     buffer[done : done + len(chunk)] = chunk
