@@ -59,7 +59,7 @@ demo: $(STAMP) ## Watch a training job lose trainers, daemons and a node, and fi
 	$(BIN)/holdfast demo --report build/demo/report.json $(ARGS)
 
 .PHONY: test
-test: $(STAMP) redis ## Run the tests; ARGS="tests/unit -k raim5" narrows them
+test: $(STAMP) redis versitygw ## Run the tests; ARGS="tests/unit -k raim5" narrows them
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: check
@@ -142,6 +142,10 @@ bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--
 bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units of real models
 	@$(BIN)/python -m benchmarks.policies $(ARGS)
 
+.PHONY: bench-persist
+bench-persist: $(STAMP) ## Measure writing into storage against the bare write path
+	@$(BIN)/python -m benchmarks.persist $(ARGS)
+
 .PHONY: bench-loss
 bench-loss: $(STAMP) ## Train the example with and without recoveries and compare its loss
 	@$(BIN)/python -m benchmarks.loss $(ARGS)
@@ -185,6 +189,12 @@ redis:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server \
 	    >/dev/null
 	fi
+
+# And their own S3-compatible server, built once into the cache with Go.
+.PHONY: versitygw
+versitygw: $(STAMP)
+	@HOLDFAST_CACHE="$(HOLDFAST_CACHE)" $(BIN)/python \
+	  tests/contract/storage/helpers/versitygw.py >/dev/null
 
 $(STAMP): constraints.txt pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -107,4 +108,7 @@ def options(port: int, *, read_timeout_s: float = 20.0) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(build())
+    try:
+        print(build())
+    except RuntimeError as error:
+        sys.exit(str(error))
