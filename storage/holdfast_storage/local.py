@@ -32,7 +32,8 @@ class Files:
         path.mkdir(parents=True, exist_ok=True)
 
     def open_new(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        # The umask decides who may read: tools and trainers of other users may have to.
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def open_read(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -32,6 +32,7 @@ PARTS_MAX = 10_000
 IN_FLIGHT = 2
 READ_BYTES = 16 * MEBIBYTE
 READS_IN_FLIGHT = 4
+ABORT_WITHIN_S = 5.0
 _DELETED_AT_ONCE = 1000
 
 
@@ -127,7 +128,7 @@ class S3Place:
             arguments["UploadIdMarker"] = answer["NextUploadIdMarker"]
 
     def discard(self, unfinished: Unfinished) -> None:
-        _abort(self._calls, self._key(unfinished.path), unfinished.token)
+        self._calls.run(_abort(self._calls, self._key(unfinished.path), unfinished.token))
 
     def delete(self, paths: Sequence[str]) -> None:
         for at in range(0, len(paths), _DELETED_AT_ONCE):
@@ -182,7 +183,7 @@ class _Upload:
         creating = self._calls.send(
             "create_multipart_upload", Key=self._key, ChecksumAlgorithm="CRC32"
         )
-        self._id = self._calls.run(creating)["UploadId"]
+        self._id = wait_for(self._calls.start(creating), stop)["UploadId"]
         try:
             for number, views in enumerate(batches, start=1):
                 if number == 1:
@@ -197,9 +198,9 @@ class _Upload:
         except BaseException:
             for future in self._flying:
                 future.cancel()
-            with suppress(StorageError):
-                # What cannot be aborted now, `clean` finds later.
-                _abort(self._calls, self._key, self._id)
+            # Not for longer: who stops a write is in a hurry. `clean` finds what is left.
+            with suppress(StorageError, TimeoutError):
+                self._calls.start(_abort(self._calls, self._key, self._id)).result(ABORT_WITHIN_S)
             raise
 
     async def _part(self, number: int, views: Sequence[memoryview]) -> Mapping[str, Any]:
@@ -241,9 +242,9 @@ class _Upload:
         return int(head["ContentLength"]) == self._nbytes and found == self._beginning
 
 
-def _abort(calls: Calls, key: str, upload: str) -> None:
+async def _abort(calls: Calls, key: str, upload: str) -> None:
     with suppress(ClientError):
-        calls.run(calls.send("abort_multipart_upload", _is_missing, Key=key, UploadId=upload))
+        await calls.send("abort_multipart_upload", _is_missing, Key=key, UploadId=upload)
 
 
 def _batches(parts: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:

@@ -48,7 +48,7 @@ _PASSING_CODES = frozenset(
 )
 _ADVICE = {
     403: "check the daemon's credentials, and what they may do with this bucket",
-    404: "check the bucket's name in the tier's URI, and make it if it is not there",
+    404: "it is not there, or not any more: check the tier's URI, and make the bucket if need be",
     507: "the store is full: free space there, or keep fewer copies",
 }
 _LOOK_S = 0.1

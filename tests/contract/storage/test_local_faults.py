@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,16 @@ from holdfast_core.errors import StorageError
 from holdfast_core.values import Generation
 
 
-def test_a_writer_may_be_killed_at_every_call(tmp_path: Path) -> None:
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory where fsync costs nothing: hundreds of writers die in it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def test_a_writer_may_be_killed_at_every_call(in_memory: Path) -> None:
     done = subprocess.run(
-        [sys.executable, interrupted_writer.__file__, "local", str(tmp_path)],
+        [sys.executable, interrupted_writer.__file__, "local", str(in_memory)],
         env={**os.environ, "PYTHONPATH": str(Path(interrupted_writer.__file__).parent)},
         capture_output=True,
         text=True,
@@ -32,13 +40,13 @@ def test_a_writer_may_be_killed_at_every_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-def test_the_file_system_may_fail_at_every_call(tmp_path: Path, number: int) -> None:
+def test_the_file_system_may_fail_at_every_call(in_memory: Path, number: int) -> None:
     def fail() -> None:
         raise OSError(number, os.strerror(number))
 
     failed = 0
     for call in range(1, 1000):
-        tier = tmp_path / str(call)
+        tier = in_memory / str(call)
         store_set(local_store(tier), OLD)
         files = CountedFiles(call, fail)
         try:
