@@ -173,7 +173,7 @@ class Cluster:
         root.mkdir()
         command = [sys.executable, "-m", "holdfast_daemon", "--root", str(root), "--node", node]
         command += ["--host", ADDRESS.format(number), "--control", self.control.address]
-        command += ["--budget", str(self._budget_bytes), "--scrub-interval", "86400"]
+        command += ["--insecure", "--budget", str(self._budget_bytes), "--scrub-interval", "86400"]
         metrics_port = _free_port(ADDRESS.format(number))
         command += ["--metrics-port", str(metrics_port)]
         with (self._directory / f"{node}.log").open("wb") as log:

@@ -76,6 +76,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_scrubbed_bytes_total",
         "holdfast_auth_denials_total",
         "holdfast_token_reviews_total",
+        "holdfast_insecure",
+        "holdfast_operator_insecure",
     ),
     "Health": (
         "holdfast_operator_leader",

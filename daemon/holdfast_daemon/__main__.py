@@ -14,17 +14,19 @@ from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
 from holdfast_daemon import mounting
-from holdfast_daemon._environment import api_server_address, redis_url
+from holdfast_daemon._environment import api_server_address, given, redis_url
 from holdfast_daemon.logs import configure
 from holdfast_daemon.node import Node
 from holdfast_daemon.settings import SERVICE_ACCOUNT, Auth, DaemonSettings
+from holdfast_daemon.wires import Protection
+from holdfast_protos import identity
 
 EPILOG = """
 The daemon owns --root: arenas, manifests and parity are files below it, on a tmpfs, and a daemon
 that starts again adopts them. Trainers talk to daemon.sock in --socket-dir.
 
   holdfast-daemon --root /dev/shm/holdfast --node a --host 10.0.0.5 --control operator:7700 \\
-                  --budget 214748364800
+                  --budget 214748364800 --tls /etc/holdfast/daemon
 
 `holdfast-daemon mount` makes that tmpfs; see its --help.
 """
@@ -61,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
         default=SERVICE_ACCOUNT,
         metavar="DIR",
         help="the daemon's own token and ca.crt, for --auth token-review (default: %(default)s)",
+    )
+    add("--tokens", type=Path, metavar="DIR", help="a file per job, for --auth token-files")
+    identity.add_options(add, given())
+    add(
+        "--bulk",
+        type=Protection,
+        default=Protection.AUTHENTICATED,
+        choices=list(Protection),
+        help="what protects bytes between daemons; encryption costs speed (default: %(default)s)",
     )
     add("--node", required=True, help="name of this node")
     add("--host", default="127.0.0.1", help="address that peers reach (default 127.0.0.1)")
@@ -114,6 +125,9 @@ def main(
     os.umask(0o077)
     try:
         settings = DaemonSettings(
+            identity=identity.choose(options.tls, options.tls_domain, insecure=options.insecure),
+            bulk=options.bulk,
+            token_directory=options.tokens,
             root=options.root,
             socket_dir=options.socket_dir,
             socket_mode=options.socket_mode,

@@ -18,3 +18,8 @@ def redis_url() -> str:
     """Of the catalogue, where the command line names none: it may hold a password, which everybody
     on a machine could read there."""
     return os.environ.get("HOLDFAST_REDIS_URL", "")
+
+
+def given() -> dict[str, str]:
+    """The environment as it is, for options that have a variable."""
+    return dict(os.environ)

@@ -10,16 +10,20 @@ import socket
 import threading
 from types import TracebackType
 
-from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
+from holdfast_core.errors import (
+    HoldfastError,
+    ProtocolError,
+    UnauthenticatedError,
+    UnreachableError,
+)
 from holdfast_daemon.bulk import (
     REPLY_BYTES,
     Request,
     decode_error,
     decode_reply,
     encode_request,
-    receive,
-    set_timeouts,
 )
+from holdfast_daemon.wires import Protection, Wire, Wiring
 
 IDLE_PER_PEER_MAX = 8
 """Idle connections that are kept to one peer."""
@@ -32,12 +36,10 @@ class BulkStream:
     read in turn arrive in parallel.
     """
 
-    def __init__(
-        self, client: BulkClient, address: str, connection: socket.socket, nbytes: int
-    ) -> None:
+    def __init__(self, client: BulkClient, address: str, wire: Wire, nbytes: int) -> None:
         self._client = client
         self._address = address
-        self._connection = connection
+        self._wire = wire
         self._left_bytes = nbytes
 
     def read_into(self, view: memoryview) -> None:
@@ -48,7 +50,7 @@ class BulkStream:
         """
         assert len(view) <= self._left_bytes, "more bytes read than were asked for"
         try:
-            receive(self._connection, view)
+            self._wire.receive(view)
         except OSError as error:
             raise UnreachableError(f"bulk stream from {self._address}: {error}") from error
         self._left_bytes -= len(view)
@@ -56,7 +58,7 @@ class BulkStream:
 
     def close(self) -> None:
         """Give the connection back, or close it when its reply was not read to the end."""
-        self._client.release(self._address, self._connection, reusable=self._left_bytes == 0)
+        self._client.release(self._address, self._wire, reusable=self._left_bytes == 0)
 
     def __enter__(self) -> BulkStream:
         return self
@@ -73,11 +75,12 @@ class BulkStream:
 class BulkClient:
     """Connections to the bulk services of other daemons. Thread-safe."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, wiring: Wiring | None = None) -> None:
         """`timeout_s`: how long a peer may take to accept, and to send anything at all."""
         self._timeout_s = timeout_s
+        self._wiring = wiring or Wiring(None, Protection.AUTHENTICATED)
         self._lock = threading.Lock()
-        self._idle: dict[str, list[socket.socket]] = {}
+        self._idle: dict[str, list[Wire]] = {}
         self._closed = False
         self.received_bytes = 0
 
@@ -111,29 +114,29 @@ class BulkClient:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, {}
-        for connections in idle.values():
-            for connection in connections:
-                connection.close()
+        for wires in idle.values():
+            for wire in wires:
+                wire.close()
 
     def count(self, nbytes: int) -> None:
         with self._lock:
             self.received_bytes += nbytes
 
-    def release(self, address: str, connection: socket.socket, *, reusable: bool) -> None:
+    def release(self, address: str, wire: Wire, *, reusable: bool) -> None:
         """Take back a connection that a stream is done with."""
         with self._lock:
             idle = self._idle.setdefault(address, [])
             if reusable and not self._closed and len(idle) < IDLE_PER_PEER_MAX:
-                idle.append(connection)
+                idle.append(wire)
                 return
-        connection.close()
+        wire.close()
 
-    def _take(self, address: str) -> socket.socket | None:
+    def _take(self, address: str) -> Wire | None:
         with self._lock:
             idle = self._idle.get(address)
             return idle.pop() if idle else None
 
-    def _connect(self, address: str) -> socket.socket:
+    def _connect(self, address: str) -> Wire:
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection(
@@ -141,27 +144,30 @@ class BulkClient:
             )
         except (OSError, ValueError) as error:
             raise UnreachableError(f"bulk service at {address}: {error}") from error
-        set_timeouts(connection, self._timeout_s)
-        return connection
+        try:
+            return self._wiring.dialled(connection, self._timeout_s)
+        except (OSError, UnauthenticatedError) as error:
+            connection.close()
+            raise UnreachableError(f"bulk service at {address}: {error}") from error
 
-    def _ask(self, address: str, connection: socket.socket, request: Request) -> BulkStream:
+    def _ask(self, address: str, wire: Wire, request: Request) -> BulkStream:
         reusable = False
         try:
-            connection.sendall(encode_request(request))
+            wire.send(encode_request(request))
             head = bytearray(REPLY_BYTES)
-            receive(connection, memoryview(head))
+            wire.receive(memoryview(head))
             reply = decode_reply(bytes(head))
             message = bytearray(reply.message_bytes)
-            receive(connection, memoryview(message))
+            wire.receive(memoryview(message))
             if reply.ok and (reply.epoch, reply.nbytes) == (request.epoch, request.reply_bytes):
-                return BulkStream(self, address, connection, request.reply_bytes)
+                return BulkStream(self, address, wire, request.reply_bytes)
             if reply.ok:
                 raise ProtocolError(f"{address} answered another request than the one it was sent")
             reusable = True
             raise decode_error(bytes(message))
         except OSError as error:
-            self.release(address, connection, reusable=False)
+            self.release(address, wire, reusable=False)
             raise UnreachableError(f"bulk service at {address}: {error}") from error
         except HoldfastError:
-            self.release(address, connection, reusable=reusable)
+            self.release(address, wire, reusable=reusable)
             raise

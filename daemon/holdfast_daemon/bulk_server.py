@@ -2,8 +2,8 @@
 
 One thread per connection, each in `sendfile` from the arena's file; the kernel does the work. Their
 number is bounded, and a connection beyond it is closed at once: were it queued, two daemons that
-wait for each other's queues would wait for ever. The server trusts nobody: it finds bytes only
-through the resolver.
+wait for each other's queues would wait for ever. The server trusts nobody: it answers only whom the
+handshake has shown to be a daemon (`wires`), and finds bytes only through the resolver.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import threading
 from contextlib import suppress
 from itertools import chain
 
-from holdfast_core.errors import HoldfastError, ProtocolError, StorageError, UnreachableError
+from holdfast_core.errors import (
+    HoldfastError,
+    ProtocolError,
+    StorageError,
+    UnauthenticatedError,
+    UnreachableError,
+)
 from holdfast_daemon.bulk import (
     REQUEST_BYTES,
     Kind,
@@ -26,9 +32,8 @@ from holdfast_daemon.bulk import (
     encode_error,
     encode_ok,
     job_name_bytes,
-    receive,
-    set_timeouts,
 )
+from holdfast_daemon.wires import Protection, Wire, Wiring
 
 CONNECTIONS_MAX = 256
 """Connections served at once: a thread each, which costs a few tens of kilobytes while it waits."""
@@ -48,11 +53,13 @@ class BulkServer:
         host: str,
         port: int,
         resolver: Resolver,
+        wiring: Wiring | None = None,
         *,
         connections_max: int = CONNECTIONS_MAX,
         stall_s: float = STALL_S,
     ) -> None:
         self._resolver = resolver
+        self._wiring = wiring or Wiring(None, Protection.AUTHENTICATED)
         self._connections_max = connections_max
         self._stall_s = stall_s
         self._lock = threading.Lock()
@@ -63,6 +70,8 @@ class BulkServer:
         """Connections that were served."""
         self.malformed = 0
         """Connections that were closed because they did not keep to the protocol."""
+        self.strangers = 0
+        """Connections that were closed because the other end did not prove to be a daemon."""
         self.refused = 0
         """Connections that were closed because there were too many."""
         try:
@@ -119,36 +128,45 @@ class BulkServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
+        wire = None
         try:
-            set_timeouts(connection, self._stall_s)
-            while (request := self._next_request(connection)) is not None:
-                self._answer(connection, request)
+            wire = self._wiring.accepted(connection, self._stall_s)
+            while (request := self._next_request(wire)) is not None:
+                self._answer(wire, request)
         except ProtocolError as error:
             _log.warning("bulk connection closed: %s", error)
             with self._lock:
                 self.malformed += 1
+        except UnauthenticatedError as error:
+            _log.warning("bulk connection refused: %s", error)
+            with self._lock:
+                self.strangers += 1
         except OSError:
             # The other end went away or stalled; it knows, and asks again if it still wants to.
             _log.debug("bulk connection ended", exc_info=True)
         finally:
             with self._lock:
                 del self._connections[connection]
+            if wire is not None:
+                wire.close()
             connection.close()
 
-    def _next_request(self, connection: socket.socket) -> Request | None:
+    def _next_request(self, wire: Wire) -> Request | None:
         """The next request, or None when the other end is done."""
         head = bytearray(REQUEST_BYTES)
-        first = connection.recv_into(head, 1)
-        if first == 0:
-            return None
-        receive(connection, memoryview(head)[1:])
+        with memoryview(head) as view:
+            try:
+                wire.receive(view[:1])
+            except ConnectionResetError:
+                return None
+            wire.receive(view[1:])
         job = bytearray(job_name_bytes(bytes(head)))
-        receive(connection, memoryview(job))
+        wire.receive(memoryview(job))
         return decode_request(bytes(head), bytes(job))
 
-    def _answer(self, connection: socket.socket, request: Request) -> None:
+    def _answer(self, wire: Wire, request: Request) -> None:
         if request.kind is Kind.CHANGE:
-            self._answer_change(connection, request)
+            self._answer_change(wire, request)
             return
         try:
             located = self._resolver.locate(request)
@@ -159,34 +177,34 @@ class BulkServer:
                 )
             descriptor = _open(located)
         except HoldfastError as error:
-            connection.sendall(encode_error(request.epoch, error))
+            wire.send(encode_error(request.epoch, error))
             return
         try:
-            connection.sendall(encode_ok(request), socket.MSG_MORE if request.nbytes else 0)
+            wire.send(encode_ok(request), more=request.nbytes > 0)
             for offset, nbytes in located.parts:
-                self._send(connection, descriptor, offset, nbytes)
+                self._send(wire, descriptor, offset, nbytes)
         finally:
             os.close(descriptor)
 
-    def _answer_change(self, connection: socket.socket, request: Request) -> None:
+    def _answer_change(self, wire: Wire, request: Request) -> None:
         try:
             parts = self._resolver.change(request)
             first = next(parts, b"")  # what cannot be answered shows here
         except HoldfastError as error:
-            connection.sendall(encode_error(request.epoch, error))
+            wire.send(encode_error(request.epoch, error))
             return
-        connection.sendall(encode_ok(request), socket.MSG_MORE)
+        wire.send(encode_ok(request), more=True)
         try:
             for part in chain((first,), parts):
-                connection.sendall(part)
+                wire.send(part)
                 with self._lock:
                     self.sent_bytes += len(part)
         except HoldfastError as error:  # too late to say so: the asker misses bytes and asks anew
             raise OSError(f"a change could not be sent: {error}") from error
 
-    def _send(self, connection: socket.socket, descriptor: int, offset: int, nbytes: int) -> None:
+    def _send(self, wire: Wire, descriptor: int, offset: int, nbytes: int) -> None:
         while nbytes:
-            sent = os.sendfile(connection.fileno(), descriptor, offset, nbytes)
+            sent = wire.send_file(descriptor, offset, nbytes)
             if sent == 0:
                 raise OSError(f"a located file ended {nbytes} bytes too early")
             offset, nbytes = offset + sent, nbytes - sent

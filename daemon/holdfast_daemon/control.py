@@ -18,6 +18,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_protos import control_pb2, control_pb2_grpc, values_pb2
 from holdfast_protos.changes import changed
+from holdfast_protos.identity import Identity, Role, aio_channel
 
 HEARTBEAT_S = 1.0
 SOON_S = 0.02
@@ -36,8 +37,9 @@ class ControlClient:
         *,
         heartbeat: Callable[[], control_pb2.Heartbeat],
         receive: Callable[[control_pb2.ControlMessage], None],
+        identity: Identity | None = None,
     ) -> None:
-        self._address = address
+        self._address, self._identity = address, identity
         self._heartbeat, self._receive = heartbeat, receive
         self._news = asyncio.Event()
         self._pause_s = HEARTBEAT_S
@@ -81,7 +83,7 @@ class ControlClient:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+        async with aio_channel(self._address, self._identity, Role.OPERATOR, options) as channel:
             stub: control_pb2_grpc.ControlAsyncStub = control_pb2_grpc.ControlStub(channel)
             known: dict[str, values_pb2.Membership] = {}
             async for message in stub.Connect(self._heartbeats(known)):

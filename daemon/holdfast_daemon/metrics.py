@@ -109,6 +109,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("stale_epoch_refusals", "Messages refused for an ended epoch.", "job"),
     _gauge("arena_bytes", "Memory allocated for arenas.", "job", unit="bytes"),
     _gauge("parity_bytes", "Memory allocated for parity blocks.", "job", unit="bytes"),
+    _gauge("insecure", "1 while daemons and the control loop prove nothing to each other."),
     _gauge("memory_budget_bytes", "Memory that this daemon may use.", unit="bytes"),
     _gauge("memory_used_bytes", "Memory that this daemon has allocated.", unit="bytes"),
     _counter("sent_bytes", "Bytes served to peers.", unit="bytes"),

@@ -38,8 +38,10 @@ from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import Auth, DaemonSettings
 from holdfast_daemon.storage import NodeStorage
+from holdfast_daemon.token_files import FileAuthenticator
 from holdfast_daemon.token_review import TokenReviewApi
 from holdfast_daemon.trainer_service import TrainerService
+from holdfast_daemon.wires import Wiring
 from holdfast_daemon.worker import EffectWorker
 from holdfast_protos import codec, control_pb2
 
@@ -59,18 +61,20 @@ class Node:
         self._settings = settings
         self.storage = NodeStorage(settings.root, settings.budget_bytes)
         self.metrics = Metrics()
+        self.metrics.set("insecure", settings.identity is None)
         self.hosts: dict[str, JobHost] = {}
         self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
         self._epochs: dict[str, int] = {}
         """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
         self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="effect")
-        self._bulk = BulkServer(settings.host, settings.bulk_port, self)
-        self._bulk_client = BulkClient(BULK_TIMEOUT_S)
-        self._fetcher = ManifestFetcher()
+        self._wiring = Wiring(settings.identity, settings.bulk)
+        self._bulk = BulkServer(settings.host, settings.bulk_port, self, self._wiring)
+        self._bulk_client = BulkClient(BULK_TIMEOUT_S, self._wiring)
+        self._fetcher = ManifestFetcher(settings.identity)
         self._catalogue = self._make_catalogue()
         self._observer = NodeObserver(self.metrics, self._catalogue)
-        self._outbox = PeerOutbox(self._send_failed)
+        self._outbox = PeerOutbox(self._send_failed, settings.identity)
         self._claims = Claims()
         self._descriptors = DescriptorServer(
             settings.arena_socket,
@@ -122,7 +126,10 @@ class Node:
             self._http.start()
         if settings.control:
             self._control = ControlClient(
-                settings.control, heartbeat=self.heartbeat, receive=self._receive
+                settings.control,
+                heartbeat=self.heartbeat,
+                receive=self._receive,
+                identity=settings.identity,
             )
             self._control.start()
         self._pulse = asyncio.get_running_loop().create_task(self._beat())
@@ -135,6 +142,7 @@ class Node:
             bulk=self._bulk.address,
             metrics_port=self._http.port if self._http else None,
             budget_bytes=settings.budget_bytes,
+            security=settings.security,
             adopted_jobs=sorted(self.hosts),
         )
 
@@ -299,7 +307,7 @@ class Node:
         trainers = await serve_trainers(service, settings.socket, settings.permissions)
         self._servers.append(trainers)
         peers, self._peer_address = await serve_peers(
-            PeerService(self.hosts.get), settings.host, settings.peer_port
+            PeerService(self.hosts.get), settings.host, settings.peer_port, settings.identity
         )
         self._servers.append(peers)
 
@@ -345,13 +353,15 @@ class Node:
         )
 
     def _status(self) -> dict[str, Any]:
+        settings = self._settings
         return {
-            "node": self._settings.node,
+            "node": settings.node,
             "memory_id": self.storage.memory_id,
             "incarnation": self.storage.incarnation,
             "uptime_s": round(time.monotonic() - self._started_at, 1),
-            "memory_budget_bytes": self._settings.budget_bytes,
+            "memory_budget_bytes": settings.budget_bytes,
             "memory_used_bytes": self.storage.reserved_bytes,
+            "security": settings.security,
             "control_connected": bool(self._control and self._control.connected),
             "sent_bytes": self._bulk.sent_bytes,
             "jobs": {job: describe.as_json(host) for job, host in self.hosts.items()},
@@ -369,6 +379,8 @@ class Node:
         settings = self._settings
         if settings.auth is Auth.NONE:
             return TrustingAuthenticator()
+        if settings.token_directory is not None:
+            return FileAuthenticator(settings.token_directory)
         return TokenAuthenticator(
             TokenReviewApi(settings.api_server, settings.service_account),
             time.time,

@@ -19,6 +19,7 @@ from holdfast_core.values import Generation, MemberPlace
 from holdfast_daemon.effects import Effect, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.host import JobHost
 from holdfast_protos import codec, peer_pb2, peer_pb2_grpc
+from holdfast_protos.identity import Identity, Role, aio_channel, channel
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,10 +32,14 @@ Message = peer_pb2.ReportMessage | peer_pb2.DirectiveMessage | peer_pb2.SuspectM
 class PeerOutbox:
     """Sends reports, directives and suspicions; implements `host.Outbox`."""
 
-    def __init__(self, on_failed: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, on_failed: Callable[[str, str], None], identity: Identity | None = None
+    ) -> None:
         """`on_failed(kind, reason)` counts what did not arrive: a report, directive or suspect."""
         self._on_failed = on_failed
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._identity = identity
+        self._channels: dict[str, tuple[int, grpc.aio.Channel]] = {}
+        """With the version of the certificate that each was opened with."""
         self._pending: dict[tuple[str, str, str], tuple[Message, JobHost]] = {}
         self._sending: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,8 +70,20 @@ class PeerOutbox:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel in self._channels.values():
-            await channel.close(grace=None)
+        for _, open_channel in self._channels.values():
+            await open_channel.close(grace=None)
+
+    async def _channel(self, address: str) -> grpc.aio.Channel:
+        """To `address`, with the certificate of now. One task per address calls this."""
+        version = 0 if self._identity is None else self._identity.current().version
+        known = self._channels.get(address)
+        if known is not None and known[0] == version:
+            return known[1]
+        opened = aio_channel(address, self._identity, Role.DAEMON)
+        self._channels[address] = (version, opened)
+        if known is not None:
+            await known[1].close(grace=None)
+        return opened
 
     async def _drain(self, address: str) -> None:
         try:
@@ -77,10 +94,7 @@ class PeerOutbox:
             self._sending.discard(address)
 
     async def _deliver(self, address: str, message: Message, host: JobHost) -> None:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address)
-        stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(channel)
+        stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(await self._channel(address))
         kind = ""
         try:
             match message:
@@ -157,9 +171,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 class ManifestFetcher:
     """`group.PeerClient` over gRPC, for the threads that build and rebuild."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None = None) -> None:
+        self._identity = identity
         self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels: dict[str, tuple[int, grpc.Channel]] = {}
 
     def fetch_manifest(
         self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
@@ -169,25 +184,32 @@ class ManifestFetcher:
         Raises:
             UnreachableError, StaleEpochError.
         """
-        with self._lock:
-            channel = self._channels.get(place.peer_address)
-            if channel is None:
-                channel = grpc.insecure_channel(place.peer_address)
-                self._channels[place.peer_address] = channel
+        found = self._channel(place.peer_address)
         request = peer_pb2.FetchManifestRequest(
             job=job, epoch=epoch, rank=rank, generation=codec.generation_to_proto(generation)
         )
         try:
-            reply = peer_pb2_grpc.PeerStub(channel).FetchManifest(request, timeout=FETCH_TIMEOUT_S)
+            reply = peer_pb2_grpc.PeerStub(found).FetchManifest(request, timeout=FETCH_TIMEOUT_S)
         except grpc.RpcError as error:
             raise _translated(error, place) from error
         return reply.manifest, reply.layout
 
     def close(self) -> None:
         with self._lock:
-            for channel in self._channels.values():
-                channel.close()
+            for _, open_channel in self._channels.values():
+                open_channel.close()
             self._channels.clear()
+
+    def _channel(self, address: str) -> grpc.Channel:
+        """To `address`, with the certificate of now. One with an older certificate ends by itself:
+        other threads may be using it."""
+        version = 0 if self._identity is None else self._identity.current().version
+        with self._lock:
+            known = self._channels.get(address)
+            if known is None or known[0] != version:
+                known = (version, channel(address, self._identity, Role.DAEMON))
+                self._channels[address] = known
+            return known[1]
 
 
 def _translated(error: grpc.RpcError, place: MemberPlace) -> HoldfastError:

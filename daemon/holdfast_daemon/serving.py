@@ -11,6 +11,7 @@ from holdfast_core.errors import StorageError
 from holdfast_daemon.peers import PeerService
 from holdfast_daemon.trainer_service import TrainerService
 from holdfast_protos import peer_pb2_grpc, trainer_pb2_grpc
+from holdfast_protos.identity import Identity, OnlyFor, Role, add_port
 
 
 async def serve_trainers(service: TrainerService, path: Path, mode: int) -> grpc.aio.Server:
@@ -33,16 +34,18 @@ async def serve_trainers(service: TrainerService, path: Path, mode: int) -> grpc
     return server
 
 
-async def serve_peers(service: PeerService, host: str, port: int) -> tuple[grpc.aio.Server, str]:
-    """A started server, and the address that it listens on.
+async def serve_peers(
+    service: PeerService, host: str, port: int, identity: Identity | None = None
+) -> tuple[grpc.aio.Server, str]:
+    """A started server that answers daemons only, and the address that it listens on.
 
     Raises:
         StorageError: the port cannot be had.
     """
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[OnlyFor(identity, Role.DAEMON)])
     peer_pb2_grpc.add_PeerServicer_to_server(service, server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = add_port(server, f"{host}:{port}", identity)
     except RuntimeError as error:
         raise StorageError(
             f"cannot listen on {host}:{port}: {error}; is the port taken, and is the address this "

@@ -7,6 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_daemon.wires import Protection
+from holdfast_protos.identity import Identity
 
 SOCKET_PATH_BYTES_MAX = 107
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -20,6 +22,8 @@ class Auth(StrEnum):
     """They do not: whoever may connect may do everything."""
     TOKEN_REVIEW = "token-review"
     """By a service-account token that the Kubernetes API server knows."""
+    TOKEN_FILES = "token-files"
+    """By the token that a file of the job's name holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +36,21 @@ class DaemonSettings:
     """Where the sockets for trainers lie, `root` when None. Trainers in pods mount this directory
     alone, at the same path."""
     socket_mode: int | None = None
-    """Permissions of these sockets. None: everybody's where trainers must prove who they are, else
-    the daemon's own user's."""
+    """Permissions of these sockets. None: everybody's where the API server says who trainers are,
+    else the daemon's own user's."""
     auth: Auth = Auth.NONE
     """How trainers prove who they are."""
     api_server: str = ""
     """`host:port` of the Kubernetes API server; only for `Auth.TOKEN_REVIEW`."""
     service_account: Path = SERVICE_ACCOUNT
     """Directory with the daemon's own token and the cluster's CA; only for `Auth.TOKEN_REVIEW`."""
+    token_directory: Path | None = None
+    """One file per job, named after it, with its token; only for `Auth.TOKEN_FILES`."""
+    identity: Identity | None = None
+    """What this daemon shows to other daemons and the control loop, and by which it knows them.
+    None: nobody shows anything."""
+    bulk: Protection = Protection.AUTHENTICATED
+    """What protects bytes between daemons."""
     node: str
     """Name of the node, unique in the cluster."""
     host: str = "127.0.0.1"
@@ -81,10 +92,21 @@ class DaemonSettings:
             )
         if self.budget_bytes <= 0:
             raise InvalidJobError(f"--budget must be positive, not {self.budget_bytes}")
+        if (self.auth is Auth.TOKEN_FILES) != (self.token_directory is not None):
+            raise InvalidJobError("--auth token-files and --tokens DIR belong together: give both")
+        if self.bulk is Protection.ENCRYPTED and self.identity is None:
+            raise InvalidJobError(
+                "--bulk encrypted needs certificates: give --tls DIR, not --insecure"
+            )
         if not self.node:
             raise InvalidJobError("--node must name this node")
         if self.threads < 1:
             raise InvalidJobError(f"--threads must be at least 1, not {self.threads}")
+
+    @property
+    def security(self) -> str:
+        """One word for status and logs: insecure, authenticated or encrypted."""
+        return "insecure" if self.identity is None else self.bulk.value
 
     @property
     def socket(self) -> Path:
@@ -101,4 +123,4 @@ class DaemonSettings:
         """Of both sockets."""
         if self.socket_mode is not None:
             return self.socket_mode
-        return 0o600 if self.auth is Auth.NONE else 0o666
+        return 0o666 if self.auth is Auth.TOKEN_REVIEW else 0o600

@@ -6,11 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+_DECIDED = ("HOLDFAST_TLS", "HOLDFAST_TLS_DOMAIN", "HOLDFAST_INSECURE")
+
 
 def inherited() -> dict[str, str]:
     """The environment for processes of a local run: ours, with this interpreter's directory first
-    in PATH, so that a job's `python` is the one that Holdfast is installed in."""
-    environment = dict(os.environ)
+    in PATH, so that a job's `python` is the one that Holdfast is installed in. Without what it says
+    of identity, which the run decides."""
+    environment = {k: v for k, v in os.environ.items() if k not in _DECIDED}
     first = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join(filter(None, (first, environment.get("PATH", ""))))
     return environment

@@ -96,6 +96,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
     _add_directory(parser)
     parser.add_argument("--redis", default="", metavar="URL", help="catalogue for the daemons")
+    _add_insecure(parser)
     parser.set_defaults(handler="running:run")
 
 
@@ -215,6 +216,14 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, metavar="DIR", help="the run's directory")
+
+
+def _add_insecure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="no certificates and tokens between its processes (or HOLDFAST_INSECURE=1)",
+    )
 
 
 def _add_run_choice(parser: argparse.ArgumentParser) -> None:

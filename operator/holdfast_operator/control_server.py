@@ -25,6 +25,7 @@ from holdfast_operator.heartbeats import job_view, node_view
 from holdfast_operator.views import JobView, NodeView
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.changes import change_between
+from holdfast_protos.identity import Identity, Role, add_port, insist
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class ControlServer:
         clock: monotonic seconds; stamps heartbeats.
         on_evidence: called at once, with keys of jobs, whenever something changed that a recovery
             of one of them could follow from; without any when a node has nothing of any job.
+        identity: of the control loop; None lets in whoever dials.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class ControlServer:
         heartbeat_s: float,
         clock: Callable[[], float],
         on_evidence: Callable[[frozenset[str]], None],
+        identity: Identity | None = None,
     ) -> None:
+        self._identity = identity
         self._heartbeat_s, self._clock, self._on_evidence = heartbeat_s, clock, on_evidence
         self._nodes: dict[str, _Node] = {}
         self._published: dict[str, Membership] = {}
@@ -102,7 +106,7 @@ class ControlServer:
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         server.add_generic_rpc_handlers((_handler(self.Connect),))
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = add_port(server, f"{host}:{port}", self._identity)
         except RuntimeError as error:
             raise UnreachableError(f"cannot listen on {host}:{port} for daemons") from error
         await server.start()
@@ -207,6 +211,7 @@ class ControlServer:
         self, request_iterator: AsyncIterator[control_pb2.Heartbeat], context: _Stream
     ) -> AsyncIterator[bytes]:
         """One daemon's stream, until either side ends it or a newer one of the node begins."""
+        await insist(context, self._identity, Role.DAEMON)
         connection = _Connection()
         listener = asyncio.ensure_future(self._listen(request_iterator, connection))
         yield self._welcome()

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableError
 from holdfast_core.jobs import MoETrainingJob, parse_job
+from holdfast_operator._environment import given
 from holdfast_operator.demo_report import (
     FaultReport,
     Injected,
@@ -43,9 +44,11 @@ from holdfast_operator.demo_report import (
 )
 from holdfast_operator.local import LocalCluster, LocalSettings, TimedEvent
 from holdfast_operator.local import faults as injections
+from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.show import event_text
 from holdfast_operator.views import Outcome
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.identity import is_insecure
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS, QUICK_STEPS = 150, 60
@@ -90,7 +93,8 @@ class Run:
         self.log_file, self.hash_file = folder / "log.jsonl", folder / "sha256"
         self._screen, self._steps = screen, steps
         self._line = screen.add_task(name, total=steps, note="starting processes")
-        self.cluster = LocalCluster(job, LocalSettings(directory=folder), on_event=self._show)
+        settings = LocalSettings(directory=folder, insecure=is_insecure(given()))
+        self.cluster = LocalCluster(job, settings, on_event=self._show)
 
     def _show(self, event: TimedEvent) -> None:
         self._screen.console.print(event_text(event), soft_wrap=True)
@@ -316,13 +320,13 @@ async def _catch(run: Run, rank: int, *, writing: bool) -> str:
     node = None if member is None else cluster.status.node(member.node)
     if node is None:
         raise UnreachableError(f"rank {rank} is on no node now; run it again")
+    directory = cluster.directory
     async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
         while time.monotonic() < until and not cluster.status.ended:
-            if bool(await _written(daemon, cluster.job.key, rank)) is writing:
-                directory = cluster.directory
+            if bool(await _written(daemon, directory, rank)) is writing:
                 injections.signal_rank(directory, cluster.status, rank, signal.SIGSTOP)
-                generation = await _written(daemon, cluster.job.key, rank)
+                generation = await _written(daemon, directory, rank)
                 if bool(generation) is writing:
                     return generation
                 injections.signal_rank(directory, cluster.status, rank, signal.SIGCONT)
@@ -331,10 +335,15 @@ async def _catch(run: Run, rank: int, *, writing: bool) -> str:
     raise UnreachableError(f"rank {rank} was not caught {state} within {CATCH_S:g} s; run it again")
 
 
-async def _written(daemon: trainer_pb2_grpc.TrainerAsyncStub, job: str, rank: int) -> str:
+async def _written(
+    daemon: trainer_pb2_grpc.TrainerAsyncStub, directory: RunDirectory, rank: int
+) -> str:
     """The generation that a rank is writing into its arena, as its daemon knows; empty for none."""
+    job, shown = directory.job_key, f"Bearer {directory.token_file.read_text()}"
     try:
-        reply = await daemon.Status(trainer_pb2.StatusRequest(), timeout=5.0)
+        reply = await daemon.Status(
+            trainer_pb2.StatusRequest(), timeout=5.0, metadata=(("authorization", shown),)
+        )
     except grpc.aio.AioRpcError as error:
         raise UnreachableError(f"a daemon does not say what it holds: {error.details()}") from error
     state = msgspec.json.decode(reply.json)["jobs"].get(job, {"slots": ()})

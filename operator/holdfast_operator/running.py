@@ -19,6 +19,7 @@ from rich.spinner import Spinner
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.jobs import MoETrainingJob, ignored_locally, parse_job
 from holdfast_operator import cluster_status
+from holdfast_operator._environment import given
 from holdfast_operator.cli import EXIT_FAILED, EXIT_INTERRUPTED
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_operator.local import faults as injections
@@ -27,6 +28,7 @@ from holdfast_operator.local.processes import identify
 from holdfast_operator.local.status import encode, read_status
 from holdfast_operator.show import event_line, event_text, progress_line, status_view
 from holdfast_operator.views import Outcome
+from holdfast_protos.identity import is_insecure
 
 LINE_S = 0.2
 PLAIN_LINE_S = 5.0
@@ -63,7 +65,11 @@ def load_job(path: Path) -> MoETrainingJob:
 def run(options: argparse.Namespace) -> int:
     """`holdfast run`."""
     job = load_job(options.job)
-    settings = LocalSettings(directory=options.dir, redis_url=options.redis)
+    settings = LocalSettings(
+        directory=options.dir,
+        redis_url=options.redis,
+        insecure=options.insecure or is_insecure(given()),
+    )
     return asyncio.run(_run(job, settings))
 
 

@@ -60,6 +60,8 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         f"  protected {status.protected or '-'}  restarts {status.restarts}",
     )
     parts: list[RenderableType] = [head]
+    if status.security == "insecure":
+        parts.append(Text("insecure: daemons and trainers prove nothing", style="bold red"))
     if stale:
         parts.append(Text(stale, style="yellow"))
     if not status.ended or status.phase == "Failed":

@@ -85,6 +85,8 @@ class DaemonProcess:
     channel: grpc.Channel | None = None
     socket_dir: Path | None = None
     """Where its sockets lie; `root` when None."""
+    tls: Path | None = None
+    """Directory of its certificate; without one, it is told to do without."""
     token: str = ""
     """What calls carry, from now on."""
     uid: int | None = None
@@ -104,6 +106,7 @@ class DaemonProcess:
             *("--control", f"127.0.0.1:{self.control_port}"),
             *("--budget", str(BUDGET_BYTES)),
             *("--log-level", "debug"),
+            *(("--tls", str(self.tls)) if self.tls else ("--insecure",)),
             *(("--socket-dir", str(self.socket_dir)) if self.socket_dir else ()),
             *self.arguments,
         ]

@@ -223,7 +223,7 @@ class TrappedNode(Node):
         self._traps = traps
         self.storage.files = TrappedFiles(traps)
         self._bulk.close()
-        self._bulk = TrappedBulkServer(settings.host, settings.bulk_port, self)
+        self._bulk = TrappedBulkServer(settings.host, settings.bulk_port, self, self._wiring)
         self._bulk.traps = traps
 
     def locate(self, request: Request) -> Located:

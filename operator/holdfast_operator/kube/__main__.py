@@ -22,6 +22,7 @@ from holdfast_operator.kube.metrics import Metrics
 from holdfast_operator.kube.operating import Operating
 from holdfast_operator.kube.options import Options, parse
 from holdfast_operator.kube.uninstalling import release_finalizers
+from holdfast_protos.identity import choose
 
 EXIT_LEASE_LOST, EXIT_CANNOT_START = 1, 2
 
@@ -55,14 +56,16 @@ def _spare_collector() -> None:
 
 async def _run(options: Options) -> bool:
     _spare_collector()
+    identity = choose(options.tls, options.tls_domain, insecure=options.insecure)
     metrics = Metrics()
+    metrics.set("insecure", identity is None)
     async with AsyncExitStack() as stack:
         api, lease_api = [
             await connect(metrics, options.kubeconfig, options.context) for _ in range(2)
         ]
         stack.push_async_callback(api.close)
         stack.push_async_callback(lease_api.close)
-        operating = Operating(options, api, lease_api, metrics, _stop_on_signals)
+        operating = Operating(options, api, lease_api, metrics, identity, _stop_on_signals)
         http = HttpServer(metrics.registry, operating.health)
         stack.push_async_callback(http.stop)
         await http.start(options.listen or "", options.http_port)

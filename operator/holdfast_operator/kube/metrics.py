@@ -36,6 +36,7 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Definition:
 
 DEFINITIONS: tuple[Definition, ...] = (
     _gauge("leader", "1 while this replica holds the Lease."),
+    _gauge("insecure", "1 while daemons need not prove who they are."),
     _gauge("jobs", "Jobs in a phase.", "phase"),
     _gauge("ranks_desired", "Ranks of all jobs that have not ended."),
     _gauge("ranks_ready", "Ranks at work."),

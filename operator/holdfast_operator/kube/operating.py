@@ -29,6 +29,7 @@ from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache, Fed, Watch
 from holdfast_operator.kube.world import World
+from holdfast_protos.identity import Identity
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Operating:
         api: Api,
         lease_api: Api,
         metrics: Metrics,
+        identity: Identity | None,
         catch_signals: Callable[[Operating], None],
     ) -> None:
         self._options, self._api, self._metrics = options, api, metrics
@@ -67,7 +69,10 @@ class Operating:
             sleep=asyncio.sleep,
         )
         self._server = ControlServer(
-            heartbeat_s=HEARTBEAT_S_MAX, clock=clock, on_evidence=self._fleet.wake
+            heartbeat_s=HEARTBEAT_S_MAX,
+            clock=clock,
+            on_evidence=self._fleet.wake,
+            identity=identity,
         )
         self._pods = PodIndex(lambda key: self._fleet.wake((key,)))
         self._pod_cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)

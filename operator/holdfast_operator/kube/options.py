@@ -7,12 +7,16 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast_protos.identity import add_options
+
 DESCRIPTION = "Carries out the MoETrainingJobs of a Kubernetes cluster."
 
 _EPILOG = """
 In a cluster this runs as the Deployment holdfast-operator of the chart. By hand, for development:
 
-  holdfast-operator --kubeconfig ~/.kube/config --namespace holdfast-system --address 10.0.0.5
+  holdfast certificates --out ~/holdfast-tls
+  holdfast-operator --kubeconfig ~/.kube/config --namespace holdfast-system --address 10.0.0.5 \\
+                    --tls ~/holdfast-tls/operator
 
 Several replicas may run: one holds the Lease and works, the others wait. The process ends when it
 loses its Lease, and is expected to be started again.
@@ -43,6 +47,10 @@ class Options:
     """The Service that daemons dial."""
     lease: str
     daemon_selector: str
+    tls: str
+    """Directory of this replica's certificate."""
+    tls_domain: str
+    insecure: bool
     """Labels of the daemons' pods in `namespace`."""
     log_level: str
 
@@ -88,6 +96,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         metavar="LABELS",
         help="of the daemons' pods (default: %(default)s)",
     )
+    add_options(add, environment)
     levels = ["debug", "info", "warning", "error"]
     add("--log-level", default="info", choices=levels, help="default: %(default)s")
     found = parser.parse_args(arguments)

@@ -15,7 +15,9 @@ the same directory adopts them.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import secrets
 import shutil
 import signal
 import time
@@ -27,6 +29,7 @@ from types import TracebackType
 from holdfast_core.budget import fits
 from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
 from holdfast_core.jobs import MoETrainingJob, check_local, check_supported
+from holdfast_operator.certificates import Certificates, write_private
 from holdfast_operator.control_server import ControlServer
 from holdfast_operator.local import faults
 from holdfast_operator.local.commands import Commands
@@ -43,11 +46,18 @@ from holdfast_operator.local.supervisor import Supervisor
 from holdfast_operator.views import (
     Outcome,
 )
+from holdfast_protos.identity import Identity, Role
 
 LOOK_S = 0.2
 """How often to look when nothing calls."""
 SOON_S = 0.01
 """When to look at what the actions of the last look have changed."""
+RENEW_AGAIN_S = 60.0
+"""Pause after certificates could not be renewed."""
+INSECURE = (
+    "identity is off: whoever reaches the loopback ports of this run may read and change its "
+    "training state; leave out --insecure (or HOLDFAST_INSECURE) to turn it on"
+)
 USABLE_FRACTION = 0.8
 """Of the free shared memory, what daemons may use together when the job sets no limit."""
 
@@ -62,6 +72,8 @@ class LocalSettings:
     """Directory on a tmpfs for the nodes' memory; below /dev/shm when None."""
     redis_url: str = ""
     """Catalogue for the daemons; their own memory when empty."""
+    insecure: bool = False
+    """Whether daemons and the control loop do without certificates, and trainers without tokens."""
     commands: Commands = field(default_factory=Commands)
     """How processes are started."""
 
@@ -87,6 +99,8 @@ class LocalCluster:
         path = settings.directory or default_directory(job.key)
         self.directory = RunDirectory(path, job.key, settings.memory)
         self._settings, self._journal = settings, Journal(on_event)
+        self._certificates = Certificates(self.directory.tls)
+        self._renew_at = math.inf
         self._wake, self._news = asyncio.Event(), asyncio.Condition()
         self._control: ControlLoop | None = None
         self._status: Status | None = None
@@ -139,11 +153,15 @@ class LocalCluster:
                 f"{self.directory.path} holds a run of {run.job} on {len(run.nodes)} nodes, and "
                 f"this is {self.job.key} on {len(names)}; end that run, or use another --dir"
             )
+        other_security = run.insecure != self._settings.insecure
+        run.insecure = self._settings.insecure
+        identity = self._make_identity(run.insecure)
         detection = self.job.spec.failure_policy.detection
         self._server = ControlServer(
             heartbeat_s=detection.heartbeat_seconds,
             clock=time.monotonic,
             on_evidence=lambda jobs: self._wake.set(),
+            identity=identity,
         )
         budget_bytes = self._budget_bytes(len(names))
         self._supervisor = Supervisor(
@@ -166,11 +184,31 @@ class LocalCluster:
         if adopted:
             self._control.remember()
         self._supervisor.start()
-        if moved:
+        if moved or (adopted and other_security):
             await self._supervisor.restart_daemons()
         self._loop = asyncio.get_running_loop().create_task(
             self._look_again_and_again(self._control)
         )
+
+    def _make_identity(self, insecure: bool) -> Identity | None:
+        """Certificates for all processes, and the token of the job."""
+        if not self.directory.token_file.exists():
+            write_private(self.directory.token_file, secrets.token_hex(32).encode())
+        if insecure:
+            self._journal.tell("Insecure", INSECURE, True)
+            return None
+        self._renew_at = self._certificates.make(time.time())
+        return Identity(self._certificates.directory(Role.OPERATOR))
+
+    def _renew(self) -> None:
+        """Make new certificates in time; all processes look for them at each new connection."""
+        if time.time() < self._renew_at:
+            return
+        try:
+            self._renew_at = self._certificates.make(time.time())
+        except StorageError as error:
+            self._renew_at = time.time() + RENEW_AGAIN_S
+            self._journal.tell("CertificatesNotRenewed", str(error), True)
 
     async def _listen(self, host: str, port: int) -> int:
         """Listen where daemons dial already, if that is possible; else the new port."""
@@ -324,6 +362,7 @@ class LocalCluster:
     async def _look_until_cancelled(self, control: ControlLoop) -> None:
         while True:
             self._wake.clear()
+            self._renew()
             acted = control.look()
             self._status = control.status
             async with self._news:

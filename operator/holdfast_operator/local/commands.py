@@ -8,8 +8,10 @@ from pathlib import Path
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator._environment import inherited
+from holdfast_operator.certificates import Certificates
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.local.processes import MARK
+from holdfast_protos.identity import Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +42,19 @@ class Commands:
             *("--control", f"{run.control_host}:{run.control_port}"),
             *("--budget", str(self.budget_bytes)),
             *("--metrics-port", "0"),
+            *self._security(directory, run),
             *("--log-file", str(directory.log(f"daemon-{node.name}"))),
         ]
         if self.redis_url:
             arguments += ["--redis", self.redis_url]
         environment = inherited() | {MARK: directory.mark(node.name, "daemon")}
         return Command(arguments=tuple(arguments), environment=environment)
+
+    def _security(self, directory: RunDirectory, run: RunRecord) -> tuple[str, ...]:
+        if run.insecure:
+            return ("--insecure",)
+        tls = Certificates(directory.tls).directory(Role.DAEMON)
+        return ("--tls", str(tls), "--auth", "token-files", "--tokens", str(directory.tokens))
 
     def agent(
         self,
@@ -76,6 +85,7 @@ class Commands:
             "PYTHONUNBUFFERED": "1",
             **job.env,
             "HOLDFAST_SOCKET": socket,
+            "HOLDFAST_TOKEN_FILE": str(directory.token_file),
             **job.variables,
             MARK: directory.mark(node.name, "agent", member, attempt),
         }

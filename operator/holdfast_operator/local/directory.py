@@ -7,6 +7,8 @@
 <run>/dead/<node>       the node was lost, and its processes are not started again
 <run>/exits/<agent>     exit code that the agent's launcher wrote
 <run>/logs/             one file for each daemon and member
+<run>/tls/              a CA for this run, and what it certified for daemons and the control loop
+<run>/tokens/<job>      what trainers of the job show to daemons
 <memory>/<node>/        the node's "tmpfs": its daemon's directory
 ```
 """
@@ -21,6 +23,7 @@ import tempfile
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -69,6 +72,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     control_host: str
     control_port: int = 0
     working_directory: str = ""
+    insecure: bool = False
+    """Its daemons were started without identity."""
     nodes: dict[str, NodeRecord] = {}
 
 
@@ -114,6 +119,19 @@ class RunDirectory:
     def exit_file(self, member: int, attempt: int) -> Path:
         return self.path / "exits" / f"{member}-{attempt}"
 
+    @property
+    def tls(self) -> Path:
+        return self.path / "tls"
+
+    @property
+    def tokens(self) -> Path:
+        return self.path / "tokens"
+
+    @property
+    def token_file(self) -> Path:
+        """With what trainers of the job show to daemons."""
+        return self.tokens / quote(self.job_key, safe="")
+
     def root(self, node: str) -> Path:
         return self.memory / node
 
@@ -154,7 +172,7 @@ class RunDirectory:
         """Make all directories that are missing."""
         for path in (self.path.parent, self.path, self.memory.parent, self.memory):
             _make_private(path)
-        for name in ("logs", "exits", "dead"):
+        for name in ("logs", "exits", "dead", "tokens"):
             _make_private(self.path / name)
 
     def close(self) -> None:
@@ -168,7 +186,7 @@ class RunDirectory:
         shutil.rmtree(self.memory, ignore_errors=True)
         with suppress(OSError):
             self.memory.parent.rmdir()
-        for name in ("exits", "dead"):
+        for name in ("exits", "dead", "tokens", "tls"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         self.nodes_file.unlink(missing_ok=True)
 

@@ -47,6 +47,7 @@ def status_of(
         time=time,
         pid=pid,
         directory=str(directory.path),
+        security="insecure" if run.insecure else "mutual TLS",
         phase=phase(decision.conditions),
         reason=state.outcome_reason or decision.reason,
         epoch=0 if membership is None else membership.epoch,

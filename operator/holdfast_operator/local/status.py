@@ -91,6 +91,8 @@ class Status:
     pid: int
     """Of the control loop."""
     directory: str
+    security: str = ""
+    """`mutual TLS`, or `insecure`: nobody proves anything."""
     phase: str
     """One word for the whole job (`conditions.phase`)."""
     reason: str

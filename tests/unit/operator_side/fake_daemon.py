@@ -19,6 +19,7 @@ import grpc.aio
 
 from holdfast_core.values import Membership
 from holdfast_protos import codec, control_pb2, control_pb2_grpc, values_pb2
+from holdfast_protos.identity import Role, aio_channel, choose
 
 BEAT_S = 0.05
 
@@ -27,6 +28,7 @@ class FakeDaemon:
     def __init__(self, options: argparse.Namespace) -> None:
         self.root, self.node, self.host = Path(options.root), options.node, options.host
         self.control, self.budget = options.control, options.budget
+        self.identity = choose(options.tls, "", insecure=options.insecure)
         (self.root / "ranks").mkdir(parents=True, exist_ok=True)
         identity = self.root / "memory-id"
         if not identity.exists():
@@ -39,7 +41,7 @@ class FakeDaemon:
     async def run(self) -> None:
         while True:
             with suppress(grpc.aio.AioRpcError):
-                async with grpc.aio.insecure_channel(self.control) as channel:
+                async with aio_channel(self.control, self.identity, Role.OPERATOR) as channel:
                     stub: control_pb2_grpc.ControlAsyncStub = control_pb2_grpc.ControlStub(channel)
                     async for message in stub.Connect(self.heartbeats()):
                         self.receive(message)
@@ -134,6 +136,9 @@ def main() -> None:
     for name in ("--root", "--node", "--host", "--control", "--metrics-port", "--log-file"):
         parser.add_argument(name, required=True)
     parser.add_argument("--budget", type=int, required=True)
+    parser.add_argument("--insecure", action="store_true")
+    for name in ("--tls", "--auth", "--tokens"):
+        parser.add_argument(name, default="")
     asyncio.run(FakeDaemon(parser.parse_args()).run())
 
 

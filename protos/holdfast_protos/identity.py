@@ -1,0 +1,305 @@
+"""Who a process is to the others: its certificate, read from files, and what is checked of theirs.
+
+Daemons and the control loop talk over TLS in which both sides show a certificate. A certificate
+says what its owner is by a DNS name, `<role>.<domain>.holdfast`: whoever dials insists on the role
+that it dials for, and a service answers only the roles that it is for. So no daemon can give orders
+as the operator, and nobody whom the CA did not certify is heard at all.
+
+A directory has the three files of a Kubernetes TLS secret: `tls.crt`, `tls.key`, `ca.crt`. They are
+looked at again for each new connection, so that they may be replaced while the process runs. With
+no `Identity` (None), connections are plain and nothing is checked: that takes an explicit switch.
+
+Must not: put a key into an error or a log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import ssl
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnauthenticatedError
+from holdfast_protos import codec
+
+CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+DOMAIN = "local"
+"""Of processes that are not told another one."""
+READS_MAX = 3
+"""Files that change while they are read are read again, this often."""
+
+_log = logging.getLogger(__name__)
+
+Options = Sequence[tuple[str, Any]]
+
+
+class Role(StrEnum):
+    """What a process is to the others."""
+
+    DAEMON = "daemon"
+    OPERATOR = "operator"
+    """The control loop: the operator's, or that of a local run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """The files at one moment."""
+
+    version: int
+    """Another number for other files."""
+    configuration: Any
+    """For gRPC servers."""
+    credentials: grpc.ChannelCredentials
+    """For gRPC channels."""
+    server: ssl.SSLContext
+    """For servers of plain sockets; insists on a certificate."""
+    client: ssl.SSLContext
+    """For clients of plain sockets; insists on a certificate and its name."""
+
+
+class Identity:
+    """The certificate of this process. Thread-safe.
+
+    Args:
+        directory: with `tls.crt`, `tls.key` and `ca.crt`, PEM.
+        domain: what the names of all certificates of this installation have in common.
+
+    Raises (on construction):
+        InvalidJobError: a file cannot be read, or does not fit the others.
+    """
+
+    def __init__(self, directory: Path, domain: str = DOMAIN) -> None:
+        self._directory, self._domain = directory, domain
+        self._lock = threading.Lock()
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", domain):
+            raise InvalidJobError(
+                f"--tls-domain {domain!r} is no part of a DNS name: use small letters, digits and -"
+            )
+        self._seen = _seen(directory)
+        self._loaded = _load(directory, 1)
+
+    def name(self, role: Role) -> str:
+        """The DNS name that a certificate of `role` has."""
+        return f"{role}.{self._domain}.holdfast"
+
+    def current(self) -> Loaded:
+        """What the files hold; what they held before while they do not fit together."""
+        with self._lock:
+            seen = _seen(self._directory)
+            if seen != self._seen:
+                self._seen = seen
+                try:
+                    self._loaded = _load(self._directory, self._loaded.version + 1)
+                    _log.info("certificate of %s read again", self._directory)
+                except InvalidJobError as error:
+                    _log.error("the certificate in use is kept: %s", error)
+            return self._loaded
+
+
+def choose(directory: str, domain: str, *, insecure: bool) -> Identity | None:
+    """The identity in `directory`, or None where `insecure` says so.
+
+    Raises:
+        InvalidJobError: when neither is given, or both are.
+    """
+    if insecure and directory:
+        raise InvalidJobError("--tls and --insecure exclude each other: choose one")
+    if insecure:
+        _log.warning(
+            "insecure: connections between daemons and the control loop are not encrypted, and "
+            "whoever reaches them may read and change training state"
+        )
+        return None
+    if not directory:
+        raise InvalidJobError(
+            "no certificate: name the directory of tls.crt, tls.key and ca.crt with --tls DIR or "
+            "HOLDFAST_TLS (`holdfast certificates` makes them), or turn identity off with "
+            "--insecure or HOLDFAST_INSECURE=1 on a network that only you reach"
+        )
+    return Identity(Path(directory), domain or DOMAIN)
+
+
+def add_options(add: Callable[..., Any], environment: Mapping[str, str]) -> None:
+    """The options of `choose`, for an argument parser's `add_argument`; `environment` has their
+    defaults: HOLDFAST_TLS, HOLDFAST_TLS_DOMAIN, HOLDFAST_INSECURE."""
+    insecure = is_insecure(environment)
+    add(
+        "--tls",
+        default="" if insecure else environment.get("HOLDFAST_TLS", ""),
+        metavar="DIR",
+        help="tls.crt, tls.key and ca.crt, which may be replaced at any time (or HOLDFAST_TLS)",
+    )
+    add(
+        "--tls-domain",
+        default=environment.get("HOLDFAST_TLS_DOMAIN", DOMAIN),
+        metavar="NAME",
+        help="certificates are for daemon.NAME.holdfast and operator.NAME.holdfast "
+        "(default: %(default)s, or HOLDFAST_TLS_DOMAIN)",
+    )
+    add(
+        "--insecure",
+        action="store_true",
+        default=insecure,
+        help="plain connections, and whoever dials is trusted (or HOLDFAST_INSECURE=1)",
+    )
+
+
+def is_insecure(environment: Mapping[str, str]) -> bool:
+    """Whether HOLDFAST_INSECURE turns identity off: 1 does, and nothing else."""
+    return environment.get("HOLDFAST_INSECURE", "") == "1"
+
+
+# --- gRPC -----------------------------------------------------------------------------------------
+
+
+def add_port(server: grpc.aio.Server, address: str, identity: Identity | None) -> int:
+    """Let `server` listen on `address`; returns the port. Raises RuntimeError as gRPC does."""
+    if identity is None:
+        return server.add_insecure_port(address)
+    given = identity.current()
+
+    def renewed() -> Any:
+        """Called for each handshake; None for no change."""
+        nonlocal given
+        found = identity.current()
+        if found.version == given.version:
+            return None
+        given = found
+        return found.configuration
+
+    credentials = grpc.dynamic_ssl_server_credentials(
+        given.configuration, renewed, require_client_authentication=True
+    )
+    return server.add_secure_port(address, credentials)
+
+
+def aio_channel(
+    address: str, identity: Identity | None, role: Role, options: Options = ()
+) -> grpc.aio.Channel:
+    """A channel to a process at `address`, which must prove to be a `role`."""
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = [*options, ("grpc.ssl_target_name_override", identity.name(role))]
+    return grpc.aio.secure_channel(address, identity.current().credentials, options=named)
+
+
+def channel(address: str, identity: Identity | None, role: Role) -> grpc.Channel:
+    """As `aio_channel`, for threads."""
+    if identity is None:
+        return grpc.insecure_channel(address)
+    named = [("grpc.ssl_target_name_override", identity.name(role))]
+    return grpc.secure_channel(address, identity.current().credentials, options=named)
+
+
+async def insist(
+    context: grpc.aio.ServicerContext[Any, Any], identity: Identity | None, role: Role
+) -> None:
+    """Return when the caller is a `role`; end the call otherwise."""
+    if identity is None:
+        return
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    wanted = identity.name(role)
+    if wanted.encode() in names:
+        return
+    shown = ", ".join(name.decode(errors="replace") for name in names) or "no name"
+    error: UnauthenticatedError | AccessDeniedError
+    if names:
+        code = grpc.StatusCode.PERMISSION_DENIED
+        error = AccessDeniedError(f"only {wanted} may call this; the certificate shows {shown}")
+    else:
+        code = grpc.StatusCode.UNAUTHENTICATED
+        error = UnauthenticatedError(f"only {wanted} may call this; the caller shows {shown}")
+    await context.abort(code, str(error), trailing_metadata=codec.error_to_metadata(error))
+
+
+class OnlyFor(grpc.aio.ServerInterceptor):
+    """Lets only callers of one role into a server, whatever method of it they call.
+
+    For services of single requests: their methods cannot forget to ask.
+    """
+
+    def __init__(self, identity: Identity | None, role: Role) -> None:
+        self._identity, self._role = identity, role
+
+    async def intercept_service(self, continuation: Callable[..., Any], details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        answer = handler.unary_unary
+        assert answer is not None, "streams must insist themselves"
+
+        async def checked(request: Any, context: Any) -> Any:
+            await insist(context, self._identity, self._role)
+            return await answer(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            checked, handler.request_deserializer, handler.response_serializer
+        )
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _seen(directory: Path) -> tuple[object, ...]:
+    """What changes when the files do."""
+    found: list[object] = []
+    for name in (CERTIFICATE, KEY, AUTHORITY):
+        try:
+            status = (directory / name).stat()
+        except OSError as error:
+            found.append(error.errno)
+        else:
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+def _load(directory: Path, version: int) -> Loaded:
+    """Raises InvalidJobError."""
+    for _ in range(READS_MAX):
+        before = _seen(directory)
+        try:
+            loaded = _read(directory, version)
+        except OSError as error:  # ssl.SSLError is one
+            if _seen(directory) == before:
+                raise InvalidJobError(
+                    f"{directory} holds no usable {CERTIFICATE}, {KEY} and {AUTHORITY}: "
+                    f"{error.strerror or error}; put a certificate, its key and the CA's "
+                    f"certificate there, PEM, readable for this user"
+                ) from error
+        else:
+            if _seen(directory) == before:
+                return loaded
+    raise InvalidJobError(f"the files in {directory} change while they are read")
+
+
+def _read(directory: Path, version: int) -> Loaded:
+    """Raises OSError for files that are missing, are none, or do not fit each other."""
+    certificate, key, authority = (
+        (directory / name).read_bytes() for name in (CERTIFICATE, KEY, AUTHORITY)
+    )
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context in (server, client):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        # Without a password, OpenSSL would ask a terminal for that of an encrypted key.
+        context.load_cert_chain(directory / CERTIFICATE, directory / KEY, password="")
+        context.load_verify_locations(directory / AUTHORITY)
+    server.num_tickets = 0  # sessions are never taken up again; a ticket would outlive the check
+    return Loaded(
+        version=version,
+        configuration=grpc.ssl_server_certificate_configuration(
+            [(key, certificate)], root_certificates=authority
+        ),
+        credentials=grpc.ssl_channel_credentials(authority, key, certificate),
+        server=server,
+        client=client,
+    )
