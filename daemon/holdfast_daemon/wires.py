@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast_core.errors import UnauthenticatedError
 from holdfast_daemon.bulk import receive, set_timeouts
@@ -193,7 +193,8 @@ class Wiring:
 
 def _check_names(tls: ssl.SSLSocket, wanted: str) -> None:
     found = tls.getpeercert() or {}
-    names = [str(value) for kind, value in found.get("subjectAltName", ()) if kind == "DNS"]
+    shown: Any = found.get("subjectAltName", ())
+    names = [value for kind, value in shown if kind == "DNS"]
     if wanted not in names:
         raise UnauthenticatedError(
             f"only {wanted} may use the bulk service; the certificate shows {', '.join(names)}"

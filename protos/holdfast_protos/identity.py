@@ -220,7 +220,7 @@ async def insist(
     await context.abort(code, str(error), trailing_metadata=codec.error_to_metadata(error))
 
 
-class OnlyFor(grpc.aio.ServerInterceptor):
+class OnlyFor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only its stub has some
     """Lets only callers of one role into a server, whatever method of it they call.
 
     For services of single requests: their methods cannot forget to ask.

@@ -6,118 +6,22 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from chart_rendering import DRY, URL, VALUE_SETS, Document, Renderer
 from cluster import Cluster
 from holdfast_system import CHART, NAMESPACE, RELEASE, VALUES, Holdfast
 from machine import ROOT, ClusterError, wait_for
 
 RESOURCE = "holdfast.dev_moetrainingjobs.yaml"
-DRY = "chart-dry-run"
-"""A namespace in which nothing is ever made but a service account."""
 MONITORING = Path(__file__).with_name("monitoring_resources.yaml")
-URL = "redis://user:secret-word@redis.example:6380/0"
 MIB, GIB = 2**20, 2**30
-
-Document = dict[str, Any]
-
-VALUE_SETS: dict[str, Document] = {
-    "defaults": {},
-    "minimal": {
-        "crds": {"enabled": False},
-        "operator": {"replicas": 1, "resources": {}, "podDisruptionBudget": {"enabled": False}},
-        "daemon": {"auth": "none", "priorityClassName": "", "tolerations": []},
-        "rbac": {"aggregatedRoles": False},
-        "networkPolicy": {"enabled": False},
-        "uninstall": {"releaseFinalizers": False},
-    },
-    "everything": {
-        "fullnameOverride": "other",
-        "image": {"tag": "1", "pullSecrets": ["registry"]},
-        "operator": {
-            "image": "registry.example/operator@sha256:" + "0" * 64,
-            "priorityClassName": "system-cluster-critical",
-            "serviceAccount": {"annotations": {"team": "a"}},
-            "podLabels": {"team": "a"},
-            "podAnnotations": {"team": "a"},
-            "nodeSelector": {"pool": "system"},
-            "tolerations": [{"key": "system", "operator": "Exists"}],
-            "affinity": {"podAntiAffinity": {}},
-            "extraArgs": ["--log-level=debug"],
-        },
-        "daemon": {
-            "cpu": {"request": 2, "limit": "8"},
-            "updateStrategy": {"type": "RollingUpdate", "maxUnavailable": "10%"},
-            "serviceAccount": {"annotations": {"team": "a"}},
-            "seLinuxOptions": {"type": "spc_t"},
-            "podLabels": {"team": "a"},
-            "podAnnotations": {"team": "a"},
-            "nodeSelector": {"pool": "gpu"},
-            "tolerations": [{"operator": "Exists"}],
-            "affinity": {"nodeAffinity": {}},
-            "extraArgs": ["--log-format=text"],
-        },
-        "gangScheduling": {"volcano": True, "coscheduling": True},
-        "redis": {
-            "enabled": True,
-            "persistence": {"enabled": True, "storageClassName": "fast"},
-            "nodeSelector": {"pool": "system"},
-            "tolerations": [{"operator": "Exists"}],
-        },
-        "networkPolicy": {"daemonExtraEgress": [{"ports": [{"port": 9000}]}]},
-        "monitoring": {
-            "monitors": {"enabled": True, "labels": {"release": "prometheus"}},
-            "rules": {"enabled": True, "disabled": ["HoldfastJobFailed"]},
-            "dashboard": {"enabled": True, "annotations": {"folder": "training"}},
-        },
-    },
-    "redis": {"redis": {"enabled": True}},
-    "external Redis": {"redis": {"external": {"url": URL, "port": 6380}}},
-    "Redis of a secret": {"redis": {"external": {"existingSecret": "redis-url"}}},
-    "one namespace": {"operator": {"watchNamespace": "team-a"}},
-    "monitoring": {
-        "monitoring": {
-            "monitors": {"enabled": True},
-            "rules": {"enabled": True},
-            "dashboard": {"enabled": True},
-        }
-    },
-}
 
 WAIT = ("--wait=legacy", "--timeout=180s")
 """Helm's newer way to wait takes a DaemonSet with OnDelete for one that never gets ready."""
 
 MONITORING_KINDS = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
-
-
-class Renderer:
-    """`helm template`, as documents."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self._folder = cluster, folder
-
-    def values(self, values: Document) -> Path:
-        path = self._folder / "values.yaml"
-        path.write_text(json.dumps(values))
-        return path
-
-    def text(self, values: Document) -> str:
-        chosen = ("--namespace", DRY, "--values", self.values(values))
-        return self.cluster.helm("template", RELEASE, CHART, *chosen)
-
-    def documents(self, values: Document) -> list[Document]:
-        return [each for each in yaml.safe_load_all(self.text(values)) if each]
-
-    def one(self, kind: str, name: str, values: Document | None = None) -> Document:
-        """The only document of its kind and name."""
-        (found,) = (
-            each
-            for each in self.documents(values or {})
-            if (each["kind"], each["metadata"]["name"]) == (kind, name)
-        )
-        return found
 
 
 @pytest.fixture
@@ -223,7 +127,11 @@ def test_the_limit_is_the_budget_and_the_overhead(
 @pytest.mark.parametrize("name", ["redis", "external Redis"])
 def test_no_password_is_outside_of_its_secret(render: Renderer, name: str) -> None:
     documents = render.documents(VALUE_SETS[name])
-    (secret,) = (each for each in documents if each["kind"] == "Secret")
+    (secret,) = (
+        each
+        for each in documents
+        if each["kind"] == "Secret" and "url" in each.get("stringData", {})
+    )
     found = re.search(r":([^:@]+)@", secret["stringData"]["url"])
     assert found is not None
     assert len(found[1]) >= 10
@@ -279,6 +187,11 @@ def test_one_namespace_needs_no_permission_in_any_other(render: Renderer) -> Non
         ({"operator": {"replicas": 0}}, "'/operator/replicas': minimum"),
         ({"crds": {"enabled": "yes"}}, "'/crds/enabled': got string, want boolean"),
         ({"redis": {"external": {"url": "redis.example"}}}, "'/redis/external/url'"),
+        ({"security": {"bulk": "none"}}, "must be one of 'authenticated', 'encrypted'"),
+        (
+            {"security": {"certificates": {"source": "existing", "daemonSecret": "d"}}},
+            "security.certificates.operatorSecret names no secret",
+        ),
         (
             {"redis": {"enabled": True, "external": {"url": URL}}},
             "redis.enabled and redis.external exclude each other: choose one",
@@ -328,9 +241,10 @@ def _daemons(cluster: Cluster) -> dict[str, str]:
     return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
 
 
-def _secret(cluster: Cluster) -> Document:
-    found: Document = cluster.get("secret", "holdfast-redis", "-n", NAMESPACE)["data"]
-    return found
+def _secret(cluster: Cluster) -> list[Document]:
+    """Passwords and certificates."""
+    names = ("holdfast-redis", "holdfast-daemon-tls", "holdfast-operator-tls")
+    return [cluster.get("secret", name, "-n", NAMESPACE)["data"] for name in names]
 
 
 def test_an_upgrade_leaves_daemons_and_passwords_alone(holdfast: Holdfast) -> None:

@@ -103,6 +103,46 @@ capabilities: {drop: [ALL]}
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end -}}
 
+{{/* The DNS name in the certificate of a role. Arguments: root, role. */}}
+{{- define "holdfast.tlsName" -}}
+{{ .role }}.{{ .root.Release.Namespace }}.holdfast
+{{- end -}}
+
+{{/* The secret with the certificate of a role. Arguments: root, role. */}}
+{{- define "holdfast.tlsSecret" -}}
+{{- $certificates := .root.Values.security.certificates -}}
+{{- if eq $certificates.source "existing" -}}
+{{- $value := printf "%sSecret" .role -}}
+{{- required (printf "security.certificates.%s names no secret, and the source is existing" $value) (get $certificates $value) -}}
+{{- else -}}
+{{ include "holdfast.fullname" .root }}-{{ .role }}-tls
+{{- end -}}
+{{- end -}}
+
+{{/* What a daemon or an operator is told of its identity; where its secret is. Arguments: root,
+     role. */}}
+{{- define "holdfast.tlsArguments" -}}
+{{- if .root.Values.security.insecure -}}
+- --insecure
+{{- else -}}
+- --tls=/etc/holdfast/tls
+- --tls-domain={{ .root.Release.Namespace }}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdfast.tlsMount" -}}
+{{- if not .root.Values.security.insecure -}}
+- {name: tls, mountPath: /etc/holdfast/tls, readOnly: true}
+{{- end -}}
+{{- end -}}
+
+{{- define "holdfast.tlsVolume" -}}
+{{- if not .root.Values.security.insecure -}}
+- name: tls
+  secret: {secretName: {{ include "holdfast.tlsSecret" . }}}
+{{- end -}}
+{{- end -}}
+
 {{/* Rules of a role. Arguments: root, rules (from files/rbac.yaml). */}}
 {{- define "holdfast.rules" -}}
 {{- range .rules }}

@@ -1,0 +1,115 @@
+"""What helm makes of the chart, and of which settings the tests look at it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cluster import Cluster
+from holdfast_system import CHART, RELEASE
+
+DRY = "chart-dry-run"
+"""A namespace in which nothing is ever made but a service account."""
+URL = "redis://user:secret-word@redis.example:6380/0"
+
+Document = dict[str, Any]
+
+VALUE_SETS: dict[str, Document] = {
+    "defaults": {},
+    "minimal": {
+        "crds": {"enabled": False},
+        "operator": {"replicas": 1, "resources": {}, "podDisruptionBudget": {"enabled": False}},
+        "daemon": {"auth": "none", "priorityClassName": "", "tolerations": []},
+        "rbac": {"aggregatedRoles": False},
+        "networkPolicy": {"enabled": False},
+        "uninstall": {"releaseFinalizers": False},
+    },
+    "everything": {
+        "fullnameOverride": "other",
+        "image": {"tag": "1", "pullSecrets": ["registry"]},
+        "operator": {
+            "image": "registry.example/operator@sha256:" + "0" * 64,
+            "priorityClassName": "system-cluster-critical",
+            "serviceAccount": {"annotations": {"team": "a"}},
+            "podLabels": {"team": "a"},
+            "podAnnotations": {"team": "a"},
+            "nodeSelector": {"pool": "system"},
+            "tolerations": [{"key": "system", "operator": "Exists"}],
+            "affinity": {"podAntiAffinity": {}},
+            "extraArgs": ["--log-level=debug"],
+        },
+        "daemon": {
+            "cpu": {"request": 2, "limit": "8"},
+            "updateStrategy": {"type": "RollingUpdate", "maxUnavailable": "10%"},
+            "serviceAccount": {"annotations": {"team": "a"}},
+            "seLinuxOptions": {"type": "spc_t"},
+            "podLabels": {"team": "a"},
+            "podAnnotations": {"team": "a"},
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [{"operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "extraArgs": ["--log-format=text"],
+        },
+        "gangScheduling": {"volcano": True, "coscheduling": True},
+        "redis": {
+            "enabled": True,
+            "persistence": {"enabled": True, "storageClassName": "fast"},
+            "nodeSelector": {"pool": "system"},
+            "tolerations": [{"operator": "Exists"}],
+        },
+        "networkPolicy": {"daemonExtraEgress": [{"ports": [{"port": 9000}]}]},
+        "monitoring": {
+            "monitors": {"enabled": True, "labels": {"release": "prometheus"}},
+            "rules": {"enabled": True, "disabled": ["HoldfastJobFailed"]},
+            "dashboard": {"enabled": True, "annotations": {"folder": "training"}},
+        },
+    },
+    "redis": {"redis": {"enabled": True}},
+    "external Redis": {"redis": {"external": {"url": URL, "port": 6380}}},
+    "Redis of a secret": {"redis": {"external": {"existingSecret": "redis-url"}}},
+    "own certificates": {
+        "security": {
+            "bulk": "encrypted",
+            "certificates": {"source": "existing", "daemonSecret": "d", "operatorSecret": "o"},
+        }
+    },
+    "insecure": {"security": {"insecure": True}},
+    "one namespace": {"operator": {"watchNamespace": "team-a"}},
+    "monitoring": {
+        "monitoring": {
+            "monitors": {"enabled": True},
+            "rules": {"enabled": True},
+            "dashboard": {"enabled": True},
+        }
+    },
+}
+
+
+class Renderer:
+    """`helm template`, as documents."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self._folder = cluster, folder
+
+    def values(self, values: Document) -> Path:
+        path = self._folder / "values.yaml"
+        path.write_text(json.dumps(values))
+        return path
+
+    def text(self, values: Document) -> str:
+        chosen = ("--namespace", DRY, "--values", self.values(values))
+        return self.cluster.helm("template", RELEASE, CHART, *chosen)
+
+    def documents(self, values: Document) -> list[Document]:
+        return [each for each in yaml.safe_load_all(self.text(values)) if each]
+
+    def one(self, kind: str, name: str, values: Document | None = None) -> Document:
+        """The only document of its kind and name."""
+        (found,) = (
+            each
+            for each in self.documents(values or {})
+            if (each["kind"], each["metadata"]["name"]) == (kind, name)
+        )
+        return found
