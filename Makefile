@@ -138,6 +138,10 @@ bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--
 	fi
 	PYTHONPATH=$$("$$bench/bin/python" $(site)) $(BIN)/python -m benchmarks.snapshot $(ARGS)
 
+.PHONY: bench-bulk
+bench-bulk: $(STAMP) ## Measure bytes between daemons: plain, authenticated, encrypted
+	@$(BIN)/python -m benchmarks.bulk_security $(ARGS)
+
 .PHONY: bench-policies
 bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units of real models
 	@$(BIN)/python -m benchmarks.policies $(ARGS)

@@ -61,6 +61,12 @@ _PLAN_EPILOG = """
   holdfast plan job.yaml --like-run /tmp/holdfast-0/default.moe --measure-copy
 """
 
+_CERTIFICATES_EPILOG = """
+  holdfast certificates --out tls --domain holdfast-system
+  kubectl -n holdfast-system create secret generic holdfast-daemon --from-file=tls/daemon/
+  kubectl -n holdfast-system create secret generic holdfast-operator --from-file=tls/operator/
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -76,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inject(commands)
     _add_plan(commands)
     _add_demo(commands)
+    _add_certificates(commands)
     return parser
 
 
@@ -212,6 +219,16 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add("--keep", action="store_true", help="keep the run's directory")
     parser.set_defaults(handler="demo:main")
+
+
+def _add_certificates(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Make a CA, and certificates for daemons and the operator."
+    parser = _add(commands, "certificates", text, _CERTIFICATES_EPILOG)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="where; a CA there is used again")
+    add("--domain", default="local", metavar="NAME", help="in a cluster: the namespace of Holdfast")
+    add("--days", type=int, default=365, metavar="N", help="how long they are good (default 365)")
+    parser.set_defaults(handler="certificate_command:run")
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,9 @@ def _secrets(render: Renderer, values: Document) -> dict[str, list[str]]:
     for kind, role in (("DaemonSet", "daemon"), ("Deployment", "operator")):
         pod = render.one(kind, f"holdfast-{role}", values)["spec"]["template"]["spec"]
         (container,) = pod["containers"]
-        flags = [arg for arg in container["args"] if arg.startswith(("--tls", "--insecure", "--bulk="))]
+        flags = [
+            arg for arg in container["args"] if arg.startswith(("--tls", "--insecure", "--bulk="))
+        ]
         mounted = [each["name"] for each in container["volumeMounts"] if each["name"] == "tls"]
         secrets = [
             each["secret"]["secretName"] for each in pod["volumes"] if each["name"] in mounted

@@ -9,11 +9,13 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 from waiting import wait_for
 
 from holdfast_protos import control_pb2, control_pb2_grpc
+from holdfast_protos.identity import AUTHORITY, CERTIFICATE, KEY
 
 Outbox = queue.SimpleQueue[control_pb2.ControlMessage | None]
 
@@ -21,7 +23,9 @@ Outbox = queue.SimpleQueue[control_pb2.ControlMessage | None]
 class ControlServer(control_pb2_grpc.ControlServicer):
     """Serves from construction; `stop` and `start` play an operator that goes and comes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Path | None = None) -> None:
+        """`tls`: directory of its certificate; plain without one."""
+        self._tls = tls
         self.beats: dict[str, control_pb2.Heartbeat] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._lock = threading.Lock()
@@ -48,7 +52,12 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         server = grpc.server(futures.ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
         control_pb2_grpc.add_ControlServicer_to_server(self, server)
         try:
-            self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+            address = f"127.0.0.1:{self.port}"
+            self.port = (
+                server.add_insecure_port(address)
+                if self._tls is None
+                else server.add_secure_port(address, _credentials(self._tls))
+            )
         except RuntimeError:
             return None
         return server
@@ -96,3 +105,12 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         """What the node's newest heartbeat says of the job."""
         beat = self.beats.get(node)
         return next((j for j in beat.jobs if j.job == job), None) if beat else None
+
+
+def _credentials(tls: Path) -> grpc.ServerCredentials:
+    key, certificate, authority = (
+        (tls / name).read_bytes() for name in (KEY, CERTIFICATE, AUTHORITY)
+    )
+    return grpc.ssl_server_credentials(
+        [(key, certificate)], root_certificates=authority, require_client_auth=True
+    )

@@ -36,6 +36,8 @@ class RawCluster:
     arguments: tuple[str, ...] = ()
     plain: bool = False
     """Run the daemon's command, instead of forking daemons that can be trapped."""
+    tls: Path | None = None
+    """Directory of the daemons' certificate; they do without when None."""
     directory: Path = field(
         default_factory=lambda: Path("/dev/shm") / f"hft-{uuid.uuid4().hex[:8]}"
     )
@@ -68,6 +70,7 @@ class RawCluster:
             host=f"127.78.{self._subnet}.{self._made % 250 + 1}",
             arguments=(*self.arguments, *arguments),
             plain=self.plain,
+            tls=self.tls,
         )
         self._made += 1
         self.daemons[name] = daemon
