@@ -33,6 +33,7 @@ from holdfast_daemon.bulk import (
     encode_ok,
     job_name_bytes,
 )
+from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.wires import Protection, Wire, Wiring
 
 CONNECTIONS_MAX = 256
@@ -65,6 +66,8 @@ class BulkServer:
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._closing = False
+        self._complaints = OncePerCause(bind(_log))
+        """Strangers may come back as often as they like; the log must not grow with them."""
         self.sent_bytes = 0
         self.accepted = 0
         """Connections that were served."""
@@ -138,9 +141,9 @@ class BulkServer:
             with self._lock:
                 self.malformed += 1
         except UnauthenticatedError as error:
-            _log.warning("bulk connection refused: %s", error)
             with self._lock:
                 self.strangers += 1
+                self._complaints.warning("bulk_connection_refused", cause=str(error))
         except OSError:
             # The other end went away or stalled; it knows, and asks again if it still wants to.
             _log.debug("bulk connection ended", exc_info=True)

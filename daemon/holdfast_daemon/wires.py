@@ -170,6 +170,8 @@ class Wiring:
         # whoever closes the server can wake a thread at any time.
         handle = connection.dup()
         try:
+            # Short records that wait for each other's acknowledgement would take 40 ms each.
+            handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             handle.settimeout(HANDSHAKE_S)
             handle = tls = wrap(handle)
             _check_names(tls, self._identity.name(Role.DAEMON))

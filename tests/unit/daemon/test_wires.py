@@ -129,6 +129,8 @@ def test_one_end_that_wants_encryption_gets_it(
     thread.start()
     found.append(sides[0].dialled(dialled, 5))
     thread.join()
+    for end in (dialled, accepted):
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "short messages go at once"
     encrypted = ENCRYPTED in (ours, theirs)
     assert [isinstance(wire, wires.EncryptedWire) for wire in found] == [encrypted, encrypted]
     for wire in found:

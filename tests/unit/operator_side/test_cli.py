@@ -174,3 +174,18 @@ def test_numbers_that_make_no_sense_are_refused(
         main(["plan", str(job), f"--days={value}"])
     assert end.value.code == 2
     assert "is not a number above 0" in capsys.readouterr().err
+
+
+def test_certificates_are_made_for_each_role_and_used_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["certificates", "--out", str(tmp_path / "tls"), "--domain", "team"]
+    assert main(command) == 0
+    assert "operator.team.holdfast" in capsys.readouterr().out
+    made = {path: path.read_bytes() for path in (tmp_path / "tls").rglob("tls.*")}
+    assert len(made) == 4
+    assert main(command) == 0
+    assert made == {path: path.read_bytes() for path in (tmp_path / "tls").rglob("tls.*")}
+    (tmp_path / "file").touch()
+    assert main(["certificates", "--out", str(tmp_path / "file")]) == 2
+    assert "cannot make certificates" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,47 @@ def test_a_run_takes_over_what_an_earlier_control_loop_left(run_directory: Path)
             await second.wait_for(runs_in(3), timeout_s=WAIT_S)
 
     asyncio.run(scenario())
+
+
+def test_its_processes_have_certificates_and_a_token_which_go_with_the_run(
+    run_directory: Path,
+) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            status = await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            assert status.security == "mutual TLS"
+            secrets = [*run_directory.rglob("*.key"), cluster.directory.token_file]
+            assert [path.stat().st_mode & 0o777 for path in secrets] == 4 * [0o600]
+            assert b"--tls" in command_of(status.nodes[0].daemon_pid)
+        assert not list(run_directory.rglob("*.key"))
+        assert not cluster.directory.token_file.exists()
+
+    asyncio.run(scenario())
+
+
+def test_doing_without_is_told_shown_and_reaches_daemons_that_run(run_directory: Path) -> None:
+    async def scenario() -> None:
+        first = LocalCluster(tiny_job(), settings(run_directory))
+        await first.start()
+        before = await first.wait_for(runs_in(1), timeout_s=WAIT_S)
+        await first.detach()
+        without = replace(settings(run_directory), insecure=True)
+        async with LocalCluster(tiny_job(), without) as second:
+            status = await second.wait_for(
+                lambda s: len(s.nodes) == 3 and all(n.incarnation == 2 for n in s.nodes),
+                timeout_s=WAIT_S,
+            )
+            assert status.security == "insecure"
+            told = [event for event in status.events if event.reason == "Insecure"]
+            assert [event.warning for event in told] == [True]
+            assert status.nodes[0].daemon_pid != before.nodes[0].daemon_pid
+            assert b"--insecure" in command_of(status.nodes[0].daemon_pid)
+
+    asyncio.run(scenario())
+
+
+def command_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def test_a_node_that_was_lost_while_no_control_loop_ran_is_replaced(run_directory: Path) -> None:
