@@ -27,8 +27,8 @@ from benchmarks.measure import (
 )
 from benchmarks.raw_trainer import RawTrainer, layout_of
 from holdfast_core.budget import predict
+from holdfast_core.codes import Block, Code
 from holdfast_core.layouts import PIECE_BYTES
-from holdfast_core.raim5 import contributions, recovery
 from holdfast_daemon.combining import THREADS
 
 JOB = "bench"
@@ -79,20 +79,29 @@ class World:
         self._pool.shutdown()
 
 
+def _raim5(payloads: Sequence[int]) -> Code:
+    return Code(len(payloads), len(payloads) - 1, 1)
+
+
 def protection_flows(payloads: Sequence[int]) -> list[Flow]:
     """What all parity owners together pull (REFT §4.3)."""
     return [
         Flow(source=c.position, destination=owner, nbytes=c.range.nbytes, streams=THREADS)
         for owner in range(len(payloads))
-        for c in contributions(owner, payloads, PIECE_BYTES)
+        for c in _raim5(payloads).contributions(
+            Block(owner), dict(enumerate(payloads)), PIECE_BYTES
+        )
     ]
 
 
 def rebuild_flows(lost: int, payloads: Sequence[int]) -> list[Flow]:
     """What the new node of a lost member pulls: for each chunk its parity and all other chunks."""
     needed = dict.fromkeys((i for i in range(len(payloads)) if i != lost), 0)
-    for step in recovery(lost, payloads, PIECE_BYTES):
-        needed[step.owner] += step.range.nbytes
+    blocks = frozenset(Block(owner) for owner in needed)
+    sizes = dict(enumerate(payloads))
+    for step in _raim5(payloads).recovery(lost, sizes, blocks, PIECE_BYTES):
+        for block, _ in step.blocks:
+            needed[block.owner] += step.range.nbytes
         for c in step.others:
             needed[c.position] += min(c.range.nbytes, step.range.nbytes)
     return [

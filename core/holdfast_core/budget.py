@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast_core.codes import Code, code_for
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError
 from holdfast_core.layouts import PAGE_BYTES, PIECE_BYTES, SLOTS_PER_ARENA, round_up
 from holdfast_core.quantities import format_bytes
-from holdfast_core.raim5 import chunk_bytes
+from holdfast_core.values import Redundancy
 
 PARITY_SLOTS = 2
-"""Parity blocks of a lane: one protects the newest protected generation while the other is made."""
+"""Parity blocks of a parity lane: one protects the newest protected generation while the other is
+made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,19 +39,22 @@ def arena_bytes(slot_bytes: int) -> int:
     return SLOTS_PER_ARENA * slot_bytes
 
 
-def parity_block_bytes(largest_slot_bytes: int, n: int, piece_bytes: int = PIECE_BYTES) -> int:
+def parity_block_bytes(
+    largest_slot_bytes: int, code: Code | None, piece_bytes: int = PIECE_BYTES
+) -> int:
     """Bytes to reserve for one parity block, in whole pages; 0 for a member without a group.
 
     Enough for whatever the members of the group capture: no payload is longer than its slot, and a
-    block is as long as the longest chunk in it (`raim5.parity_bytes`).
+    block is as long as the longest chunk in it (`Code.block_bytes`). A member has one for each lane
+    and row of the code, twice (`PARITY_SLOTS`).
 
     Args:
         largest_slot_bytes: of all ranks of the job.
-        n: members of the parity group; 1 or less means no redundancy.
+        code: of the member's parity group; None without redundancy.
     """
-    if n <= 1:
+    if code is None:
         return 0
-    return round_up(chunk_bytes(largest_slot_bytes, n, piece_bytes), PAGE_BYTES)
+    return round_up(code.chunk_bytes(largest_slot_bytes, piece_bytes), PAGE_BYTES)
 
 
 def predict(
@@ -57,6 +62,8 @@ def predict(
     groups: Sequence[Sequence[int]],
     nproc_per_node: int,
     *,
+    redundancy: Redundancy = Redundancy.RAIM5,
+    replicas: int = 1,
     piece_bytes: int = PIECE_BYTES,
 ) -> tuple[NodeMemory, ...]:
     """The memory that a job takes on each member's node, by member.
@@ -65,6 +72,7 @@ def predict(
         slot_bytes_by_rank: `Layout.slot_bytes` of each rank; ranks follow members.
         groups: parity groups of member indices 0, 1, …; none at all without redundancy.
         nproc_per_node: ranks, and so lanes, of each member.
+        redundancy, replicas: how the members of a group protect each other.
 
     Raises:
         InvalidJobError: when the ranks do not fill whole members, or the groups do not hold each
@@ -88,9 +96,11 @@ def predict(
             arena_bytes=sum(arena_bytes(slot_bytes_by_rank[rank]) for rank in ranks),
             parity_bytes=nproc_per_node
             * PARITY_SLOTS
-            * parity_block_bytes(largest, size_of.get(member, 1), piece_bytes),
+            * (code.rows if code else 0)
+            * parity_block_bytes(largest, code, piece_bytes),
         )
         for member in members
+        for code in [code_for(redundancy, size_of.get(member, 1), replicas)]
         for ranks in [range(member * nproc_per_node, (member + 1) * nproc_per_node)]
     )
 

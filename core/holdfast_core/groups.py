@@ -27,11 +27,14 @@ class Grouping:
     reason: str
 
 
-def form_groups(domains: Mapping[int, str], group_size: int) -> Grouping:
+def form_groups(
+    domains: Mapping[int, str], group_size: int, *, at_least: int = MIN_GROUP_SIZE
+) -> Grouping:
     """Divide members into parity groups of `group_size`, or of sizes that differ by at most 1.
 
     When `group_size` does not divide the number of members, there are as few groups as keep every
-    one at `group_size` or below, unless that would leave a group of one: then there is one fewer.
+    one at `group_size` or below, unless that would leave a group below `at_least`: then there are
+    fewer.
 
     No two members of a domain share a group unless the domain has more members than there are
     groups, and then the domain is spread evenly. Members are dealt to the groups in turn, domain
@@ -40,6 +43,7 @@ def form_groups(domains: Mapping[int, str], group_size: int) -> Grouping:
 
     Args:
         domains: member index → failure domain. An empty text is a domain of the member's own.
+        at_least: members that a group needs to survive what the job's redundancy is made for.
 
     Raises:
         InvalidJobError: when there are fewer than 2 members, or `group_size` is not 2 to their
@@ -57,7 +61,7 @@ def form_groups(domains: Mapping[int, str], group_size: int) -> Grouping:
             f"use a group size from {MIN_GROUP_SIZE} to {n}"
         )
     count = -(-n // group_size)
-    if n // count < MIN_GROUP_SIZE:
+    while count > 1 and n // count < at_least:
         count -= 1
     dealt: list[list[int]] = [[] for _ in range(count)]
     for turn, member in enumerate(_by_domain(domains)):

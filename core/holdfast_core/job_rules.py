@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from holdfast_core.documents import MISSING, Problem
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.groups import MIN_GROUP_SIZE
 from holdfast_core.job_failures import On, Rule
 from holdfast_core.job_schema import MANAGER, Gang, Scheduling, Spec
 from holdfast_core.job_snapshots import Policy, PolicyType
@@ -96,14 +95,19 @@ def _policy_problems(policy: Policy) -> Iterator[Problem]:
 
 def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
     redundancy = spec.redundancy
-    if redundancy.type is Redundancy.NONE:
-        if redundancy.raim5 is not None:
+    for kind, given in (
+        (Redundancy.RAIM5, redundancy.raim5),
+        (Redundancy.RAIM6, redundancy.raim6),
+        (Redundancy.REPLICATION, redundancy.replication),
+    ):
+        if given is not None and redundancy.type is not kind:
             yield Problem(
-                path="spec.redundancy.raim5",
+                path=f"spec.redundancy.{kind.value.lower()}",
                 value=MISSING,
-                wrong="is given, but spec.redundancy.type is None",
-                fix="remove it, or set the type to RAIM5",
+                wrong=f"is given, but spec.redundancy.type is {redundancy.type.value}",
+                fix=f"remove it, or set the type to {kind.value}",
             )
+    if redundancy.type is Redundancy.NONE:
         return
     if spec.nodes == 1:
         yield Problem(
@@ -113,13 +117,21 @@ def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
             fix="use redundancy.type None, or at least 2 nodes",
         )
         return
-    size = None if redundancy.raim5 is None else redundancy.raim5.group_size
-    if size is not None and size > spec.nodes:
+    if spec.nodes <= redundancy.losses:
         yield Problem(
-            path="spec.redundancy.raim5.groupSize",
+            path="spec.redundancy.type",
+            value=redundancy.type,
+            wrong=f"{redundancy.losses} losses need more than the job's {spec.nodes} nodes",
+            fix=f"use at least {redundancy.losses + 1} nodes, or weaker redundancy",
+        )
+        return
+    size = redundancy.group_size(spec.nodes)
+    if size > spec.nodes:
+        yield Problem(
+            path=f"spec.redundancy.{redundancy.type.value.lower()}.groupSize",
             value=size,
             wrong=f"more members than the job's {spec.nodes} nodes",
-            fix=f"use a number from {MIN_GROUP_SIZE} to {spec.nodes}",
+            fix=f"use a number from {redundancy.losses + 1} to {spec.nodes}",
         )
 
 

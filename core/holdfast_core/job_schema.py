@@ -17,16 +17,13 @@ from msgspec import Meta, field
 from holdfast_core.documents import YEAR_S, Document
 from holdfast_core.job_failures import FailurePolicy
 from holdfast_core.job_snapshots import (
-    DEFAULT_GROUP_SIZE,
     Persistence,
     PolicyType,
-    Raim5,
     RedundancySpec,
     Snapshot,
 )
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.topology import Topology
-from holdfast_core.values import Redundancy
 
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "MoETrainingJob"
@@ -269,17 +266,12 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     @property
     def group_size(self) -> int:
         """Members of a parity group; 1 without redundancy."""
-        if self.spec.redundancy.type is Redundancy.NONE:
-            return 1
-        given = (
-            None if self.spec.redundancy.raim5 is None else self.spec.redundancy.raim5.group_size
-        )
-        return min(DEFAULT_GROUP_SIZE, self.spec.nodes) if given is None else given
+        return self.spec.redundancy.group_size(self.spec.nodes)
 
     @property
     def spread_topology_key(self) -> str:
         """The node label whose values are the failure domains of parity groups."""
-        return (self.spec.redundancy.raim5 or Raim5()).spread_topology_key
+        return self.spec.redundancy.spread_topology_key
 
     @property
     def memory_per_node_bytes(self) -> int | None:

@@ -13,6 +13,8 @@ from holdfast_core.groups import MIN_GROUP_SIZE
 from holdfast_core.values import Redundancy
 
 DEFAULT_GROUP_SIZE = 4
+DEFAULT_LARGE_GROUP_SIZE = 8
+"""With RAIM6, which keeps 2 / (n - 2) of a snapshot: a third with 8, as RAIM5 does with 4."""
 
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
@@ -200,6 +202,17 @@ class Snapshot(Document, frozen=True, kw_only=True):
     ) = None
 
 
+_SpreadKey = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=317,
+        description="the node label whose values are failure domains",
+        examples=["topology.kubernetes.io/rack"],
+    ),
+]
+
+
 class Raim5(Document, frozen=True, kw_only=True):
     """Parity groups and how they are spread; only with type RAIM5."""
 
@@ -219,15 +232,44 @@ class Raim5(Document, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    spread_topology_key: Annotated[
-        str,
+    spread_topology_key: _SpreadKey = "kubernetes.io/hostname"
+
+
+class Raim6(Document, frozen=True, kw_only=True):
+    """Parity groups that survive two losses, and how they are spread; only with type RAIM6."""
+
+    group_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=3,
+                le=257,
+                description="the members of a parity group",
+                examples=[8],
+                extra={
+                    "more": "From 3 to nodes. Without it, 8, or all nodes when there are fewer."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    spread_topology_key: _SpreadKey = "kubernetes.io/hostname"
+
+
+class Replication(Document, frozen=True, kw_only=True):
+    """How many whole copies there are, and how they are spread; only with type Replication."""
+
+    replicas: Annotated[
+        int,
         Meta(
-            min_length=1,
-            max_length=317,
-            description="the node label whose values are failure domains",
-            examples=["topology.kubernetes.io/rack"],
+            ge=1,
+            le=8,
+            description="the other members that keep each member's snapshots",
+            examples=[2],
+            extra={"more": "Fewer than nodes: as many nodes can be lost at once."},
         ),
-    ] = "kubernetes.io/hostname"
+    ] = 1
+    spread_topology_key: _SpreadKey = "kubernetes.io/hostname"
 
 
 class RedundancySpec(Document, frozen=True, kw_only=True):
@@ -238,12 +280,46 @@ class RedundancySpec(Document, frozen=True, kw_only=True):
         Meta(
             description="how snapshots are protected against the loss of a node",
             extra={
-                "more": "RAIM5: by parity on other nodes, which needs 2 nodes or more. None: not "
-                "at all; a lost node loses its snapshots."
+                "more": "RAIM5: by parity on other nodes, which needs 2 nodes or more and survives "
+                "one lost node of each parity group. RAIM6: the same for two, which needs 3 nodes. "
+                "Replication: by whole copies on other nodes. None: not at all; a lost node loses "
+                "its snapshots."
             },
         ),
     ] = Redundancy.RAIM5
     raim5: Raim5 | None = None
+    raim6: Raim6 | None = None
+    replication: Replication | None = None
+
+    @property
+    def losses(self) -> int:
+        """Members of a parity group that can be lost at once."""
+        match self.type:
+            case Redundancy.NONE:
+                return 0
+            case Redundancy.RAIM5:
+                return 1
+            case Redundancy.RAIM6:
+                return 2
+            case Redundancy.REPLICATION:
+                return (self.replication or Replication()).replicas
+
+    @property
+    def spread_topology_key(self) -> str:
+        """The node label whose values are the failure domains of parity groups."""
+        given = self.raim5 or self.raim6 or self.replication or Raim5()
+        return given.spread_topology_key
+
+    def group_size(self, nodes: int) -> int:
+        """Members of a parity group in a job of `nodes`; 1 without redundancy."""
+        default = DEFAULT_GROUP_SIZE if self.type is Redundancy.RAIM5 else DEFAULT_LARGE_GROUP_SIZE
+        if self.type is Redundancy.NONE:
+            return 1
+        asked = self.raim5 or self.raim6
+        given = asked.group_size if asked is not None else None
+        if self.type is Redundancy.REPLICATION:
+            given = self.losses + 1
+        return min(default, nodes) if given is None else given
 
 
 class MinuteInterval(Document, frozen=True, kw_only=True):

@@ -243,7 +243,8 @@ class _World:
         by_rank = [plan.loads(units) for units in selections]
         node_bytes = max(load for loads in by_rank for load in self._by_node(loads))
         copy_s = node_bytes / assumed.copy_bytes_s
-        protect_s = node_bytes / assumed.network_bytes_s if self._redundant else 0.0
+        # What a node sends for each loss that is to be survived is as long as what it captured.
+        protect_s = node_bytes * self._job.spec.redundancy.losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
         losses_per_s = assumed.node_losses_per_s if self._redundant else 0.0
         rate_per_s = nodes * (losses_per_s + assumed.process_failures_per_s)
@@ -292,7 +293,13 @@ class _World:
 
     def _memory_bytes(self, plan: CapturePlan) -> int:
         slots = [round_up(load, PAGE_BYTES) for load in plan.loads(self._table.units)]
-        nodes = predict(slots, self._groups, self._job.spec.nproc_per_node)
+        nodes = predict(
+            slots,
+            self._groups,
+            self._job.spec.nproc_per_node,
+            redundancy=self._job.spec.redundancy.type,
+            replicas=max(self._job.spec.redundancy.losses, 1),
+        )
         return max(node.total_bytes for node in nodes)
 
     def _objection(self, policy: PolicyType, experts: int, lost: float) -> str:

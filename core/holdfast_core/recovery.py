@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast_core.codes import Block, Code, code_of
 from holdfast_core.values import (
     Generation,
     Inventory,
     Line,
     Membership,
     ParityEntry,
-    Redundancy,
     SnapshotEntry,
 )
 
@@ -27,7 +27,7 @@ class Holdings:
     snapshots: Mapping[tuple[int, Generation], SnapshotEntry]
     """(rank, generation) → entry, only where the rank's own member holds it."""
     parities: Mapping[tuple[int, int, Generation], ParityEntry]
-    """(owner member, lane, generation) → entry, only for the group the owner is in now."""
+    """(owner member, parity lane, generation) → entry, only for the group the owner is in now."""
 
     @classmethod
     def of(cls, membership: Membership, inventories: Mapping[int, Inventory]) -> Holdings:
@@ -55,37 +55,71 @@ def is_complete(membership: Membership, holdings: Holdings, generation: Generati
 
 
 def is_protected(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
-    """Whether `generation` survives the loss of one node of each parity group."""
-    return (
-        membership.redundancy is Redundancy.RAIM5
-        and is_complete(membership, holdings, generation)
-        and all(
-            _parity_of(membership, holdings, owner, lane, generation, lost_rank=None) is not None
-            for owner in (place.index for place in membership.members)
-            for lane in range(membership.nproc_per_node)
-        )
+    """Whether `generation` survives the loss of as many nodes of each parity group as the job's
+    redundancy is made for."""
+    return is_complete(membership, holdings, generation) and all(
+        _has_all_blocks(membership, holdings, group, group, generation)
+        for group in membership.groups
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a lost snapshot can be rebuilt from."""
+
+    manifest_digest: int
+    """Of the lost snapshot."""
+    positions: frozenset[int]
+    """Of the other members of the group that hold theirs of its lane."""
+    blocks: frozenset[Block]
+    """The group's parity blocks of its lane that were made from exactly these, and from it."""
+
+
+def means(
+    membership: Membership, holdings: Holdings, rank: int, generation: Generation
+) -> Means | None:
+    """What the rank's snapshot can be rebuilt from in its parity group; None when it cannot."""
+    member, lane = membership.member_of(rank), membership.lane_of(rank)
+    group = membership.group_of(member)
+    code = code_of(membership, group)
+    if code is None:
+        return None
+    lost = group.index(member)
+    held = frozenset(
+        position
+        for position, other in enumerate(group)
+        if position != lost and (membership.rank_at(other, lane), generation) in holdings.snapshots
+    )
+    found = {
+        block: entry
+        for owner in range(code.n)
+        if owner != lost
+        for row in range(code.rows)
+        for block in [Block(owner, row)]
+        for entry in [
+            _parity_of(membership, holdings, group, code, block, lane, generation, spare=lost)
+        ]
+        if entry is not None
+    }
+    # Some stripes of some codes survive more losses than all do: nobody counts on that luck.
+    if code.n - len(held) > code.rows or not code.solvable(lost, held, found.keys()):
+        return None
+    # What is gone must be one and the same in all blocks, or they do not belong together.
+    gone: dict[int, int] = {}
+    for entry in found.values():
+        for source, digest in entry.sources:
+            known = (source, generation) in holdings.snapshots and source != rank
+            if not known and gone.setdefault(source, digest) != digest:
+                return None
+    return Means(gone[rank], held, frozenset(found))
 
 
 def rebuildable(
     membership: Membership, holdings: Holdings, rank: int, generation: Generation
 ) -> bool:
-    """Whether the other members of the rank's parity group, all of which hold their own snapshots,
-    can rebuild its snapshot."""
-    if membership.redundancy is not Redundancy.RAIM5:
-        return False
-    member, lane = membership.member_of(rank), membership.lane_of(rank)
-    others = [m for m in membership.group_of(member) if m != member]
-    if any((membership.rank_at(m, lane), generation) not in holdings.snapshots for m in others):
-        return False
-    blocks = [
-        _parity_of(membership, holdings, owner, lane, generation, lost_rank=rank)
-        for owner in others
-    ]
-    if any(block is None for block in blocks):
-        return False
-    lost_digests = {dict(b.sources).get(rank) for b in blocks if b is not None}
-    return len(lost_digests) == 1 and None not in lost_digests
+    """Whether what the other members of the rank's parity group hold is enough to rebuild its
+    snapshot."""
+    return means(membership, holdings, rank, generation) is not None
 
 
 def recovery_line(membership: Membership, inventories: Mapping[int, Inventory]) -> Line:
@@ -129,7 +163,8 @@ def newest_survivable(
     membership: Membership, holdings: Holdings, *, not_after: Generation
 ) -> Generation | None:
     """The newest generation, at most `not_after`, that every rank can be restored from and still
-    could be after the loss of one node of each parity group that has lost none."""
+    could be after the loss of a node of each parity group that has lost fewer than its redundancy
+    is made for."""
     return next(
         (
             generation
@@ -147,17 +182,39 @@ def newest_survivable(
 def _group_survives(
     membership: Membership, holdings: Holdings, group: tuple[int, ...], generation: Generation
 ) -> bool:
-    missing = [
+    code = code_of(membership, group)
+    missing = {
         rank
         for member in group
         for rank in membership.ranks_of(member)
         if (rank, generation) not in holdings.snapshots
-    ]
-    if missing:
-        return all(rebuildable(membership, holdings, rank, generation) for rank in missing)
-    return membership.redundancy is Redundancy.RAIM5 and all(
-        _parity_of(membership, holdings, owner, lane, generation, lost_rank=None) is not None
-        for owner in group
+    }
+    if code is None or not all(rebuildable(membership, holdings, r, generation) for r in missing):
+        return False
+    short = {membership.member_of(rank) for rank in missing}
+    if len(short) >= code.rows:
+        return True
+    rest = tuple(member for member in group if member not in short)
+    return _has_all_blocks(membership, holdings, group, rest, generation)
+
+
+def _has_all_blocks(
+    membership: Membership,
+    holdings: Holdings,
+    group: tuple[int, ...],
+    owners: tuple[int, ...],
+    generation: Generation,
+) -> bool:
+    """Whether `owners` hold all blocks of the group that are theirs, made from what is held now;
+    of what is not held, the blocks speak."""
+    code = code_of(membership, group)
+    return code is not None and all(
+        _parity_of(
+            membership, holdings, group, code, Block(group.index(owner), row), lane, generation
+        )
+        is not None
+        for owner in owners
+        for row in range(code.rows)
         for lane in range(membership.nproc_per_node)
     )
 
@@ -205,26 +262,28 @@ def kept_after_line(line: Line, protected: Generation | None) -> frozenset[Gener
 def _parity_of(
     membership: Membership,
     holdings: Holdings,
-    owner: int,
+    group: tuple[int, ...],
+    code: Code,
+    block: Block,
     lane: int,
     generation: Generation,
     *,
-    lost_rank: int | None,
+    spare: int | None = None,
 ) -> ParityEntry | None:
-    """The owner's block if it was made from exactly the snapshots that the members hold now.
+    """A block of a lane if it was made from exactly the snapshots that the members hold now.
 
-    `lost_rank` need not be held: it is what the block is to recover.
+    What a member does not hold is what the block is to recover, and so is what position `spare`
+    holds.
     """
-    block = holdings.parities.get((owner, lane, generation))
-    if block is None:
+    parity_lane = membership.parity_lane(lane, block.row)
+    entry = holdings.parities.get((group[block.owner], parity_lane, generation))
+    if entry is None:
         return None
-    expected = {membership.rank_at(m, lane) for m in block.group if m != owner}
-    if {rank for rank, _ in block.sources} != expected:
+    ranks = {membership.rank_at(group[p], lane): p for p in code.sources_of(block)}
+    if {rank for rank, _ in entry.sources} != ranks.keys():
         return None
-    for rank, digest in block.sources:
-        if rank == lost_rank:
-            continue
-        entry = holdings.snapshots.get((rank, generation))
-        if entry is None or entry.manifest_digest != digest:
+    for rank, digest in entry.sources:
+        held = holdings.snapshots.get((rank, generation))
+        if held is not None and ranks[rank] != spare and held.manifest_digest != digest:
             return None
-    return block
+    return entry

@@ -39,6 +39,11 @@ class Redundancy(StrEnum):
 
     NONE = "None"
     RAIM5 = "RAIM5"
+    """One lost node of each parity group."""
+    RAIM6 = "RAIM6"
+    """Any two lost nodes of each parity group."""
+    REPLICATION = "Replication"
+    """As many lost nodes of each parity group as there are replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +103,8 @@ class Membership:
     """Parity groups: member indices, each member in exactly one group. Constant for a job's life
     unless the number of members changes, because parity in memory was made for them."""
     redundancy: Redundancy = Redundancy.RAIM5
+    replicas: int = 1
+    """Members of its group that keep a rank's whole payload; only with Replication."""
     tier: Tier | None = None
     """None: generations are in memory only."""
 
@@ -146,6 +153,15 @@ class Membership:
     def lane_of(self, rank: int) -> int:
         """The local rank: ranks of equal lane in a parity group protect each other."""
         return rank % self.nproc_per_node
+
+    def parity_lane(self, lane: int, row: int) -> int:
+        """The parity lane of a row of the group's code: lanes of row 0 first, then of row 1."""
+        return row * self.nproc_per_node + lane
+
+    def lane_and_row(self, parity_lane: int) -> tuple[int, int]:
+        """What `parity_lane` joined."""
+        row, lane = divmod(parity_lane, self.nproc_per_node)
+        return lane, row
 
     def rank_at(self, member: int, lane: int) -> int:
         return self.ranks_of(member)[lane]
@@ -202,6 +218,7 @@ class ParityEntry:
     """One finished parity block in an inventory, with the manifests that it was made from."""
 
     lane: int
+    """Parity lane: see `Membership.parity_lane`."""
     generation: Generation
     group: tuple[int, ...]
     sources: tuple[tuple[int, int], ...]
@@ -263,7 +280,8 @@ class Directive:
     line: Line | None = None
     """None while undecided."""
     protected: Generation | None = None
-    """The newest generation that survives the loss of one node per parity group."""
+    """The newest generation that survives the loss of as many nodes per parity group as the job's
+    redundancy is made for."""
     retained: Generation | None = None
     """Generations older than this one may be freed."""
     dead: tuple[Generation, ...] = ()

@@ -1,4 +1,4 @@
-"""Parity blocks: two files of memory per lane, and the entries that seal them.
+"""Parity blocks: two files of memory per parity lane, and the entries that seal them.
 
 A block is memory and stays; its `.entry` says what is in it and is written last, so that a parity
 block exists exactly when it is whole. While one block holds the newest protected generation, the
@@ -8,6 +8,7 @@ next is built in the other. This module reserves no budget and takes no lock: `j
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,21 +82,23 @@ class ParityBlocks:
         """Memory that all blocks take."""
         return sum(self._sizes.values())
 
-    def missing_bytes(self, lane: int, nbytes: int) -> int:
+    def missing_bytes(self, lanes: Sequence[int], nbytes: int) -> int:
         """Memory that `grow` would have to add."""
         return sum(
-            max(nbytes - self._sizes.get((lane, slot), 0), 0) for slot in range(PARITY_SLOTS)
+            max(nbytes - self._sizes.get((lane, slot), 0), 0)
+            for lane in lanes
+            for slot in range(PARITY_SLOTS)
         )
 
-    def grow(self, lane: int, nbytes: int) -> None:
-        """Let both blocks of `lane` have at least `nbytes`.
+    def grow(self, lanes: Sequence[int], nbytes: int) -> None:
+        """Let both blocks of each of `lanes` have at least `nbytes`.
 
         A block grows at its end, in place: what is sealed in it stays valid. On OSError every block
         has its old size.
         """
         before = dict(self._sizes)
         try:
-            for slot in range(PARITY_SLOTS):
+            for lane, slot in ((lane, slot) for lane in lanes for slot in range(PARITY_SLOTS)):
                 size = self._sizes.get((lane, slot), 0)
                 if nbytes > size:
                     self._files.mkdir(self._directory)
@@ -104,7 +107,9 @@ class ParityBlocks:
                     self._views.pop((lane, slot), None)
                     touch(self._map(lane, slot))
         except OSError:
-            self._shrink(lane, before)
+            for lane in lanes:
+                self._shrink(lane, before)
+            self._sizes = before
             raise
 
     def path(self, lane: int, slot: int) -> Path:
@@ -172,4 +177,3 @@ class ParityBlocks:
                     self._files.truncate(self.path(lane, slot), sizes[lane, slot])
                 else:
                     self._files.unlink(self.path(lane, slot))
-        self._sizes = sizes

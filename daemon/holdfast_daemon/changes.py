@@ -21,8 +21,9 @@ from holdfast_core.layouts import first_bad_piece
 from holdfast_core.places import DIGEST_BYTES
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Request
-from holdfast_daemon.combining import Stream, xor_into
+from holdfast_daemon.combining import Stream
 from holdfast_daemon.holding import Held, Holding
+from holdfast_daemon.multiplying import xor_into
 
 
 def change_of(storage: Holding, request: Request) -> Iterator[bytes]:

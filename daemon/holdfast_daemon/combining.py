@@ -3,7 +3,7 @@
 Stride by stride: every input's bytes are received (the first input's straight into the destination,
 the others' into a scratch of one stride a thread), verified against the source's manifest before
 they are used (invariant 1), XORed into the destination and hashed, all while they are in cache.
-Nothing is read a second time.
+Nothing is read a second time. Where inputs are multiplied first, all go through the scratch.
 
 A piece that does not match is fetched once more: a byte that flipped on the wire costs one round
 trip. A piece that does not match twice is the source's fault, and the error names its rank.
@@ -20,12 +20,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import first_bad_piece, round_up
 from holdfast_core.values import Manifest
 from holdfast_daemon.bulk import Kind
+from holdfast_daemon.multiplying import fill_zeros, multiply_into, xor_into
 
 STRIDE_BYTES = 3 * 1024 * 1024
 """Received, verified and combined at a time. Measured: 1 MiB takes 1.5 times as long, as does 8."""
@@ -57,9 +56,9 @@ class Stream(Protocol):
 class Fetch(Protocol):
     """Where the bytes of the group's members come from. Called from several threads at once."""
 
-    def open(self, position: int, kind: Kind, offset: int, nbytes: int) -> Stream:
-        """Bytes [offset, offset + nbytes) of the snapshot, or of the parity block, of the member at
-        `position`. Raises HoldfastError."""
+    def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
+        """Bytes [offset, offset + nbytes) of the snapshot, or of the parity block of `row`, of the
+        member at `position`. Raises HoldfastError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +82,10 @@ class Input:
     """Bytes to read: whole pieces unless the member has no more, so that all can be verified."""
     manifest: Manifest | None
     """None for parity, which is verified by what comes out."""
+    row: int = 0
+    """Of a parity block."""
+    factor: int = 1
+    """What the bytes are multiplied by; see `multiplying`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +94,8 @@ class Work:
 
     destination: memoryview
     inputs: tuple[Input, ...]
-    """The first covers the whole destination."""
+    """The longest first: where it covers the whole destination and nothing is multiplied, its
+    bytes are received in place."""
     piece_bytes: int
     fetch: Fetch
     finish: Callable[[int, memoryview], bool]
@@ -102,18 +106,15 @@ class Work:
     blame: str = ""
     """What is damaged when `finish` still says False after a second try."""
 
-
-def xor_into(destination: memoryview, source: memoryview) -> None:
-    """destination ^= source, for two views of equal length. Releases the GIL."""
-    whole = len(destination) - len(destination) % 8
-    for part, dtype in ((slice(0, whole), np.uint64), (slice(whole, None), np.uint8)):
-        into = np.frombuffer(destination[part], dtype=dtype)
-        np.bitwise_xor(into, np.frombuffer(source[part], dtype=dtype), out=into)
+    @property
+    def in_place(self) -> bool:
+        """Whether the first input can be received straight into the destination."""
+        covered = self.inputs[0].nbytes if self.inputs else 0
+        return covered == len(self.destination) and all(item.factor == 1 for item in self.inputs)
 
 
 def combine(work: Work) -> None:
     """Do the work, a segment of the destination for each thread; all stop when one fails."""
-    assert work.inputs[0].nbytes == len(work.destination), "the first input covers everything"
     stride_bytes = round_up(max(work.effort.stride_bytes, 1), work.piece_bytes)
     failed = threading.Event()
 
@@ -134,7 +135,11 @@ class _Segment:
         self._work = work
         self._stride_bytes = stride_bytes
         self._failed = failed
-        self._scratch = memoryview(bytearray(stride_bytes if len(work.inputs) > 1 else 0))
+        self._in_place = work.in_place
+        alone = self._in_place and len(work.inputs) == 1
+        self._scratch = memoryview(bytearray(0 if alone else stride_bytes))
+        self._sum = memoryview(bytearray(0 if self._in_place else work.piece_bytes))
+        """The last piece, where the destination ends in the middle of it."""
 
     def run(self, start: int, end: int) -> None:
         work = self._work
@@ -157,7 +162,7 @@ class _Segment:
         nbytes = self._readable(item, start, stop)
         if nbytes <= 0:
             return None
-        return self._work.fetch.open(item.position, item.kind, item.start + start, nbytes)
+        return self._work.fetch.open(item.position, item.kind, item.start + start, nbytes, item.row)
 
     def _readable(self, item: Input, start: int, stop: int) -> int:
         """Bytes to read of `item` for [start, stop) of the destination: whole pieces, so that the
@@ -167,6 +172,9 @@ class _Segment:
     def _stride(self, at: int, stop: int, streams: Sequence[Stream | None]) -> bool:
         """Combine [at, stop) of the destination; whether what came out is right."""
         destination = self._work.destination[at:stop]
+        if not self._in_place:
+            self._sum_up(destination, at, stop, streams)
+            return self._work.finish(at, destination)
         for item, stream in zip(self._work.inputs, streams, strict=True):
             if stream is None or (nbytes := self._readable(item, at, stop)) <= 0:
                 continue
@@ -179,6 +187,30 @@ class _Segment:
                 used = min(nbytes, len(destination))
                 xor_into(destination[:used], view[:used])
         return self._work.finish(at, destination)
+
+    def _sum_up(
+        self, destination: memoryview, at: int, stop: int, streams: Sequence[Stream | None]
+    ) -> None:
+        """Fill [at, stop) of the destination with the sum of all inputs times their factors."""
+        size = self._work.piece_bytes
+        whole = len(destination) - len(destination) % size
+        fill_zeros(destination[:whole])
+        fill_zeros(self._sum)
+        for item, stream in zip(self._work.inputs, streams, strict=True):
+            if stream is None or (nbytes := self._readable(item, at, stop)) <= 0:
+                continue
+            view = self._scratch[:nbytes]
+            stream.read_into(view)
+            if item.manifest is not None:
+                self._ensure(item, item.manifest, at, view)
+            end = round_up(nbytes, size)
+            fill_zeros(self._scratch[nbytes:end])
+            for into, source in (
+                (destination[: min(end, whole)], self._scratch[: min(end, whole)]),
+                (self._sum[: max(end - whole, 0)], self._scratch[whole:end]),
+            ):
+                multiply_into(into, source, item.factor, size)
+        destination[whole:] = self._sum[: len(destination) - whole]
 
     def _stride_again(self, at: int, stop: int) -> None:
         with ExitStack() as open_streams:
@@ -208,7 +240,7 @@ class _Segment:
             offset = (bad - first) * piece_bytes
             part = view[offset : offset + piece_bytes]
             again = self._work.fetch.open(
-                item.position, item.kind, item.start + at + offset, len(part)
+                item.position, item.kind, item.start + at + offset, len(part), item.row
             )
             try:
                 again.read_into(part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast_core.codes import Block, Code
 from holdfast_core.errors import HoldfastError
 from holdfast_core.values import (
     Directive,
@@ -114,22 +115,27 @@ class AllocateArena:
     rank: int
     layout: bytes
     layout_id: str
-    parity_lane: int
+    parity_lanes: tuple[int, ...]
+    """Parity lanes that need blocks beside it: one for each row of the group's code."""
     parity_bytes: int
-    """Size that each of the lane's two parity blocks must at least have; 0 for none."""
+    """Size that each of the two parity blocks of these lanes must at least have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildParity:
-    """Pull one chunk from each source, verify, XOR into parity block `slot` of `lane`, keep the
+    """Pull one chunk from each source, verify, combine into parity block `slot` of `lane`, keep the
     sources' manifests and layouts, write the entry → `ParityBuilt`."""
 
     lane: int
+    """Parity lane."""
     slot: int
     generation: Generation
     group: tuple[int, ...]
-    own_position: int
+    code: Code
+    block: Block
+    """Which of the group's blocks it is; its owner is this member."""
     sources: tuple[Source, ...]
+    """The members whose chunks go into it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +160,13 @@ class Rebuild:
     places: bytes = b""
     """Where its pieces go."""
     own_position: int
+    code: Code
     sources: tuple[Source, ...]
-    """Every other member of the group; each also owns one parity block."""
+    """Other members of the group that hold their snapshots."""
+    blocks: frozenset[Block]
+    """The group's parity blocks that are there."""
+    members: tuple[MemberPlace, ...]
+    """Where all members of the group are, by position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ a newer epoch refuses, and so does the work itself once its own daemon has enter
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,9 +65,12 @@ class GroupFetch:
     job: str
     epoch: int
     generation: Generation
-    lane: int
     sources: Mapping[int, Source]
     """By position."""
+    places: Sequence[MemberPlace] = ()
+    """Of the group's members, by position; for their parity blocks."""
+    parity_lanes: Sequence[int] = ()
+    """By row of the group's code."""
 
     def open_change(
         self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
@@ -86,18 +89,22 @@ class GroupFetch:
         )
         return self.bulk.open(source.place.bulk_address, request)
 
-    def open(self, position: int, kind: Kind, offset: int, nbytes: int) -> Stream:
-        source = self.sources[position]
+    def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
+        if kind is Kind.SNAPSHOT:
+            source = self.sources[position]
+            index, place = source.rank, source.place
+        else:
+            index, place = self.parity_lanes[row], self.places[position]
         request = Request(
             job=self.job,
             epoch=self.epoch,
             kind=kind,
-            index=source.rank if kind is Kind.SNAPSHOT else self.lane,
+            index=index,
             generation=self.generation,
             offset=offset,
             nbytes=nbytes,
         )
-        return self.bulk.open(source.place.bulk_address, request)
+        return self.bulk.open(place.bulk_address, request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,15 +167,22 @@ class Group:
         )
 
     def fetch_from(
-        self, sources: Iterable[Source], scope: EpochScope, generation: Generation, lane: int
+        self,
+        sources: Iterable[Source],
+        scope: EpochScope,
+        generation: Generation,
+        *,
+        lane: int = 0,
+        places: Sequence[MemberPlace] = (),
     ) -> GroupFetch:
-        """The bytes of `sources`, and of the parity blocks of `lane` beside them."""
+        """The bytes of `sources`, and of the parity blocks of `lane` of the members at `places`."""
         membership = scope.current()
         return GroupFetch(
             bulk=self.bulk,
             job=membership.job,
             epoch=membership.epoch,
             generation=generation,
-            lane=lane,
             sources={source.position: source for source in sources},
+            places=places,
+            parity_lanes=[membership.parity_lane(lane, row) for row in range(len(places))],
         )

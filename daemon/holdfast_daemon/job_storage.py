@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
+from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import CorruptError, HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.layouts import decode_layout, layout_id
 from holdfast_core.places import Lying
@@ -138,10 +139,10 @@ class JobStorage:
     # --- arenas ----------------------------------------------------------------------------------
 
     def allocate(
-        self, rank: int, layout: bytes, *, parity_lane: int = 0, parity_bytes: int = 0
+        self, rank: int, layout: bytes, *, parity_lanes: tuple[int, ...] = (), parity_bytes: int = 0
     ) -> Arena:
         """The arena of `rank` for `layout`, made and pre-faulted when there is none, and the two
-        parity blocks of `parity_lane` with at least `parity_bytes` each.
+        parity blocks of each of `parity_lanes` with at least `parity_bytes` each.
 
         Raises:
             MemoryBudgetError: beyond the budget, or the file system is full; nothing is kept then.
@@ -152,11 +153,11 @@ class JobStorage:
             decoded = decode_layout(layout)
             with self._lock:
                 known = self._arenas.get((rank, layout_id(layout)))
-                needed = self._blocks.missing_bytes(parity_lane, parity_bytes)
+                needed = self._blocks.missing_bytes(parity_lanes, parity_bytes)
             needed += 0 if known else decoded.arena_bytes
             self._node.budget.reserve(needed, f"rank {rank} of job {self.job}")
             try:
-                return self._allocate(known, rank, layout, parity_lane, parity_bytes)
+                return self._allocate(known, rank, layout, parity_lanes, parity_bytes)
             except BaseException:
                 self._node.budget.release(needed)
                 raise
@@ -314,18 +315,23 @@ class JobStorage:
     # --- inside ----------------------------------------------------------------------------------
 
     def _allocate(
-        self, known: Arena | None, rank: int, layout: bytes, lane: int, parity_bytes: int
+        self,
+        known: Arena | None,
+        rank: int,
+        layout: bytes,
+        lanes: tuple[int, ...],
+        parity_bytes: int,
     ) -> Arena:
         arena = known
         try:
             if arena is None:
                 arena = self._arena_files.allocate(rank, layout)
-            self._blocks.grow(lane, parity_bytes)
+            self._blocks.grow(lanes, parity_bytes)
         except OSError as error:
             if arena is not None and known is None:
                 with suppress(OSError):
                     self._arena_files.remove(arena)
-            self._raise_full(error, rank, layout, parity_bytes)
+            self._raise_full(error, rank, layout, PARITY_SLOTS * len(lanes) * parity_bytes)
         with self._lock:
             self._arenas[rank, arena.layout_id] = arena
         return arena
@@ -334,7 +340,7 @@ class JobStorage:
         what = f"allocating the arena of rank {rank} of job {self.job}"
         if error.errno not in _FULL:
             raise StorageError(f"{what} failed: {error.strerror}") from error
-        needed = decode_layout(layout).arena_bytes + 2 * parity_bytes
+        needed = decode_layout(layout).arena_bytes + parity_bytes
         free = self._node.free_bytes()
         raise MemoryBudgetError(
             f"{what} needs {needed} bytes with its parity, and {self._node.root} has {free} left "

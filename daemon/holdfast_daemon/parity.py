@@ -1,16 +1,16 @@
-"""The bytes of RAIM5: builds parity blocks, rebuilds lost payloads, verifies both.
+"""The bytes of parity: builds blocks, rebuilds lost payloads, verifies both.
 
-`holdfast_core.raim5` says which ranges go into what, `combining` moves and combines them. This
+`holdfast_core.codes` says which ranges go into what, `combining` moves and combines them. This
 module knows no network and no files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 
+from holdfast_core.codes import Block, ChunkRecovery, Code
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import first_bad_piece, piece_digests, round_up
-from holdfast_core.raim5 import ChunkRecovery, contributions, parity_bytes, recovery
 from holdfast_core.values import Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.combining import (
@@ -32,18 +32,19 @@ in the payload, on the grid of pieces."""
 def build(
     block: memoryview,
     *,
-    owner: int,
-    n: int,
+    code: Code,
+    which: Block,
     sources: Mapping[int, Manifest],
     fetch: Fetch,
     check: Callable[[], None] = lambda: None,
     effort: Effort | None = None,
 ) -> tuple[int, bytes]:
-    """Fill `block` with the parity that the member at `owner` keeps of the others (REFT §4.3).
+    """Fill `block` with the parity that one member keeps of others (REFT §4.3).
 
     Args:
-        n: Members in the group.
-        sources: By position, the manifests of all other members.
+        code: Of the group.
+        which: Which of the group's blocks it is.
+        sources: By position, the manifests of the members whose chunks go into it.
         check: Called before each stride; raises HoldfastError to give up.
 
     Returns:
@@ -55,8 +56,12 @@ def build(
         HoldfastError: what `fetch` raised.
     """
     piece_bytes = common_piece_bytes(sources)
-    payloads = _payloads(n, sources, absent=owner, absent_bytes=0)
-    used_bytes = parity_bytes(owner, payloads, piece_bytes)
+    if set(sources) != set(code.sources_of(which)):
+        raise InvalidJobError(
+            f"positions {sorted(sources)} are not those of the block: {code.sources_of(which)}"
+        )
+    payloads = {position: m.payload_bytes for position, m in sources.items()}
+    used_bytes = code.block_bytes(which, payloads, piece_bytes)
     if used_bytes > len(block):
         raise InvalidJobError(
             f"parity of {used_bytes} bytes does not fit the block of {len(block)} that was "
@@ -69,8 +74,9 @@ def build(
             start=c.range.start,
             nbytes=c.range.nbytes,
             manifest=sources[c.position],
+            factor=c.factor,
         )
-        for c in contributions(owner, payloads, piece_bytes)
+        for c in code.contributions(which, payloads, piece_bytes)
     ]
     digests = bytearray(8 * -(-used_bytes // piece_bytes))
 
@@ -106,9 +112,11 @@ def whole(payload: memoryview) -> Views:
 def rebuild(
     payload: Views,
     *,
+    code: Code,
     lost: int,
     manifest: Manifest,
     sources: Mapping[int, Manifest],
+    blocks: Set[Block],
     fetch: Fetch,
     check: Callable[[], None] = lambda: None,
     effort: Effort | None = None,
@@ -118,19 +126,22 @@ def rebuild(
     Args:
         payload: Where its `manifest.payload_bytes` go.
         manifest: Of the lost snapshot; every piece is verified against it before this returns.
-        sources: By position, the manifests of all other members of the group.
+        code: Of the group.
+        sources: By position, the manifests of the members that hold their snapshots.
+        blocks: The group's parity blocks that are there.
         check: Called before each stride; raises HoldfastError to give up.
 
     Raises:
         SourceCorruptError: a source does not match its manifest.
-        CorruptError: what came out does not match `manifest`, so a parity block is damaged.
+        CorruptError: what came out does not match `manifest`, so a parity block is damaged; or
+            more is gone than the code makes up for.
         InvalidJobError: the manifests do not belong together.
         HoldfastError: what `fetch` raised.
     """
-    n = len(sources) + 1
-    piece_bytes = common_piece_bytes({**sources, lost: manifest})
-    payloads = _payloads(n, sources, absent=lost, absent_bytes=manifest.payload_bytes)
-    for step in recovery(lost, payloads, piece_bytes):
+    everything = {**sources, lost: manifest}
+    piece_bytes = common_piece_bytes(everything)
+    payloads = {position: m.payload_bytes for position, m in everything.items()}
+    for step in code.recovery(lost, payloads, blocks, piece_bytes):
         for start, part in payload(step.range.start, step.range.nbytes):
             if len(part) == 0:
                 continue
@@ -150,7 +161,7 @@ def rebuild(
                     finish=is_right,
                     check=check,
                     effort=effort or Effort(),
-                    blame=f"the parity block of position {step.owner} of the group is damaged",
+                    blame=_blame(step),
                 )
             )
 
@@ -187,20 +198,34 @@ def common_piece_bytes(manifests: Mapping[int, Manifest]) -> int:
     return sizes.pop()
 
 
-def _payloads(
-    n: int, sources: Mapping[int, Manifest], *, absent: int, absent_bytes: int
-) -> list[int]:
-    if set(sources) != set(range(n)) - {absent}:
-        raise InvalidJobError(f"positions {sorted(sources)} are not all of {n} but {absent}")
-    return [absent_bytes if i == absent else sources[i].payload_bytes for i in range(n)]
+def _blame(step: ChunkRecovery) -> str:
+    owners = " or ".join(str(block.owner) for block, _ in step.blocks)
+    return f"the parity block of position {owners} of the group is damaged"
 
 
 def _recovery_inputs(
-    step: ChunkRecovery, sources: Mapping[int, Manifest], piece_bytes: int, at: int, nbytes: int
+    step: ChunkRecovery,
+    sources: Mapping[int, Manifest],
+    piece_bytes: int,
+    at: int,
+    nbytes: int,
 ) -> tuple[Input, ...]:
     """What bytes [at, at + nbytes) of a chunk are recovered from."""
-    parity = Input(position=step.owner, kind=Kind.PARITY, start=at, nbytes=nbytes, manifest=None)
     needed = round_up(nbytes, piece_bytes)
+    factors = [factor for _, factor in step.blocks] + [c.factor for c in step.others]
+    multiplies = any(factor != 1 for factor in factors)
+    blocks = [
+        Input(
+            position=block.owner,
+            kind=Kind.PARITY,
+            start=at,
+            nbytes=needed if multiplies else nbytes,
+            manifest=None,
+            row=block.row,
+            factor=factor,
+        )
+        for block, factor in step.blocks
+    ]
     others = [
         Input(
             position=c.position,
@@ -208,7 +233,8 @@ def _recovery_inputs(
             start=c.range.start + at,
             nbytes=max(min(c.range.nbytes - at, needed), 0),
             manifest=sources[c.position],
+            factor=c.factor,
         )
         for c in step.others
     ]
-    return (parity, *others)
+    return (*blocks, *others)

@@ -253,7 +253,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 return
             directive = memory.directive
             if directive is not None:
-                redundant = memory.membership and memory.membership.redundancy is Redundancy.RAIM5
+                redundant = (
+                    memory.membership is not None
+                    and memory.membership.redundancy is not Redundancy.NONE
+                )
                 newest = directive.protected if redundant else directive.retained
                 if newest is not None and newest != told:
                     told, message = newest, codec.generation_to_proto(newest)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from holdfast_core.codes import Block, Code
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.layouts import first_bad_piece, piece_digests, round_up
 from holdfast_core.places import DIGEST_BYTES
-from holdfast_core.raim5 import chunk_bytes, contributions, parity_bytes
 from holdfast_core.values import Manifest
 from holdfast_daemon.changes import ChangeFetch, ChangeStream, changed_pieces
-from holdfast_daemon.combining import Effort, xor_into
+from holdfast_daemon.combining import Effort
+from holdfast_daemon.multiplying import fill_zeros, multiply_into
 
 
 def update(
@@ -23,7 +24,8 @@ def update(
     older: memoryview,
     older_digests: bytes,
     *,
-    owner: int,
+    code: Code,
+    which: Block,
     before: Mapping[int, Manifest],
     after: Mapping[int, Manifest],
     fetch: ChangeFetch,
@@ -34,7 +36,9 @@ def update(
 
     Args:
         older: The block of `before`, as long as it is in use.
-        before, after: By position, the manifests of all other members of the group.
+        code: Of the group.
+        which: Which of the group's blocks it is.
+        before, after: By position, the manifests of the members whose chunks go into it.
         check: Called before each transfer; raises HoldfastError to give up.
         effort: Memory beside the block: its `stride_bytes`.
 
@@ -46,20 +50,19 @@ def update(
         CorruptError: the older block does not match its digests, or a change did not arrive whole.
         HoldfastError: what `fetch` raised.
     """
-    n = len(after) + 1
     size = next(iter(after.values())).piece_bytes
-    _check_alike(n, before, after, size)
+    _check_alike(code, before, after, size)
     old_bytes, new_bytes = (
-        [0 if i == owner else manifests[i].payload_bytes for i in range(n)]
+        {position: manifest.payload_bytes for position, manifest in manifests.items()}
         for manifests in (before, after)
     )
-    used = parity_bytes(owner, new_bytes, size)
+    used = code.block_bytes(which, new_bytes, size)
     span = max(used, len(older))
     if span > len(block):
         raise InvalidJobError(f"parity of {span} bytes does not fit the block of {len(block)}")
     stride = round_up(max((effort or Effort()).stride_bytes, 1), size)
     touched = _start_from(block, older, older_digests, span, size, stride)
-    of_old, of_new = (contributions(owner, sizes, size) for sizes in (old_bytes, new_bytes))
+    of_old, of_new = (code.contributions(which, sizes, size) for sizes in (old_bytes, new_bytes))
     for was, now in zip(of_old, of_new, strict=True):
         nbytes = max(was.range.nbytes, now.range.nbytes)
         if nbytes == 0:
@@ -74,7 +77,7 @@ def update(
                 fetch.open_change(now.position, base.generation, low, high - low, size), size
             )
             try:
-                _apply(block[low - start : high - start], stream, stride)
+                _apply(block, low - start, high - start, stream, stride, now.factor, size)
             finally:
                 stream.close()
             touched.update(range((low - start) // size, -(-(high - start) // size)))
@@ -82,14 +85,15 @@ def update(
 
 
 def _check_alike(
-    n: int, before: Mapping[int, Manifest], after: Mapping[int, Manifest], size: int
+    code: Code, before: Mapping[int, Manifest], after: Mapping[int, Manifest], size: int
 ) -> None:
     for position, now in after.items():
         was = before.get(position)
         if (
             was is None
             or {was.piece_bytes, now.piece_bytes} != {size}
-            or chunk_bytes(was.payload_bytes, n, size) != chunk_bytes(now.payload_bytes, n, size)
+            or code.chunk_bytes(was.payload_bytes, size)
+            != code.chunk_bytes(now.payload_bytes, size)
         ):
             raise InvalidJobError(f"the chunks of position {position} do not lie as they did")
 
@@ -121,12 +125,24 @@ def _joined(pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield first, end
 
 
-def _apply(into: memoryview, stream: ChangeStream, stride: int) -> None:
-    scratch = memoryview(bytearray(min(stride, len(into))))
-    for at in range(0, len(into), stride):
-        part = scratch[: min(stride, len(into) - at)]
-        stream.read_into(part)
-        xor_into(into[at : at + len(part)], part)
+def _apply(
+    block: memoryview,
+    start: int,
+    end: int,
+    stream: ChangeStream,
+    stride: int,
+    factor: int,
+    size: int,
+) -> None:
+    """Add a change times `factor` to [start, end) of the block. What is multiplied is whole pieces,
+    and so is the block then: where the change ends in the middle of one, the rest is zeros."""
+    scratch = memoryview(bytearray(min(stride, round_up(end - start, size))))
+    for at in range(start, end, stride):
+        nbytes = min(stride, end - at)
+        stream.read_into(scratch[:nbytes])
+        needed = nbytes if factor == 1 else round_up(nbytes, size)
+        fill_zeros(scratch[nbytes:needed])
+        multiply_into(block[at : at + needed], scratch[:needed], factor, size)
 
 
 def _digests(block: memoryview, older: bytes, touched: set[int], size: int) -> bytes:

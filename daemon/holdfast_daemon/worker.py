@@ -159,7 +159,7 @@ class EffectWorker:
         self._storage.allocate(
             effect.rank,
             effect.layout,
-            parity_lane=effect.parity_lane,
+            parity_lanes=effect.parity_lanes,
             parity_bytes=effect.parity_bytes,
         )
         return ArenaReady(rank=effect.rank, layout_id=effect.layout_id)
@@ -170,12 +170,12 @@ class EffectWorker:
         block = self._storage.block_view(effect.lane, effect.slot)
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
-        fetch = self._group.fetch_from(effect.sources, scope, effect.generation, effect.lane)
+        fetch = self._group.fetch_from(effect.sources, scope, effect.generation)
         made = self._update(effect, block, manifests, fetch, scope)
         nbytes, digests = made or build(
             block,
-            owner=effect.own_position,
-            n=len(effect.group),
+            code=effect.code,
+            which=effect.block,
             sources=manifests,
             fetch=fetch,
             check=scope.check,
@@ -223,7 +223,8 @@ class EffectWorker:
                 block,
                 older.view,
                 older.record.digests,
-                owner=effect.own_position,
+                code=effect.code,
+                which=effect.block,
                 before={positions[rank]: m for rank, m in older.manifests.items()},
                 after=manifests,
                 fetch=fetch,
@@ -244,7 +245,6 @@ class EffectWorker:
         )
 
     def _rebuild(self, effect: Rebuild, scope: EpochScope) -> Rebuilt:
-        lane = scope.current().lane_of(effect.rank)
         manifest = effect.manifest
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
         arena = self._storage.arena(effect.rank, manifest.layout_id)
@@ -252,10 +252,18 @@ class EffectWorker:
         described = self._group.describe(effect.sources, manifest.generation, scope)
         rebuild(
             partial(arena.views, lying),
+            code=effect.code,
             lost=effect.own_position,
             manifest=manifest,
             sources={position: decode_manifest(m) for position, (m, _) in described.items()},
-            fetch=self._group.fetch_from(effect.sources, scope, manifest.generation, lane),
+            blocks=effect.blocks,
+            fetch=self._group.fetch_from(
+                effect.sources,
+                scope,
+                manifest.generation,
+                lane=scope.current().lane_of(effect.rank),
+                places=effect.members,
+            ),
             check=scope.check,
             effort=self._effort,
         )

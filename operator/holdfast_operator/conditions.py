@@ -209,7 +209,9 @@ def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> 
         return Condition(type=kind, status=False, reason="NoRedundancy", message=message)
     generation = newest_protected(observed)
     if generation is not None:
-        message = f"generation {generation} survives the loss of one node of each parity group"
+        losses = job.spec.redundancy.losses
+        nodes = "one node" if losses == 1 else f"any {losses} nodes"
+        message = f"generation {generation} survives the loss of {nodes} of each parity group"
         return Condition(type=kind, status=True, reason="ParityInPlace", message=message)
     problems = [] if membership is None else _problems(observed, membership)
     message = problems[0] if problems else "no generation is protected yet"

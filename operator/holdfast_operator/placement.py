@@ -6,6 +6,7 @@ Pure. Ties break by name, so that a control loop that starts again decides the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from holdfast_core.groups import form_groups
 from holdfast_core.jobs import MoETrainingJob
@@ -35,9 +36,11 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
     members = tuple(place_on(index, node) for index, node in enumerate(chosen))
     redundancy = job.spec.redundancy.type
     groups: tuple[tuple[int, ...], ...] = tuple((place.index,) for place in members)
-    if redundancy is Redundancy.RAIM5:
+    if redundancy is not Redundancy.NONE:
         groups = form_groups(
-            {place.index: place.domain for place in members}, job.group_size
+            {place.index: place.domain for place in members},
+            job.group_size,
+            at_least=job.spec.redundancy.losses + 1,
         ).groups
     return Membership(
         job=job.key,
@@ -46,6 +49,7 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
         nproc_per_node=job.spec.nproc_per_node,
         groups=groups,
         redundancy=redundancy,
+        replicas=max(job.spec.redundancy.losses, 1),
     )
 
 
@@ -80,12 +84,4 @@ def refreshed(membership: Membership, nodes: Mapping[str, NodeView]) -> Membersh
     )
     if members == membership.members:
         return membership
-    return Membership(
-        job=membership.job,
-        epoch=membership.epoch,
-        revision=membership.revision + 1,
-        members=members,
-        nproc_per_node=membership.nproc_per_node,
-        groups=membership.groups,
-        redundancy=membership.redundancy,
-    )
+    return replace(membership, revision=membership.revision + 1, members=members)

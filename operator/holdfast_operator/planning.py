@@ -128,12 +128,21 @@ def plan_view(
 def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
     if job.spec.redundancy.type is Redundancy.NONE:
         return ()
-    return form_groups(dict.fromkeys(range(job.spec.nodes), ""), job.group_size).groups
+    domains = dict.fromkeys(range(job.spec.nodes), "")
+    redundancy = job.spec.redundancy
+    return form_groups(domains, job.group_size, at_least=redundancy.losses + 1).groups
 
 
 def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int) -> Table:
     slots = [round_up(bytes_per_rank, PAGE_BYTES)] * job.world_size
-    nodes = predict(slots, groups, job.spec.nproc_per_node)
+    redundancy = job.spec.redundancy
+    nodes = predict(
+        slots,
+        groups,
+        job.spec.nproc_per_node,
+        redundancy=redundancy.type,
+        replicas=max(redundancy.losses, 1),
+    )
     table = Table("members", "arenas", "parity", "total", box=None, pad_edge=False)
     by_size: dict[tuple[int, int], list[int]] = {}
     for node in nodes:
@@ -167,7 +176,7 @@ def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[st
         f"{nodes * lost_per_day * settings.days:.1f}",
         f"{settings.days:g} days, one loss per node in {settings.node_mtbf_days:g} days",
     )
-    if job.group_size >= 2:
+    if job.spec.redundancy.losses == 1 and job.group_size >= 2:
         model = FailureModel(
             nodes=nodes,
             group_size=job.group_size,

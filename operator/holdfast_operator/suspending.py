@@ -25,7 +25,8 @@ def shape_of(job: MoETrainingJob) -> str:
     """All that the layout of snapshots and parity follows from, in words."""
     spec = job.spec
     p = spec.parallelism
-    groups = f" in groups of {job.group_size}" if spec.redundancy.raim5 is not None else ""
+    is_grouped = spec.redundancy.raim5 is not None or spec.redundancy.losses > 1
+    groups = f" in groups of {job.group_size}" if is_grouped else ""
     return (
         f"{spec.nodes} nodes of {spec.nproc_per_node}, dp {p.dp} tp {p.tp} pp {p.pp} ep {p.ep}, "
         f"{spec.redundancy.type.value}{groups}"

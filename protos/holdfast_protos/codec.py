@@ -179,6 +179,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         nproc_per_node=value.nproc_per_node,
         groups=[values_pb2.ParityGroup(members=group) for group in value.groups],
         redundancy=value.redundancy.value,
+        replicas=value.replicas,
         tier=None if value.tier is None else values_pb2.Tier(**asdict(value.tier)),
     )
 
@@ -200,6 +201,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             nproc_per_node=message.nproc_per_node,
             groups=tuple(tuple(group.members) for group in message.groups),
             redundancy=Redundancy(message.redundancy),
+            replicas=message.replicas or 1,  # a peer of before knows none
             tier=_tier(message.tier) if message.HasField("tier") else None,
         )
     except (InvalidJobError, ValueError) as error:

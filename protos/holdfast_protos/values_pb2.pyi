@@ -105,12 +105,15 @@ class Membership(_message.Message):
     NPROC_PER_NODE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     REDUNDANCY_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     revision: _builtins.int
     nproc_per_node: _builtins.int
     redundancy: _builtins.str
+    replicas: _builtins.int
+    """of each payload, with redundancy Replication"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberPlace]: ...
     @_builtins.property
@@ -129,11 +132,12 @@ class Membership(_message.Message):
         nproc_per_node: _builtins.int = ...,
         groups: _abc.Iterable[Global___ParityGroup] | None = ...,
         redundancy: _builtins.str = ...,
+        replicas: _builtins.int = ...,
         tier: Global___Tier | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "nproc_per_node", b"nproc_per_node", "redundancy", b"redundancy", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "nproc_per_node", b"nproc_per_node", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -132,6 +132,7 @@ class RawJob:
     nbytes: int = 300_000
     group_size: int = 0
     redundancy: Redundancy = Redundancy.RAIM5
+    replicas: int = 1
     carries: bool = True
     """Whether saves carry pieces over, where they can: as those of some experts do."""
     bulk_addresses: dict[str, str] = field(default_factory=dict)
@@ -169,6 +170,7 @@ class RawJob:
             nproc_per_node=1,
             groups=tuple(tuple(range(i, i + size)) for i in range(0, self.size, size)),
             redundancy=self.redundancy,
+            replicas=self.replicas,
         )
 
     def _place(self, index: int, node: str) -> MemberPlace:

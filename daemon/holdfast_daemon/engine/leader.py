@@ -78,7 +78,7 @@ def told(
     """`directive` with what was announced earlier in this epoch."""
     # What was kept of an older epoch need not be protected; what is, the inventories say again.
     current = retained is not None and retained.epoch == membership.epoch
-    protected = retained if current and membership.redundancy is Redundancy.RAIM5 else None
+    protected = retained if current and membership.redundancy is not Redundancy.NONE else None
     protected = _newest([], directive.protected, protected)
     retained = _newest([], directive.retained, retained)
     if directive.line is not None and (directive.protected, directive.retained) == (

@@ -6,10 +6,13 @@ nothing. So it does not matter which event woke the engine, or which message was
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast_core import recovery
 from holdfast_core.budget import parity_block_bytes
+from holdfast_core.codes import Block, code_of
 from holdfast_core.layouts import piece_count
-from holdfast_core.values import Generation, Membership, Redundancy
+from holdfast_core.values import Generation, Membership
 from holdfast_daemon.effects import (
     AllocateArena,
     BuildParity,
@@ -131,8 +134,8 @@ def _remove_idle_arenas(memory: JobMemory) -> None:
 
 
 def protect(memory: JobMemory, now: float) -> None:
-    """Start building this member's parity block for the oldest generation that its group has sealed
-    and that it has no block for.
+    """Start building this member's parity blocks for the oldest generation that its group has
+    sealed and that it has no block for.
 
     The oldest, so that all owners come to the same one: if each took the newest that it saw, they
     could fill their two blocks with different generations, none of them complete, for ever. A
@@ -141,15 +144,17 @@ def protect(memory: JobMemory, now: float) -> None:
     membership, directive = memory.membership, memory.directive
     if membership is None or memory.me is None or memory.fenced:
         return
-    if membership.redundancy is not Redundancy.RAIM5:
+    group = membership.group_of(memory.me)
+    code = code_of(membership, group)
+    if code is None or directive is None or directive.line is None:
         return
-    if directive is None or directive.line is None:
-        return
-    for lane in range(membership.nproc_per_node):
-        slots = memory.lane_slots(lane)
+    for parity_lane in range(code.rows * membership.nproc_per_node):
+        lane, row = membership.lane_and_row(parity_lane)
+        block = Block(group.index(memory.me), row)
+        slots = memory.lane_slots(parity_lane)
         if any(p.state is ParityState.BUILDING for p in slots):
             continue
-        if now < memory.retry_at.get(f"parity{lane}", now):
+        if now < memory.retry_at.get(f"parity{parity_lane}", now):
             continue
         have = {p.generation for p in slots if p.state is ParityState.READY}
         generation = _oldest_unprotected(memory, membership, lane, have)
@@ -159,17 +164,18 @@ def protect(memory: JobMemory, now: float) -> None:
         free = free or _make_room(memory, membership, slots, generation)
         if free is None:
             continue
-        sources = _sources(memory, membership, lane, generation)
+        sources = _sources(memory, membership, lane, generation, code.sources_of(block))
         if sources is None:
             continue
         free.state, free.generation = ParityState.BUILDING, generation
         memory.out.append(
             BuildParity(
-                lane=lane,
+                lane=parity_lane,
                 slot=free.index,
                 generation=generation,
-                group=membership.group_of(memory.me),
-                own_position=membership.group_of(memory.me).index(memory.me),
+                group=group,
+                code=code,
+                block=block,
                 sources=sources,
             )
         )
@@ -185,7 +191,8 @@ def _make_room(
         held = parity.generation
         if held is None or held == promised:
             continue
-        if held > wanted or not _is_of_use(memory, membership, parity.lane, held):
+        lane, _ = membership.lane_and_row(parity.lane)
+        if held > wanted or not _is_of_use(memory, membership, lane, held):
             free_parity(memory, parity)
             return parity
     return None
@@ -194,7 +201,7 @@ def _make_room(
 def _is_of_use(
     memory: JobMemory, membership: Membership, lane: int, generation: Generation
 ) -> bool:
-    """Whether the group has the generation in this lane, or can rebuild what one member lost of it.
+    """Whether the group has the generation in this lane, or can rebuild what was lost of it.
     What lacks both stays lost: blocks are made of all snapshots, and a snapshot of all blocks."""
     assert memory.me is not None
     group = membership.group_of(memory.me)
@@ -230,14 +237,19 @@ def _generations_of(
 
 
 def _sources(
-    memory: JobMemory, membership: Membership, lane: int, generation: Generation
+    memory: JobMemory,
+    membership: Membership,
+    lane: int,
+    generation: Generation,
+    positions: Iterable[int],
 ) -> tuple[Source, ...] | None:
-    """The other members' snapshots as their newest reports list them; None when one is missing."""
+    """The snapshots of the members at `positions` of the group as their newest reports list them;
+    None when one is missing."""
     assert memory.me is not None
+    group = membership.group_of(memory.me)
     sources = []
-    for position, member in enumerate(membership.group_of(memory.me)):
-        if member == memory.me:
-            continue
+    for position in sorted(positions):
+        member = group[position]
         rank = membership.rank_at(member, lane)
         report = memory.reports.get(member)
         entry = next(
@@ -292,13 +304,11 @@ def _start_rebuild(
 ) -> None:
     if now < memory.retry_at.get(f"rebuild{rank}", now) or memory.me is None:
         return
-    holdings = memory.holdings(membership)
-    if not recovery.rebuildable(membership, holdings, rank, target):
+    means = recovery.means(membership, memory.holdings(membership), rank, target)
+    if means is None:
         return
-    lane = membership.lane_of(rank)
     others = [m for m in membership.group_of(memory.me) if m != memory.me]
-    block = holdings.parities[(others[0], lane, target)]
-    digest = dict(block.sources)[rank]
+    digest = means.manifest_digest
     memory.rebuilds[rank] = RebuildJob(generation=target, digest=digest)
     memory.note("rebuild_started", rank=rank, generation=target)
     memory.out.append(
@@ -322,9 +332,13 @@ def _continue_rebuild(
     slot = arena.free_slot() if arena.ready else None
     if slot is None:
         return
-    lane = membership.lane_of(rank)
     group = membership.group_of(memory.me)
-    sources = _sources(memory, membership, lane, job.generation)
+    code = code_of(membership, group)
+    means = recovery.means(membership, memory.holdings(membership), rank, job.generation)
+    if code is None or means is None or means.manifest_digest != job.digest:
+        return
+    lane = membership.lane_of(rank)
+    sources = _sources(memory, membership, lane, job.generation, means.positions)
     if sources is None:
         return
     slot.places = arena.places_for(slot)[
@@ -340,7 +354,10 @@ def _continue_rebuild(
             encoded=job.encoded,
             places=slot.places,
             own_position=group.index(memory.me),
+            code=code,
             sources=sources,
+            blocks=means.blocks,
+            members=tuple(membership.place(member) for member in group),
         )
     )
 
@@ -355,18 +372,18 @@ def allocate(memory: JobMemory, arena: ArenaView) -> None:
     """Ask for an arena, and for the parity blocks of its lane beside it."""
     membership = memory.membership
     assert membership is not None and memory.me is not None
-    parity_bytes = 0
-    if membership.redundancy is Redundancy.RAIM5:
-        n = len(membership.group_of(memory.me))
-        largest = max(arena.layout.largest_slot_bytes, arena.layout.slot_bytes)
-        parity_bytes = parity_block_bytes(largest, n, arena.layout.piece_bytes)
+    code = code_of(membership, membership.group_of(memory.me))
+    lane = membership.lane_of(arena.rank)
+    largest = max(arena.layout.largest_slot_bytes, arena.layout.slot_bytes)
     memory.arenas[(arena.rank, arena.layout_id)] = arena
     memory.out.append(
         AllocateArena(
             rank=arena.rank,
             layout=arena.encoded,
             layout_id=arena.layout_id,
-            parity_lane=membership.lane_of(arena.rank),
-            parity_bytes=parity_bytes,
+            parity_lanes=tuple(
+                membership.parity_lane(lane, row) for row in range(code.rows if code else 0)
+            ),
+            parity_bytes=parity_block_bytes(largest, code, arena.layout.piece_bytes),
         )
     )

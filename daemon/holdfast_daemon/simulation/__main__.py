@@ -5,18 +5,32 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from holdfast_core.values import Redundancy
 from holdfast_daemon.simulation.cluster import Cluster, Options
 
 
-def run_schedules(first_seed: int, count: int, *, steps: int, faults: int) -> Counter[str]:
+def run_schedules(
+    first_seed: int,
+    count: int,
+    *,
+    steps: int,
+    faults: int,
+    redundancy: Redundancy = Redundancy.RAIM5,
+    losses: int = 1,
+) -> Counter[str]:
     """Run `count` schedules; the sum of what happened in them.
+
+    Args:
+        losses: Members that a group may lose at once; see `Options`.
 
     Raises:
         AssertionError: an invariant broke; the message begins with the seed.
     """
     total: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + count):
-        cluster = Cluster(Options(seed=seed, steps=steps, faults=faults))
+        cluster = Cluster(
+            Options(seed=seed, steps=steps, faults=faults, redundancy=redundancy, losses=losses)
+        )
         try:
             cluster.run()
         except Exception as error:

@@ -6,11 +6,13 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from holdfast_core import layouts, raim5, recovery
+from holdfast_core import layouts, recovery
+from holdfast_core.codes import code_for
 from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, Inventory, MemberPlace, Membership
+from holdfast_core.values import Generation, Inventory, MemberPlace, Membership, Redundancy
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.effects import Completion, Note
+from holdfast_daemon.simulation.checking import expected_block, holds_everything
 from holdfast_daemon.simulation.clock import Clock, Network
 from holdfast_daemon.simulation.daemon import VirtualDaemon
 from holdfast_daemon.simulation.disk import Disk
@@ -30,6 +32,9 @@ class Options:
     """Kinds of faults that may strike."""
     policy: PolicyType | None = None
     """Which pieces a save captures; None for any."""
+    redundancy: Redundancy = Redundancy.RAIM5
+    losses: int = 1
+    """Members that a group may lose at once: what the redundancy is made for."""
     time_limit_s: float = 120.0
 
 
@@ -49,6 +54,8 @@ class Cluster(Faults):
         self.members = rng.choice((2, 3, 4, 4, 5))
         self.nproc = rng.choice((1, 1, 2))
         self.group_size = self.members if self.members < 4 else rng.choice((2, self.members))
+        if options.losses > 1:
+            self.group_size = self.members = max(self.members, options.losses + 1)
         self.disks: dict[str, Disk] = {}
         self.clock_offset: dict[str, float] = {}
         self.daemons: dict[str, VirtualDaemon] = {}
@@ -59,8 +66,8 @@ class Cluster(Faults):
         self.done = False
         self.protected: Generation | None = None
         """Newest generation that any leader has announced as protected."""
-        self.whole: set[tuple[int, ...]] = set()
-        """Parity groups that may lose a member now."""
+        self.may_lose: dict[tuple[int, ...], int] = {}
+        """Members that a parity group may lose now; none when it is not in here."""
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
         self._nodes = 0
@@ -79,7 +86,7 @@ class Cluster(Faults):
         self._control_down_until = 0.0
         self._suspects: dict[str, float] = {}
         self._striking = False
-        for _ in range(self.members + options.faults + 2):
+        for _ in range(self.members + options.faults * options.losses + 2):
             self._boot_new_node()
 
     # --- the run ----------------------------------------------------------------------------------
@@ -237,14 +244,17 @@ class Cluster(Faults):
             ),
             nproc_per_node=self.nproc,
             groups=groups,
+            redundancy=self.options.redundancy,
+            replicas=self.options.losses,
         )
         moved = {
             place.index
             for place in (self.membership.members if self.membership else ())
             if place.node != nodes[place.index]
         }
-        # A group whose members all keep their memory keeps its promise across epochs.
-        self.whole = {group for group in self.whole if not moved & set(group)}
+        # A group keeps its promise across epochs as far as its members keep their memory.
+        for group, left in self.may_lose.items():
+            self.may_lose[group] = min(left, self.options.losses - len(moved & set(group)))
         self.say(f"epoch {epoch} on {nodes}")
         for worker in self.workers:
             # Agents end the old world's workers soon, not at once: until then they may write.
@@ -292,23 +302,15 @@ class Cluster(Faults):
             self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")
 
     def check_protected(self, generation: Generation) -> None:
-        """What the leader calls protected is on the disks: each group may lose a member again."""
+        """What the leader calls protected is on the disks: each group may lose members again."""
         assert self.membership is not None
         holdings = recovery.Holdings.of(self.membership, self._inventories())
         for group in self.membership.groups:
-            sound = all(
-                (rank, generation) in holdings.snapshots
-                for member in group
-                for rank in self.membership.ranks_of(member)
-            ) and all(
-                (member, lane, generation) in holdings.parities
-                for member in group
-                for lane in range(self.nproc)
-            )
+            sound = holds_everything(self.membership, holdings, group, generation)
             # A silent member may be replaced at any time: it counts as lost already.
             silent = any(self._is_silent(self.membership.place(m).node) for m in group)
             if sound and not silent:
-                self.whole.add(group)
+                self.may_lose[group] = self.options.losses
 
     def check_disks(self) -> None:
         """What the invariants say of the members' disks, after any fault."""
@@ -345,21 +347,16 @@ class Cluster(Faults):
         self._check_block(node, record, block)
 
     def _check_block(self, node: str, record: ParityRecord, block: bytes) -> None:
-        """It is the XOR of one chunk of each source, as it was captured."""
+        """It is the sum of one chunk of each source, as it was captured, times its factor."""
         entry = record.entry
-        payloads = [b""] * len(entry.group)
-        for rank, _ in entry.sources:
-            position = entry.group.index(rank // self.nproc)
-            payloads[position] = self.captured[rank, entry.generation]
-        present = {entry.group.index(rank // self.nproc) for rank, _ in entry.sources}
-        (owner,) = set(range(len(entry.group))) - present
-        wanted = 0
-        for chunk in raim5.contributions(owner, [len(p) for p in payloads], record.piece_bytes):
-            start, nbytes = chunk.range.start, chunk.range.nbytes
-            part = payloads[chunk.position][start : start + nbytes]
-            wanted ^= int.from_bytes(part, "little")
-        assert int.from_bytes(block, "little") == wanted, (
-            f"a parity block of {node} is not the XOR of {entry.generation}"
+        code = code_for(self.options.redundancy, len(entry.group), self.options.losses)
+        payloads = {
+            entry.group.index(rank // self.nproc): self.captured[rank, entry.generation]
+            for rank, _ in entry.sources
+        }
+        row, pieces = entry.lane // self.nproc, record.piece_bytes
+        assert code and block == expected_block(code, row, payloads, len(block), pieces), (
+            f"a parity block of {node} is not what {entry.generation} makes"
         )
 
     def resumed(self, epoch: int, line: Generation | None) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from holdfast_core import layouts
+from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.places import Lying
 from holdfast_core.values import (
@@ -113,14 +115,14 @@ class Disk:
         self.epoch = (membership, line, retained)
 
     def allocate(
-        self, rank: int, layout: bytes, *, parity_lane: int = 0, parity_bytes: int = 0
+        self, rank: int, layout: bytes, *, parity_lanes: tuple[int, ...] = (), parity_bytes: int = 0
     ) -> None:
         assert parity_bytes <= BLOCK_BYTES, "larger parity blocks than the simulation has"
         key = (rank, layouts.layout_id(layout))
         if key not in self.arenas:
             self.arenas[key] = DiskArena(layout)
-        for slot in range(2 if parity_bytes else 0):
-            self.blocks.setdefault((parity_lane, slot), memoryview(bytearray(BLOCK_BYTES)))
+        for lane, slot in product(parity_lanes, range(PARITY_SLOTS)):
+            self.blocks.setdefault((lane, slot), memoryview(bytearray(BLOCK_BYTES)))
 
     def arena(self, rank: int, layout: str) -> DiskArena:
         arena = self.arenas.get((rank, layout))

@@ -42,7 +42,7 @@ class Faults:
     disks: dict[str, Disk]
     dead_nodes: set[str]
     clock_offset: dict[str, float]
-    whole: set[tuple[int, ...]]
+    may_lose: dict[tuple[int, ...], int]
     counts: Counter[str]
     say: Callable[[str], None]
     check_disks: Callable[[], None]
@@ -100,7 +100,8 @@ class Faults:
             "cut_node",
         )
         group = membership.group_of(member)
-        if loses_memory and group not in self.whole:
+        left = self.may_lose.get(group, 0)
+        if loses_memory and left < 1:
             return
         if kind in ("pause_daemon", "cut_node") and self._suspects:
             return
@@ -108,9 +109,11 @@ class Faults:
         self.counts[kind] += 1
         self.say(f"FAULT {kind} {node} (member {member}) {when}")
         if loses_memory:
-            self.whole.discard(group)
+            self.may_lose[group] = left - 1
         self._striking = True
         getattr(self, f"_{kind}")(node)
+        if kind == "kill_node" and left > 1:
+            self._kill_others(membership, group, left - 1)
         self._striking = False
         self.check_disks()
 
@@ -132,6 +135,16 @@ class Faults:
         for worker in self.workers:
             if worker.node == node:
                 worker.alive = False
+
+    def _kill_others(self, membership: Membership, group: tuple[int, ...], left: int) -> None:
+        """At the same instant, so many more of the group that it can just bear it, or fewer."""
+        nodes = [membership.place(member).node for member in group]
+        alive = [node for node in nodes if node not in self.dead_nodes]
+        for node in self.clock.rng.sample(alive, self.clock.rng.randint(0, left)):
+            self.counts["killed_at_once"] += 1
+            self.say(f"FAULT kill_node {node} at the same instant")
+            self.may_lose[group] -= 1
+            self._kill_node(node)
 
     def _kill_control(self, node: str) -> None:
         self.membership = None if self.daemons[node].engine.memory.membership else self.membership

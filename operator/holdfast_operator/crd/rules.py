@@ -12,6 +12,7 @@ from typing import Any
 from holdfast_core.groups import MIN_GROUP_SIZE
 from holdfast_core.job_schema import MANAGER
 from holdfast_core.jobs import MAX_NAME_CHARACTERS
+from holdfast_core.values import Redundancy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +117,33 @@ _WORLD = (
         values=("self.nodes", "self.nodes"),
         field=".redundancy.raim5.groupSize",
     ),
+    CelRule(
+        rule="self.nodes < 3 || !has(self.redundancy.raim6) || "
+        "!has(self.redundancy.raim6.groupSize) || self.redundancy.raim6.groupSize <= self.nodes",
+        says="more members than the job's %d nodes; use a number from 3 to %d",
+        values=("self.nodes", "self.nodes"),
+        field=".redundancy.raim6.groupSize",
+    ),
+    CelRule(
+        rule="self.nodes < 2 || self.redundancy.type != 'RAIM6' || self.nodes > 2",
+        says="2 losses need more than the job's %d nodes; use at least 3 nodes, or weaker "
+        "redundancy",
+        values=("self.nodes",),
+        field=".redundancy.type",
+    ),
+    CelRule(
+        rule="self.nodes < 2 || self.redundancy.type != 'Replication' || "
+        "!has(self.redundancy.replication) || "
+        "self.redundancy.replication.replicas < self.nodes",
+        says="%d losses need more than the job's %d nodes; use at least %d nodes, or weaker "
+        "redundancy",
+        values=(
+            "self.redundancy.replication.replicas",
+            "self.nodes",
+            "self.redundancy.replication.replicas + 1",
+        ),
+        field=".redundancy.type",
+    ),
 )
 _MEMORY = (
     CelRule(
@@ -217,12 +245,16 @@ RULES: dict[str, tuple[CelRule, ...]] = {
             field=".budget",
         ),
     ),
-    "spec.redundancy": (
+    "spec.redundancy": tuple(
         CelRule(
-            rule="self.type == 'RAIM5' || !has(self.raim5)",
-            says="is given, but spec.redundancy.type is None; remove it, or set the type to RAIM5",
-            field=".raim5",
-        ),
+            rule=f"self.type == '{kind.value}' || !has(self.{kind.value.lower()})",
+            says="is given, but spec.redundancy.type is %s; remove it, or set the type to "
+            f"{kind.value}",
+            values=("self.type",),
+            field=f".{kind.value.lower()}",
+        )
+        for kind in Redundancy
+        if kind is not Redundancy.NONE
     ),
     "spec.persistence.secretRef.name": (_DNS_NAME,),
     "spec.failurePolicy.rules": _FAILURE_RULES,

@@ -12,9 +12,10 @@ from holdfast_core.budget import (
     parity_block_bytes,
     predict,
 )
+from holdfast_core.codes import Block, code_for
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError
 from holdfast_core.layouts import PAGE_BYTES, Layout
-from holdfast_core.raim5 import parity_bytes
+from holdfast_core.values import Redundancy
 
 MIB = 1024**2
 
@@ -32,18 +33,24 @@ def test_an_arena_is_what_its_layout_says() -> None:
 
 
 @pytest.mark.parametrize("n", range(2, 7))
-def test_a_parity_block_has_room_for_every_chunk_that_the_group_can_give(n: int) -> None:
+@pytest.mark.parametrize("redundancy", [kind for kind in Redundancy if kind != "None"])
+def test_a_parity_block_has_room_for_every_chunk_that_the_group_can_give(
+    n: int, redundancy: Redundancy
+) -> None:
     largest = 40960
+    code = code_for(redundancy, n)
+    assert code is not None
     for piece_bytes, sizes in product((512, 4096, 65536), ((0, largest), (1, 777, largest))):
-        block = parity_block_bytes(largest, n, piece_bytes)
+        block = parity_block_bytes(largest, code, piece_bytes)
         assert block % PAGE_BYTES == 0
         for payloads in product(sizes, repeat=n):
+            sizes_of = dict(enumerate(payloads))
             for owner in range(n):
-                assert parity_bytes(owner, payloads, piece_bytes) <= block
+                assert code.block_bytes(Block(owner), sizes_of, piece_bytes) <= block
 
 
 def test_without_a_group_there_is_no_parity() -> None:
-    assert parity_block_bytes(40960, 1) == 0
+    assert parity_block_bytes(40960, None) == 0
     assert predict([MIB], [], 1) == (NodeMemory(member=0, arena_bytes=3 * MIB, parity_bytes=0),)
 
 
@@ -86,3 +93,21 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
         "available; raise "
     )
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (1610612736, 1073741824)
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "replicas", "of_a_payload"),
+    [
+        (Redundancy.NONE, 1, 0.0),
+        (Redundancy.RAIM5, 1, 1 / 4),
+        (Redundancy.RAIM6, 1, 2 / 3),
+        (Redundancy.REPLICATION, 1, 1.0),
+        (Redundancy.REPLICATION, 3, 3.0),
+    ],
+)
+def test_what_surviving_more_losses_costs(
+    redundancy: Redundancy, replicas: int, of_a_payload: float
+) -> None:
+    slot = 12 * MIB
+    nodes = predict([slot] * 5, [range(5)], 1, redundancy=redundancy, replicas=replicas)
+    assert {node.parity_bytes for node in nodes} == {round(2 * of_a_payload * slot)}

@@ -123,7 +123,7 @@ def test_everything_sealed_is_adopted_and_nothing_else(root: Path) -> None:
     line = Line(generation=Generation(1, 3), reason="all ranks in local memory")
     with opened(root) as (job, _, _):
         job.save_epoch(membership_of(2), line, Generation(1, 2))
-        arena = job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
+        arena = job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
         next(arena.views(Lying(1, b""), 0, 3))[1][:] = b"abc"
         seal(job, 1, step=3)
         seal(job, 2, step=4)
@@ -147,7 +147,7 @@ def test_everything_sealed_is_adopted_and_nothing_else(root: Path) -> None:
 
 def test_memory_is_what_was_predicted_to_the_byte(root: Path) -> None:
     with opened(root) as (job, _, node):
-        arena = job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
+        arena = job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
         assert arena.nbytes == 3 * 3 * PIECE
         assert node.reserved_bytes == arena.nbytes + 2 * 2 * PIECE == held_bytes(root)
         assert arena.path.stat().st_blocks * 512 == arena.nbytes
@@ -155,18 +155,18 @@ def test_memory_is_what_was_predicted_to_the_byte(root: Path) -> None:
 
 def test_allocating_again_returns_the_same_arena_for_nothing(root: Path) -> None:
     with opened(root) as (job, _, node):
-        first = job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=PIECE)
+        first = job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE)
         before = node.reserved_bytes
-        assert job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=PIECE) is first
+        assert job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE) is first
         assert node.reserved_bytes == before
 
 
 def test_a_grown_parity_block_keeps_what_is_sealed_in_it(root: Path) -> None:
     with opened(root) as (job, _, node):
-        job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
         job.block_view(0, 0)[:4] = b"keep"
         job.seal_parity(0, record_of(1))
-        job.allocate(0, layout_of(0, 6 * PIECE), parity_lane=0, parity_bytes=5 * PIECE)
+        job.allocate(0, layout_of(0, 6 * PIECE), parity_lanes=(0,), parity_bytes=5 * PIECE)
         assert len(job.block_view(0, 0)) == len(job.block_view(0, 1)) == 5 * PIECE
         assert bytes(job.block_view(0, 0)[:4]) == b"keep"
         assert node.reserved_bytes == held_bytes(root)
@@ -177,7 +177,7 @@ def test_a_grown_parity_block_keeps_what_is_sealed_in_it(root: Path) -> None:
 def test_more_than_the_budget_is_refused_and_leaves_nothing(root: Path) -> None:
     with opened(root, budget=10 * PIECE) as (job, _, node):
         with pytest.raises(MemoryBudgetError) as refused:
-            job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=PIECE)
+            job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE)
         assert refused.value.needed_bytes == 11 * PIECE
         assert refused.value.available_bytes == 10 * PIECE
         assert node.reserved_bytes == 0
@@ -187,7 +187,7 @@ def test_more_than_the_budget_is_refused_and_leaves_nothing(root: Path) -> None:
 
 def test_a_removed_arena_and_a_dropped_job_give_their_memory_back(root: Path) -> None:
     with opened(root) as (job, _, node):
-        job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=PIECE)
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE)
         job.allocate(1, layout_of(1))
         seal(job, 0, step=1)
         job.remove_arena(1, layout_id(layout_of(1)))
@@ -203,7 +203,7 @@ def test_a_removed_arena_and_a_dropped_job_give_their_memory_back(root: Path) ->
 def test_bytes_are_located_only_while_they_are_sealed(root: Path) -> None:
     generation = Generation(1, 7)
     with opened(root) as (job, _, _):
-        arena = job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
+        arena = job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
         with pytest.raises(StorageError, match=r"no snapshot 1\.7"):
             job.locate_snapshot(0, generation, 10, 9000)
         seal(job, 2, step=7)
@@ -269,7 +269,7 @@ def flip(path: Path, at: int = -1) -> None:
 def test_a_flipped_byte_costs_only_the_thing_it_is_in(root: Path, pattern: str, lost: str) -> None:
     with opened(root) as (job, _, _):
         job.save_epoch(membership_of(1), None)
-        job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
         seal(job, 0, step=1)
         job.seal_parity(0, record_of(1))
         (path,) = job.directory.glob(pattern)
@@ -298,7 +298,7 @@ def test_an_arena_of_the_wrong_size_is_removed(root: Path) -> None:
 
 def test_a_changed_manifest_file_is_noticed_while_the_daemon_runs(root: Path) -> None:
     with opened(root) as (job, _, _):
-        arena = job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
+        arena = job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
         with pytest.raises(StorageError, match="is free"):
             job.check_manifest_file(0, LAYOUT_ID, 0)
         seal(job, 0, step=1)
@@ -325,7 +325,7 @@ def test_a_full_tmpfs_is_refused_with_numbers_and_leaves_nothing(tmp_path: Path)
                 job.allocate(0, layout_of(0, 200_000))
             assert refused.value.needed_bytes > refused.value.available_bytes > 0
             with pytest.raises(MemoryBudgetError):
-                job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=300_000)
+                job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=300_000)
             assert node.reserved_bytes == held_bytes(tmp_path) == 0
             assert not list((job.directory / "arenas").iterdir())
             job.allocate(0, LAYOUT)

@@ -180,7 +180,7 @@ class StoppingFiles(RealFiles):
 
 
 def _grow(job: JobStorage) -> None:
-    job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=4 * PIECE)
+    job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=4 * PIECE)
 
 
 def _allocate(job: JobStorage) -> None:
@@ -211,7 +211,7 @@ OPERATIONS: dict[str, Callable[[JobStorage], None]] = {
 def prepare(root: Path) -> None:
     with opened(root) as (job, _, _):
         job.save_epoch(membership_of(1), None)
-        job.allocate(0, LAYOUT, parity_lane=0, parity_bytes=2 * PIECE)
+        job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
         job.allocate(0, layout_of(0, PIECE))
         seal(job, 0, step=1)
         job.seal_parity(0, record_of(1))
@@ -261,7 +261,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_job_storage_torn as t
 with t.opened(Path(sys.argv[1])) as (job, _, _):
-    job.allocate(0, t.LAYOUT, parity_lane=0, parity_bytes=2 * t.PIECE)
+    job.allocate(0, t.LAYOUT, parity_lanes=(0,), parity_bytes=2 * t.PIECE)
     for step in range(1, 1_000_000):
         t.seal(job, step % 3, step)
         job.seal_parity(step % 2, t.record_of(step))

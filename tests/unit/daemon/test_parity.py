@@ -5,12 +5,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from holdfast_core.codes import Block, Code
 from holdfast_core.errors import CorruptError, InvalidJobError, StaleEpochError, UnreachableError
 from holdfast_core.layouts import piece_digests
-from holdfast_core.raim5 import contributions, parity_bytes
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
-from holdfast_daemon.combining import Effort, SourceCorruptError, xor_into
+from holdfast_daemon.combining import Effort, SourceCorruptError
+from holdfast_daemon.multiplying import xor_into
 from holdfast_daemon.parity import build, rebuild, verify, whole
 
 PIECE = 64
@@ -42,6 +43,7 @@ class Members:
 
     payloads: list[bytes]
     blocks: dict[int, bytes] = field(default_factory=dict)
+    """By owner, and by n · row more for the rows after the first."""
     flips: dict[tuple[int, Kind, int], int] = field(default_factory=dict)
     """(position, kind, byte) → times."""
     unreachable: set[int] = field(default_factory=set)
@@ -50,8 +52,12 @@ class Members:
     closed: int = 0
     read_bytes: int = 0
 
-    def open(self, position: int, kind: Kind, offset: int, nbytes: int) -> "Range":
-        data = self.payloads[position] if kind is Kind.SNAPSHOT else self.blocks[position]
+    def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> "Range":
+        data = (
+            self.payloads[position]
+            if kind is Kind.SNAPSHOT
+            else self.blocks[row * len(self.payloads) + position]
+        )
         assert nbytes > 0
         assert offset + nbytes <= len(data), "bytes that do not exist were asked for"
         with self.lock:
@@ -86,6 +92,14 @@ class Range:
             self.of.closed += 1
 
 
+def raim5(n: int) -> Code:
+    return Code(n, n - 1, 1)
+
+
+def blocks_but(lost: int, n: int) -> frozenset[Block]:
+    return frozenset(Block(owner) for owner in range(n) if owner != lost)
+
+
 def group_of(sizes: list[int], seed: int) -> Members:
     rng = random.Random(seed)
     return Members([rng.randbytes(size) for size in sizes])
@@ -96,7 +110,12 @@ def build_all(members: Members, effort: Effort = EFFORTS[0]) -> None:
     for owner in range(n):
         block = memoryview(bytearray(b"\xaa" * 4096))
         used, digests = build(
-            block, owner=owner, n=n, sources=members.sources(owner), fetch=members, effort=effort
+            block,
+            code=raim5(n),
+            which=Block(owner),
+            sources=members.sources(owner),
+            fetch=members,
+            effort=effort,
         )
         members.blocks[owner] = bytes(block[:used])
         assert digests == piece_digests(members.blocks[owner], PIECE)
@@ -105,8 +124,9 @@ def build_all(members: Members, effort: Effort = EFFORTS[0]) -> None:
 
 def expected_block(members: Members, owner: int) -> bytes:
     sizes = [len(p) for p in members.payloads]
-    block = bytearray(parity_bytes(owner, sizes, PIECE))
-    for c in contributions(owner, sizes, PIECE):
+    code, by_position = raim5(len(sizes)), dict(enumerate(sizes))
+    block = bytearray(code.block_bytes(Block(owner), by_position, PIECE))
+    for c in code.contributions(Block(owner), by_position, PIECE):
         chunk = members.payloads[c.position][c.range.start : c.range.start + c.range.nbytes]
         for i, byte in enumerate(chunk):
             block[i] ^= byte
@@ -136,7 +156,9 @@ def test_any_member_of_any_group_comes_back_from_the_others(effort: Effort) -> N
             target = bytearray(b"\x55" * len(payload))
             rebuild(
                 whole(memoryview(target)),
+                code=raim5(len(members.payloads)),
                 lost=lost,
+                blocks=blocks_but(lost, len(members.payloads)),
                 manifest=manifest_of(lost, payload),
                 sources=members.sources(lost),
                 fetch=members,
@@ -166,7 +188,8 @@ def test_xor_takes_any_length_and_alignment() -> None:
 def test_a_byte_that_flips_on_the_wire_is_healed(effort: Effort) -> None:
     for position in (1, 2, 3):
         members = group_of([700, 900, 2000, 65], seed=position)
-        first = contributions(0, [len(p) for p in members.payloads], PIECE)[position - 1]
+        sizes = {i: len(p) for i, p in enumerate(members.payloads)}
+        first = raim5(4).contributions(Block(0), sizes, PIECE)[position - 1]
         members.flips = {
             (position, Kind.SNAPSHOT, byte): 1
             for byte in {first.range.start, first.range.start + first.range.nbytes - 1}
@@ -181,7 +204,9 @@ def test_a_byte_that_flips_on_the_wire_is_healed(effort: Effort) -> None:
         target = bytearray(700)
         rebuild(
             whole(memoryview(target)),
+            code=raim5(len(members.payloads)),
             lost=0,
+            blocks=blocks_but(0, len(members.payloads)),
             manifest=manifest_of(0, members.payloads[0]),
             sources=members.sources(0),
             fetch=members,
@@ -207,7 +232,9 @@ def test_a_damaged_source_is_named_in_a_rebuild_too() -> None:
     with pytest.raises(SourceCorruptError) as caught:
         rebuild(
             whole(memoryview(bytearray(640))),
+            code=raim5(len(members.payloads)),
             lost=0,
+            blocks=blocks_but(0, len(members.payloads)),
             manifest=manifest_of(0, members.payloads[0]),
             sources=members.sources(0),
             fetch=members,
@@ -224,7 +251,9 @@ def test_a_damaged_parity_block_is_noticed_by_what_comes_out() -> None:
     with pytest.raises(CorruptError, match="parity block of position 1") as caught:
         rebuild(
             whole(memoryview(bytearray(640))),
+            code=raim5(len(members.payloads)),
             lost=0,
+            blocks=blocks_but(0, len(members.payloads)),
             manifest=manifest_of(0, members.payloads[0]),
             sources=members.sources(0),
             fetch=members,
@@ -250,8 +279,8 @@ def test_work_that_is_no_longer_wanted_stops_at_its_next_stride() -> None:
     with pytest.raises(StaleEpochError):
         build(
             memoryview(bytearray(6400)),
-            owner=0,
-            n=2,
+            code=raim5(2),
+            which=Block(0),
             sources=members.sources(0),
             fetch=members,
             check=check,
@@ -265,12 +294,12 @@ def test_manifests_that_do_not_belong_together_are_refused() -> None:
     sources = members.sources(0)
     block = memoryview(bytearray(640))
     with pytest.raises(InvalidJobError, match="positions"):
-        build(block, owner=0, n=4, sources=sources, fetch=members)
+        build(block, code=raim5(4), which=Block(0), sources=sources, fetch=members)
     other = manifest_of(1, members.payloads[1], piece_bytes=128)
     with pytest.raises(InvalidJobError, match="on one grid"):
-        build(block, owner=0, n=3, sources={**sources, 1: other}, fetch=members)
+        build(block, code=raim5(3), which=Block(0), sources={**sources, 1: other}, fetch=members)
     with pytest.raises(InvalidJobError, match="does not fit the block of 100"):
-        build(block[:100], owner=0, n=3, sources=sources, fetch=members)
+        build(block[:100], code=raim5(3), which=Block(0), sources=sources, fetch=members)
 
 
 def test_a_check_finds_the_one_bad_piece() -> None:

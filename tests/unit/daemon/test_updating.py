@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast_core.codes import Block, Code
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.layouts import piece_digests
 from holdfast_core.places import DIGEST_BYTES
-from holdfast_core.raim5 import parity_bytes
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.changes import _changes
@@ -71,11 +71,15 @@ class Members:
         payloads = self.old if generation == OLD else self.new
         return {i: manifest_of(i, p, generation) for i, p in enumerate(payloads) if i != owner}
 
-    def open(self, position: int, kind: Kind, offset: int, nbytes: int) -> Stream:
+    def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
         assert kind is Kind.SNAPSHOT
         return Bytes(self.source[position][offset : offset + nbytes])
 
     source: list[bytes] = field(default_factory=list)
+
+    @property
+    def code(self) -> Code:
+        return Code(len(self.old), len(self.old) - 1, 1)
 
     def block(self, generation: Generation, owner: int) -> tuple[bytes, bytes]:
         """(block, digests) as they are built from whole chunks."""
@@ -83,8 +87,8 @@ class Members:
         room = memoryview(bytearray(4096))
         used, digests = build(
             room,
-            owner=owner,
-            n=len(self.old),
+            code=self.code,
+            which=Block(owner),
             sources=self.manifests(generation, owner),
             fetch=self,
         )
@@ -112,7 +116,8 @@ class Members:
             block,
             memoryview(older),
             digests,
-            owner=owner,
+            code=self.code,
+            which=Block(owner),
             before=self.manifests(OLD, owner),
             after=self.manifests(NEW, owner),
             fetch=self,
@@ -203,7 +208,8 @@ def test_a_damaged_older_block_is_refused() -> None:
             memoryview(bytearray(4096)),
             memoryview(damaged),
             digests,
-            owner=0,
+            code=members.code,
+            which=Block(0),
             before=members.manifests(OLD, 0),
             after=members.manifests(NEW, 0),
             fetch=members,
@@ -230,4 +236,4 @@ def test_chunks_that_moved_and_blocks_that_are_too_small_are_refused() -> None:
     with pytest.raises(InvalidJobError, match="lie as they did"):
         Members(old, [p + rng.randbytes(3 * PIECE) for p in old]).update(0)
     with pytest.raises(InvalidJobError, match="does not fit"):
-        Members(old, old).update(0, room=parity_bytes(0, [8 * PIECE] * 3, PIECE) - 1)
+        Members(old, old).update(0, room=4 * PIECE - 1)

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.budget import parity_block_bytes
-from holdfast_core.errors import (
-    StaleEpochError,
-    StorageError,
-)
+from holdfast_core.codes import Block, Code
+from holdfast_core.errors import StaleEpochError, StorageError
 from holdfast_core.layouts import (
     Layout,
     decode_manifest,
@@ -25,7 +23,6 @@ from holdfast_core.layouts import (
     piece_digests,
 )
 from holdfast_core.places import Lying
-from holdfast_core.raim5 import parity_bytes
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
 from holdfast_daemon.bulk import Kind, Located, Request
 from holdfast_daemon.bulk_client import BulkClient
@@ -58,6 +55,7 @@ JOB = "job"
 GENERATION = Generation(3, 40)
 SIZES = (10 * PIECE + 5, 7 * PIECE, 12 * PIECE + 1)
 CAPACITY = 16 * PIECE
+CODE = Code(3, 2, 1)
 TIMEOUT_S = 20
 
 
@@ -172,7 +170,8 @@ class Cluster:
             slot=slot,
             generation=GENERATION,
             group=(0, 1, 2),
-            own_position=owner,
+            code=CODE,
+            block=Block(owner),
             sources=sources or self.others(owner),
         )
         done = self.run(owner, effect)
@@ -190,8 +189,8 @@ def allocation(rank: int) -> AllocateArena:
         rank=rank,
         layout=layout,
         layout_id=layout_id(layout),
-        parity_lane=0,
-        parity_bytes=parity_block_bytes(CAPACITY, 3, PIECE),
+        parity_lanes=(0,),
+        parity_bytes=parity_block_bytes(CAPACITY, CODE, PIECE),
     )
 
 
@@ -255,11 +254,10 @@ def recover(cluster: Cluster, lost: int) -> Rebuilt:
     helper = (lost + 1) % 3
     record = cluster.daemons[helper].storage.parity_record(0, 0)
     digest = dict(record.entry.sources)[lost]
-    places = tuple(cluster.daemons[i].place for i in range(3) if i != lost)
-    fetched = cluster.run(
-        lost,
-        FetchManifest(rank=lost, generation=GENERATION, manifest_digest=digest, peers=places),
-    )
+    places = tuple(daemon.place for daemon in cluster.daemons)
+    peers = places[:lost] + places[lost + 1 :]
+    fetch = FetchManifest(rank=lost, generation=GENERATION, manifest_digest=digest, peers=peers)
+    fetched = cluster.run(lost, fetch)
     assert isinstance(fetched, ManifestFetched)
     assert fetched.error == ""
     assert layout_id(fetched.layout) == layout_id(layout_of(lost))
@@ -269,7 +267,10 @@ def recover(cluster: Cluster, lost: int) -> Rebuilt:
         manifest=decode_manifest(fetched.manifest),
         encoded=fetched.manifest,
         own_position=lost,
+        code=CODE,
         sources=cluster.others(lost),
+        blocks=frozenset({Block(helper), Block((lost + 2) % 3)}),
+        members=places,
     )
     done = cluster.run(lost, effect)
     assert isinstance(done, Rebuilt)
@@ -283,7 +284,7 @@ def test_a_lost_member_comes_back_byte_for_byte(cluster: Cluster) -> None:
         assert built.entry is not None
         assert [rank for rank, _ in built.entry.sources] == [i for i in range(3) if i != owner]
         record = cluster.daemons[owner].storage.parity_record(0, 0)
-        assert record.nbytes == parity_bytes(owner, SIZES, PIECE)
+        assert record.nbytes == CODE.block_bytes(Block(owner), dict(enumerate(SIZES)), PIECE)
     for lost in range(3):
         before = lose(cluster, lost)
         assert bytes(cluster.payload(lost)) == bytes(len(before))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_core.codes import Block, Code
 from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError, UnreachableError
 from holdfast_core.layouts import (
     Layout,
@@ -90,6 +91,7 @@ MEMBERSHIP = Membership(
     nproc_per_node=1,
     groups=((0, 1),),
 )
+CODE = Code(2, 1, 1)
 SOURCE = Source(
     rank=1,
     position=1,
@@ -98,7 +100,13 @@ SOURCE = Source(
     payload_bytes=len(PAYLOAD),
 )
 BUILD = BuildParity(
-    lane=0, slot=0, generation=GENERATION, group=(0, 1), own_position=0, sources=(SOURCE,)
+    lane=0,
+    slot=0,
+    generation=GENERATION,
+    group=(0, 1),
+    code=CODE,
+    block=Block(0),
+    sources=(SOURCE,),
 )
 FETCH = FetchManifest(
     rank=1,
@@ -110,7 +118,7 @@ ALLOCATE = AllocateArena(
     rank=0,
     layout=layout_of(0),
     layout_id=layout_id(layout_of(0)),
-    parity_lane=0,
+    parity_lanes=(0,),
     parity_bytes=4 * PIECE,
 )
 SEAL = Seal(
@@ -261,7 +269,10 @@ def test_an_abandoned_job_transfers_nothing_more(member: Member) -> None:
                 manifest=manifest_of(0),
                 encoded=SEAL.encoded,
                 own_position=0,
+                code=CODE,
                 sources=(SOURCE,),
+                blocks=frozenset({Block(1)}),
+                members=MEMBERSHIP.members,
             ),
             Rebuilt,
         ),

@@ -180,6 +180,7 @@ def memberships(draw: st.DrawFn) -> Membership:
         nproc_per_node=draw(st.integers(1, 2**32 - 1)),
         groups=tuple(tuple(shuffled[start:end]) for start, end in itertools.pairwise(cuts)),
         redundancy=draw(st.sampled_from(Redundancy)),
+        replicas=draw(st.integers(1, 2**32 - 1)),
         tier=draw(st.none() | TIERS),
     )
 
@@ -246,7 +247,7 @@ def _membership(**changes: Any) -> values_pb2.Membership:
         ({"members": [values_pb2.MemberPlace(index=1)] * 2}, "unique and ascending"),
         ({"groups": [values_pb2.ParityGroup(members=[0])]}, "parity groups"),
         ({"nproc_per_node": 0}, "no ranks"),
-        ({"redundancy": "RAIM6"}, "RAIM6"),
+        ({"redundancy": "RAIM7"}, "RAIM7"),
     ],
 )
 def test_a_malformed_membership_is_refused(changes: dict[str, Any], named: str) -> None:
