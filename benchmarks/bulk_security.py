@@ -31,7 +31,8 @@ from holdfast_daemon.wires import Protection, Wiring
 from holdfast_operator.certificates import Certificates
 from holdfast_protos.identity import Identity, Role
 
-PLAIN, *PROTECTED = ("plain", *Protection)
+PLAIN = "plain"
+KINDS = (PLAIN, *(each.value for each in Protection))
 MIB = 1 << 20
 HANDSHAKES = 30
 STARTED_S = 60.0
@@ -112,10 +113,12 @@ def measure(size: int, rounds: int, streams: int) -> dict[str, dict[str, float]]
         path, certificates = folder / "arena", Certificates(folder / "tls")
         path.write_bytes(os.urandom(MIB) * (size // MIB))
         certificates.make(time.time())
-        tls, addresses, clients = certificates.directory(Role.DAEMON), {}, {}
-        for kind in (PLAIN, *PROTECTED):
+        tls = certificates.directory(Role.DAEMON)
+        addresses: dict[str, str] = {}
+        clients: dict[str, BulkClient] = {}
+        for kind in KINDS:
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(str(kind), tls, path, theirs))
+            process = context.Process(target=serve, args=(kind, tls, path, theirs))
             process.start()
             stack.callback(process.join)
             stack.callback(ours.close)
@@ -137,7 +140,7 @@ def measure(size: int, rounds: int, streams: int) -> dict[str, dict[str, float]]
             for kind, address in addresses.items()
         }
     return {
-        str(kind): {
+        kind: {
             **{
                 f"{n}_streams_gb_s": size / statistics.median(found) / 1e9
                 for n, found in times.items()
