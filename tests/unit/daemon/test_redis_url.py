@@ -36,7 +36,7 @@ def redis_url(*arguments: str) -> str:
         seen.append(settings.redis_url)
         raise InvalidJobError("seen enough")
 
-    assert main(["--root", "/run/x", "--node", "a", *arguments], make_node) == 2
+    assert main(["--root", "/run/x", "--node", "a", "--insecure", *arguments], make_node) == 2
     return seen[0]
 
 
