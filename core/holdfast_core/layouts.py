@@ -36,9 +36,12 @@ class TensorRole(StrEnum):
     BUFFER = "buffer"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One byte range of one tensor of one unit, and where it lies in the slot."""
+class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One byte range of one tensor of one unit, and where it lies in the slot.
+
+    The fields that have defaults serve loading into another parallelism. They are encoded only when
+    they say something, so that layouts that do not need them keep their identity.
+    """
 
     unit: str
     """`str(UnitKey)`."""
@@ -55,6 +58,16 @@ class Entry:
     nbytes: int
     offset: int
     """First byte of the range within the slot."""
+    global_shape: tuple[int, ...] = ()
+    """Of a tensor that is distributed over a device mesh: the shape of the whole, of which the
+    local tensor (`shape`) is a box. Empty for plain tensors."""
+    global_offsets: tuple[int, ...] = ()
+    """Index of the local tensor's first element in the whole; as long as `global_shape`."""
+    own: bool = False
+    """Other ranks may hold other tensors under this name, and nothing says what they are parts of:
+    a sharded optimizer's flat state, a parameter that only an optimizer knows."""
+    param_group: int = 0
+    """Of a parameter: its parameter group, counted over all optimizers; -1 when it is in none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +128,11 @@ def decode_layout(data: bytes) -> Layout:
             raise LayoutMismatchError(
                 f"layout of rank {layout.rank}: {entry.tensor} at {entry.offset} overlaps the "
                 f"range before it, which ends at {end}"
+            )
+        if len(entry.global_offsets) != len(entry.global_shape):
+            raise LayoutMismatchError(
+                f"layout of rank {layout.rank}: {entry.tensor} of shape {entry.global_shape} lies "
+                f"at {entry.global_offsets}"
             )
         end = entry.offset + entry.nbytes
     if end > layout.extras_offset or layout.extras_capacity < 0 or layout.piece_bytes <= 0:

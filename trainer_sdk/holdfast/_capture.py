@@ -12,14 +12,14 @@ contiguous, and clones of buffers, which forward passes change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from holdfast._conventions import Place, UnitNamer, place_tensor
-from holdfast._dtensors import is_dtensor
+from holdfast._dtensors import global_box, is_dtensor
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
 from holdfast_core.topology import Topology
@@ -30,6 +30,16 @@ _MASTER_KEYS = frozenset(
 )
 _ORPHAN = "optimizer/"
 """Begins the names of parameters that only an optimizer holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """What a local tensor is to the whole one: see the fields of `Entry` with these names."""
+
+    global_shape: tuple[int, ...] = ()
+    global_offsets: tuple[int, ...] = ()
+    own: bool = False
+    param_group: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,6 +59,7 @@ class Source:
     """Copied to `staging` within `save`, because a forward pass may change it."""
     staging: torch.Tensor | None = None
     """Contiguous copy of a tensor that is not contiguous, or is eager."""
+    whole: Whole = field(default=Whole())
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +122,8 @@ class LiveState:
         """By base name: of each parameter, and of each slice of a stacked one."""
         self.names: dict[int, str] = {}
         """id of each parameter → its name."""
+        self._groups: dict[int, int] = {}
+        """id of each parameter that is in an optimizer → its parameter group, over all of them."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
@@ -154,6 +167,8 @@ class LiveState:
         """
         self.anchors.clear()
         self.names.clear()
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._groups = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         modules = dict(self.model.named_modules())
         found = [
             *self._parameters(modules),
@@ -189,14 +204,15 @@ class LiveState:
     ) -> Iterator[Source]:
         """The sources of one parameter, and the anchors for its states."""
         local, kind = local_of(parameter), role or TensorRole.COMPUTE
+        group = self._groups.get(id(parameter), -1)
         self.anchors[place.name] = Anchor(optimizer, parameter, None, place)
         if not place.stacked:
-            yield self._source(place.unit, place.name, kind, local, parameter)
+            yield self._source(place.unit, place.name, kind, local, parameter, group=group)
             return
         for i in range(local.shape[0]):
             unit, name = _slice_of(place, i)
             self.anchors[name] = Anchor(optimizer, parameter, i, place)
-            yield self._source(unit, name, kind, local[i], parameter)
+            yield self._source(unit, name, kind, local[i], parameter, sliced=True, group=group)
 
     def _foreign_parameters(self) -> Iterator[Source]:
         """Parameters that optimizers hold and the model does not: usually float32 masters.
@@ -245,7 +261,8 @@ class LiveState:
         if place.stacked and local.ndim and local.shape[:1] == first:
             for i in range(local.shape[0]):
                 unit, name = _slice_of(place, i)
-                yield self._source(unit, f"{name}:{key}", role, local[i], value, parameter)
+                key_name = f"{name}:{key}"
+                yield self._source(unit, key_name, role, local[i], value, parameter, sliced=True)
         else:
             yield self._source(place.unit, f"{place.name}:{key}", role, local, value, parameter)
 
@@ -299,12 +316,22 @@ class LiveState:
         role: TensorRole,
         local: torch.Tensor,
         *holders: torch.Tensor,
+        sliced: bool = False,
+        group: int = 0,
     ) -> Source:
+        """Of the first of `holders`, which is the tensor itself or (`sliced`) its stack."""
         staging = None
         if not local.is_contiguous():
             staging = torch.empty_like(local, memory_format=torch.contiguous_format)
         private = name in self._private or any(_is_sharded(holder) for holder in holders)
         orphan = name.startswith(_ORPHAN)
+        shape, offsets = global_box(holders[0])
+        whole = Whole(
+            global_shape=shape[1:] if sliced else shape,
+            global_offsets=offsets[1:] if sliced else offsets,
+            own=name in self._private or orphan,
+            param_group=group,
+        )
         return Source(
             unit=unit,
             name=name,
@@ -312,6 +339,7 @@ class LiveState:
             tensor=local,
             private=private or orphan,
             staging=staging,
+            whole=whole,
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import xxhash
 
-from holdfast._capture import Source
+from holdfast._capture import Source, Whole
 from holdfast._copy import CopyPlan, plan_copy
 from holdfast._extras import dtype_name
 from holdfast_core.experts import ExpertTable
@@ -219,19 +219,26 @@ def _of_unit(base: BasePlan, size: TensorSize) -> list[str]:
 
 
 def layout_of(
-    base: BasePlan, table: Sequence[TensorSize], shards: Sequence[Shard], extras_bytes: int
+    base: BasePlan,
+    table: Sequence[TensorSize],
+    shards: Sequence[Shard],
+    extras_bytes: int,
+    sources: Sequence[Source] = (),
 ) -> Layout:
     """The layout of a slot that holds `shards` and extras of about `extras_bytes`.
+
+    `sources` say what the tensors are parts of, which makes no difference to where they lie.
 
     Experts that snapshots may leave out come last, each on pieces of its own.
     """
     rank, topology, apart = base.rank, base.topology, base.apart
     sizes = {size.tensor: size for size in table}
+    wholes = {source.name: source.whole for source in sources}
     entries: list[Entry] = []
     end = 0
     unit: UnitKey | None = None
     for shard in sorted(shards, key=lambda shard: shard.unit in apart):
-        size = sizes[shard.tensor]
+        size, whole = sizes[shard.tensor], wholes.get(shard.tensor, Whole())
         alone = shard.unit in apart and shard.unit != unit
         offset = round_up(end, base.piece_bytes if alone else TENSOR_ALIGNMENT)
         unit = shard.unit
@@ -246,6 +253,10 @@ def layout_of(
                 start=shard.start,
                 nbytes=shard.nbytes,
                 offset=offset,
+                global_shape=whole.global_shape,
+                global_offsets=whole.global_offsets,
+                own=whole.own,
+                param_group=whole.param_group,
             )
         )
     extras_offset = round_up(end, base.piece_bytes if apart else TENSOR_ALIGNMENT)

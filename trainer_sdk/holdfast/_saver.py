@@ -286,7 +286,8 @@ class Saver:
         if task.sources is None and fits and link.is_open:
             return
         table = table_of(self._sources)
-        layout = layout_of(self._base, table, own_shards(self._base, table), extras_bytes)
+        shards = own_shards(self._base, table)
+        layout = layout_of(self._base, table, shards, extras_bytes, self._sources)
         if fits and old is not None and same_places(old, layout):
             layout = replace(old, largest_slot_bytes=0)  # only addresses changed
         largest = max(self._base.largest_slot_bytes, layout.slot_bytes)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from holdfast_core.errors import CorruptError, InvalidJobError, LayoutMismatchError
 from holdfast_core.layouts import (
@@ -25,6 +27,8 @@ from holdfast_core.layouts import (
 from holdfast_core.values import Generation, Manifest
 
 PIECE_BYTES = 16
+KNOWN_ID = "a9a92d1a1e8ed896c590b9a4c39b8ded"
+"""Of `LAYOUT`, as it was before entries had optional fields."""
 
 
 def entry(name: str, offset: int, nbytes: int) -> Entry:
@@ -38,6 +42,10 @@ def entry(name: str, offset: int, nbytes: int) -> Entry:
         nbytes=nbytes,
         offset=offset,
     )
+
+
+def changed(name: str, **fields: Any) -> Entry:
+    return structs.replace(entry(name, 0, 4), **fields)
 
 
 LAYOUT = Layout(
@@ -91,19 +99,30 @@ def test_slots_are_whole_pages_and_never_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("other", "message"),
     [
         (replace(LAYOUT, entries=(entry("a", 0, 100), entry("b", 99, 8))), "b at 99 overlaps"),
         (replace(LAYOUT, entries=(entry("a", 0, -4),)), "a at 0 overlaps"),
-        (replace(LAYOUT, entries=(replace(entry("a", 0, 4), start=-1),)), "a at 0 overlaps"),
+        (replace(LAYOUT, entries=(changed("a", start=-1),)), "a at 0 overlaps"),
+        (replace(LAYOUT, entries=(changed("a", global_shape=(8,)),)), r"\(8,\) lies at \(\)"),
         (replace(LAYOUT, extras_offset=191), "end at 192, beyond the extras at 191"),
         (replace(LAYOUT, extras_capacity=-1), "tensors end at 192"),
         (replace(LAYOUT, piece_bytes=0), "tensors end at 192"),
     ],
 )
-def test_a_layout_whose_ranges_collide_is_refused(changed: Layout, message: str) -> None:
+def test_a_layout_whose_ranges_collide_is_refused(other: Layout, message: str) -> None:
     with pytest.raises(LayoutMismatchError, match=message):
-        decode_layout(encode_layout(changed))
+        decode_layout(encode_layout(other))
+
+
+def test_what_an_entry_has_nothing_to_say_about_is_not_encoded() -> None:
+    """Layouts are known by their bytes: those from before these fields keep their identity."""
+    assert b"global" not in encode_layout(LAYOUT)
+    assert b"own" not in encode_layout(LAYOUT)
+    assert layout_id(encode_layout(LAYOUT)) == KNOWN_ID
+    sharded = changed("a", global_shape=(8,), global_offsets=(4,), own=True, param_group=2)
+    layout = replace(LAYOUT, entries=(sharded,))
+    assert decode_layout(encode_layout(layout)) == layout
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b'{"rank": "x"}'])

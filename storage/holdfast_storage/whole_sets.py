@@ -1,0 +1,238 @@
+"""A persisted set read by tensors instead of by ranks.
+
+Whoever loads into another parallelism, or exports, wants boxes of the model's tensors; their bytes
+lie in the files of many ranks, in ranges that follow the parallelism of the run that wrote them.
+This finds the ranges and reads the pieces that hold them, no others: ordered, in large reads, from
+several ranks' files at once. Every piece is verified by its digest before a byte of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast_core.errors import StorageError
+from holdfast_core.layouts import decode_layout, decode_manifest
+from holdfast_core.set_tensors import Box, Reading, SetTensor, parts_of, runs_of, set_tensors
+from holdfast_core.values import Manifest
+from holdfast_storage.sets import SetStore
+
+READ_BYTES = 16 * 1024 * 1024
+"""Most that one read takes: large enough for object storage, and one such buffer a thread."""
+
+GAP_BYTES = 1024 * 1024
+"""A gap between two wanted ranges that is smaller is read as well: cheaper than another request."""
+
+THREADS = 8
+
+
+class RankBytes(Protocol):
+    """What this needs of a rank's file; `holdfast_storage.sets.StoredRank` is one."""
+
+    @property
+    def layout(self) -> bytes: ...
+
+    @property
+    def manifest(self) -> bytes: ...
+
+    def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
+        """Pieces [first_piece, end) of the payload, verified."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Want:
+    """A box of a tensor to be read, in C order without gaps."""
+
+    tensor: SetTensor
+    box: Box
+    """The box of `tensor` that it is within."""
+    offsets: tuple[int, ...]
+    """Of its first element, within `box`."""
+    lengths: tuple[int, ...]
+    into: memoryview
+    """Receives it: writable bytes, as many as it has."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Where it begins, as a key to sort by: reads that follow each other are joined."""
+        first = next(iter(self.box.parts), None)
+        return (first.rank, first.offset) if first is not None else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes of a payload, and where they go."""
+
+    offset: int
+    into: memoryview
+
+
+class WholeSet:
+    """The tensors of a persisted set. Thread-safe; keeps what it opened.
+
+    Args:
+        open_rank: gives a rank's file, verified as far as its header.
+        ranks: of the world that wrote the set.
+
+    Raises:
+        CorruptError, StorageError: a header cannot be read.
+        LayoutMismatchError, InvalidJobError: the tensors cannot be put together; see `set_tensors`.
+    """
+
+    def __init__(
+        self, open_rank: Callable[[int], RankBytes], ranks: int, reading: Reading | None = None
+    ) -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            self._ranks = dict(enumerate(pool.map(open_rank, range(ranks))))
+        self._manifests = {r: decode_manifest(of.manifest) for r, of in self._ranks.items()}
+        layouts = {rank: decode_layout(of.layout) for rank, of in self._ranks.items()}
+        self.tensors: Mapping[str, SetTensor] = set_tensors(layouts, reading)
+
+    @property
+    def manifests(self) -> Mapping[int, Manifest]:
+        """By rank."""
+        return self._manifests
+
+    def extras(self, rank: int) -> bytes:
+        """What a rank's snapshot holds besides tensors, encoded."""
+        manifest = self._manifests[rank]
+        data = bytearray(manifest.extras_bytes)
+        self._read_rank(rank, [*_cut(manifest, manifest.extras_offset, memoryview(data))])
+        return bytes(data)
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Fill all of `wants`.
+
+        Raises:
+            CorruptError: a piece does not match its digest. What was filled is not to be used.
+            StorageError: the storage failed for longer than retries last.
+        """
+        runs: dict[int, list[_Run]] = {}
+        for want in wants:
+            at = 0
+            for start, nbytes in runs_of(
+                want.box, want.offsets, want.lengths, want.tensor.item_bytes
+            ):
+                for part in parts_of(want.box, start, nbytes):
+                    into = want.into[at : at + part.nbytes]
+                    cuts = _cut(self._manifests[part.rank], part.offset, into)
+                    runs.setdefault(part.rank, []).extend(cuts)
+                    at += part.nbytes
+        if not runs:
+            return
+        with ThreadPoolExecutor(min(THREADS, len(runs))) as pool:
+            for _ in pool.map(self._read_rank, runs.keys(), runs.values()):
+                pass
+
+    def array(
+        self, tensor: SetTensor, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> npt.NDArray[np.void]:
+        """A box of a tensor, whatever boxes it lies in.
+
+        Returns:
+            An array of shape `lengths` whose elements are the tensor's, as bytes (`V2`, `V4`, …).
+        """
+        out = np.empty(lengths, f"V{tensor.item_bytes}")
+        wants, copies = [], []
+        for box in tensor.boxes:
+            lows = tuple(max(o, b) for o, b in zip(offsets, box.offsets, strict=True))
+            ends = tuple(
+                min(o + n, b + m)
+                for o, n, b, m in zip(offsets, lengths, box.offsets, box.shape, strict=True)
+            )
+            if any(low >= end for low, end in zip(lows, ends, strict=True)):
+                continue
+            shape = tuple(end - low for low, end in zip(lows, ends, strict=True))
+            inner = tuple(low - b for low, b in zip(lows, box.offsets, strict=True))
+            place = out[tuple(map(slice, *_within(lows, ends, offsets)))]
+            part = place if place.flags.c_contiguous else np.empty(shape, out.dtype)
+            into = part.reshape(-1).view(np.uint8).data
+            wants.append(Want(tensor=tensor, box=box, offsets=inner, lengths=shape, into=into))
+            if part is not place:
+                copies.append((place, part))
+        self.read(wants)
+        for place, part in copies:
+            place[...] = part
+        return out
+
+    def _read_rank(self, rank: int, runs: list[_Run]) -> None:
+        manifest, source = self._manifests[rank], self._ranks[rank]
+        size = manifest.piece_bytes
+        buffer = memoryview(bytearray())
+        for first, end, group in _reads(sorted(runs, key=lambda run: run.offset), size):
+            low, high = first * size, min(end * size, manifest.payload_bytes)
+            if high - low > len(buffer):
+                buffer = memoryview(bytearray(high - low))
+            source.read_into(first, end, buffer[: high - low])
+            for run in group:
+                run.into[:] = buffer[run.offset - low : run.offset - low + len(run.into)]
+
+
+def _within(
+    lows: Sequence[int], ends: Sequence[int], offsets: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """First indices and ends, counted from `offsets`."""
+    return (
+        [low - offset for low, offset in zip(lows, offsets, strict=True)],
+        [end - offset for end, offset in zip(ends, offsets, strict=True)],
+    )
+
+
+def _cut(manifest: Manifest, offset: int, into: memoryview) -> Iterator[_Run]:
+    """The run at `offset`, cut where reads are cut."""
+    grid = max(READ_BYTES // manifest.piece_bytes, 1) * manifest.piece_bytes
+    at = 0
+    while at < len(into):
+        end = min((offset + at) // grid * grid + grid - offset, len(into))
+        yield _Run(offset + at, into[at:end])
+        at = end
+
+
+def _reads(runs: Sequence[_Run], size: int) -> Iterator[tuple[int, int, list[_Run]]]:
+    """(first piece, end piece, runs) of each read, for runs in order."""
+    group: list[_Run] = []
+    first = end = 0
+    for run in runs:
+        low = run.offset // size
+        high = -(-(run.offset + len(run.into)) // size)
+        near = low * size - end * size <= GAP_BYTES
+        if group and near and (max(high, end) - first) * size <= max(READ_BYTES, size):
+            end = max(high, end)
+        else:
+            if group:
+                yield first, end, group
+            group, first, end = [], low, high
+        group.append(run)
+    if group:
+        yield first, end, group
+
+
+def open_set(
+    uri: str,
+    job: str,
+    generation: str = "",
+    *,
+    reading: Reading | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> WholeSet:
+    """A job's set in storage: of `generation` (`epoch.step`), or the newest complete one.
+
+    Raises:
+        StorageError: there is no such set, or the storage cannot be read.
+        CorruptError, LayoutMismatchError, InvalidJobError: as of `WholeSet`.
+    """
+    store = SetStore(uri, job, options=options)
+    complete = store.complete()
+    for stored in complete:
+        if generation in ("", str(stored.generation)):
+            return WholeSet(partial(store.open_rank, stored), stored.world_size, reading)
+    known = ", ".join(str(stored.generation) for stored in complete[:8]) or "none"
+    raise StorageError(
+        f"{uri} has no complete set {generation or 'at all'} of job {job!r}; it has: {known}"
+    )

@@ -1,0 +1,14 @@
+"""Holdfast as a storage of torch.distributed.checkpoint.
+
+    import torch.distributed.checkpoint as dcp
+    from holdfast.dcp import HoldfastReader
+
+    dcp.load(state_dict, storage_reader=HoldfastReader("s3://bucket/tier", job="moe"))
+
+A module of its own, because torch takes a second to import its checkpoints.
+"""
+
+from holdfast._dcp_reader import HoldfastReader
+from holdfast_core.set_tensors import REPLICATED, Reading
+
+__all__ = ["REPLICATED", "HoldfastReader", "Reading"]
