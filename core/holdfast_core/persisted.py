@@ -87,6 +87,11 @@ class RankHeader:
     topology: str
 
 
+def safetensors_dtype(dtype: str) -> str | None:
+    """What safetensors files call a dtype of torch; None when they cannot hold it."""
+    return _DTYPES[dtype][0] if dtype in _DTYPES else None
+
+
 def file_name(rank: int) -> str:
     """The name of a rank's file within its set."""
     return f"rank-{rank:05d}.safetensors"

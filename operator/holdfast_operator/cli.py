@@ -67,6 +67,12 @@ _CERTIFICATES_EPILOG = """
   kubectl -n holdfast-system create secret generic holdfast-operator --from-file=tls/operator/
 """
 
+_EXPORT_EPILOG = """
+  holdfast export s3://bucket/tier/default.moe --to model --names hf
+  holdfast export file:///checkpoints --job default.moe --generation 3.1200 --to model
+  holdfast export /checkpoints/default.moe --format dcp --optimizer --to checkpoint
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -83,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_demo(commands)
     _add_certificates(commands)
+    _add_export(commands)
     return parser
 
 
@@ -229,6 +236,33 @@ def _add_certificates(commands: argparse._SubParsersAction[argparse.ArgumentPars
     add("--domain", default="local", metavar="NAME", help="in a cluster: the namespace of Holdfast")
     add("--days", type=int, default=365, metavar="N", help="how long they are good (default 365)")
     parser.set_defaults(handler="certificate_command:run")
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Write a persisted generation in a format that other tools read."
+    parser = _add(commands, "export", text, _EXPORT_EPILOG)
+    add = parser.add_argument
+    add("uri", metavar="URI", help="of the job's sets; or, with --job, of the tier")
+    add("--job", metavar="JOB", help="the job's directory below the tier")
+    add("--generation", metavar="EPOCH.STEP", help="default: the newest complete one")
+    add("--to", type=Path, required=True, metavar="DIR", help="is made if it is not there")
+    add(
+        "--format",
+        choices=["safetensors", "dcp"],
+        default="safetensors",
+        help="default %(default)s",
+    )
+    add("--names", metavar="hf|FILE", help="rename: the example model for Hugging Face, or a table")
+    add("--optimizer", action="store_true", help="its states as well")
+    add("--shard-size", type=_size, default=5_000_000_000, metavar="SIZE", help="default 5G")
+    add(
+        "--tensor-parallel",
+        action="append",
+        default=[],
+        metavar="PATTERN=DIM",
+        help="how plain tensors were cut over tensor-parallel ranks; -1: whole copies",
+    )
+    parser.set_defaults(handler="export_command:export")
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:

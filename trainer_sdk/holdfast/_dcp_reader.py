@@ -121,7 +121,9 @@ class HoldfastReader(StorageReader):
         entries: dict[str, Any] = {
             name: _metadata_of(tensor) for name, tensor in self.source.tensors.items()
         }
-        paths = {name: _path_of(tensor) for name, tensor in self.source.tensors.items()}
+        paths: dict[str, tuple[str | int, ...]] = {
+            name: _path_of(tensor) for name, tensor in self.source.tensors.items()
+        }
         for name, plain in self.values.items():
             entries[name] = BytesStorageMetadata()
             paths[name] = plain.path

@@ -22,7 +22,7 @@ _OUTER = OPTIMIZER_PREFIX.removesuffix(".")
 class PlainValue:
     """A value that is no tensor, and where it lies in a nested state dict."""
 
-    path: tuple[str, ...]
+    path: tuple[str | int, ...]
     value: object
 
 
@@ -38,20 +38,20 @@ def extras_of(source: WholeSet, rank: int) -> dict[str, Any]:
 
 
 def plain_values(source: WholeSet) -> dict[str, PlainValue]:
-    """By name: `optim.param_groups` (a list of dicts, as torch has it), the same for each parameter
-    as `optim.param_groups.<parameter>.<name>` (as torch flattens it), and plain numbers of
-    optimizer states as `optim.state.<parameter>.<key>`. Hyperparameters are rank 0's."""
+    """By name: hyperparameters by group, `optim.param_groups.0.lr`, as torch nests them, and by
+    parameter, `optim.param_groups.<parameter>.lr`, as it flattens them (rank 0's); plain numbers of
+    optimizer states as `optim.state.<parameter>.<key>`."""
     found: dict[str, PlainValue] = {}
     members = _members(source)
     for rank in source.manifests:
         optimizers = extras_of(source, rank)["optimizers"]
         if rank == 0:
             groups = [group for state in optimizers for group in state["groups"]]
-            listed = [
-                {**group, "params": [name for name, of in members.items() if of == index]}
-                for index, group in enumerate(groups)
-            ]
-            found[f"{_OUTER}.param_groups"] = PlainValue((_OUTER, "param_groups"), listed)
+            for index, group in enumerate(groups):
+                params = [name for name, of in members.items() if of == index]
+                for key, value in {**group, "params": params}.items():
+                    path = (_OUTER, "param_groups", index, key)
+                    found[".".join(map(str, path))] = PlainValue(path, value)
             for name, index in members.items():
                 for key, value in groups[index].items():
                     flat = f"param_groups.{name}.{key}"

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from holdfast.dcp import HoldfastReader, Reading
+from holdfast.dcp import HoldfastReader, Reading, load_into
 from holdfast.testing import FakeDaemon
-from holdfast_core.errors import InvalidJobError
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.values import Generation
 
 WAIT_S = 20.0
@@ -116,3 +116,24 @@ def test_experts_can_be_tensors_of_their_own(stored: Path, trainer: Any) -> None
     state_dict_loader.load(state, storage_reader=reader)
     for i, found in enumerate(state.values()):
         assert torch.equal(found, trainer.model.layers[1].experts.w[i])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd with momentum", "float32 masters"])
+def test_a_live_model_and_its_optimizer_take_a_set_in_place(
+    tmp_path: Path, make_trainer: Any, open_session: Any, same: Same, optimizer: str
+) -> None:
+    trainer = make_trainer(optimizer, dtype=torch.bfloat16)
+    session = open_session(trainer, FakeDaemon(tmp_path / "daemon"))
+    trainer.train(2)
+    session.save(2).protected.result(WAIT_S)
+    persist(tmp_path / "daemon", tmp_path / "tier", 1, Generation(1, 2))
+    other = make_trainer(optimizer, seed=7, dtype=torch.bfloat16)
+    reader = load_into(other.model, other.optimizer, str(tmp_path / "tier"), job=JOB)
+    other.scheduler.load_state_dict(reader.extras()["stateful"]["scheduler"])
+    same(other.state(), trainer.state())
+
+
+def test_a_model_that_is_not_the_sets_is_refused(stored: Path, trainer: Any) -> None:
+    trainer.model.register_parameter("more", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(LayoutMismatchError, match="the snapshot lacks more"):
+        load_into(trainer.model, trainer.optimizer, str(stored), job=JOB)
