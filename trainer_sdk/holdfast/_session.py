@@ -204,6 +204,16 @@ class ProtectedSession(Session):
         ]
 
     @property
+    def live(self) -> LiveState:
+        """What is captured of the model and the optimizers."""
+        return self._live
+
+    @property
+    def stateful(self) -> Mapping[str, Stateful]:
+        """What else is captured, by name."""
+        return self._stateful
+
+    @property
     def epoch(self) -> int:
         return self._saver.epoch or 0
 

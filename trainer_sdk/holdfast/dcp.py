@@ -7,11 +7,14 @@
 
 `load_into` does it for a model of plain tensors, whatever share of the experts a rank holds.
 
+`HoldfastWriter` gives a trainer that calls `dcp.async_save` the memory tier.
+
 A module of its own, because torch takes a second to import its checkpoints.
 """
 
 from holdfast._dcp_load import load_into
 from holdfast._dcp_reader import HoldfastReader
+from holdfast._dcp_writer import HoldfastWriter
 from holdfast_core.set_tensors import REPLICATED, Reading
 
-__all__ = ["REPLICATED", "HoldfastReader", "Reading", "load_into"]
+__all__ = ["REPLICATED", "HoldfastReader", "HoldfastWriter", "Reading", "load_into"]
