@@ -68,6 +68,10 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         self.handle = self._session.save(step)
         return {}
 
+    def synchronize_staging(self) -> None:
+        """Return when tensors may change; the session's hook on the optimizer does the same."""
+        self._session.wait_staged()
+
     def close(self) -> None:
         """Nothing is held; the session closes itself."""
 
