@@ -104,7 +104,40 @@ def load_by_two(rank: int, directory: str) -> None:
     load(cut, storage_reader=reader(directory))
     for name, p in dense.items():
         assert torch.equal(cut[name].full_tensor(), p), name
+    save_sharded(rank, directory, mesh)
     dist.destroy_process_group()
+
+
+def plain_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5, bias=False))
+
+
+def save_sharded(rank: int, directory: str, mesh: Any) -> None:
+    """As FSDP2 and tensor parallelism keep weights: seven rows and five, over two ranks."""
+    model = plain_model(2)
+    for path, p in list(model.named_parameters()):
+        owner, _, name = path.rpartition(".")
+        shard = distribute_tensor(p.detach(), mesh, [Shard(1 if path == "0.weight" else 0)])
+        setattr(model.get_submodule(owner), name, nn.Parameter(shard))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = p.detach().clone()
+    optimizer.step()
+    session = holdfast.init(
+        model=model,
+        optimizer=optimizer,
+        daemon=FakeDaemon(f"{directory}/sharded-daemon", rank=rank, world_size=2),
+        settings=holdfast.Settings(start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S),
+    )
+    session.save(1).committed.result(WAIT_S)
+    session.close()
+    found: Hashes = {}
+    for name, p in model.named_parameters():
+        for key, tensor in (("", p), (":exp_avg", optimizer.state[p]["exp_avg"])):
+            assert isinstance(tensor, DTensor)
+            found[f"{name}{key}"] = sha256(tensor.full_tensor())
+    write(directory, f"sharded-{rank}", found)
 
 
 def distributed_state(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> Any:
@@ -164,3 +197,17 @@ def test_four_ranks_state_loads_into_two_ranks_and_into_one(tmp_path: Path) -> N
     again = example.MasterAdamW(other.parameters(), lr=0.5)
     load_into(other, again, str(tmp_path / "tier"), job=JOB)
     assert hashes(other, again, 0) == saved
+    check_sharded(tmp_path)
+
+
+def check_sharded(directory: Path) -> None:
+    """One rank puts the shards together."""
+    persist(directory / "sharded-daemon", directory / "sharded", 2, Generation(1, 1))
+    model = plain_model(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    load_into(model, optimizer, str(directory / "sharded"), job=JOB)
+    found = {name: sha256(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found[f"{name}:exp_avg"] = sha256(optimizer.state[p]["exp_avg"])
+        assert float(optimizer.state[p]["step"]) == 1
+    assert found == read(directory, "sharded", 2)
