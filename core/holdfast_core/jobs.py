@@ -27,6 +27,7 @@ from holdfast_core.job_schema import (
 )
 from holdfast_core.job_snapshots import NOT_SUPPORTED, PolicyType
 from holdfast_core.job_templates import template_problems
+from holdfast_core.plain_values import check_plain
 
 __all__ = [
     "API_VERSION",
@@ -80,7 +81,8 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
     (`status`, server-side metadata) is ignored; everything else that is not known is refused.
 
     Raises:
-        InvalidJobError: with one line for each problem: path, value, what is wrong, what to do.
+        InvalidJobError: with one line for each problem: path, value, what is wrong, what to do. A
+            document that is made of other things than plain values (`check_plain`) has that alone.
             What must hold between fields of the spec is looked at once each of them is valid.
     """
     if not isinstance(document, Mapping):
@@ -89,6 +91,7 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
             f"apiVersion, kind, metadata and spec"
         )
     known = {key: value for key, value in document.items() if key != "status"}
+    check_plain(known)
     metadata = known.get("metadata")
     if isinstance(metadata, Mapping):
         metadata = {key: value for key, value in metadata.items() if key not in _SERVER_METADATA}

@@ -72,7 +72,11 @@ class EventView:
     event: Mapping[str, object]
 
 
-_GENERATION = re.compile(r"\d+\.\d+")
+NUMBER_DIGITS_MAX = 20
+"""Of any number in a record: as many as 64 bits have."""
+
+GENERATION = re.compile(rf"[0-9]{{1,{NUMBER_DIGITS_MAX}}}\.[0-9]{{1,{NUMBER_DIGITS_MAX}}}")
+"""A generation in a record."""
 
 Source = Callable[[], Mapping[str, Mapping[str, object]]]
 """Every job's whole state now, from the daemon's memory: see `Catalogue.publish_snapshot`."""
@@ -155,11 +159,11 @@ def stages_of_state(state: Mapping[str, object]) -> dict[int, dict[Stage, Genera
     entries = state.get("stages")
     found: dict[int, dict[Stage, Generation]] = {}
     for rank, stages in entries.items() if isinstance(entries, Mapping) else ():
-        if isinstance(stages, Mapping) and str(rank).isdecimal():
+        if isinstance(stages, Mapping) and re.fullmatch("[0-9]{1,20}", str(rank)):
             found[int(rank)] = {
                 Stage(stage): Generation.parse(str(generation))
                 for stage, generation in stages.items()
-                if stage in Stage.__members__.values() and _GENERATION.fullmatch(str(generation))
+                if stage in Stage.__members__.values() and GENERATION.fullmatch(str(generation))
             }
     return found
 

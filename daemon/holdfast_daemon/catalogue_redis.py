@@ -47,10 +47,17 @@ from holdfast_daemon.catalogue import (
     RankHealth,
     Source,
     Stage,
-    losses_in,
     losses_of_state,
     ranks_of_state,
     stages_of_state,
+)
+from holdfast_daemon.catalogue_records import (
+    event_from,
+    health_from,
+    losses_from,
+    ranks_from,
+    stages_from,
+    states_from,
 )
 from holdfast_daemon.logs import bind
 
@@ -169,7 +176,7 @@ class RedisCatalogue:
             pipe.smembers(self._key(job, "ranks"))
             pipe.hvals(self._key(job, "losses"))
             states, stages, names, losses = await pipe.execute()
-            ranks = sorted(int(name) for name in names)
+            ranks = ranks_from(names)
             healths = (
                 await self._client.mget([self._key(job, f"rank:{rank}") for rank in ranks])
                 if ranks
@@ -178,13 +185,12 @@ class RedisCatalogue:
             if not (states or stages or ranks or losses):
                 return None
             return JobView(
-                states={node: json.loads(text) for node, text in states.items()},
-                stages=_parse_stages(stages),
+                states=states_from(states),
+                stages=stages_from(stages),
                 ranks={
-                    rank: RankHealth(str(health)) if health else RankHealth.OFFLINE
-                    for rank, health in zip(ranks, healths, strict=True)
+                    rank: health_from(health) for rank, health in zip(ranks, healths, strict=True)
                 },
-                losses=list(losses_in(map(json.loads, losses)).values()),
+                losses=losses_from(losses),
             )
 
         return await self._answered(read)
@@ -193,11 +199,8 @@ class RedisCatalogue:
         async def read() -> Sequence[EventView]:
             first = f"({after}" if after else "-"
             entries = await self._client.xrange(self._key(job, "events"), min=first)
-            return [
-                EventView(id=str(entry_id), event=json.loads(fields["event"]))
-                for entry_id, fields in entries or ()
-                if fields is not None
-            ]
+            found = (event_from(str(entry_id), fields) for entry_id, fields in entries or ())
+            return [event for event in found if event is not None]
 
         return await self._answered(read)
 
@@ -362,14 +365,6 @@ class RedisCatalogue:
         for rank, health in ranks.items():
             pipe.sadd(self._key(job, "ranks"), rank)
             pipe.set(self._key(job, f"rank:{rank}"), str(health), px=int(1000 * RANK_STATE_TTL_S))
-
-
-def _parse_stages(fields: Mapping[str, str]) -> dict[int, dict[Stage, Generation]]:
-    stages: dict[int, dict[Stage, Generation]] = {}
-    for name, text in fields.items():
-        rank, _, stage = name.partition(":")
-        stages.setdefault(int(rank), {})[Stage(stage)] = Generation.parse(text)
-    return stages
 
 
 def _to_json(value: Mapping[str, object]) -> str:

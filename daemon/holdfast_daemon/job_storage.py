@@ -21,7 +21,13 @@ from typing import NoReturn
 import msgspec
 
 from holdfast_core.budget import PARITY_SLOTS
-from holdfast_core.errors import CorruptError, HoldfastError, MemoryBudgetError, StorageError
+from holdfast_core.errors import (
+    CorruptError,
+    HoldfastError,
+    InvalidJobError,
+    MemoryBudgetError,
+    StorageError,
+)
 from holdfast_core.layouts import decode_layout, layout_id
 from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Line, Membership
@@ -44,6 +50,15 @@ class SavedEpoch:
     membership: Membership
     line: Line | None
     retained: Generation | None
+
+
+def decode_epoch(data: bytes) -> SavedEpoch:
+    """What an epoch.json says; raises CorruptError for anything else."""
+    body = signed_body(data, EPOCH_FILE)
+    try:
+        return msgspec.json.decode(body, type=SavedEpoch)
+    except (msgspec.DecodeError, UnicodeDecodeError, InvalidJobError) as error:
+        raise CorruptError(f"{EPOCH_FILE} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,10 +377,9 @@ class JobStorage:
         path = self.directory / EPOCH_FILE
         self._files.unlink(path.with_name(f"{EPOCH_FILE}.tmp"))
         try:
-            body = signed_body(path.read_bytes(), EPOCH_FILE)
-            return msgspec.json.decode(body, type=SavedEpoch)
+            return decode_epoch(path.read_bytes())
         except FileNotFoundError:
             return None
-        except (HoldfastError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (HoldfastError, OSError) as error:
             problems.append(f"{EPOCH_FILE} ignored: {error}")
             return None

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.policy_comparison import Assumptions, Comparison
+from holdfast_operator.job_files import load_job
 from holdfast_operator.plan_inputs import assumptions_of, model_of
 from holdfast_operator.planning import PlannedModel, PlanSettings, compared, plan_view
-from holdfast_operator.running import load_job
 
 COLUMNS = 100
 """Tables are no narrower; where a terminal is, its lines wrap, and no number is cut off."""

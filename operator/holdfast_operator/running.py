@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_core.jobs import MoETrainingJob, ignored_locally, parse_job
+from holdfast_core.jobs import MoETrainingJob, ignored_locally
 from holdfast_operator import cluster_status
 from holdfast_operator._environment import given
 from holdfast_operator.cli import EXIT_FAILED, EXIT_INTERRUPTED
+from holdfast_operator.job_files import load_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_operator.local import faults as injections
 from holdfast_operator.local.directory import RunDirectory, default_directory
@@ -39,24 +39,6 @@ _SIGNALS = {
     "stop-rank": signal.SIGSTOP,
     "cont-rank": signal.SIGCONT,
 }
-
-
-def load_job(path: Path) -> MoETrainingJob:
-    """The job in a YAML (or JSON) file.
-
-    Raises:
-        InvalidJobError: when it cannot be read, or is no valid job.
-    """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidJobError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidJobError(f"{path} is not YAML: {error}") from error
-    try:
-        return parse_job(document)
-    except InvalidJobError as error:
-        raise InvalidJobError(f"{path}: {error}") from error
 
 
 # --- run ------------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""What readers get back from Redis, as values of ours.
+
+Others can write there, and what an older version wrote may lie there. Nothing is decided from it
+(invariant 6), so what cannot be read is left out, and the rest is shown. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from holdfast_core.loss_reports import RecoveryLoss
+from holdfast_core.values import Generation
+from holdfast_daemon.catalogue import (
+    GENERATION,
+    NUMBER_DIGITS_MAX,
+    EventView,
+    RankHealth,
+    Stage,
+    losses_in,
+)
+
+
+def states_from(texts: Mapping[str, str]) -> dict[str, Mapping[str, object]]:
+    """Node → what its daemon said of the job."""
+    found = {node: _document(text) for node, text in texts.items()}
+    return {node: state for node, state in found.items() if state is not None}
+
+
+def stages_from(fields: Mapping[str, str]) -> dict[int, dict[Stage, Generation]]:
+    """Rank → stage → generation, of fields `<rank>:<stage>`."""
+    stages: dict[int, dict[Stage, Generation]] = {}
+    for name, text in fields.items():
+        rank, _, stage = name.partition(":")
+        if _is_number(rank) and stage in Stage.__members__.values() and GENERATION.fullmatch(text):
+            stages.setdefault(int(rank), {})[Stage(stage)] = Generation.parse(text)
+    return stages
+
+
+def ranks_from(names: Iterable[str]) -> list[int]:
+    """The numbers of ranks, in order."""
+    return sorted(int(name) for name in names if _is_number(name))
+
+
+def health_from(text: str | None) -> RankHealth:
+    """What a rank does; OFFLINE when nobody says so any more."""
+    known = text in RankHealth.__members__.values()
+    return RankHealth(str(text)) if known else RankHealth.OFFLINE
+
+
+def losses_from(texts: Iterable[str]) -> list[RecoveryLoss]:
+    """What recoveries lost, oldest first."""
+    return list(losses_in(map(_document, texts)).values())
+
+
+def event_from(entry_id: str, fields: Mapping[str, str] | None) -> EventView | None:
+    """One entry of a job's stream."""
+    event = _document((fields or {}).get("event", ""))
+    return None if event is None else EventView(id=entry_id, event=event)
+
+
+def _document(text: str) -> Mapping[str, object] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= NUMBER_DIGITS_MAX
