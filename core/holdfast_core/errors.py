@@ -93,6 +93,12 @@ class UnreachableError(HoldfastError):
     code = "unreachable"
 
 
+class RateLimitedError(HoldfastError):
+    """The caller asks more often than it may."""
+
+    code = "rate_limited"
+
+
 class AccessDeniedError(HoldfastError):
     """The caller is known, and may not act for this job."""
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 import xxhash
 
-from holdfast_core.errors import CorruptError, LayoutMismatchError
+from holdfast_core.errors import CorruptError, InvalidJobError, LayoutMismatchError
 from holdfast_core.values import Manifest
 
 PIECE_BYTES = 256 * 1024
@@ -22,6 +22,12 @@ the speed of a plain memcpy, because the piece is still in the L2 cache when it 
 
 SLOTS_PER_ARENA = 3
 """One being written, one committed and being protected, one protected (REFT §4.2, PEC §3.2)."""
+
+PIECES_MAX = 1 << 22
+"""Of one slot: a terabyte in pieces of 256 KiB. A manifest has eight bytes for each."""
+
+SLOT_BYTES_MAX = 1 << 60
+"""More than any node has, and little enough that a file of three slots can be described."""
 
 TENSOR_ALIGNMENT = 64
 PAGE_BYTES = 4096
@@ -116,11 +122,12 @@ def decode_layout(data: bytes) -> Layout:
 
     Raises:
         CorruptError: when the bytes are not a layout.
-        LayoutMismatchError: when its ranges overlap or leave the slot.
+        LayoutMismatchError: when its ranges overlap or leave the slot, or the slot is larger, or
+            cut into more pieces, than can be.
     """
     try:
         layout = msgspec.json.decode(data, type=Layout)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"layout cannot be read: {error}") from error
     end = 0
     for entry in layout.entries:
@@ -135,10 +142,19 @@ def decode_layout(data: bytes) -> Layout:
                 f"at {entry.global_offsets}"
             )
         end = entry.offset + entry.nbytes
+    if layout.slot_bytes > SLOT_BYTES_MAX or layout.largest_slot_bytes > SLOT_BYTES_MAX:
+        raise LayoutMismatchError(
+            f"layout of rank {layout.rank}: slots of {layout.slot_bytes} bytes; no node has as many"
+        )
     if end > layout.extras_offset or layout.extras_capacity < 0 or layout.piece_bytes <= 0:
         raise LayoutMismatchError(
             f"layout of rank {layout.rank}: tensors end at {end}, beyond the extras at "
             f"{layout.extras_offset}"
+        )
+    if piece_count(layout.slot_bytes, layout.piece_bytes) > PIECES_MAX:
+        raise LayoutMismatchError(
+            f"layout of rank {layout.rank}: slots of {layout.slot_bytes} bytes in pieces of "
+            f"{layout.piece_bytes}; use at most {PIECES_MAX} pieces"
         )
     return layout
 
@@ -165,7 +181,7 @@ def decode_manifest(data: bytes) -> Manifest:
         raise CorruptError("manifest does not match its own checksum")
     try:
         return msgspec.json.decode(body, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidJobError) as error:
         raise CorruptError(f"manifest cannot be read: {error}") from error
 
 

@@ -97,7 +97,7 @@ class RecoveryLoss:
         """
         try:
             return msgspec.convert(found, cls)
-        except (msgspec.ValidationError, InvalidJobError) as error:
+        except (msgspec.ValidationError, UnicodeEncodeError, InvalidJobError) as error:
             raise CorruptError(f"the loss of a recovery cannot be read: {error!r}") from error
 
 

@@ -97,9 +97,11 @@ def merge_digests(written: bytes, base: bytes, unchanged: bytes) -> bytes:
     """The digests of a snapshot: those of `base` where a piece is unchanged, else `written`'s.
 
     Raises:
-        CorruptError: an unchanged piece is not in `base`.
+        CorruptError: an unchanged piece is not in `base`, or `written` is no list of digests.
     """
-    pieces = len(written) // DIGEST_BYTES
+    pieces, rest = divmod(len(written), DIGEST_BYTES)
+    if rest:
+        raise CorruptError(f"{len(written)} bytes are not whole digests of {DIGEST_BYTES} bytes")
     carried = bits(unchanged, pieces)
     old = np.frombuffer(base, dtype=np.uint64)
     if carried[len(old) :].any():
@@ -112,7 +114,8 @@ def merge_digests(written: bytes, base: bytes, unchanged: bytes) -> bytes:
 def bits(bit_map: bytes, pieces: int) -> npt.NDArray[np.bool_]:
     """A bit map as an array of `pieces` flags."""
     flags = np.zeros(pieces, dtype=bool)
-    known = np.unpackbits(np.frombuffer(bit_map, dtype=np.uint8), bitorder="little")[:pieces]
+    part = np.frombuffer(bit_map[: -(-pieces // 8)], dtype=np.uint8)
+    known = np.unpackbits(part, bitorder="little")[:pieces]
     flags[: len(known)] = known
     return flags
 

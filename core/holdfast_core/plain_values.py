@@ -1,8 +1,8 @@
 """What a document may be made of before anybody looks at what it says.
 
 A reader of YAML or JSON gives values that no field of ours can have, and on which code that formats
-or compares them fails in its own way: numbers of thousands of digits, NaN, halves of characters, lists in lists in lists, and lists that hold themselves. They are refused here, once.
-Pure.
+or compares them fails in its own way: numbers of thousands of digits, NaN, halves of characters,
+lists in lists in lists, and lists that hold themselves. They are refused here, once. Pure.
 """
 
 from __future__ import annotations

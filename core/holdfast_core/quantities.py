@@ -6,7 +6,7 @@ import re
 
 from holdfast_core.errors import InvalidJobError
 
-_TEXT = re.compile(r"([0-9]+)(?:\.([0-9]+))?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
+_TEXT = re.compile(r"([0-9]{1,30})(?:\.([0-9]{1,30}))?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
 _FACTORS: dict[str, int] = {
     "": 1,
     **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTP", start=1)},

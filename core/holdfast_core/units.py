@@ -14,7 +14,7 @@ from functools import total_ordering
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
 
-_TEXT = re.compile(r"layer([0-9]+)/(?:expert([0-9]+)|gate|dense)|embedding|head|other")
+_TEXT = re.compile(r"layer([0-9]{1,9})/(?:expert([0-9]{1,9})|gate|dense)|embedding|head|other")
 
 
 class UnitKind(StrEnum):

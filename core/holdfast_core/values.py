@@ -194,6 +194,11 @@ class Manifest:
     """Units that held a NaN when they were captured (captured faithfully, counted)."""
 
     def __post_init__(self) -> None:
+        if self.piece_bytes < 1 or self.payload_bytes < 0:
+            raise InvalidJobError(
+                f"manifest of rank {self.rank} generation {self.generation}: {self.payload_bytes} "
+                f"bytes in pieces of {self.piece_bytes}"
+            )
         pieces = -(-self.payload_bytes // self.piece_bytes)
         if len(self.digests) != 8 * pieces:
             raise InvalidJobError(

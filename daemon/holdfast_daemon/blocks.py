@@ -62,7 +62,7 @@ def decode_record(data: bytes) -> ParityRecord:
     body = signed_body(data, "parity entry")
     try:
         return msgspec.json.decode(body, type=ParityRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"parity entry cannot be read: {error}") from error
 
 

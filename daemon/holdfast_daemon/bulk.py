@@ -32,6 +32,8 @@ VERSION = 2
 NO_GENERATION = Generation(0, 0)
 JOB_NAME_BYTES_MAX = 256
 MESSAGE_BYTES_MAX = 1024
+CHANGE_BYTES_MAX = 1 << 60
+"""More than any snapshot has; with digests of its pieces a reply's length still fits its field."""
 STATUS_OK = 0
 STATUS_ERROR = 1
 
@@ -148,6 +150,8 @@ def decode_request(head: bytes, job: bytes) -> Request:
     base_epoch, base_step, piece_bytes = of_change
     if kind == Kind.CHANGE and (piece_bytes == 0 or offset % piece_bytes):
         raise ProtocolError(f"a change from {offset} on, off the grid of {piece_bytes} bytes")
+    if kind == Kind.CHANGE and nbytes > CHANGE_BYTES_MAX:
+        raise ProtocolError(f"a change of {nbytes} bytes; no snapshot has as many")
     try:
         name = job.decode()
     except UnicodeDecodeError as error:

@@ -1,9 +1,11 @@
 """Sends bytes of sealed snapshots and parity blocks to other daemons, without copying them.
 
 One thread per connection, each in `sendfile` from the arena's file; the kernel does the work. Their
-number is bounded, and a connection beyond it is closed at once: were it queued, two daemons that
-wait for each other's queues would wait for ever. The server trusts nobody: it answers only whom the
-handshake has shown to be a daemon (`wires`), and finds bytes only through the resolver.
+number is bounded. A connection beyond it takes the place of one that asks for nothing, first of one
+that never did: peers dial again, and whoever opens connections to block others blocks only himself.
+When all are busy the new one is closed at once: were it queued, two daemons that wait for each
+other's queues would wait for ever. The server trusts nobody: it answers only whom the handshake has
+shown to be a daemon (`wires`), and finds bytes only through the resolver.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ class BulkServer:
         self._stall_s = stall_s
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._idle: dict[socket.socket, bool] = {}
+        """Connections that wait for a request, the longest first, and whether they ever had one."""
         self._closing = False
         self._complaints = OncePerCause(bind(_log))
         """Strangers may come back as often as they like; the log must not grow with them."""
@@ -77,6 +81,8 @@ class BulkServer:
         """Connections that were closed because the other end did not prove to be a daemon."""
         self.refused = 0
         """Connections that were closed because there were too many."""
+        self.shed = 0
+        """Idle connections that were closed for new ones."""
         try:
             self._listener = socket.create_server((host, port), backlog=CONNECTIONS_MAX)
         except OSError as error:
@@ -121,21 +127,37 @@ class BulkServer:
                 target=self._serve, args=(connection,), name="bulk-serve", daemon=True
             )
             with self._lock:
-                full = len(self._connections) >= self._connections_max
+                full = len(self._connections) >= self._connections_max and not self._shed_one()
                 if full or self._closing:
                     self.refused += full
                     connection.close()
                     continue
                 self._connections[connection] = thread
+                self._idle[connection] = False
                 self.accepted += 1
             thread.start()
+
+    def _shed_one(self) -> bool:
+        """Whether an idle connection was closed, under the lock; its thread ends soon."""
+        unused = (connection for connection, used in self._idle.items() if not used)
+        victim = next(unused, None) or next(iter(self._idle), None)
+        if victim is None:
+            return False
+        del self._idle[victim]
+        del self._connections[victim]
+        with suppress(OSError):
+            victim.shutdown(socket.SHUT_RDWR)
+        self.shed += 1
+        return True
 
     def _serve(self, connection: socket.socket) -> None:
         wire = None
         try:
             wire = self._wiring.accepted(connection, self._stall_s)
-            while (request := self._next_request(wire)) is not None:
+            while (request := self._next_request(connection, wire)) is not None:
                 self._answer(wire, request)
+                with self._lock:
+                    self._idle[connection] = True
         except ProtocolError as error:
             _log.warning("bulk connection closed: %s", error)
             with self._lock:
@@ -149,12 +171,13 @@ class BulkServer:
             _log.debug("bulk connection ended", exc_info=True)
         finally:
             with self._lock:
-                del self._connections[connection]
+                self._connections.pop(connection, None)
+                self._idle.pop(connection, None)
             if wire is not None:
                 wire.close()
             connection.close()
 
-    def _next_request(self, wire: Wire) -> Request | None:
+    def _next_request(self, connection: socket.socket, wire: Wire) -> Request | None:
         """The next request, or None when the other end is done."""
         head = bytearray(REQUEST_BYTES)
         with memoryview(head) as view:
@@ -165,7 +188,11 @@ class BulkServer:
             wire.receive(view[1:])
         job = bytearray(job_name_bytes(bytes(head)))
         wire.receive(memoryview(job))
-        return decode_request(bytes(head), bytes(job))
+        request = decode_request(bytes(head), bytes(job))
+        with self._lock:
+            if self._idle.pop(connection, None) is None:
+                return None  # it was shed meanwhile
+        return request
 
     def _answer(self, wire: Wire, request: Request) -> None:
         if request.kind is Kind.CHANGE:

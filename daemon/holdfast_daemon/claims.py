@@ -17,6 +17,9 @@ from holdfast_daemon.descriptors import ClaimRequest
 from holdfast_daemon.host import JobHost
 
 _SEAL_BYTES = 16
+TOKENS_MAX = 4096
+"""Tokens that were given out and not used yet; the oldest is forgotten for another. A trainer uses
+its token at once."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,10 @@ class Claims:
 
     def issue(self, path: Path, session: tuple[JobHost, str] | None) -> str:
         """A token for the arena at `path`: a claim of `session`, or read-only when that is None."""
+        while len(self.requests) >= TOKENS_MAX:
+            oldest = next(iter(self.requests))
+            del self.requests[oldest]
+            self.sessions.pop(oldest, None)
         token = secrets.token_hex(24)
         self.requests[token] = ClaimRequest(path=path, exclusive=session is not None)
         if session is not None:
@@ -40,6 +47,10 @@ class Claims:
         if request is None:
             raise ProtocolError("the token is not known; open the session again")
         return request
+
+    def refused(self, token: str) -> None:
+        """The arena was not given out: nobody will say that this claim has ended."""
+        self.sessions.pop(token, None)
 
     def granted(self, token: str) -> None:
         """The lock is taken: tell the engine."""

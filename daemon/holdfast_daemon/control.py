@@ -16,7 +16,7 @@ import grpc.aio
 
 from holdfast_core.errors import HoldfastError
 from holdfast_daemon.logs import OncePerCause, bind
-from holdfast_protos import control_pb2, control_pb2_grpc, values_pb2
+from holdfast_protos import channels, control_pb2, control_pb2_grpc, values_pb2
 from holdfast_protos.changes import changed
 from holdfast_protos.identity import Identity, Role, aio_channel
 
@@ -24,6 +24,8 @@ HEARTBEAT_S = 1.0
 SOON_S = 0.02
 """Evidence is sent this long after it was seen: one heartbeat carries what comes together."""
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.1, 2.0
+PING_MS = 5000
+"""A control loop that says nothing is asked this often whether it is there."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -77,12 +79,7 @@ class ControlClient:
             pause_s = min(2 * pause_s, RECONNECT_S_MAX)
 
     async def _converse(self) -> None:
-        options = [
-            ("grpc.keepalive_time_ms", 5000),
-            ("grpc.keepalive_timeout_ms", 5000),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-        ]
+        options = channels.channel_options(ping_ms=PING_MS)
         async with aio_channel(self._address, self._identity, Role.OPERATOR, options) as channel:
             stub: control_pb2_grpc.ControlAsyncStub = control_pb2_grpc.ControlStub(channel)
             known: dict[str, values_pb2.Membership] = {}
@@ -91,7 +88,7 @@ class ControlClient:
                 if message.HasField("welcome") and message.welcome.heartbeat_s > 0:
                     self._pause_s = message.welcome.heartbeat_s
                 try:
-                    self._receive(_completed(message, known))
+                    self._receive(completed(message, known))
                 except HoldfastError as error:
                     _log.error("control_message_refused", cause=str(error))
 
@@ -126,7 +123,7 @@ def _leave_out_known(
             known[state.job].CopyFrom(state.membership)
 
 
-def _completed(
+def completed(
     message: control_pb2.ControlMessage, known: dict[str, values_pb2.Membership]
 ) -> control_pb2.ControlMessage:
     """A change of a membership as the whole of it, if its base is in `known`, which is brought up

@@ -41,6 +41,10 @@ CONNECTIONS_MAX = 1024
 
 TOKEN_TIMEOUT_S = 5.0
 
+UNPROVEN_MAX = 128
+"""Connections that have not sent their token yet; the one that waits longest is closed for another.
+A trainer sends its token at once, so that none is ever that one."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +68,7 @@ class DescriptorServer:
         on_closed: Callable[[str], None],
         *,
         on_granted: Callable[[str], None] = lambda token: None,
+        on_refused: Callable[[str], None] = lambda token: None,
         token_timeout_s: float = TOKEN_TIMEOUT_S,
         mode: int = 0o600,
     ) -> None:
@@ -74,17 +79,22 @@ class DescriptorServer:
                 writes into the arena any more.
             on_closed: Called with the token when the connection of a granted claim ends, which
                 means that the trainer is gone; not called when the server closes it.
+            on_refused: Called with the token when it was not known, or the arena could not be had.
             mode: Permissions of the socket's file.
         """
         self.path = path
         self._resolve = resolve
         self._on_closed = on_closed
         self._on_granted = on_granted
+        self._on_refused = on_refused
         self._token_timeout_s = token_timeout_s
         self._mode = mode
         self._room = asyncio.Semaphore(CONNECTIONS_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
+        self._unproven: dict[socket.socket, None] = {}
+        self.shed = 0
+        """Connections that were closed for others before they sent a token."""
 
     async def start(self) -> None:
         """Raises StorageError when the socket cannot be made."""
@@ -141,15 +151,27 @@ class DescriptorServer:
     async def _serve(self, connection: socket.socket) -> None:
         try:
             connection.setblocking(False)
+            self._unproven[connection] = None
+            self._shed()
             token = await self._read_token(connection)
+            self._unproven.pop(connection, None)
             if token and await self._answer(connection, token):
                 await self._wait_for_end(connection)
                 self._on_closed(token)
         except (OSError, TimeoutError) as error:
             _log.debug("arena connection ended early: %s", error)
         finally:
+            self._unproven.pop(connection, None)
             connection.close()
             self._room.release()
+
+    def _shed(self) -> None:
+        if len(self._unproven) > UNPROVEN_MAX:
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+            self.shed += 1
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its task reads the end
 
     async def _read_token(self, connection: socket.socket) -> str:
         """The token; empty when the client sent none. Answers a malformed one itself."""
@@ -173,6 +195,7 @@ class DescriptorServer:
             claim = self._resolve(token)
             descriptor = open_claim(claim)
         except HoldfastError as error:
+            self._on_refused(token)
             self._refuse(connection, error)
             return False
         try:

@@ -7,15 +7,20 @@ read a value and return at once.
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+
+_log = logging.getLogger(__name__)
 
 HEARTBEAT_AGE_S_MAX = 10.0
 """A daemon whose event loop has not turned for this long is not healthy."""
@@ -23,6 +28,10 @@ HEARTBEAT_AGE_S_MAX = 10.0
 REQUEST_TIMEOUT_S = 5.0
 """A client that does not finish its request in this time is dropped, so that none can hold a
 thread."""
+
+CONNECTIONS_MAX = 32
+"""Requests answered at once, a thread each; the oldest is given up for another. A scrape takes
+milliseconds, so that it is never the oldest for long; who sends his request byte by byte is."""
 
 Readiness = Callable[[], str]
 """Why the daemon is not ready, in words for people; empty when it is."""
@@ -81,6 +90,11 @@ class HttpServer:
         """The port that is listened on: the chosen one when 0 was asked for."""
         return int(self._server.server_address[1])
 
+    @property
+    def shed(self) -> int:
+        """Requests that were given up for others."""
+        return self._server.shed
+
     def start(self) -> None:
         self._thread.start()
 
@@ -107,6 +121,33 @@ class HttpServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        self.shed = 0
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > CONNECTIONS_MAX:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                self.shed += 1
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is not news; what else fails is a bug of ours."""
+        _log.debug("http request failed", exc_info=True)
 
     def server_bind(self) -> None:
         """Does not look up the host's name, as its parent does: a daemon starts without DNS."""

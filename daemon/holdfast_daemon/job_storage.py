@@ -57,7 +57,7 @@ def decode_epoch(data: bytes) -> SavedEpoch:
     body = signed_body(data, EPOCH_FILE)
     try:
         return msgspec.json.decode(body, type=SavedEpoch)
-    except (msgspec.DecodeError, UnicodeDecodeError, InvalidJobError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidJobError) as error:
         raise CorruptError(f"{EPOCH_FILE} cannot be read: {error}") from error
 
 

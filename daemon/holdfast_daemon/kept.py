@@ -11,12 +11,13 @@ import re
 from collections.abc import Set
 from pathlib import Path
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.layouts import decode_manifest, layout_id
-from holdfast_core.values import Generation
+from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.files import TEMPORARY, Files, replace
 
-_MANIFEST_NAME = re.compile(r"(\d+)-(\d+\.\d+)\.manifest")
+_MANIFEST_NAME = re.compile(r"([0-9]+)-([0-9]+\.[0-9]+)\.manifest")
+_LAYOUT_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class KeptManifests:
@@ -30,9 +31,15 @@ class KeptManifests:
         """Keep an encoded manifest and its layout.
 
         Raises:
-            CorruptError: when the manifest does not match its own checksum.
+            CorruptError: when the manifest does not match its own checksum, or is not of this
+                layout: a file is named after what it says.
         """
         decoded = decode_manifest(manifest)
+        if layout_id(layout) != decoded.layout_id or _counts_below_zero(decoded):
+            raise CorruptError(
+                f"a manifest of layout {decoded.layout_id[:80]!r} came with layout "
+                f"{layout_id(layout)}"
+            )
         self._files.mkdir(self._directory)
         layout_path = self._layout_path(decoded.layout_id)
         if not layout_path.exists():
@@ -44,6 +51,8 @@ class KeptManifests:
         try:
             manifest = self._manifest_path(rank, generation).read_bytes()
             decoded = decode_manifest(manifest)
+            if not _LAYOUT_ID.fullmatch(decoded.layout_id):
+                return None
             layout = self._layout_path(decoded.layout_id).read_bytes()
         except (HoldfastError, OSError):
             return None
@@ -82,3 +91,7 @@ class KeptManifests:
 
     def _layout_path(self, identity: str) -> Path:
         return self._directory / f"{identity}.layout"
+
+
+def _counts_below_zero(manifest: Manifest) -> bool:
+    return min(manifest.rank, manifest.generation.epoch, manifest.generation.step) < 0

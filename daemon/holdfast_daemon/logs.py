@@ -107,6 +107,10 @@ def configure(
     return handler
 
 
+CAUSES_MAX = 1000
+"""Causes that are counted; the oldest is forgotten for another, and would be logged as new."""
+
+
 class OncePerCause:
     """Logs the first time that a cause appears, then each time that its count has grown tenfold,
     so that a failure in every step neither hides nor fills the disk."""
@@ -118,6 +122,8 @@ class OncePerCause:
     def warning(self, event: str, *, cause: str, **fields: object) -> int:
         """Counts, and logs if it is time to; returns how often `cause` was seen for `event`."""
         count = self._counts.get((event, cause), 0) + 1
+        if count == 1 and len(self._counts) >= CAUSES_MAX:
+            del self._counts[next(iter(self._counts))]
         self._counts[event, cause] = count
         if _is_power_of_ten(count):
             bind(self._log, cause=cause, count=count, **fields).warning(event)

@@ -64,6 +64,8 @@ _BYTES_KIND = ("arena", "parity", "manifest", "wire")
 _DENIAL = ("unauthenticated", "access_denied")
 _REVIEW = ("allowed", "denied", "failed")
 _MESSAGE = ("report", "directive", "suspect")
+_LIMITED = ("trainers", "peers")
+_CROWDED = ("arena", "bulk", "http")
 
 DEFINITIONS: tuple[Definition, ...] = (
     _counter("snapshots", "Snapshots of a rank that reached a stage.", "job", stage=_STAGES),
@@ -128,6 +130,9 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("peer_messages_lost", "Messages to peers that did not arrive.", kind=_MESSAGE),
     _counter("auth_denials", "Calls of trainers that were denied.", cause=_DENIAL),
     _counter("token_reviews", "Questions to the API server, whose a token is.", outcome=_REVIEW),
+    _counter("rate_limited", "Calls refused because they came too fast.", service=_LIMITED),
+    _counter("connections_shed", "Idle connections closed for new ones.", service=_CROWDED),
+    _counter("jobs_refused", "Memberships refused because there are too many jobs."),
     _counter("catalogue_dropped", "Words to the catalogue that were given up."),
     _durations("loop_lag_seconds", "Delay of the daemon's event loop.", buckets=_LAG_BUCKETS_S),
 )

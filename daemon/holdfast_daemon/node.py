@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
-from holdfast_core.errors import StaleEpochError, StorageError
+from holdfast_core.errors import InvalidJobError, StaleEpochError, StorageError
 from holdfast_core.values import Membership
 from holdfast_daemon import describe
 from holdfast_daemon.auth import Authenticator, TokenAuthenticator, TrustingAuthenticator
@@ -40,6 +41,7 @@ from holdfast_daemon.settings import Auth, DaemonSettings
 from holdfast_daemon.storage import NodeStorage
 from holdfast_daemon.token_files import FileAuthenticator
 from holdfast_daemon.token_review import TokenReviewApi
+from holdfast_daemon.traffic import Traffic
 from holdfast_daemon.trainer_service import TrainerService
 from holdfast_daemon.wires import Wiring
 from holdfast_daemon.worker import EffectWorker
@@ -48,6 +50,8 @@ from holdfast_protos import codec, control_pb2
 PULSE_S = 1.0
 BULK_TIMEOUT_S = 5.0
 STOP_GRACE_S = 0.5
+JOBS_MAX = 256
+"""Jobs at once: each ticks, reports and is told of in every heartbeat."""
 JOBS_REMEMBERED = 1000
 """Ended jobs whose names are remembered, so that a late agent is told that its job is over."""
 
@@ -81,6 +85,7 @@ class Node:
             self._claims.resolve,
             self._claims.closed,
             on_granted=self._claims.granted,
+            on_refused=self._claims.refused,
             mode=settings.permissions,
         )
         self._authenticator = self._make_authenticator()
@@ -94,8 +99,7 @@ class Node:
         self._control: ControlClient | None = None
         self._http: HttpServer | None = None
         self._pulse: asyncio.Task[None] | None = None
-        self._counted_bytes = (0, 0)
-        """Sent to and received from peers, as far as metrics have it."""
+        self._traffic = Traffic(self.metrics, self._bulk, self._bulk_client, self._descriptors)
         self._turned_at = time.monotonic()
         self._started_at = time.monotonic()
 
@@ -221,6 +225,7 @@ class Node:
             if host is None:
                 if membership.member_on(self._settings.node) is None:
                     return
+                self._check_room_for(membership.job)
                 host = self._adopt(membership.job)
             host.carry_out(host.engine.set_membership(membership, host.now))
             if host.engine.memory.me is None:
@@ -230,6 +235,14 @@ class Node:
             while len(self._ended) > JOBS_REMEMBERED:
                 del self._ended[next(iter(self._ended))]
             self._drop(message.drop.job)
+
+    def _check_room_for(self, job: str) -> None:
+        if len(self.hosts) >= JOBS_MAX:
+            self.metrics.add("jobs_refused")
+            raise InvalidJobError(
+                f"job {job} is one too many for node {self._settings.node}, which has {JOBS_MAX}: "
+                f"end some, or place it elsewhere"
+            )
 
     def _adopt(self, job: str) -> JobHost:
         storage = JobStorage(self.storage, job)
@@ -307,7 +320,10 @@ class Node:
         trainers = await serve_trainers(service, settings.socket, settings.permissions)
         self._servers.append(trainers)
         peers, self._peer_address = await serve_peers(
-            PeerService(self.hosts.get), settings.host, settings.peer_port, settings.identity
+            PeerService(self.hosts.get, partial(self.metrics.add, "rate_limited", service="peers")),
+            settings.host,
+            settings.peer_port,
+            settings.identity,
         )
         self._servers.append(peers)
 
@@ -319,18 +335,11 @@ class Node:
             self._observer.refresh(
                 self.hosts, self.storage.reserved_bytes, self._settings.budget_bytes
             )
-            self._count_traffic()
+            self._traffic.count(self._http)
             self._scrub_next(before)
             await asyncio.sleep(PULSE_S)
             lag_s = time.monotonic() - before - PULSE_S
             self.metrics.observe("loop_lag_seconds", max(0.0, lag_s))
-
-    def _count_traffic(self) -> None:
-        sent, received = self._bulk.sent_bytes, self._bulk_client.received_bytes
-        before_sent, before_received = self._counted_bytes
-        self.metrics.add("sent_bytes", sent - before_sent)
-        self.metrics.add("received_bytes", received - before_received)
-        self._counted_bytes = sent, received
 
     def _scrub_next(self, now: float) -> None:
         targets = {

@@ -8,20 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
 
 import grpc
 import grpc.aio
 
-from holdfast_core.errors import HoldfastError, StaleEpochError, UnreachableError
+from holdfast_core.errors import (
+    HoldfastError,
+    ProtocolError,
+    RateLimitedError,
+    StaleEpochError,
+    UnreachableError,
+)
 from holdfast_core.values import Generation, MemberPlace
 from holdfast_daemon.effects import Effect, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.host import JobHost
-from holdfast_protos import codec, peer_pb2, peer_pb2_grpc
+from holdfast_daemon.rates import (
+    FETCH_RATE,
+    PEER_RATE,
+    STRANGERS,
+    SUSPECT_RATE,
+    Accounts,
+    Rate,
+)
+from holdfast_daemon.refusals import Context, refuse
+from holdfast_protos import channels, codec, peer_pb2, peer_pb2_grpc
 from holdfast_protos.identity import Identity, Role, aio_channel, channel
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 SEND_TIMEOUT_S = 2.0
 FETCH_TIMEOUT_S = 5.0
@@ -79,7 +92,7 @@ class PeerOutbox:
         known = self._channels.get(address)
         if known is not None and known[0] == version:
             return known[1]
-        opened = aio_channel(address, self._identity, Role.DAEMON)
+        opened = aio_channel(address, self._identity, Role.DAEMON, channels.channel_options())
         self._channels[address] = (version, opened)
         if known is not None:
             await known[1].close(grace=None)
@@ -117,27 +130,51 @@ class PeerOutbox:
 class PeerService(peer_pb2_grpc.PeerServicer):
     """What other daemons may tell and ask this one."""
 
-    def __init__(self, host_of: Callable[[str], JobHost | None]) -> None:
+    def __init__(
+        self,
+        host_of: Callable[[str], JobHost | None],
+        limited: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`limited` counts the calls that are refused because they come too fast."""
         self._host_of = host_of
+        self._accounts = Accounts(time.monotonic, limited)
 
     async def Report(self, request: peer_pb2.ReportMessage, context: Context) -> peer_pb2.PeerReply:
-        report = codec.report_from_proto(request)
+        host = self._host_of(request.job)
+        # Numbers of members that are none share an account: anybody could make them up.
+        known = host is not None and host.engine.is_member(request.member)
+        who = f"member {request.member}" if known else "no member"
+        await self._admit(context, request.job, PEER_RATE, who)
+        try:
+            report = codec.report_from_proto(request)
+        except ProtocolError as error:
+            await refuse(context, error)
         return self._tell(request.job, lambda host: host.engine.on_report(report, host.now))
 
     async def Direct(
         self, request: peer_pb2.DirectiveMessage, context: Context
     ) -> peer_pb2.PeerReply:
+        await self._admit(context, request.job, PEER_RATE, "directives")
         directive = codec.directive_from_proto(request)
         return self._tell(request.job, lambda host: host.engine.on_directive(directive, host.now))
 
     async def Suspect(
         self, request: peer_pb2.SuspectMessage, context: Context
     ) -> peer_pb2.PeerReply:
+        await self._admit(context, request.job, SUSPECT_RATE, "suspicions")
         epoch, rank = request.epoch, request.rank
         generation = codec.generation_from_proto(request.generation)
         return self._tell(
             request.job, lambda host: host.engine.on_suspect(epoch, rank, generation, host.now)
         )
+
+    async def _admit(self, context: Context, job: str, rate: Rate, what: str) -> None:
+        """Return when it is the call's turn; otherwise it is refused."""
+        known = self._host_of(job) is not None
+        try:
+            await self._accounts.admit(*(((job, what), rate) if known else STRANGERS))
+        except RateLimitedError as error:
+            await refuse(context, error)
 
     def _tell(self, job: str, word: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
         """Give the job's engine a peer's word; the answer is our epoch, 0 for an unknown job."""
@@ -150,6 +187,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def FetchManifest(
         self, request: peer_pb2.FetchManifestRequest, context: Context
     ) -> peer_pb2.FetchManifestReply:
+        await self._admit(context, request.job, FETCH_RATE, "manifests")
         host = self._host_of(request.job)
         if host is None:
             return peer_pb2.FetchManifestReply()
@@ -158,11 +196,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 f"a daemon of epoch {request.epoch} asks for a manifest; the epoch is "
                 f"{host.engine.memory.epoch}"
             )
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                str(error),
-                trailing_metadata=codec.error_to_metadata(error),
-            )
+            await refuse(context, error)
         found = host.storage.describe(request.rank, codec.generation_from_proto(request.generation))
         manifest, layout = found or (b"", b"")
         return peer_pb2.FetchManifestReply(manifest=manifest, layout=layout)
@@ -207,7 +241,8 @@ class ManifestFetcher:
         with self._lock:
             known = self._channels.get(address)
             if known is None or known[0] != version:
-                known = (version, channel(address, self._identity, Role.DAEMON))
+                options = channels.channel_options()
+                known = (version, channel(address, self._identity, Role.DAEMON, options))
                 self._channels[address] = known
             return known[1]
 

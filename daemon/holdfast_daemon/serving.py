@@ -10,7 +10,7 @@ import grpc.aio
 from holdfast_core.errors import StorageError
 from holdfast_daemon.peers import PeerService
 from holdfast_daemon.trainer_service import TrainerService
-from holdfast_protos import peer_pb2_grpc, trainer_pb2_grpc
+from holdfast_protos import channels, peer_pb2_grpc, trainer_pb2_grpc
 from holdfast_protos.identity import Identity, OnlyFor, Role, add_port
 
 
@@ -21,7 +21,10 @@ async def serve_trainers(service: TrainerService, path: Path, mode: int) -> grpc
         StorageError: another daemon serves there, or the socket cannot be made.
     """
     clear_socket(path)
-    server = grpc.aio.server()
+    server = grpc.aio.server(
+        options=channels.server_options(channels.TRAINER_STREAMS_MAX),
+        maximum_concurrent_rpcs=channels.TRAINER_CALLS_MAX,
+    )
     trainer_pb2_grpc.add_TrainerServicer_to_server(service, server)
     try:
         server.add_insecure_port(f"unix:{path}")
@@ -42,7 +45,11 @@ async def serve_peers(
     Raises:
         StorageError: the port cannot be had.
     """
-    server = grpc.aio.server(interceptors=[OnlyFor(identity, Role.DAEMON)])
+    server = grpc.aio.server(
+        interceptors=[OnlyFor(identity, Role.DAEMON)],
+        options=channels.server_options(channels.PEER_STREAMS_MAX),
+        maximum_concurrent_rpcs=channels.PEER_CALLS_MAX,
+    )
     peer_pb2_grpc.add_PeerServicer_to_server(service, server)
     try:
         bound = add_port(server, f"{host}:{port}", identity)

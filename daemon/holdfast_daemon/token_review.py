@@ -73,7 +73,7 @@ class TokenReviewApi:
             )
         if status not in (200, 201):
             raise UnreachableError(f"{self._address} answered {status}")
-        return _identity(body)
+        return identity_in(body)
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
         own = self._token_file.read_text().strip()
@@ -90,7 +90,7 @@ class TokenReviewApi:
             connection.close()
 
 
-def _identity(body: bytes) -> Identity:
+def identity_in(body: bytes) -> Identity:
     """The pod that the answered review names."""
     try:
         status: dict[str, Any] = json.loads(body)["status"]
@@ -104,7 +104,7 @@ def _identity(body: bytes) -> Identity:
         if not name.startswith(_USER) or len(pods) != 1:
             raise UnauthenticatedError(f"it belongs to {name}, not to a pod's service account")
         return Identity(namespace=name.removeprefix(_USER).partition(":")[0], pod=str(pods[0]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreachableError("the API server's answer is not a TokenReview") from error
 
 

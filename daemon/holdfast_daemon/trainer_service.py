@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import msgspec
 
 from holdfast_core.errors import (
@@ -25,8 +24,6 @@ from holdfast_core.errors import (
     HoldfastError,
     SnapshotSkippedError,
     StaleEpochError,
-    StepOrderError,
-    UnauthenticatedError,
     UnknownSessionError,
     UnreachableError,
 )
@@ -38,6 +35,9 @@ from holdfast_daemon.engine import RestoreState
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import Metrics
+from holdfast_daemon.rates import JOB_RATE, SESSION_RATE, STRANGERS, Accounts
+from holdfast_daemon.refusals import Context, refuse
+from holdfast_daemon.request_limits import check_address, check_units, counted, shortened
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import rank_loss_from_proto
 
@@ -48,31 +48,13 @@ DETAIL_CHARACTERS_MAX = 500
 
 _log = bind(logging.getLogger(__name__))
 _BEARER = "Bearer "
-_STATUS = {
-    AccessDeniedError.code: grpc.StatusCode.PERMISSION_DENIED,
-    UnauthenticatedError.code: grpc.StatusCode.UNAUTHENTICATED,
-    UnreachableError.code: grpc.StatusCode.UNAVAILABLE,
-    UnknownSessionError.code: grpc.StatusCode.NOT_FOUND,
-    StaleEpochError.code: grpc.StatusCode.FAILED_PRECONDITION,
-    StepOrderError.code: grpc.StatusCode.FAILED_PRECONDITION,
-}
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-async def refuse(context: Context, error: HoldfastError) -> None:
-    """End the call with `error` as the caller's side will raise it again."""
-    await context.abort(
-        _STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT),
-        str(error),
-        trailing_metadata=codec.error_to_metadata(error),
-    )
 
 
 def _translating(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(handler)
     async def translated(self: TrainerService, request: Any, context: Context) -> Any:
         try:
+            await self.admit(request)
             return await handler(self, request, context)
         except HoldfastError as error:
             await self.refuse(request, context, error)
@@ -105,11 +87,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self._metrics = metrics
         self._complaints = OncePerCause(_log)
         self._seal = SessionSeal()
+        limited = functools.partial(metrics.add, "rate_limited", service="trainers")
+        self._accounts = Accounts(time.monotonic, limited)
 
     @_translating
     async def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
         host = await self._authorized(request.job, context)
+        check_address(request.store_address)
         epoch = host.engine.hello(request.rank, request.store_address)
         membership = host.engine.memory.membership
         return trainer_pb2.HelloReply(
@@ -123,6 +108,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self, request: trainer_pb2.RestoreRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.RestoreProgress]:
         try:
+            await self.admit(request)
             host = await self._authorized(request.job, context)
             told = ""
             while True:
@@ -217,7 +203,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 payload_bytes=request.payload_bytes,
                 extras_bytes=request.extras_bytes,
                 digests=request.digests,
-                nan_units=tuple(request.nan_units),
+                nan_units=check_units(request.nan_units),
                 now=host.now,
             )
         )
@@ -239,6 +225,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self, request: trainer_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.WatchEvent]:
         try:
+            await self.admit(request)
             host, name = self._of_session(request.session)
         except HoldfastError as error:
             await refuse(context, error)
@@ -281,9 +268,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         host.engine.progress(
             session,
             step=request.step,
-            skipped=request.skipped,
-            failed=request.failed,
-            failure=request.failure,
+            skipped=counted(request.skipped),
+            failed=counted(request.failed),
+            failure=shortened(request.failure),
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             now=host.now,
         )
@@ -294,7 +281,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         codec.check_version(request.protocol_version, "the agent")
         await self._authenticator.authorize(_token(context), request.job)
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(request.wait_s, WORLD_WAIT_S_MAX)
+        # Not min() alone: with NaN it would be NaN, and no time on the loop would be in order.
+        until = loop.time() + (min(request.wait_s, WORLD_WAIT_S_MAX) if request.wait_s > 0 else 0)
         while True:
             world = self._world(request)
             left = until - loop.time()
@@ -328,6 +316,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
         host = await self._authorized(request.job, context)
+        check_address(request.store_address)
         host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
         return trainer_pb2.PublishStoreReply()
 
@@ -354,6 +343,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         elif isinstance(error, StaleEpochError) and self._host_of(job) is not None:
             self._metrics.add("stale_epoch_refusals", job=job)
         await refuse(context, error)
+
+    async def admit(self, request: Any) -> None:
+        """Return when it is this call's turn. Raises RateLimitedError."""
+        if job := getattr(request, "job", ""):
+            known = self._host_of(job) is not None
+            await self._accounts.admit(*((("job", job), JOB_RATE) if known else STRANGERS))
+        elif hasattr(request, "session"):
+            _, session = self._of_session(request.session)
+            await self._accounts.admit(("session", session), SESSION_RATE)
+        else:
+            await self._accounts.admit(*STRANGERS)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -19,11 +19,12 @@ import grpc
 import grpc.aio
 from msgspec.structs import replace
 
-from holdfast_core.errors import HoldfastError, UnreachableError
+from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.values import Membership
-from holdfast_operator.heartbeats import job_view, node_view
+from holdfast_operator.bounded import Outbox, Recent
+from holdfast_operator.heartbeats import evidence_of, identity_of, job_view, node_view
 from holdfast_operator.views import JobView, NodeView
-from holdfast_protos import codec, control_pb2
+from holdfast_protos import channels, codec, control_pb2
 from holdfast_protos.changes import change_between
 from holdfast_protos.identity import Identity, Role, add_port, insist
 
@@ -31,6 +32,13 @@ _log = logging.getLogger(__name__)
 
 RESEND_HEARTBEATS = 2.0
 """A daemon that does not say that it has the newest membership is sent it again after so many."""
+
+NODES_MAX = 20_000
+"""Nodes that are remembered; one that is away and held nothing is forgotten for another."""
+
+DROPPED_MAX = 10_000
+"""Jobs whose end is remembered, for daemons that come back and hold something of them; of one ended
+longer ago, they are told nothing, until somebody asks for it."""
 
 _Stream = grpc.aio.ServicerContext[control_pb2.Heartbeat, bytes]
 
@@ -41,8 +49,7 @@ class _Connection:
 
     node: str = ""
     """The daemon's, once it has said so."""
-    outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
-    """None ends the stream."""
+    outbox: Outbox = field(default_factory=Outbox)
     sent: dict[str, tuple[Membership, float]] = field(default_factory=dict)
     """Of each job, the newest membership that went into the outbox, and when."""
     known: dict[str, Membership] = field(default_factory=dict)
@@ -92,7 +99,7 @@ class ControlServer:
         """Node → the jobs whose published memberships have a member on it."""
         self._holders: dict[str, set[str]] = {}
         """Job → the nodes that hold something of it."""
-        self._dropped: set[str] = set()
+        self._dropped: Recent[None] = Recent(DROPPED_MAX)
         self._server: grpc.aio.Server | None = None
 
     # --- for the owner ------------------------------------------------------------------------
@@ -103,7 +110,10 @@ class ControlServer:
         Raises:
             UnreachableError: when the address cannot be had.
         """
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(
+            options=channels.server_options(channels.CONTROL_STREAMS_MAX),
+            maximum_concurrent_rpcs=channels.CONTROL_CALLS_MAX,
+        )
         server.add_generic_rpc_handlers((_handler(self.Connect),))
         try:
             bound = add_port(server, f"{host}:{port}", self._identity)
@@ -117,7 +127,7 @@ class ControlServer:
         """End all streams and stop listening; daemons go on, and dial again."""
         for node in self._nodes.values():
             if node.connection is not None:
-                node.connection.outbox.put_nowait(None)
+                node.connection.outbox.end()
         if self._server is not None:
             await self._server.stop(grace=0.2)
             self._server = None
@@ -134,7 +144,7 @@ class ControlServer:
         self._heartbeat_s = heartbeat_s
         for node in self._nodes.values():
             if node.connection is not None:
-                node.connection.outbox.put_nowait(self._welcome())
+                node.connection.outbox.put(self._welcome())
 
     def publish(self, membership: Membership) -> None:
         """Make `membership` the newest of its job, and send it to whom it concerns."""
@@ -145,19 +155,19 @@ class ControlServer:
         self._published[membership.job] = membership
         for place in membership.members:
             self._placed.setdefault(place.node, set()).add(membership.job)
-        self._dropped.discard(membership.job)
+        self._dropped.pop(membership.job, None)
         self._send_news(membership.job)
 
     def drop(self, job: str) -> None:
         """Tell every daemon that knows the job that it has ended."""
         self._unplace(job)
-        self._dropped.add(job)
+        self._dropped[job] = None
         self._send_news(job)
 
     def forget(self, job: str) -> None:
         """Leave the job to its daemons: nothing of it was published or dropped."""
         self._unplace(job)
-        self._dropped.discard(job)
+        self._dropped.pop(job, None)
 
     def views(self, job: str) -> dict[str, NodeView]:
         """All daemons that were ever heard, with what each last said of `job`."""
@@ -195,7 +205,10 @@ class ControlServer:
         self._messages.pop(job, None)
         self._changes.pop(job, None)
         for place in membership.members if membership is not None else ():
-            self._placed.get(place.node, set()).discard(job)
+            jobs = self._placed.get(place.node, set())
+            jobs.discard(job)
+            if not jobs:
+                self._placed.pop(place.node, None)
 
     def _send_news(self, job: str) -> None:
         membership = self._published.get(job)
@@ -240,7 +253,7 @@ class ControlServer:
                 codec.check_version(heartbeat.protocol_version, f"the daemon on {heartbeat.node}")
                 self._hear(heartbeat, connection)
         finally:
-            connection.outbox.put_nowait(None)
+            connection.outbox.end()
 
     def _welcome(self) -> bytes:
         welcome = control_pb2.Welcome(heartbeat_s=self._heartbeat_s)
@@ -251,6 +264,7 @@ class ControlServer:
         view = node_view(heartbeat, self._clock())
         node = self._nodes.get(heartbeat.node)
         if node is None:
+            self._forget_a_node()
             node = self._nodes[heartbeat.node] = _Node(view, {}, None)
         elif node.connection is connection:
             before = node.jobs
@@ -260,7 +274,7 @@ class ControlServer:
             }
         for job, found in jobs.items():
             _note_known(connection, job, found.membership)
-        evidence = {job: _still(found) for job, found in jobs.items()}
+        evidence = {job: evidence_of(found) for job, found in jobs.items()}
         concerned = {
             job
             for job in evidence.keys() | node.evidence.keys()
@@ -272,10 +286,10 @@ class ControlServer:
                 del self._holders[job]
         for job in jobs.keys() - node.jobs.keys():
             self._holders.setdefault(job, set()).add(view.name)
-        moved = _identity(view) != _identity(node.view) or node.connection is not connection
+        moved = identity_of(view) != identity_of(node.view) or node.connection is not connection
         if node.connection is not connection:
             if node.connection is not None:
-                node.connection.outbox.put_nowait(None)
+                node.connection.outbox.end()
             node.connection, connection.node = connection, view.name
             _log.info("daemon on %s connected", view.name)
         node.view, node.jobs, node.evidence = view, jobs, evidence
@@ -283,6 +297,18 @@ class ControlServer:
         self._bring_up_to_date(node, everything)
         if moved or concerned:
             self._on_evidence(everything | concerned if moved else frozenset(concerned))
+
+    def _forget_a_node(self) -> None:
+        """Of names without end: nodes come and go, and a daemon could make them up."""
+        if len(self._nodes) >= NODES_MAX:
+            gone = (n for n, node in self._nodes.items() if not (node.connection or node.jobs))
+            name = next(gone, None)
+            if name is None:
+                raise ProtocolError(
+                    f"{NODES_MAX} daemons have dialled in, and all of them hold something; one "
+                    f"control loop takes no more"
+                )
+            del self._nodes[name]
 
     def _disconnected(self, connection: _Connection) -> None:
         node = self._nodes.get(connection.node)
@@ -300,7 +326,7 @@ class ControlServer:
             theirs, membership = node.jobs.get(job), self._published.get(job)
             if theirs is not None and job in self._dropped:
                 drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
-                node.connection.outbox.put_nowait(drop.SerializeToString())
+                node.connection.outbox.put(drop.SerializeToString())
                 node.connection.known.pop(job, None)
             elif membership is not None and _is_newer(membership, theirs):
                 self._send_membership(node.connection, membership, theirs)
@@ -318,7 +344,7 @@ class ControlServer:
         elif theirs is not None and theirs.revision is not None:
             message = self._change(connection.known.get(job), membership)
         connection.sent[job], connection.known[job] = (membership, now), membership
-        connection.outbox.put_nowait(message or self._whole(membership))
+        connection.outbox.put(message or self._whole(membership))
 
     def _whole(self, membership: Membership) -> bytes:
         if membership.job not in self._messages:
@@ -377,19 +403,3 @@ def _note_known(connection: _Connection, job: str, theirs: Membership | None) ->
 
 def _version(membership: Membership) -> tuple[int, int]:
     return membership.epoch, membership.revision
-
-
-def _identity(view: NodeView) -> tuple[object, ...]:
-    return (view.memory_id, view.incarnation, view.peer_address, view.bulk_address)
-
-
-def _still(view: JobView) -> object:
-    """What could call for a decision: everything but the passing of time."""
-    return (
-        *(view.epoch, view.membership, view.verified, view.line),
-        *(view.agent_waiting, view.rebuilding, view.problem),
-        *(
-            (each.rank, each.pid, each.lost, each.restored, each.restored_from, each.exit_code)
-            for each in view.ranks
-        ),
-    )

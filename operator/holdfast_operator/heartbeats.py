@@ -80,3 +80,20 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         restored_from=state.restored_from,
         exit_code=state.exit_code or None,
     )
+
+
+def identity_of(view: NodeView) -> tuple[object, ...]:
+    """What makes a daemon another one than before, or moves it."""
+    return (view.memory_id, view.incarnation, view.peer_address, view.bulk_address)
+
+
+def evidence_of(view: JobView) -> object:
+    """What could call for a decision: everything but the passing of time."""
+    return (
+        *(view.epoch, view.membership, view.verified, view.line),
+        *(view.agent_waiting, view.rebuilding, view.problem),
+        *(
+            (each.rank, each.pid, each.lost, each.restored, each.restored_from, each.exit_code)
+            for each in view.ranks
+        ),
+    )

@@ -191,11 +191,13 @@ def aio_channel(
     return grpc.aio.secure_channel(address, identity.current().credentials, options=named)
 
 
-def channel(address: str, identity: Identity | None, role: Role) -> grpc.Channel:
+def channel(
+    address: str, identity: Identity | None, role: Role, options: Options = ()
+) -> grpc.Channel:
     """As `aio_channel`, for threads."""
     if identity is None:
-        return grpc.insecure_channel(address)
-    named = [("grpc.ssl_target_name_override", identity.name(role))]
+        return grpc.insecure_channel(address, options=options)
+    named = [*options, ("grpc.ssl_target_name_override", identity.name(role))]
     return grpc.secure_channel(address, identity.current().credentials, options=named)
 
 

@@ -1,11 +1,12 @@
-"""Ways to damage bytes that were valid: what a fuzzer does to a seed, as data that can be shrunk."""
+"""Ways to damage bytes that were valid."""
 
 from __future__ import annotations
 
+import math
+import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+import struct
+from collections.abc import Callable, Sequence
 
 NUMBERS = (
     b"0",
@@ -52,80 +53,108 @@ _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?")
 _STRING = re.compile(rb'"[^"\n]{0,200}"')
 
 
-class Kind(Enum):
-    """What an edit does at its place."""
-
-    FLIP = 0
-    CUT = 1
-    REMOVE = 2
-    REPEAT = 3
-    SPLICE = 4
-    LENGTH = 5
-    NUMBER = 6
-    WORD = 7
-    STRING = 8
-    BYTES = 9
-
-
-KINDS = tuple(Kind)
 BYTES_MAX = 1 << 18
 """Longer results are cut: what is looked for is not slowness by length alone."""
+EDITS_MAX = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """One change: `at` is a place, in any unit, `argument` chooses what comes there."""
-
-    kind: Kind
-    at: int
-    argument: int
-
-
-def mutated(seeds: Sequence[bytes], chosen: int, edits: Sequence[Edit]) -> bytes:
-    """The seed number `chosen` after all `edits`."""
-    data = seeds[chosen % len(seeds)]
-    for edit in edits:
-        other = seeds[edit.argument % len(seeds)]
-        data = _apply(data, other, edit)[:BYTES_MAX]
+def damaged(seeds: Sequence[bytes], rng: random.Random) -> bytes:
+    """One of the seeds after some edits, or bytes that were never valid."""
+    if rng.random() < 0.05:
+        return rng.randbytes(rng.randrange(200))
+    data = rng.choice(seeds)
+    for _ in range(rng.randint(1, EDITS_MAX)):
+        data = rng.choice(_EDITS)(data, rng, seeds)[:BYTES_MAX]
     return data
 
 
-def _apply(data: bytes, other: bytes, edit: Edit) -> bytes:
-    at = edit.at % (len(data) + 1)
-    argument = edit.argument
-    match edit.kind:
-        case Kind.FLIP:
-            if at == len(data):
-                return data
-            return data[:at] + bytes([data[at] ^ (1 << argument % 8)]) + data[at + 1 :]
-        case Kind.CUT:
-            return data[:at]
-        case Kind.REMOVE:
-            return data[:at] + data[at + 1 + argument % 64 :]
-        case Kind.REPEAT:
-            part = data[at : at + 1 + argument % 64]
-            return data[:at] + part * (1 + argument % 200) + data[at:]
-        case Kind.SPLICE:
-            return data[:at] + other[edit.at % (len(other) + 1) :]
-        case Kind.LENGTH:
-            size = (1, 2, 4, 8)[argument % 4]
-            value = (b"\xff" * size, b"\x00" * size, b"\xff" * (size - 1) + b"\x7f")
-            return data[:at] + value[argument // 4 % 3] + data[at + size :]
-        case Kind.NUMBER:
-            return _replaced(_NUMBER, data, edit.at, NUMBERS[argument % len(NUMBERS)])
-        case Kind.STRING:
-            word = b'"' + WORDS[argument % len(WORDS)].replace(b'"', b"'") + b'"'
-            return _replaced(_STRING, data, edit.at, word)
-        case Kind.WORD:
-            return data[:at] + WORDS[argument % len(WORDS)] + data[at:]
-        case Kind.BYTES:
-            return data[:at] + argument.to_bytes(8, "little") + data[at + argument % 9 :]
+def _flip(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    if not data:
+        return data
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
 
-def _replaced(pattern: re.Pattern[bytes], data: bytes, which: int, new: bytes) -> bytes:
+def _cut(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    return data[: rng.randint(0, len(data))] if rng.random() < 0.3 else data
+
+
+def _remove(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    at = rng.randint(0, len(data))
+    return data[:at] + data[at + rng.randint(1, 64) :]
+
+
+def _repeat(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    at = rng.randint(0, len(data))
+    part = data[at : at + rng.randint(1, 64)]
+    return data[:at] + part * rng.choice((2, 3, 200)) + data[at:]
+
+
+def _splice(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    other = rng.choice(seeds)
+    return data[: rng.randint(0, len(data))] + other[rng.randint(0, len(other)) :]
+
+
+def _length(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    """A binary number of 1 to 8 bytes becomes extreme, such as a length."""
+    size = rng.choice((1, 2, 4, 8))
+    at = rng.randint(0, len(data))
+    value = rng.choice((b"\xff" * size, b"\0" * size, b"\xff" * (size - 1) + b"\x7f"))
+    return data[:at] + value + data[at + size :]
+
+
+def _varint(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    """A number of a protobuf message becomes as large as it can be."""
+    at = rng.randint(0, len(data))
+    return data[:at] + rng.choice((b"\xff" * 9 + b"\x01", b"\xff" * 4 + b"\x0f")) + data[at + 1 :]
+
+
+def _double(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    """A fixed number of eight bytes becomes NaN, infinite or huge."""
+    at = rng.randint(0, len(data))
+    value = rng.choice((math.nan, math.inf, -math.inf, 1e308, -1.0))
+    return data[:at] + struct.pack("<d", value) + data[at + 8 :]
+
+
+def _number(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    return _replaced(_NUMBER, data, rng, rng.choice(NUMBERS))
+
+
+def _string(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    return _replaced(_STRING, data, rng, b'"' + rng.choice(WORDS).replace(b'"', b"'") + b'"')
+
+
+def _word(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    at = rng.randint(0, len(data))
+    return data[:at] + rng.choice(WORDS) + data[at:]
+
+
+def _noise(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
+    at, size = rng.randint(0, len(data)), rng.randint(1, 9)
+    return data[:at] + rng.randbytes(size) + data[at + size :]
+
+
+def _replaced(pattern: re.Pattern[bytes], data: bytes, rng: random.Random, new: bytes) -> bytes:
     """`data` with one of the matches of `pattern` replaced."""
     found = list(pattern.finditer(data))
     if not found:
         return data
-    match = found[which % len(found)]
+    match = rng.choice(found)
     return data[: match.start()] + new + data[match.end() :]
+
+
+_EDITS: tuple[Callable[[bytes, random.Random, Sequence[bytes]], bytes], ...] = (
+    _flip,
+    _cut,
+    _remove,
+    _repeat,
+    _splice,
+    _length,
+    _varint,
+    _double,
+    _number,
+    _number,
+    _string,
+    _word,
+    _noise,
+)

@@ -23,7 +23,7 @@ from holdfast._token import Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.values import Generation, Line, Manifest
-from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import loss_to_proto
 
 _RECONNECT_MS_MAX = 1000
@@ -191,13 +191,7 @@ class GrpcClient:
         self._arena_socket = socket.parent / "arena.sock"
         self._channel = grpc.insecure_channel(
             f"unix:{socket}",
-            options=[
-                ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS_MAX),
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.max_receive_message_length", -1),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.enable_http_proxy", 0),
-            ],
+            options=channels.channel_options(reconnect_ms_max=_RECONNECT_MS_MAX),
         )
         self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
         # Connecting takes longer than a call, so it begins before the first one.

@@ -88,7 +88,7 @@ def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:
 def _policy(text: str) -> Policy:
     try:
         return msgspec.json.decode(text, type=Policy) if text else Policy()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJobError(
             f"HOLDFAST_POLICY={text!r} is not a job's snapshot.policy: {error}"
         ) from error

@@ -10,6 +10,7 @@ any scalar type keep their type and their order.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,10 @@ import torch
 from holdfast_core.errors import CorruptError, HoldfastError
 
 _DEPTH_MAX = 200
+_DTYPE_CHARACTERS = 32
+_EMPTY_ELEMENTS_MAX = 1 << 20
+_INTEGER_BITS_MAX = 8192
+"""Python reads no longer decimal numbers than of 4300 digits."""
 _INT64 = range(-(2**63), 2**64)
 _OPENING = b"hfx1"
 _JOINED = b"hfx2"
@@ -58,9 +63,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def encode_extras(value: object) -> bytes:
     """`value` as bytes.
 
-    Supported: None, bool, int of any size, float, complex, str, bytes, dict (and OrderedDict) with
-    keys of these scalar types or tuples of them, list, tuple, set, torch.Tensor (copied from its
-    device), torch.Size, torch.dtype, torch.device, numpy arrays and scalars of plain dtypes.
+    Supported: None, bool, int (up to 8192 bits), float, complex, str, bytes, dict (and OrderedDict)
+    with keys of these scalar types or tuples of them, list, tuple, set, torch.Tensor (copied from
+    its device), torch.Size, torch.dtype, torch.device, numpy arrays and scalars of plain dtypes.
 
     Raises:
         UnsupportedValueError: for anything else, naming the path to it.
@@ -121,7 +126,14 @@ def _pack(value: Any, path: str, depth: int) -> object:
     if value is None or kind in (bool, float, str, bytes):
         return value
     if kind is int:
-        return value if value in _INT64 else ["i", str(value)]
+        if value in _INT64:
+            return value
+        if value.bit_length() > _INTEGER_BITS_MAX:
+            raise UnsupportedValueError(
+                f"{path} is an integer of {value.bit_length()} bits; a snapshot carries up to "
+                f"{_INTEGER_BITS_MAX}"
+            )
+        return ["i", str(value)]
     if kind is dict or kind is OrderedDict:
         pairs = [
             [_pack(k, f"{path} key", depth + 1), _pack(v, f"{path}[{k!r}]", depth + 1)]
@@ -173,12 +185,14 @@ def _pack_array(value: np.ndarray[Any, Any] | np.generic, path: str) -> object:
         raise UnsupportedValueError(
             f"{path} is an array of dtype {array.dtype}; use a plain numeric dtype"
         )
+    if array.dtype.itemsize == 0 and array.size > _EMPTY_ELEMENTS_MAX:
+        raise UnsupportedValueError(f"{path} is an array of {array.size} elements of no size")
     tag = "a" if isinstance(value, np.ndarray) else "n"
     return [tag, array.dtype.str, list(array.shape), array.tobytes()]
 
 
 def _unpack(value: Any, depth: int) -> Any:
-    if depth > 2 * _DEPTH_MAX:
+    if depth > _DEPTH_MAX:
         raise CorruptError("extras are nested too deep")
     if not isinstance(value, list):
         if isinstance(value, dict) or type(value) is msgspec.msgpack.Ext:
@@ -211,10 +225,13 @@ def _tensor(dtype: str, shape: list[int], data: bytes, depth: int) -> torch.Tens
 
 def _array(dtype: str, shape: list[int], data: bytes, depth: int) -> np.ndarray[Any, Any]:
     del depth
-    kind = np.dtype(dtype)
-    if kind.hasobject:
-        raise CorruptError(f"extras hold an array of dtype {dtype}")
+    kind = np.dtype(dtype) if isinstance(dtype, str) and len(dtype) <= _DTYPE_CHARACTERS else None
+    if kind is None or kind.hasobject or kind.fields is not None or kind.subdtype is not None:
+        raise CorruptError(f"extras hold an array of dtype {str(dtype)[:80]}")
     if kind.itemsize == 0:
+        # numpy makes such elements a byte long; then there must be few, as there are no bytes.
+        if math.prod(shape) > _EMPTY_ELEMENTS_MAX:
+            raise CorruptError(f"extras hold {math.prod(shape)} elements of no size")
         return np.zeros(shape, kind)
     return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)
 

@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from holdfast._token import Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
-from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +98,7 @@ class GrpcDaemon:
     def __init__(self, socket: Path, job: str, token_file: Path | None = None) -> None:
         self._socket, self._job = socket, job
         self._token = Token(token_file)
-        options = [
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 500),
-            ("grpc.enable_http_proxy", 0),
-        ]
+        options = channels.channel_options(reconnect_ms_max=500)
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
         self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
 

@@ -137,14 +137,22 @@ class Convergence:
         return self._settle(now)
 
     def on_report(self, report: Report, now: float) -> list[Effect]:
-        """A peer's report. A newer epoch than ours fences us; an older one is ignored."""
+        """A peer's report. A newer epoch than ours fences us; an older one is ignored, and so is
+        one of somebody who is no member."""
         memory = self.memory
         if not self._see_epoch(report.epoch):
+            if not self.is_member(report.member):
+                return []
             known = memory.reports.get(report.member)
             if report.epoch < memory.epoch or (known and known.order >= report.order):
                 return []
             memory.reports[report.member] = report
         return self._settle(now)
+
+    def is_member(self, member: int) -> bool:
+        """Whether the job has this member in this epoch."""
+        membership = self.memory.membership
+        return membership is not None and any(m.index == member for m in membership.members)
 
     def on_directive(self, directive: Directive, now: float) -> list[Effect]:
         """The leader's word."""

@@ -103,7 +103,7 @@ def test_a_request_comes_back_from_its_frame(
 ) -> None:
     epoch, generation_epoch, step, offset, nbytes = numbers
     if kind is Kind.CHANGE:
-        offset -= offset % piece_bytes
+        offset, nbytes = offset - offset % piece_bytes, min(nbytes, bulk.CHANGE_BYTES_MAX)
     request = Request(
         job=job,
         epoch=epoch,
@@ -251,19 +251,55 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
-def test_a_connection_beyond_the_limit_is_closed_and_counted(resolver: OneFile) -> None:
-    server = BulkServer("127.0.0.2", 0, resolver, connections_max=1)
+class Busy(OneFile):
+    """Takes as long to find bytes as the test wants."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def locate(self, request: Request) -> Located:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return super().locate(request)
+
+
+def test_a_connection_beyond_those_at_work_is_closed_and_counted(resolver: OneFile) -> None:
+    busy = Busy(resolver.path)
+    server = BulkServer("127.0.0.2", 0, busy, connections_max=1)
     server.start()
     client = BulkClient(timeout_s=5)
-    with client.open(server.address, wanted(0, 2_000_000)) as stream:
-        with pytest.raises(UnreachableError):
-            client.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
-        stream.read_into(memoryview(bytearray(2_000_000)))
-    client.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
+    view = memoryview(bytearray(10))
+    first = threading.Thread(target=client.fetch_into, args=(server.address, wanted(0, 10), view))
+    first.start()
+    assert busy.begun.wait(5)
+    with pytest.raises(UnreachableError):
+        client.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
+    busy.may_end.set()
+    first.join()
+    assert bytes(view) == CONTENT[:10]
     client.close()
     server.close()
-    assert server.refused == 1
-    assert server.sent_bytes == 2_000_010
+    assert (server.refused, server.shed) == (1, 0)
+
+
+def test_connections_that_ask_for_nothing_give_way_to_one_that_does(resolver: OneFile) -> None:
+    server = BulkServer("127.0.0.2", 0, resolver, connections_max=3)
+    server.start()
+    client = BulkClient(timeout_s=5)
+    client.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
+    silent = [socket.create_connection((server.host, server.port)) for _ in range(50)]
+    late = BulkClient(timeout_s=5)
+    late.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
+    assert silent[0].recv(1) == b"", "the first that was silent is closed"
+    client.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
+    late.close()
+    client.close()
+    server.close()
+    for connection in silent:
+        connection.close()
+    assert server.shed >= 48
+    assert server.accepted == 52, "the connection that was used before is used again"
 
 
 def test_a_client_survives_the_restart_of_a_peer(resolver: OneFile) -> None:

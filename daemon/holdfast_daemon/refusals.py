@@ -1,0 +1,45 @@
+"""How a call is refused, so that the caller's side raises the same error again."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from holdfast_core.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    RateLimitedError,
+    StaleEpochError,
+    StepOrderError,
+    UnauthenticatedError,
+    UnknownSessionError,
+    UnreachableError,
+)
+from holdfast_protos import codec
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DETAIL_CHARACTERS_MAX = 4000
+"""Of a refusal's words, some of which the caller chose: more than that does not fit the headers."""
+
+_STATUS = {
+    AccessDeniedError.code: grpc.StatusCode.PERMISSION_DENIED,
+    UnauthenticatedError.code: grpc.StatusCode.UNAUTHENTICATED,
+    RateLimitedError.code: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnreachableError.code: grpc.StatusCode.UNAVAILABLE,
+    UnknownSessionError.code: grpc.StatusCode.NOT_FOUND,
+    StaleEpochError.code: grpc.StatusCode.FAILED_PRECONDITION,
+    StepOrderError.code: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+async def refuse(context: Context, error: HoldfastError) -> NoReturn:
+    """End the call with `error`."""
+    await context.abort(
+        _STATUS.get(error.code, grpc.StatusCode.INVALID_ARGUMENT),
+        str(error)[:DETAIL_CHARACTERS_MAX],
+        trailing_metadata=codec.error_to_metadata(error),
+    )
+    raise AssertionError("abort() raises")

@@ -1,0 +1,41 @@
+"""Counts for /metrics what the daemon's servers count for themselves, in threads of their own."""
+
+from __future__ import annotations
+
+from holdfast_daemon.bulk_client import BulkClient
+from holdfast_daemon.bulk_server import BulkServer
+from holdfast_daemon.descriptors import DescriptorServer
+from holdfast_daemon.http import HttpServer
+from holdfast_daemon.metrics import Metrics
+
+
+class Traffic:
+    """Adds to the counters of `metrics` what came since the last look."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        bulk: BulkServer,
+        client: BulkClient,
+        descriptors: DescriptorServer,
+    ) -> None:
+        self._metrics, self._bulk, self._client = metrics, bulk, client
+        self._descriptors = descriptors
+        self._before: dict[str, int] = {}
+
+    def count(self, http: HttpServer | None) -> None:
+        """Bring the counters up to date; `http` when there is one."""
+        self._metrics.add("sent_bytes", self._more("sent", self._bulk.sent_bytes))
+        self._metrics.add("received_bytes", self._more("received", self._client.received_bytes))
+        shed = {
+            "arena": self._descriptors.shed,
+            "bulk": self._bulk.shed + self._bulk.refused,
+            "http": http.shed if http else 0,
+        }
+        for service, count in shed.items():
+            self._metrics.add("connections_shed", self._more(service, count), service=service)
+
+    def _more(self, name: str, count: int) -> int:
+        before = self._before.get(name, 0)
+        self._before[name] = count
+        return count - before

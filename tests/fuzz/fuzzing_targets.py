@@ -1,0 +1,301 @@
+"""Every parser that reads bytes from outside: one table for the tests and for `make fuzz`.
+
+A target gets any bytes and must return or raise one of the errors that it declares, in bounded time
+and memory. Where bytes carry a checksum, the target adds it, so that what is behind it is reached;
+a checksum keeps damage out, not people. Where there is an encoder, what was read is written and
+read again.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fuzzing_seeds as seeds
+import fuzzing_service
+import fuzzing_surroundings
+import xxhash
+from google.protobuf.message import DecodeError
+
+from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError
+from holdfast_core.jobs import check_local, check_supported, ignored_locally, parse_job
+from holdfast_core.layouts import (
+    decode_layout,
+    decode_manifest,
+    encode_layout,
+    encode_manifest,
+)
+from holdfast_core.places import encode_places, split_places
+from holdfast_core.quantities import parse_bytes
+from holdfast_core.units import UnitKey
+from holdfast_daemon import bulk, catalogue_records
+from holdfast_daemon.auth import token_expiry
+from holdfast_daemon.blocks import decode_record, encode_record
+from holdfast_daemon.catalogue import losses_of_state, ranks_of_state, stages_of_state
+from holdfast_daemon.claims import SessionSeal
+from holdfast_daemon.control import completed
+from holdfast_daemon.files import sign
+from holdfast_daemon.job_storage import decode_epoch
+from holdfast_daemon.token_review import identity_in
+from holdfast_operator.heartbeats import job_view, node_view
+from holdfast_operator.job_files import read_document
+from holdfast_protos import codec, control_pb2, peer_pb2, values_pb2
+
+FIXED_BYTES = 8 << 20
+"""What a parser may allocate for any input: imports at first use, a table."""
+BYTES_PER_BYTE = 100
+"""And for each byte of it: Python's objects take 50 to 90 bytes where JSON takes two."""
+SECONDS_MAX = 20.0
+"""A hang, on the slowest machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One parser."""
+
+    name: str
+    parse: Callable[[bytes], object]
+    seeds: Callable[[], Sequence[bytes]]
+    allowed: tuple[type[Exception], ...] = (HoldfastError,)
+    """What it may raise: beyond these, the callers of the parser would not notice."""
+
+
+def attempt(target: Target, data: bytes) -> None:
+    """Give `data` to the target. Raises what it must not raise, and AssertionError for what it
+    must not take."""
+    began = time.monotonic()
+    tracemalloc.start()
+    try:
+        target.parse(data)
+    except target.allowed:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    allowance = FIXED_BYTES + BYTES_PER_BYTE * len(data)
+    assert peak <= allowance, f"{target.name} took {peak} bytes for {len(data)} bytes of input"
+    took_s = time.monotonic() - began
+    assert took_s < SECONDS_MAX, f"{target.name} took {took_s:.1f} s for {len(data)} bytes of input"
+
+
+# --- files of the daemon --------------------------------------------------------------------------
+
+
+def _manifest(data: bytes) -> None:
+    manifest = decode_manifest(sign(data))
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    hash(manifest)
+
+
+def _manifest_file(data: bytes) -> None:
+    """Before the first zero byte the manifest, after it the places."""
+    body, _, places = data.partition(b"\0")
+    trailer = b"\n" + xxhash.xxh3_64_hexdigest(places).encode() + b"\n" + places if places else b""
+    encoded, found = split_places(sign(body) + trailer)
+    manifest = decode_manifest(encoded)
+    assert split_places(encode_manifest(manifest) + encode_places(found))[1] == found
+
+
+def _layout(data: bytes) -> None:
+    layout = decode_layout(data)
+    assert decode_layout(encode_layout(layout)) == layout
+    assert 0 < layout.slot_bytes <= layout.arena_bytes
+
+
+def _parity_record(data: bytes) -> None:
+    record = decode_record(sign(data))
+    assert decode_record(encode_record(record)) == record
+
+
+# --- between daemons, and with the control loop ---------------------------------------------------
+
+
+def _bulk_request(data: bytes) -> None:
+    head = data[: bulk.REQUEST_BYTES].ljust(bulk.REQUEST_BYTES, b"\0")
+    size = bulk.job_name_bytes(head)
+    assert size <= bulk.JOB_NAME_BYTES_MAX
+    request = bulk.decode_request(head, data[bulk.REQUEST_BYTES :][:size])
+    assert request.reply_bytes >= request.nbytes
+    bulk.encode_ok(request)
+
+
+def _bulk_reply(data: bytes) -> None:
+    head = bulk.decode_reply(data[: bulk.REPLY_BYTES].ljust(bulk.REPLY_BYTES, b"\0"))
+    assert head.message_bytes <= bulk.MESSAGE_BYTES_MAX
+    assert str(bulk.decode_error(data[bulk.REPLY_BYTES :])) is not None
+
+
+def _report(data: bytes) -> None:
+    report = codec.report_from_proto(peer_pb2.ReportMessage.FromString(data))
+    assert codec.report_from_proto(codec.report_to_proto(report)) == report
+
+
+def _directive(data: bytes) -> None:
+    directive = codec.directive_from_proto(peer_pb2.DirectiveMessage.FromString(data))
+    assert codec.directive_from_proto(codec.directive_to_proto(directive)) == directive
+
+
+def _membership(data: bytes) -> None:
+    message = values_pb2.Membership.FromString(data)
+    membership = codec.membership_from_proto(message)
+    for place in membership.members:
+        ranks = membership.ranks_of(place.index)
+        assert membership.member_of(ranks.start) == place.index
+    assert membership.group_of(membership.leader)
+    hash(membership)
+
+
+def _control_message(data: bytes) -> None:
+    base = codec.membership_to_proto(seeds.MEMBERSHIP)
+    message = completed(control_pb2.ControlMessage.FromString(data), {seeds.JOB: base})
+    if message.HasField("membership"):
+        codec.membership_from_proto(message.membership)
+
+
+def _heartbeat(data: bytes) -> None:
+    beat = control_pb2.Heartbeat.FromString(data)
+    codec.check_version(beat.protocol_version, "the daemon")
+    hash(node_view(beat, 0.0))
+    for state in beat.jobs:
+        job_view(state)
+
+
+# --- what people and others write -----------------------------------------------------------------
+
+
+def _job(data: bytes) -> None:
+    job = parse_job(read_document(data))
+    check_supported(job)
+    check_local(job)
+    ignored_locally(job)
+    assert job.key.isascii() and "/" not in job.key and not job.key.startswith(".")
+    assert job.world_size >= 1 and job.group_size >= 1
+    assert job.memory_per_node_bytes is None or job.memory_per_node_bytes > 0
+    assert all(isinstance(text, str) for text in (*job.command, *job.env.values()))
+
+
+def _extras(data: bytes) -> None:
+    from holdfast._extras import decode_extras, encode_extras, split_extras
+
+    first, second = split_extras(data)
+    assert len(first) + len(second) <= len(data)
+    decode_extras(encode_extras(decode_extras(b"hfx1" + data)))
+
+
+def _extras_seeds() -> list[bytes]:
+    import numpy as np
+    import torch
+
+    from holdfast._extras import encode_extras
+
+    state = {
+        "rng": torch.arange(16, dtype=torch.uint8),
+        "numpy": ("MT19937", np.arange(8, dtype=np.uint32), 3, 0, 0.0),
+        "scheduler": {"lr": 1e-3, "steps": [1, 2, 2**70], "name": "cosine", 3: None},
+        "sizes": {1, 2},
+        "kinds": [torch.float32, torch.device("cpu"), torch.Size([1, 2]), 1j, b"x", np.float64(1)],
+    }
+    return [encode_extras(state)[4:], encode_extras([[]] * 3)[4:]]
+
+
+def _redis(data: bytes) -> None:
+    kind, _, rest = data.partition(b"\n")
+    text = rest.decode(errors="replace")
+    catalogue_records.ranks_from([text])
+    catalogue_records.health_from(text)
+    for state in catalogue_records.states_from({"a": text}).values():
+        stages_of_state(state), ranks_of_state(state), losses_of_state(state)
+    name, _, value = text.partition("=")
+    catalogue_records.stages_from({name: value})
+    catalogue_records.losses_from([text])
+    catalogue_records.event_from("1-0", {"event": text})
+    del kind
+
+
+def _web_token(data: bytes) -> None:
+    token_expiry(data.decode(errors="replace"))
+
+
+def _token_claims(data: bytes) -> None:
+    from base64 import urlsafe_b64encode
+
+    token_expiry(f"a.{urlsafe_b64encode(data).decode()}.c")
+
+
+def _session(data: bytes) -> None:
+    SessionSeal().open(data.decode(errors="replace"))
+
+
+def _text(data: bytes) -> None:
+    text = data.decode(errors="replace")
+    kinds: tuple[Callable[[str], Any], ...] = (parse_bytes, UnitKey.parse)
+    for parse in kinds:
+        try:
+            parse(text)
+        except InvalidJobError:
+            continue
+
+
+_MESSAGE = (HoldfastError, DecodeError)
+"""gRPC answers a message that cannot be decoded by itself."""
+
+TARGETS: tuple[Target, ...] = (
+    Target(name="manifest", parse=_manifest, seeds=seeds.manifests, allowed=(CorruptError,)),
+    Target(
+        name="manifest-file",
+        parse=_manifest_file,
+        seeds=lambda: [seeds.manifests()[0] + b"\0" + bytes([0, 1, 2])],
+        allowed=(CorruptError,),
+    ),
+    Target(name="layout", parse=_layout, seeds=seeds.layouts),
+    Target(
+        name="parity-entry",
+        parse=_parity_record,
+        seeds=seeds.parity_records,
+        allowed=(CorruptError,),
+    ),
+    Target(
+        name="epoch-file",
+        parse=lambda data: decode_epoch(sign(data)),
+        seeds=seeds.epochs,
+        allowed=(CorruptError,),
+    ),
+    Target(name="kept-manifest", parse=fuzzing_surroundings.kept_manifest, seeds=seeds.manifests),
+    Target(name="bulk-request", parse=_bulk_request, seeds=seeds.bulk_requests),
+    Target(
+        name="bulk-reply",
+        parse=_bulk_reply,
+        seeds=lambda: [bulk.encode_error(3, CorruptError("no")), *seeds.bulk_requests()],
+    ),
+    Target(name="report", parse=_report, seeds=seeds.reports, allowed=_MESSAGE),
+    Target(name="directive", parse=_directive, seeds=seeds.directives, allowed=_MESSAGE),
+    Target(name="membership", parse=_membership, seeds=seeds.memberships, allowed=_MESSAGE),
+    Target(
+        name="control-message",
+        parse=_control_message,
+        seeds=seeds.control_messages,
+        allowed=_MESSAGE,
+    ),
+    Target(name="heartbeat", parse=_heartbeat, seeds=seeds.heartbeats, allowed=_MESSAGE),
+    Target(
+        name="trainer-request",
+        parse=fuzzing_service.request,
+        seeds=seeds.trainer_requests,
+        allowed=(DecodeError,),
+    ),
+    Target(
+        name="arena-socket", parse=fuzzing_surroundings.arena_socket, seeds=seeds.tokens, allowed=()
+    ),
+    Target(name="http", parse=fuzzing_surroundings.http, seeds=seeds.http_requests, allowed=()),
+    Target(name="job-file", parse=_job, seeds=seeds.jobs, allowed=(InvalidJobError,)),
+    Target(name="extras", parse=_extras, seeds=_extras_seeds, allowed=(CorruptError,)),
+    Target(name="redis-record", parse=_redis, seeds=seeds.redis_records, allowed=()),
+    Target(name="web-token", parse=_web_token, seeds=seeds.web_tokens, allowed=()),
+    Target(name="token-claims", parse=_token_claims, seeds=seeds.token_claims, allowed=()),
+    Target(name="token-review", parse=identity_in, seeds=seeds.token_reviews),
+    Target(name="session", parse=_session, seeds=lambda: [b"job/1/2/" + b"0" * 32]),
+    Target(name="text", parse=_text, seeds=seeds.texts, allowed=()),
+)
