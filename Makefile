@@ -29,6 +29,8 @@ ifeq ($(wildcard $(DEPS)/pyvenv.cfg),)
 .PHONY: $(STAMP)
 endif
 
+comma := ,
+
 # Requirements of the extras that the selection in $(1), a Python condition on `extra`, lets through.
 requirements = $(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *(r for extra, rs in p["optional-dependencies"].items() if $(1) \
@@ -40,6 +42,26 @@ site = -c 'import site; print(site.getsitepackages()[0])'
 # Makes the environment $(2) empty, on top of the packages of the environment $(1).
 chain = "$(1)/bin/python" -m venv --without-pip "$(2)"; \
 	"$(1)/bin/python" $(site) > "$$("$(2)/bin/python" $(site))/deps.pth"
+
+# Makes, once, the folder $$overlay: an environment with the extra $(1) on top of the shared one.
+define overlay
+mkdir -p build
+	$(call requirements,extra == "$(1)") > build/$(1)-requirements.txt
+	deps=$$(<$(STAMP))
+	key=$$({ echo "$$deps"; cat build/$(1)-requirements.txt; } | sha256sum | cut -c1-16)
+	overlay="$(HOLDFAST_CACHE)/$(1)-$$key"
+	if [ ! -d "$$overlay" ]; then
+	  exec 9>"$(HOLDFAST_CACHE)/lock"; flock 9
+	  if [ ! -d "$$overlay" ]; then
+	    rm -rf "$$overlay.new"
+	    $(call chain,$$deps,$$overlay.new)
+	    "$$overlay.new/bin/python" -m pip install --quiet --no-warn-script-location \
+	      -c constraints.txt -r build/$(1)-requirements.txt
+	    mv -T "$$overlay.new" "$$overlay"
+	  fi
+	  exec 9>&-
+	fi
+endef
 
 ##@ Everyday
 
@@ -120,23 +142,19 @@ bench-operator: $(STAMP) ## Measure the operator with thousands of members; ARGS
 
 .PHONY: bench
 bench: $(STAMP) ## Measure against a memcpy and against other packages; ARGS="--size 256MiB"
-	@mkdir -p build
-	$(call requirements,extra == "bench") > build/bench-requirements.txt
-	deps=$$(<$(STAMP))
-	key=$$({ echo "$$deps"; cat build/bench-requirements.txt; } | sha256sum | cut -c1-16)
-	bench="$(HOLDFAST_CACHE)/bench-$$key"
-	if [ ! -d "$$bench" ]; then
-	  exec 9>"$(HOLDFAST_CACHE)/lock"; flock 9
-	  if [ ! -d "$$bench" ]; then
-	    rm -rf "$$bench.new"
-	    $(call chain,$$deps,$$bench.new)
-	    "$$bench.new/bin/python" -m pip install --quiet --no-warn-script-location \
-	      -c constraints.txt -r build/bench-requirements.txt
-	    mv -T "$$bench.new" "$$bench"
-	  fi
-	  exec 9>&-
+	@$(call overlay,bench)
+	PYTHONPATH=$$("$$overlay/bin/python" $(site)) $(BIN)/python -m benchmarks.snapshot $(ARGS)
+
+.PHONY: fuzz
+fuzz: $(STAMP) ## Give damaged bytes to every parser; ARGS="--minutes 10 --only manifest"
+	@site=""
+	if ( set -e; $(call overlay,fuzz) ); then
+	  $(call overlay,fuzz)
+	  site=:$$("$$overlay/bin/python" $(site))
+	else
+	  echo "atheris cannot be installed here: the damage is random, not led by what it reaches." >&2
 	fi
-	PYTHONPATH=$$("$$bench/bin/python" $(site)) $(BIN)/python -m benchmarks.snapshot $(ARGS)
+	PYTHONPATH="tests/fuzz$$site" $(BIN)/python tests/fuzz/fuzz.py $(ARGS)
 
 .PHONY: bench-bulk
 bench-bulk: $(STAMP) ## Measure bytes between daemons: plain, authenticated, encrypted
@@ -213,7 +231,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	  exit 1
 	}
 	mkdir -p build "$(HOLDFAST_CACHE)"
-	$(call requirements,extra != "bench") > build/requirements.txt
+	$(call requirements,extra not in {"bench"$(comma) "fuzz"}) > build/requirements.txt
 	key=$$({ $(PYTHON) -VV; uname -m; cat build/requirements.txt constraints.txt; } \
 	  | sha256sum | cut -c1-16)
 	deps="$(HOLDFAST_CACHE)/deps-$$key"

@@ -78,6 +78,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_token_reviews_total",
         "holdfast_insecure",
         "holdfast_operator_insecure",
+        "holdfast_rate_limited_total",
+        "holdfast_connections_shed_total",
+        "holdfast_jobs_refused_total",
     ),
     "Health": (
         "holdfast_operator_leader",

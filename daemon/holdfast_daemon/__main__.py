@@ -7,9 +7,11 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
@@ -111,6 +113,13 @@ async def _run(settings: DaemonSettings, make_node: Callable[[DaemonSettings], N
         await node.stop()
 
 
+def _open_more_files() -> None:
+    """As many as may be: the limits on connections are ours, not those of an old `select`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(
     arguments: list[str] | None = None, make_node: Callable[[DaemonSettings], Node] = Node
 ) -> int:
@@ -121,6 +130,7 @@ def main(
     options = _parser().parse_args(arguments)
     configure(options.log_level, options.log_file, format=options.log_format)
     logging.getLogger("grpc").setLevel(logging.WARNING)
+    _open_more_files()
     # What the daemon keeps is for nobody else: other users get descriptors, never paths.
     os.umask(0o077)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from holdfast_core.loss_reports import RecoveryLoss
 from holdfast_core.values import Generation
@@ -42,7 +43,7 @@ def ranks_from(names: Iterable[str]) -> list[int]:
     return sorted(int(name) for name in names if _is_number(name))
 
 
-def health_from(text: str | None) -> RankHealth:
+def health_from(text: object) -> RankHealth:
     """What a rank does; OFFLINE when nobody says so any more."""
     known = text in RankHealth.__members__.values()
     return RankHealth(str(text)) if known else RankHealth.OFFLINE
@@ -53,9 +54,9 @@ def losses_from(texts: Iterable[str]) -> list[RecoveryLoss]:
     return list(losses_in(map(_document, texts)).values())
 
 
-def event_from(entry_id: str, fields: Mapping[str, str] | None) -> EventView | None:
+def event_from(entry_id: str, fields: Mapping[Any, Any] | None) -> EventView | None:
     """One entry of a job's stream."""
-    event = _document((fields or {}).get("event", ""))
+    event = _document(str((fields or {}).get("event", "")))
     return None if event is None else EventView(id=entry_id, event=event)
 
 

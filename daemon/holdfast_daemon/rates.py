@@ -32,9 +32,9 @@ class Rate:
 SESSION_RATE = Rate(per_s=200.0, burst=400)
 """Calls of one session: a save takes three, and none can be protected in less than a few
 milliseconds."""
-JOB_RATE = Rate(per_s=200.0, burst=400)
+JOB_RATE = Rate(per_s=300.0, burst=600)
 """Other calls of one job's trainers and agents on this node, such as Hello and Restore."""
-STRANGER_RATE = Rate(per_s=50.0, burst=200)
+STRANGER_RATE = Rate(per_s=200.0, burst=400)
 """Calls that name no job of this node, and questions about the daemon: of all callers together."""
 STRANGERS = (("strangers",), STRANGER_RATE)
 PEER_RATE = Rate(per_s=100.0, burst=200)

@@ -65,7 +65,7 @@ def _count(text: str) -> None:
     open_anchors: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            values += sizes.get(event.anchor, VALUES_MAX + 1)
+            values += sizes.get(event.anchor or "", VALUES_MAX + 1)
         elif isinstance(event, yaml.ScalarEvent):
             values += 1
             if event.anchor:

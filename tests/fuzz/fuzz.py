@@ -14,35 +14,47 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from fuzzing_mutations import BYTES_MAX, damaged
-from fuzzing_targets import TARGETS, Target, attempt
 
 BUILD = Path("build/fuzz")
-_PARSERS = ("holdfast_core", "holdfast_protos", "holdfast_daemon", "holdfast_operator", "holdfast")
+Attempt = Callable[[Any, bytes], None]
+_WATCHED = ("holdfast_core", "holdfast_protos", "holdfast_daemon", "holdfast_operator", "holdfast")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when nothing was found."""
     options = _options(arguments)
-    chosen = [target for target in TARGETS if options.only in ("", target.name)]
-    if not chosen:
-        print(f"no target is called {options.only}: {', '.join(t.name for t in TARGETS)}")
-        return 2
-    BUILD.mkdir(parents=True, exist_ok=True)
-    if options.replay is not None:
-        return _one(chosen[0], options.replay.read_bytes())
     guided = options.engine == "atheris" or (
         options.engine == "auto" and importlib.util.find_spec("atheris") is not None
     )
+    atheris: Any = importlib.import_module("atheris") if guided and options.only else None
+    # What is imported in here is watched, so that bytes which reach new code are kept.
+    with atheris.instrument_imports(include=list(_WATCHED)) if atheris else nullcontext():
+        table = importlib.import_module("fuzzing_targets")
+    chosen = [target for target in table.TARGETS if options.only in ("", target.name)]
+    if not chosen:
+        print(f"no target is called {options.only}: {', '.join(t.name for t in table.TARGETS)}")
+        return 2
+    BUILD.mkdir(parents=True, exist_ok=True)
+    if options.replay is not None:
+        table.attempt(chosen[0], options.replay.read_bytes())
+        print(f"{chosen[0].name}: read or refused")
+        return 0
     seconds = 60 * options.minutes / len(chosen)
+    if atheris:
+        return _guided(atheris, chosen[0], table.attempt, seconds, options.seed)
     print(f"{len(chosen)} targets, {seconds:.0f} s each, {'atheris' if guided else 'random'}")
-    if guided and options.only:
-        return _guided(chosen[0], seconds, options.seed)
     failed = 0
     for target in chosen:
-        failed += _child(target, options) if guided else _random(target, seconds, options.seed)
+        if guided:
+            failed += _child(target.name, seconds, options.seed)
+        else:
+            failed += _random(target, table.attempt, seconds, options.seed)
     print(f"{failed} of {len(chosen)} targets failed")
     return int(failed > 0)
 
@@ -57,13 +69,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _one(target: Target, data: bytes) -> int:
-    attempt(target, data)
-    print(f"{target.name}: {len(data)} bytes are read or refused")
-    return 0
-
-
-def _random(target: Target, seconds: float, seed: int) -> int:
+def _random(target: Any, attempt: Attempt, seconds: float, seed: int) -> int:
     """Damaged seeds for `seconds`; 1 when one of them was too much for the target."""
     rng, seeds, count = random.Random(seed), target.seeds(), 0
     until = time.monotonic() + seconds
@@ -81,42 +87,37 @@ def _random(target: Target, seconds: float, seed: int) -> int:
     return 0
 
 
-def _child(target: Target, options: argparse.Namespace) -> int:
+def _child(name: str, seconds: float, seed: int) -> int:
     """libFuzzer ends its process: each target has one of its own."""
-    share = options.minutes / len(TARGETS)
-    command = [sys.executable, __file__, "--engine", "atheris", "--only", target.name]
-    command += ["--minutes", str(share), "--seed", str(options.seed)]
+    command = [sys.executable, __file__, "--engine", "atheris", "--only", name]
+    command += ["--minutes", str(seconds / 60), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = [line for line in done.stderr.splitlines() if "DONE" in line or "ERROR" in line]
-    print(f"{target.name}: {said[-1] if said else done.stderr[-400:]}", flush=True)
+    said = [line for line in done.stderr.splitlines() if "DONE" in line]
+    print(f"{name}: {said[-1] if said else 'FAILED'}", flush=True)
     if done.returncode:
         print(done.stdout[-2000:] + done.stderr[-4000:], flush=True)
     return int(done.returncode != 0)
 
 
-def _guided(target: Target, seconds: float, seed: int) -> int:
+def _guided(atheris: Any, target: Any, attempt: Attempt, seconds: float, seed: int) -> int:
     """Never returns: libFuzzer exits, with something else than 0 when it found something."""
-    atheris = importlib.import_module("atheris")
-    _instrument(atheris)
-    corpus = BUILD / "corpus" / target.name
+    corpus, seeds = BUILD / "corpus" / target.name, target.seeds()
     corpus.mkdir(parents=True, exist_ok=True)
-    for i, data in enumerate(target.seeds()):
+    for i, data in enumerate(seeds):
         (corpus / f"seed-{i}").write_bytes(data)
+
+    def mutate(data: bytes, size_max: int, number: int) -> bytes:
+        """By libFuzzer, which knows what was reached, or by us, who know the formats."""
+        rng = random.Random(number)
+        if rng.random() < 0.5:
+            return bytes(atheris.Mutate(data, size_max))
+        return damaged([data, *seeds], rng)[:size_max]
+
     flags = [f"-max_total_time={max(int(seconds), 1)}", f"-seed={seed}", f"-max_len={BYTES_MAX}"]
     flags += ["-timeout=60", f"-artifact_prefix={BUILD}/{target.name}-", str(corpus)]
-    atheris.Setup([sys.argv[0], *flags], lambda data: attempt(target, data))
+    atheris.Setup([sys.argv[0], *flags], lambda data: attempt(target, data), custom_mutator=mutate)
     atheris.Fuzz()
     return 0
-
-
-def _instrument(atheris: object) -> None:
-    """Watch the code of ours that the targets reach, loaded as it is."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in _PARSERS:
-            continue
-        for value in list(vars(module).values()):
-            if getattr(value, "__module__", None) == name and hasattr(value, "__code__"):
-                atheris.instrument_func(value)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

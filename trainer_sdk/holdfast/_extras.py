@@ -11,6 +11,7 @@ any scalar type keep their type and their order.
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,8 @@ import torch
 from holdfast_core.errors import CorruptError, HoldfastError
 
 _DEPTH_MAX = 200
-_DTYPE_CHARACTERS = 32
+_DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|[<>|=][mM]8")
+"""What numpy calls the dtypes that are written here. It would read much more: Python, of a kind."""
 _EMPTY_ELEMENTS_MAX = 1 << 20
 _INTEGER_BITS_MAX = 8192
 """Python reads no longer decimal numbers than of 4300 digits."""
@@ -225,9 +227,9 @@ def _tensor(dtype: str, shape: list[int], data: bytes, depth: int) -> torch.Tens
 
 def _array(dtype: str, shape: list[int], data: bytes, depth: int) -> np.ndarray[Any, Any]:
     del depth
-    kind = np.dtype(dtype) if isinstance(dtype, str) and len(dtype) <= _DTYPE_CHARACTERS else None
-    if kind is None or kind.hasobject or kind.fields is not None or kind.subdtype is not None:
+    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
         raise CorruptError(f"extras hold an array of dtype {str(dtype)[:80]}")
+    kind = np.dtype(dtype)
     if kind.itemsize == 0:
         # numpy makes such elements a byte long; then there must be few, as there are no bytes.
         if math.prod(shape) > _EMPTY_ELEMENTS_MAX:
