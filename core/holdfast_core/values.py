@@ -107,6 +107,8 @@ class Membership:
     """Members of its group that keep a rank's whole payload; only with Replication."""
     tier: Tier | None = None
     """None: generations are in memory only."""
+    memory_bytes: int = 0
+    """What the job may take on each node, arenas and parity; 0: all that the daemon may use."""
 
     def __post_init__(self) -> None:
         indices = [place.index for place in self.members]

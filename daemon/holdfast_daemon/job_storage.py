@@ -98,6 +98,8 @@ class JobStorage:
         self._kept = KeptManifests(self.directory / "peers", self._files)
         self._lock = threading.RLock()
         self._allocating = threading.Lock()
+        self._quota_bytes = 0
+        """What the job may take, as its newest membership says; 0: all that the node may give."""
 
     @property
     def arena_bytes(self) -> int:
@@ -122,6 +124,7 @@ class JobStorage:
             self._kept.adopt()
             self._node.budget.adopt(self.arena_bytes + self.parity_bytes)
             saved = self._load_epoch(problems)
+            self._quota_bytes = saved.membership.memory_bytes if saved else 0
             return AdoptedJob(
                 membership=saved.membership if saved else None,
                 line=saved.line if saved else None,
@@ -147,6 +150,7 @@ class JobStorage:
     ) -> None:
         saved = SavedEpoch(membership=membership, line=line, retained=retained)
         body = msgspec.json.encode(saved, order="deterministic")
+        self._quota_bytes = membership.memory_bytes
         with self._lock, storage_errors(f"saving epoch {membership.epoch} of job {self.job}"):
             self._files.mkdir(self.directory)
             replace(self._files, self.directory / EPOCH_FILE, sign(body))
@@ -160,7 +164,8 @@ class JobStorage:
         parity blocks of each of `parity_lanes` with at least `parity_bytes` each.
 
         Raises:
-            MemoryBudgetError: beyond the budget, or the file system is full; nothing is kept then.
+            MemoryBudgetError: beyond what the job may take, or the budget, or the file system is
+                full; nothing is kept then.
             CorruptError, LayoutMismatchError: `layout` is not a layout of `rank`.
             StorageError: the file system failed.
         """
@@ -170,6 +175,7 @@ class JobStorage:
                 known = self._arenas.get((rank, layout_id(layout)))
                 needed = self._blocks.missing_bytes(parity_lanes, parity_bytes)
             needed += 0 if known else decoded.arena_bytes
+            self._check_quota(needed, rank)
             self._node.budget.reserve(needed, f"rank {rank} of job {self.job}")
             try:
                 return self._allocate(known, rank, layout, parity_lanes, parity_bytes)
@@ -328,6 +334,19 @@ class JobStorage:
             self._files.remove_tree(self.directory)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _check_quota(self, needed: int, rank: int) -> None:
+        """Memory that is held already stays, also beyond a quota that has become smaller."""
+        held = self.arena_bytes + self.parity_bytes
+        if needed and 0 < self._quota_bytes < held + needed:
+            left = max(self._quota_bytes - held, 0)
+            raise MemoryBudgetError(
+                f"rank {rank} of job {self.job} needs {needed} bytes for its arena and parity, and "
+                f"of the job's {self._quota_bytes} bytes on each node {left} are left: raise "
+                f"spec.snapshot.memoryPerNode, or shard the state over more ranks",
+                needed_bytes=needed,
+                available_bytes=left,
+            )
 
     def _allocate(
         self,

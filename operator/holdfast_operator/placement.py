@@ -14,6 +14,10 @@ from holdfast_core.values import MemberPlace, Membership, Redundancy
 from holdfast_operator.views import NodeView
 
 
+MEMORY_BYTES_MAX = 1 << 60
+"""More than any node has, and little enough for the messages; a larger limit is none."""
+
+
 def place_on(index: int, node: NodeView) -> MemberPlace:
     """A member's place on `node`, as the node's daemon describes itself."""
     return MemberPlace(
@@ -50,6 +54,7 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
         groups=groups,
         redundancy=redundancy,
         replicas=max(job.spec.redundancy.losses, 1),
+        memory_bytes=min(job.memory_per_node_bytes or 0, MEMORY_BYTES_MAX),
     )
 
 

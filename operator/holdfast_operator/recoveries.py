@@ -38,6 +38,10 @@ class Recovery:
         return next((kind for kind in ("parity", "local", "none") if kind in kinds), "")
 
 
+RECOVERIES_MAX = 1000
+"""Recoveries that are remembered, and shown in the status; older ones are forgotten."""
+
+
 class Recoveries:
     """All recoveries of a run, as far as this control loop saw them. Times are the caller's."""
 
@@ -64,6 +68,7 @@ class Recoveries:
                     step_before=self._step,
                 )
             )
+            del self.all[:-RECOVERIES_MAX]
             self._step = 0
         step = newest_step(observed, membership)
         self._step = max(self._step, step)

@@ -105,8 +105,9 @@ class Membership(_message.Message):
     NPROC_PER_NODE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     REDUNDANCY_FIELD_NUMBER: _builtins.int
-    REPLICAS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     revision: _builtins.int
@@ -114,6 +115,8 @@ class Membership(_message.Message):
     redundancy: _builtins.str
     replicas: _builtins.int
     """of each payload, with redundancy Replication"""
+    memory_bytes: _builtins.int
+    """what the job may take on each node; 0: all that the daemon may use"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberPlace]: ...
     @_builtins.property
@@ -132,12 +135,13 @@ class Membership(_message.Message):
         nproc_per_node: _builtins.int = ...,
         groups: _abc.Iterable[Global___ParityGroup] | None = ...,
         redundancy: _builtins.str = ...,
-        replicas: _builtins.int = ...,
         tier: Global___Tier | None = ...,
+        replicas: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "nproc_per_node", b"nproc_per_node", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

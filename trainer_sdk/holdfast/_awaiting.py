@@ -13,6 +13,9 @@ from holdfast._handles import SaveHandle
 from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.values import Generation
 
+AWAITING_MAX = 64
+"""Handles that wait for news. An arena holds three snapshots: of older ones there is none left."""
+
 
 class Awaiting:
     """Handles by generation.
@@ -28,8 +31,14 @@ class Awaiting:
 
     def add(self, generation: Generation, handle: SaveHandle) -> None:
         """It is about to be committed: the news may be faster than the commit's answer."""
+        oldest: SaveHandle | None = None
         with self._lock:
             self._handles[generation] = handle
+            if len(self._handles) > AWAITING_MAX:
+                oldest = self._handles.pop(next(iter(self._handles)))
+        if oldest is not None:
+            why = f"nothing was heard of it while {AWAITING_MAX} newer snapshots were committed"
+            oldest._fail(SnapshotSkippedError(why))
 
     def drop(self, generation: Generation) -> None:
         """It was not committed."""

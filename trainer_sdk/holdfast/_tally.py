@@ -34,6 +34,10 @@ class Counters:
     """From the call of the newest staged save until its tensors could change again."""
 
 
+CAUSES_MAX = 1000
+"""Causes of failed saves that are not logged again; beyond it, all of them are new once more."""
+
+
 class Tally:
     """Keeps the counters. Any thread may call it."""
 
@@ -67,6 +71,8 @@ class Tally:
             self.counters.failure = str(error)
             cause = f"{error.code} {_NUMBERS.sub('#', str(error))}"
             first = cause not in self._causes
+            if first and len(self._causes) >= CAUSES_MAX:
+                self._causes.clear()
             self._causes.add(cause)
             self.news = True
         if first:

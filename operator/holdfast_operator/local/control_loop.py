@@ -41,6 +41,9 @@ from holdfast_operator.views import (
 STATUS_S = 0.5
 """The status file is written at most this often, except when the epoch or the outcome changes."""
 EVENTS_KEPT = 200
+"""Events in the status file, the newest."""
+EVENTS_IN_MEMORY_MAX = 10_000
+"""Events of a run that are kept by the process; older ones are forgotten."""
 
 
 class Journal:
@@ -53,6 +56,7 @@ class Journal:
     def tell(self, reason: str, message: str, warning: bool = False) -> None:
         event = TimedEvent(time=time.time(), reason=reason, message=message, warning=warning)
         self.events.append(event)
+        del self.events[:-EVENTS_IN_MEMORY_MAX]
         if self._on_event is not None:
             self._on_event(event)
 
