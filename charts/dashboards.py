@@ -47,6 +47,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_seal_seconds",
         "holdfast_verify_seconds",
     ),
+    "Durable tier": (
+        "holdfast_persist_age_seconds",
+        "holdfast_persist_failures_total",
+        "holdfast_persist_seconds",
+        "holdfast_persisted_bytes_total",
+    ),
     "Lost tokens": (
         "holdfast_tokens_at_risk_ratio",
         "holdfast_tokens_lost_ratio",

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from holdfast_core.errors import InvalidJobError
+
+if TYPE_CHECKING:
+    from holdfast_core.persisted import RankFile
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -245,6 +249,17 @@ class Inventory:
     is neither held nor being written will never be completed by that rank."""
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class PersistOrder:
+    """The leader's order to write a generation to the durable tier. Of two, the greater counts."""
+
+    number: int
+    """Grows by one with each order of an epoch; so does it when a generation is tried again."""
+    ended: bool
+    """The set is complete, or was given up: nobody writes for it any more."""
+    generation: Generation
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """A daemon's periodic word to its leader and its parity group. Newest wins, so loss, delay and
@@ -263,6 +278,16 @@ class Report:
     """The line this daemon was told in this epoch: a leader that restarted keeps its word."""
     retained: Generation | None = None
     """What this daemon was told to retain in this epoch, for the same reason."""
+    persist: PersistOrder | None = None
+    """The newest order that it heard in this epoch, for the same reason. What follows is of it."""
+    persisted: tuple[RankFile, ...] = ()
+    """Its ranks' files that are in storage."""
+    persist_failure: str = ""
+    """Why it cannot write the others; empty when it can."""
+    stored: Generation | None = None
+    """The newest complete set in storage that it has heard of, in any epoch."""
+    wanted: Generation | None = None
+    """It asks that this generation, or a newer one, be persisted soon."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -295,3 +320,7 @@ class Directive:
     """Generations that some rank will never complete; their slots may be reused."""
     rendezvous: str = ""
     """`host:port` of the training world's store, from the member that serves it."""
+    persist: PersistOrder | None = None
+    """What is being written to the durable tier, or was last."""
+    persisted: Generation | None = None
+    """The newest generation of which the durable tier has a complete set."""

@@ -91,6 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--threads", type=int, default=4, help="threads for parity, rebuilds and checks")
     add("--scrub-interval", type=float, default=600.0, metavar="S", help="seconds between checks")
+    add(
+        "--persist-grace",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds to wait, on SIGTERM, for what is due soon in durable storage (default 20)",
+    )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--log-format", default="json", choices=["json", "text"])
     add("--log-file", type=Path, default=None, help="instead of standard error")
@@ -155,6 +162,7 @@ def main(
             redis_url=options.redis or redis_url(),
             threads=options.threads,
             scrub_interval_s=options.scrub_interval,
+            persist_grace_s=options.persist_grace,
         )
         asyncio.run(_run(settings, make_node))
     except HoldfastError as error:

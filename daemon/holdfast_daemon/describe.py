@@ -106,7 +106,44 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         arena_bytes=host.storage.arena_bytes,
         parity_bytes=host.storage.parity_bytes,
         loss=None if loss is None else loss_to_proto(loss),
+        persist=persist_state(host),
     )
+
+
+def persist_state(host: JobHost) -> control_pb2.PersistState | None:
+    """How persisting fares, as this daemon sees it; None where the job has no durable tier."""
+    memory = host.engine.memory
+    if memory.membership is None or memory.membership.tier is None:
+        return None
+    done, total = host.worker.persister.progress
+    return control_pb2.PersistState(
+        persisted=codec.optional_generation_to_proto(memory.persist.stored),
+        persisting=codec.optional_generation_to_proto(memory.persisting),
+        done_bytes=done,
+        total_bytes=total,
+        failure=memory.persist.last_failure,
+        age_s=persist_age_s(memory, host.now),
+    )
+
+
+def persist_age_s(memory: JobMemory, now: float) -> float:
+    """Since the newest set in storage was complete, or since this daemon serves the job."""
+    since = max(memory.persist.stored_at, memory.persist.watched_since)
+    return max(0.0, now - since) if since > float("-inf") else 0.0
+
+
+def _persist_json(host: JobHost) -> dict[str, object] | None:
+    memory, state = host.engine.memory, persist_state(host)
+    if state is None:
+        return None
+    return {
+        "persisted": str(memory.persist.stored) if memory.persist.stored else None,
+        "persisting": str(memory.persisting) if memory.persisting else None,
+        "done_bytes": state.done_bytes,
+        "total_bytes": state.total_bytes,
+        "failure": state.failure,
+        "age_s": round(state.age_s, 1),
+    }
 
 
 def _rank(host: JobHost, rank: int) -> control_pb2.RankState:
@@ -143,6 +180,7 @@ def as_json(host: JobHost) -> dict[str, object]:
         "line_reason": line.reason if line else None,
         "protected": str(directive.protected) if directive and directive.protected else None,
         "problem": problem(memory),
+        "persist": _persist_json(host),
         "rebuilding": sorted(memory.rebuilds),
         "arena_bytes": host.storage.arena_bytes,
         "parity_bytes": host.storage.parity_bytes,

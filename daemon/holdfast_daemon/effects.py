@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast_core.codes import Block, Code
 from holdfast_core.errors import HoldfastError
+from holdfast_core.persisted import RankFile
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -20,6 +21,7 @@ from holdfast_core.values import (
     Membership,
     ParityEntry,
     Report,
+    Tier,
 )
 
 
@@ -93,6 +95,11 @@ class ForgetPeers:
     """Delete kept manifests of other members for generations that are not in `keep`."""
 
     keep: frozenset[Generation]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopPersisting:
+    """Let the writers of ranks that run now give up soon: their set is over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +196,37 @@ class VerifyParity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PersistRank:
+    """Write a sealed snapshot to the durable tier, straight from its places, verified on the way
+    → `RankPersisted`. Its slot is not used for anything else before."""
+
+    epoch: int
+    number: int
+    """Of the order."""
+    rank: int
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+    layout: bytes
+    """Encoded."""
+    places: bytes
+    tier: Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitSet:
+    """Make the set of all ranks' files complete, then remove sets that need not be kept
+    → `SetCommitted`."""
+
+    epoch: int
+    number: int
+    generation: Generation
+    files: tuple[RankFile, ...]
+    """By rank."""
+    tier: Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SendReport:
     """Send to a member; best effort, newest wins."""
 
@@ -220,6 +258,7 @@ Effect = (
     | RemoveArena
     | FreeParity
     | ForgetPeers
+    | StopPersisting
     | Note
     | AllocateArena
     | BuildParity
@@ -227,6 +266,8 @@ Effect = (
     | Rebuild
     | VerifySnapshot
     | VerifyParity
+    | PersistRank
+    | CommitSet
     | SendReport
     | SendDirective
     | SendSuspect
@@ -299,6 +340,31 @@ class ParityVerified:
     detail: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPersisted:
+    epoch: int
+    number: int
+    rank: int
+    layout_id: str
+    slot: int
+    generation: Generation
+    file: RankFile | None
+    error: str = ""
+    corrupt: bool = False
+    """The snapshot did not match its manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetCommitted:
+    epoch: int
+    number: int
+    generation: Generation
+    error: str = ""
+    """Empty when the set is complete."""
+    left: str = ""
+    """Why sets that are no longer needed are still there."""
+
+
 Completion = (
     Sealed
     | ArenaReady
@@ -307,4 +373,6 @@ Completion = (
     | Rebuilt
     | SnapshotVerified
     | ParityVerified
+    | RankPersisted
+    | SetCommitted
 )

@@ -32,6 +32,7 @@ from holdfast_daemon.effects import (
     SendDirective,
     SendReport,
     SendSuspect,
+    StopPersisting,
 )
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.job_storage import AdoptedJob, JobStorage
@@ -187,7 +188,14 @@ class JobHost:
                 self._observer.note(self, effect)
             case Seal():
                 self._seal(effect)
-            case SaveEpoch() | FreeSlot() | RemoveArena() | FreeParity() | ForgetPeers():
+            case (
+                SaveEpoch()
+                | FreeSlot()
+                | RemoveArena()
+                | FreeParity()
+                | ForgetPeers()
+                | StopPersisting()
+            ):
                 try:
                     self.worker.apply(effect)
                 except HoldfastError as error:

@@ -60,6 +60,7 @@ def _durations(
 
 
 _STAGES = ("committed", "protected")
+_GENERATION_STAGES = (*_STAGES, "persisted")
 _BYTES_KIND = ("arena", "parity", "manifest", "wire")
 _DENIAL = ("unauthenticated", "access_denied")
 _REVIEW = ("allowed", "denied", "failed")
@@ -69,7 +70,12 @@ _CROWDED = ("arena", "bulk", "http")
 
 DEFINITIONS: tuple[Definition, ...] = (
     _counter("snapshots", "Snapshots of a rank that reached a stage.", "job", stage=_STAGES),
-    _gauge("generation_step", "Step of the newest generation at a stage.", "job", stage=_STAGES),
+    _gauge(
+        "generation_step",
+        "Step of the newest generation at a stage.",
+        "job",
+        stage=_GENERATION_STAGES,
+    ),
     _counter("saves_skipped", "Saves that were not taken; training went on.", "job", "cause"),
     _counter("saves_failed", "Saves that were begun and lost.", "job", "cause"),
     _gauge("saves_skipped_reported", "Saves skipped, by the count of the ranks here.", "job"),
@@ -120,6 +126,15 @@ DEFINITIONS: tuple[Definition, ...] = (
     _durations("rebuild_seconds", "Rebuilding one lost snapshot.", "job"),
     _durations("verify_seconds", "Verifying one sealed snapshot or parity block.", "job"),
     _durations("seal_seconds", "Writing one manifest.", "job"),
+    _durations("persist_seconds", "Writing one snapshot to the durable tier.", "job"),
+    _counter("persisted_bytes", "Bytes written to the durable tier.", "job", unit="bytes"),
+    _counter("persist_failures", "Sets of files for the durable tier that were given up.", "job"),
+    _gauge(
+        "persist_age_seconds",
+        "Time since the newest set in the durable tier was complete, or since there was none.",
+        "job",
+        unit="seconds",
+    ),
     _counter("scrubbed_bytes", "Bytes checked by the background scrub.", "job", unit="bytes"),
     _counter(
         "corrupt",

@@ -27,6 +27,7 @@ from holdfast_daemon.changes import change_of
 from holdfast_daemon.claims import Claims
 from holdfast_daemon.control import ControlClient
 from holdfast_daemon.descriptors import DescriptorServer
+from holdfast_daemon.durable import DurableTier
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.http import HttpServer
@@ -72,6 +73,7 @@ class Node:
         self._epochs: dict[str, int] = {}
         """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
         self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="effect")
+        self._durable = DurableTier(settings.threads)
         self._wiring = Wiring(settings.identity, settings.bulk)
         self._bulk = BulkServer(settings.host, settings.bulk_port, self, self._wiring)
         self._bulk_client = BulkClient(BULK_TIMEOUT_S, self._wiring)
@@ -152,6 +154,9 @@ class Node:
 
     async def stop(self) -> None:
         """End cleanly. What is sealed stays on the tmpfs for the next daemon."""
+        late = await self._durable.drain(list(self.hosts.values()), self._settings.persist_grace_s)
+        if late:
+            _log.warning("persist_unfinished", jobs=late, grace_s=self._settings.persist_grace_s)
         if self._pulse is not None:
             self._pulse.cancel()
             with suppress(asyncio.CancelledError):
@@ -171,6 +176,7 @@ class Node:
         self._bulk.close()
         self._bulk_client.close()
         self._fetcher.close()
+        self._durable.close()
         self._executor.shutdown(wait=True, cancel_futures=True)
         self.storage.close()
         _log.info("daemon_stopped", node=self._settings.node)
@@ -230,6 +236,10 @@ class Node:
             host.carry_out(host.engine.set_membership(membership, host.now))
             if host.engine.memory.me is None:
                 self._drop(membership.job)
+        elif message.HasField("persist"):
+            host = self.hosts.get(message.persist.job)
+            if host is not None:
+                host.carry_out(host.engine.request_persist(host.now))
         elif message.HasField("drop"):
             self._ended[message.drop.job] = None
             while len(self._ended) > JOBS_REMEMBERED:
@@ -271,6 +281,7 @@ class Node:
             bulk=self._bulk_client,
             peers=self._fetcher,
             executor=self._executor,
+            persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
         )
         return JobHost(

@@ -14,6 +14,7 @@ from holdfast_daemon.effects import (
     BuildParity,
     Effect,
     Note,
+    PersistRank,
     Rebuild,
     Seal,
     VerifyParity,
@@ -39,6 +40,9 @@ _BAD = frozenset(
         "seal_failed",
         "rebuild_failed",
         "parity_failed",
+        "persist_failed",
+        "persist_given_up",
+        "persist_cleanup_failed",
         "membership_for_other_memory",
     }
 )
@@ -55,6 +59,8 @@ _STORY = frozenset(
         "fenced",
         "arena_refused",
         "session_opened",
+        "persisted",
+        "persist_given_up",
     }
 )
 """What the catalogue's event stream tells."""
@@ -62,6 +68,7 @@ _STORY = frozenset(
 
 _DURATIONS: dict[type[Effect], str] = {
     BuildParity: "encode_seconds",
+    PersistRank: "persist_seconds",
     Rebuild: "rebuild_seconds",
     Seal: "seal_seconds",
     VerifyParity: "verify_seconds",
@@ -90,6 +97,8 @@ class NodeObserver:
         self._metrics, self._catalogue = metrics, catalogue
         self._protected_at: dict[str, tuple[Generation | None, float]] = {}
         """Of each job, the newest protected generation, and when it was first seen here."""
+        self._written: dict[str, int] = {}
+        """Of each job, bytes in the durable tier that are counted."""
 
     def note(self, host: JobHost, note: Note) -> None:
         fields = {
@@ -138,6 +147,7 @@ class NodeObserver:
                 step = memory.directive.protected.step
                 metrics.set("generation_step", step, job=job, stage="protected")
             self._age(host)
+            self._persisting(host)
             records = memory.ranks.values()
             metrics.set("saves_skipped_reported", sum(r.skipped for r in records), job=job)
             metrics.set("saves_failed_reported", sum(r.failed for r in records), job=job)
@@ -158,6 +168,18 @@ class NodeObserver:
             generation, since = protected, now
         self._protected_at[host.job] = generation, since
         self._metrics.set("protection_age_seconds", now - since, job=host.job)
+
+    def _persisting(self, host: JobHost) -> None:
+        """Of jobs that have a durable tier."""
+        memory, job, metrics = host.engine.memory, host.job, self._metrics
+        if memory.membership is None or memory.membership.tier is None:
+            return
+        metrics.set("persist_age_seconds", describe.persist_age_s(memory, host.now), job=job)
+        if memory.persist.stored is not None:
+            metrics.set("generation_step", memory.persist.stored.step, job=job, stage="persisted")
+        written = host.worker.persister.written_bytes
+        metrics.add("persisted_bytes", written - self._written.get(job, 0), job=job)
+        self._written[job] = written
 
     def _tokens(self, host: JobHost) -> None:
         """What leaving experts out of snapshots costs. Sums, beside ratios: those of several nodes
@@ -185,6 +207,7 @@ class NodeObserver:
 
     def forget(self, job: str) -> None:
         self._protected_at.pop(job, None)
+        self._written.pop(job, None)
         self._metrics.forget_job(job)
         self._catalogue.forget_job(job)
 
@@ -215,5 +238,7 @@ class NodeObserver:
                 metrics.add("corrupt", job=job, kind="wire")
             case "corrupt_parity":
                 metrics.add("corrupt", job=job, kind="parity")
+            case "persist_given_up":
+                metrics.add("persist_failures", job=job)
             case "fenced":
                 metrics.add("stale_epoch_refusals", job=job)

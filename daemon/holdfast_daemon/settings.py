@@ -75,6 +75,8 @@ class DaemonSettings:
     """Everything held is verified this often."""
     scrub_rate_bytes_s: float = 256e6
     """Bytes that the scrub verifies in a second at most."""
+    persist_grace_s: float = 20.0
+    """How long a daemon that is told to end waits for what is due soon to be persisted."""
 
     def __post_init__(self) -> None:
         longest = len(str(self.socket).encode())
@@ -100,6 +102,10 @@ class DaemonSettings:
             )
         if not self.node:
             raise InvalidJobError("--node must name this node")
+        if not self.persist_grace_s >= 0:
+            raise InvalidJobError(
+                f"--persist-grace must be 0 seconds or more, not {self.persist_grace_s}"
+            )
         if self.threads < 1:
             raise InvalidJobError(f"--threads must be at least 1, not {self.threads}")
 

@@ -233,6 +233,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         session = host.engine.memory.sessions[name]
         told: Generation | None = None
         told_dead: set[Generation] = set()
+        told_stored: Generation | None = None
         while name in host.engine.memory.sessions and not host.dropped:
             memory = host.engine.memory
             if memory.epoch > session.epoch:
@@ -254,6 +255,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 for generation in sorted(set(directive.dead) - told_dead):
                     told_dead.add(generation)
                     yield trainer_pb2.WatchEvent(dead=codec.generation_to_proto(generation))
+                stored = directive.persisted
+                if stored is not None and stored != told_stored:
+                    told_stored = stored
+                    yield trainer_pb2.WatchEvent(persisted=codec.generation_to_proto(stored))
             await host.changed(ASK_AGAIN_S)
 
     @_translating

@@ -28,6 +28,7 @@ from holdfast_daemon.effects import (
     AllocateArena,
     ArenaReady,
     BuildParity,
+    CommitSet,
     Completion,
     FetchManifest,
     ForgetPeers,
@@ -36,22 +37,34 @@ from holdfast_daemon.effects import (
     ManifestFetched,
     ParityBuilt,
     ParityVerified,
+    PersistRank,
     Rebuild,
     Rebuilt,
     RemoveArena,
     SaveEpoch,
     Seal,
     SnapshotVerified,
+    StopPersisting,
     VerifyParity,
     VerifySnapshot,
 )
 from holdfast_daemon.group import BulkOpener, EpochScope, Group, GroupFetch, PeerClient
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
+from holdfast_daemon.persister import Persister, commit_failed, write_failed
 from holdfast_daemon.updating import update
 
-AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers
-Background = AllocateArena | BuildParity | FetchManifest | Rebuild | VerifySnapshot | VerifyParity
+AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers | StopPersisting
+Background = (
+    AllocateArena
+    | BuildParity
+    | FetchManifest
+    | Rebuild
+    | VerifySnapshot
+    | VerifyParity
+    | PersistRank
+    | CommitSet
+)
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +79,7 @@ class EffectWorker:
         bulk: BulkOpener,
         peers: PeerClient,
         executor: Executor,
+        persister: Persister,
         membership: Membership | None = None,
         effort: Effort | None = None,
     ) -> None:
@@ -73,12 +87,13 @@ class EffectWorker:
         Args:
             storage: Already adopted.
             executor: Threads that background effects run on; shared by the jobs of a daemon.
+            persister: Writes to the durable tier, on threads of its own.
             membership: What was adopted, so that work can begin before the next `SaveEpoch`.
             effort: Threads and memory of one build, rebuild or check.
         """
         self._storage = storage
         self._group = Group(storage=storage, bulk=bulk, peers=peers)
-        self._executor = executor
+        self._executor, self.persister = executor, persister
         self._effort = effort or Effort()
         self._scope = EpochScope(membership=membership)
 
@@ -107,14 +122,20 @@ class EffectWorker:
                 storage.free_parity(effect.lane, effect.slot)
             case ForgetPeers():
                 storage.forget(effect.keep)
+            case StopPersisting():
+                self.persister.stop()
 
     def submit(self, effect: Background) -> Future[Completion]:
         """Carry out a background effect; the future always ends in its completion event."""
+        if isinstance(effect, PersistRank | CommitSet):
+            scope = self.persister.scope(self._scope.membership)
+            return self.persister.executor.submit(self._run, effect, scope)
         return self._executor.submit(self._run, effect, self._scope)
 
     def abandon(self) -> None:
         """Let running transfers give up: the job was dropped, or the daemon stops."""
         self._scope.ended.set()
+        self.persister.stop()
 
     def _enter(self, membership: Membership) -> None:
         before = self._scope
@@ -126,6 +147,7 @@ class EffectWorker:
         )
         if not same:
             before.ended.set()
+            self.persister.stop()
 
     def _run(self, effect: Background, scope: EpochScope) -> Completion:
         try:
@@ -154,6 +176,10 @@ class EffectWorker:
                 return self._verify_snapshot(effect)
             case VerifyParity():
                 return self._verify_parity(effect)
+            case PersistRank():
+                return self.persister.write(effect, scope)
+            case CommitSet():
+                return self.persister.commit(effect, scope)
 
     def _allocate(self, effect: AllocateArena) -> ArenaReady:
         self._storage.allocate(
@@ -358,3 +384,7 @@ def _failure(effect: Background, error: HoldfastError) -> Completion:
                 ok=False,
                 detail=why,
             )
+        case PersistRank():
+            return write_failed(effect, error)
+        case CommitSet():
+            return commit_failed(effect, error)

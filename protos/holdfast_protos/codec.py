@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, fields
+from typing import Any
 
 from holdfast_core.errors import (
     HoldfastError,
@@ -36,7 +37,7 @@ from holdfast_core.values import (
     SnapshotEntry,
     Tier,
 )
-from holdfast_protos import peer_pb2, values_pb2
+from holdfast_protos import peer_pb2, persisting, values_pb2
 
 PROTOCOL_VERSION = 1
 """Grows when an older side can no longer understand a newer one; a new field does not need it."""
@@ -119,7 +120,11 @@ def generation_from_proto(message: values_pb2.Generation) -> Generation:
 
 def optional_generation_to_proto(value: Generation | None) -> values_pb2.Generation | None:
     """`value` for a message's constructor, where None leaves the field absent."""
-    return None if value is None else generation_to_proto(value)
+    return generation_to_proto(value) if value else None
+
+
+def _generation_in(message: Any, field: str) -> Generation | None:
+    return generation_from_proto(getattr(message, field)) if message.HasField(field) else None
 
 
 def line_to_proto(value: Line) -> values_pb2.Line:
@@ -131,10 +136,7 @@ def line_to_proto(value: Line) -> values_pb2.Line:
 
 def line_from_proto(message: values_pb2.Line) -> Line:
     """The line in `message`; look at `has_line` first where there may be none."""
-    generation = (
-        generation_from_proto(message.generation) if message.HasField("generation") else None
-    )
-    return Line(generation=generation, reason=message.reason)
+    return Line(generation=_generation_in(message, "generation"), reason=message.reason)
 
 
 def optional_line_to_proto(value: Line | None) -> values_pb2.Line | None:
@@ -335,6 +337,11 @@ def report_to_proto(value: Report) -> peer_pb2.ReportMessage:
         line=optional_line_to_proto(value.line),
         has_line=value.line is not None,
         retained=optional_generation_to_proto(value.retained),
+        persist=persisting.optional_order_to_proto(value.persist),
+        persisted=[persisting.file_to_proto(file) for file in value.persisted],
+        persist_failure=value.persist_failure,
+        stored=optional_generation_to_proto(value.stored),
+        wanted=optional_generation_to_proto(value.wanted),
     )
 
 
@@ -353,9 +360,14 @@ def report_from_proto(message: peer_pb2.ReportMessage) -> Report:
         verified=message.verified,
         inventory=inventory_from_proto(message.inventory),
         line=line_from_proto(message.line) if message.has_line else None,
-        retained=(
-            generation_from_proto(message.retained) if message.HasField("retained") else None
-        ),
+        retained=_generation_in(message, "retained"),
+        persist=persisting.order_from_proto(message.persist)
+        if message.HasField("persist")
+        else None,
+        persisted=tuple(persisting.file_from_proto(file) for file in message.persisted),
+        persist_failure=message.persist_failure,
+        stored=_generation_in(message, "stored"),
+        wanted=_generation_in(message, "wanted"),
     )
 
 
@@ -370,6 +382,8 @@ def directive_to_proto(value: Directive) -> peer_pb2.DirectiveMessage:
         retained=optional_generation_to_proto(value.retained),
         dead=[generation_to_proto(generation) for generation in value.dead],
         rendezvous=value.rendezvous,
+        persist=persisting.optional_order_to_proto(value.persist),
+        persisted=optional_generation_to_proto(value.persisted),
     )
 
 
@@ -379,12 +393,12 @@ def directive_from_proto(message: peer_pb2.DirectiveMessage) -> Directive:
         job=message.job,
         epoch=message.epoch,
         line=line_from_proto(message.line) if message.has_line else None,
-        protected=(
-            generation_from_proto(message.protected) if message.HasField("protected") else None
-        ),
-        retained=(
-            generation_from_proto(message.retained) if message.HasField("retained") else None
-        ),
+        protected=_generation_in(message, "protected"),
+        retained=_generation_in(message, "retained"),
         dead=tuple(generation_from_proto(generation) for generation in message.dead),
         rendezvous=message.rendezvous,
+        persist=persisting.order_from_proto(message.persist)
+        if message.HasField("persist")
+        else None,
+        persisted=_generation_in(message, "persisted"),
     )

@@ -92,6 +92,7 @@ class JobState(_message.Message):
     PARITY_BYTES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    PERSIST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -127,6 +128,10 @@ class JobState(_message.Message):
         a job are put together by adding these up, so it has sums and no ratios.
         """
 
+    @_builtins.property
+    def persist(self) -> Global___PersistState:
+        """absent: the job has no durable tier"""
+
     def __init__(
         self,
         *,
@@ -148,16 +153,62 @@ class JobState(_message.Message):
         parity_bytes: _builtins.int = ...,
         revision: _builtins.int | None = ...,
         loss: _values_pb2.LossReport | None = ...,
+        persist: Global___PersistState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__revision) -> _WhichOneofReturnType__revision | None: ...
 
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
+
+@_typing.final
+class PersistState(_message.Message):
+    """How persisting to the durable tier fares, as one daemon sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    PERSISTING_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    done_bytes: _builtins.int
+    """of this daemon's ranks"""
+    total_bytes: _builtins.int
+    failure: _builtins.str
+    """of the newest set, when it was given up; empty after a success"""
+    age_s: _builtins.float
+    """since `persisted` was complete, or since this daemon serves the job"""
+    @_builtins.property
+    def persisted(self) -> _values_pb2.Generation:
+        """newest complete set in storage; absent: none that is known"""
+
+    @_builtins.property
+    def persisting(self) -> _values_pb2.Generation:
+        """being written now"""
+
+    def __init__(
+        self,
+        *,
+        persisted: _values_pb2.Generation | None = ...,
+        persisting: _values_pb2.Generation | None = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        failure: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["persisted", b"persisted", "persisting", b"persisting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "done_bytes", b"done_bytes", "failure", b"failure", "persisted", b"persisted", "persisting", b"persisting", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PersistState: _TypeAlias = PersistState  # noqa: Y015
 
 @_typing.final
 class RankState(_message.Message):
@@ -217,6 +268,7 @@ class ControlMessage(_message.Message):
     DROP_FIELD_NUMBER: _builtins.int
     WELCOME_FIELD_NUMBER: _builtins.int
     CHANGE_FIELD_NUMBER: _builtins.int
+    PERSIST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def membership(self) -> _values_pb2.Membership: ...
     @_builtins.property
@@ -225,6 +277,8 @@ class ControlMessage(_message.Message):
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def change(self) -> Global___MembershipChange: ...
+    @_builtins.property
+    def persist(self) -> Global___PersistNow: ...
     def __init__(
         self,
         *,
@@ -232,12 +286,13 @@ class ControlMessage(_message.Message):
         drop: Global___DropJob | None = ...,
         welcome: Global___Welcome | None = ...,
         change: Global___MembershipChange | None = ...,
+        persist: Global___PersistNow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "persist", b"persist", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "drop", b"drop", "membership", b"membership", "message", b"message", "persist", b"persist", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["membership", "drop", "welcome", "change"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["membership", "drop", "welcome", "change", "persist"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -301,6 +356,27 @@ class Welcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class PersistNow(_message.Message):
+    """Write the newest generation that is protected to the durable tier, now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PersistNow: _TypeAlias = PersistNow  # noqa: Y015
 
 @_typing.final
 class DropJob(_message.Message):

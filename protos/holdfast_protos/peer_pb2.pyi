@@ -35,6 +35,11 @@ class ReportMessage(_message.Message):
     LINE_FIELD_NUMBER: _builtins.int
     HAS_LINE_FIELD_NUMBER: _builtins.int
     RETAINED_FIELD_NUMBER: _builtins.int
+    PERSIST_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    PERSIST_FAILURE_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     member: _builtins.int
@@ -42,12 +47,21 @@ class ReportMessage(_message.Message):
     sequence: _builtins.int
     verified: _builtins.bool
     has_line: _builtins.bool
+    persist_failure: _builtins.str
     @_builtins.property
     def inventory(self) -> _values_pb2.Inventory: ...
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
     @_builtins.property
     def retained(self) -> _values_pb2.Generation: ...
+    @_builtins.property
+    def persist(self) -> _values_pb2.PersistOrder: ...
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.RankFile]: ...
+    @_builtins.property
+    def stored(self) -> _values_pb2.Generation: ...
+    @_builtins.property
+    def wanted(self) -> _values_pb2.Generation: ...
     def __init__(
         self,
         *,
@@ -61,10 +75,15 @@ class ReportMessage(_message.Message):
         line: _values_pb2.Line | None = ...,
         has_line: _builtins.bool = ...,
         retained: _values_pb2.Generation | None = ...,
+        persist: _values_pb2.PersistOrder | None = ...,
+        persisted: _abc.Iterable[_values_pb2.RankFile] | None = ...,
+        persist_failure: _builtins.str = ...,
+        stored: _values_pb2.Generation | None = ...,
+        wanted: _values_pb2.Generation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory", "line", b"line", "retained", b"retained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory", "line", b"line", "persist", b"persist", "retained", b"retained", "stored", b"stored", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "retained", b"retained", "sequence", b"sequence", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "persist", b"persist", "persist_failure", b"persist_failure", "persisted", b"persisted", "retained", b"retained", "sequence", b"sequence", "stored", b"stored", "verified", b"verified", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,6 +101,8 @@ class DirectiveMessage(_message.Message):
     RETAINED_FIELD_NUMBER: _builtins.int
     DEAD_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    PERSIST_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     has_line: _builtins.bool
@@ -94,6 +115,10 @@ class DirectiveMessage(_message.Message):
     def retained(self) -> _values_pb2.Generation: ...
     @_builtins.property
     def dead(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.Generation]: ...
+    @_builtins.property
+    def persist(self) -> _values_pb2.PersistOrder: ...
+    @_builtins.property
+    def persisted(self) -> _values_pb2.Generation: ...
     def __init__(
         self,
         *,
@@ -105,10 +130,12 @@ class DirectiveMessage(_message.Message):
         retained: _values_pb2.Generation | None = ...,
         dead: _abc.Iterable[_values_pb2.Generation] | None = ...,
         rendezvous: _builtins.str = ...,
+        persist: _values_pb2.PersistOrder | None = ...,
+        persisted: _values_pb2.Generation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "protected", b"protected", "retained", b"retained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "retained", b"retained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

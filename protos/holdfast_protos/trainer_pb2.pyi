@@ -457,6 +457,7 @@ class WatchEvent(_message.Message):
     DEAD_FIELD_NUMBER: _builtins.int
     EPOCH_ENDED_FIELD_NUMBER: _builtins.int
     UNPROTECTABLE_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
     epoch_ended: _builtins.int
     """the epoch that replaced the session's"""
     @_builtins.property
@@ -471,6 +472,10 @@ class WatchEvent(_message.Message):
     def unprotectable(self) -> _values_pb2.Generation:
         """complete job-wide in a job without redundancy"""
 
+    @_builtins.property
+    def persisted(self) -> _values_pb2.Generation:
+        """in durable storage, complete"""
+
     def __init__(
         self,
         *,
@@ -478,12 +483,13 @@ class WatchEvent(_message.Message):
         dead: _values_pb2.Generation | None = ...,
         epoch_ended: _builtins.int = ...,
         unprotectable: _values_pb2.Generation | None = ...,
+        persisted: _values_pb2.Generation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch_ended", b"epoch_ended", "event", b"event", "persisted", b"persisted", "protected", b"protected", "unprotectable", b"unprotectable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["protected", "dead", "epoch_ended", "unprotectable"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["protected", "dead", "epoch_ended", "unprotectable", "persisted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

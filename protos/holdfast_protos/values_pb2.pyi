@@ -455,3 +455,73 @@ class RecoveryLoss(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecoveryLoss: _TypeAlias = RecoveryLoss  # noqa: Y015
+
+@_typing.final
+class PersistOrder(_message.Message):
+    """The leader's order to write a generation to the durable tier (holdfast_core.values.PersistOrder)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    ended: _builtins.bool
+    @_builtins.property
+    def generation(self) -> Global___Generation: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+        generation: Global___Generation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "generation", b"generation", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PersistOrder: _TypeAlias = PersistOrder  # noqa: Y015
+
+@_typing.final
+class RankFile(_message.Message):
+    """One rank's file in storage (holdfast_core.persisted.RankFile)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    HEADER_BYTES_FIELD_NUMBER: _builtins.int
+    HEADER_XXH3_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    LAYOUT_ID_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    file: _builtins.str
+    bytes: _builtins.int
+    header_bytes: _builtins.int
+    header_xxh3: _builtins.int
+    payload_bytes: _builtins.int
+    layout_id: _builtins.str
+    manifest_digest: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        file: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        header_bytes: _builtins.int = ...,
+        header_xxh3: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        layout_id: _builtins.str = ...,
+        manifest_digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "file", b"file", "header_bytes", b"header_bytes", "header_xxh3", b"header_xxh3", "layout_id", b"layout_id", "manifest_digest", b"manifest_digest", "payload_bytes", b"payload_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankFile: _TypeAlias = RankFile  # noqa: Y015

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from holdfast_core.job_snapshots import PolicyType
-from holdfast_daemon.simulation.cluster import Cluster, Options
+from holdfast_daemon.simulation.cluster import Cluster
 from holdfast_daemon.simulation.faults import FAULTS
+from holdfast_daemon.simulation.options import Options
 
 
 @pytest.mark.parametrize("policy", PolicyType)

@@ -10,12 +10,14 @@ from holdfast_daemon.effects import (
     ManifestFetched,
     ParityBuilt,
     ParityVerified,
+    RankPersisted,
     Rebuilt,
     Sealed,
     SendSuspect,
+    SetCommitted,
     SnapshotVerified,
 )
-from holdfast_daemon.engine import upkeep
+from holdfast_daemon.engine import persist_leader, persisting, upkeep
 from holdfast_daemon.engine.state import (
     ArenaView,
     JobMemory,
@@ -43,6 +45,10 @@ def apply(memory: JobMemory, event: Completion, *, retry_at: float) -> None:
             _snapshot_verified(memory, event)
         case ParityVerified():
             _parity_verified(memory, event)
+        case RankPersisted():
+            persisting.rank_persisted(memory, event)
+        case SetCommitted():
+            persist_leader.set_committed(memory, event)
 
 
 def _find(

@@ -26,7 +26,7 @@ from holdfast_core.values import (
     Report,
 )
 from holdfast_daemon.effects import Completion, Effect, SaveEpoch, SendDirective, SendReport
-from holdfast_daemon.engine import completions, leader, upkeep
+from holdfast_daemon.engine import completions, leader, persist_leader, persisting, upkeep
 from holdfast_daemon.engine.state import ArenaView, JobMemory, ParityState, SlotState
 
 
@@ -189,6 +189,11 @@ class Convergence:
             upkeep.verify_parity(memory, parity)
         return self._settle(now)
 
+    def request_persist(self, now: float) -> list[Effect]:
+        """Somebody wants the newest generation in the durable tier soon."""
+        persisting.request(self.memory)
+        return self._settle(now)
+
     def on_completion(self, event: Completion, now: float) -> list[Effect]:
         """An effect ended."""
         completions.apply(self.memory, event, retry_at=now + self._settings.retry_s)
@@ -219,6 +224,7 @@ class Convergence:
     def _enter(self, membership: Membership) -> None:
         """Begin an epoch: everything must be verified, reported and decided anew."""
         memory = self.memory
+        memory.persist.begin_epoch(persisting.moved(memory.membership, membership))
         memory.membership, memory.me = membership, membership.member_on(memory.node)
         memory.epoch_seen = max(memory.epoch_seen, membership.epoch)
         memory.directive = Directive(job=memory.job, epoch=membership.epoch)
@@ -242,6 +248,7 @@ class Convergence:
         memory = self.memory
         if now < self._latest:  # a clock that jumped back must not stretch a pause
             memory.retry_at.clear()
+            memory.persist.clock_went_back(now)
             self._sent_at = float("-inf")
         self._latest = now
         if memory.membership is None:
@@ -255,6 +262,8 @@ class Convergence:
             self._report(now)
             if memory.leads and memory.directive is not None:
                 self._direct(leader.lead(memory.membership, memory.reports, memory.directive))
+                self._direct(persist_leader.lead(memory, now))
+            persisting.write(memory, now)
             upkeep.release(memory)
             upkeep.rebuild(memory, now)
             upkeep.protect(memory, now)
@@ -295,6 +304,7 @@ class Convergence:
             memory.note("protected", generation=directive.protected)
         for generation in set(directive.dead) - set(known.dead if known else ()):
             memory.note("dead", generation=generation)
+        persisting.tell(memory, known)
 
     def _report(self, now: float) -> None:
         """Tell the leader and the parity group what is held, when it changed."""
@@ -312,6 +322,7 @@ class Convergence:
             inventory=memory.inventory(),
             line=self._line(),
             retained=self._retained(),
+            **persisting.reported(memory),
         )
         if report == self._sent:
             return

@@ -69,6 +69,8 @@ def merge(known: Directive, heard: Directive) -> Directive:
         retained=_newest([], known.retained, heard.retained),
         dead=tuple(sorted({*known.dead, *heard.dead})),
         rendezvous=heard.rendezvous or known.rendezvous,
+        persist=max((o for o in (known.persist, heard.persist) if o is not None), default=None),
+        persisted=_newest([], known.persisted, heard.persisted),
     )
 
 

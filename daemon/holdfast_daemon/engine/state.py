@@ -27,6 +27,7 @@ from holdfast_core.values import (
     SnapshotEntry,
 )
 from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.engine.persist_memory import PersistMemory
 
 
 class SlotState(Enum):
@@ -38,6 +39,8 @@ class SlotState(Enum):
     SEALING = "sealing"
     SEALED = "sealed"
     REBUILDING = "rebuilding"
+    LEFT = "left"
+    """Freed while it was being persisted: it is free when that ends."""
 
 
 @dataclass(slots=True)
@@ -58,6 +61,9 @@ class Slot:
     """While it is granted: bit map of the pieces that are carried over."""
     base_digests: bytes = b""
     """While it is granted: the digests of the snapshot that they are carried over from."""
+    persisting: Generation | None = None
+    """What is being written from it to the durable tier. Until that ends, which may be long after
+    the set was given up, its pieces stay as they are."""
 
     def all_digests(self, written: bytes) -> bytes:
         """The digests of what was written, and of what is carried over. Raises CorruptError."""
@@ -70,12 +76,21 @@ class Slot:
         return Lying(slot=self.index, places=self.places)
 
     def clear(self) -> None:
-        self.state = SlotState.FREE
+        """Forget the snapshot. The slot can be used again, once nobody reads it."""
+        self.state = SlotState.LEFT if self.persisting else SlotState.FREE
         self.generation = self.manifest = None
         self.encoded, self.digest = b"", 0
         self.verified = self.verifying = False
         self.rebuilt_in = 0
-        self.places = self.unchanged = self.base_digests = b""
+        self.unchanged = self.base_digests = b""
+        if self.persisting is None:
+            self.places = b""
+
+    def persisted(self) -> None:
+        """Nobody reads it any more."""
+        self.persisting = None
+        if self.state is SlotState.LEFT:
+            self.clear()
 
 
 @dataclass(slots=True)
@@ -232,6 +247,7 @@ class JobMemory:
     agent_waiting: bool = False
     dropped: bool = False
     peers_kept: frozenset[Generation] = frozenset()
+    persist: PersistMemory = field(default_factory=PersistMemory)
     out: list[Effect] = field(default_factory=list)
 
     @property
@@ -241,6 +257,12 @@ class JobMemory:
     @property
     def fenced(self) -> bool:
         return self.epoch_seen > self.epoch
+
+    @property
+    def persisting(self) -> Generation | None:
+        """The generation that is to be written to the durable tier now."""
+        order = self.directive.persist if self.directive else None
+        return None if order is None or order.ended else order.generation
 
     @property
     def leads(self) -> bool:

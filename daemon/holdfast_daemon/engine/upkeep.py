@@ -88,7 +88,9 @@ def release(memory: JobMemory) -> None:
     for arena, slot in memory.slots():
         if slot.state is not SlotState.SEALED or slot.generation is None:
             continue
-        if arena.rank not in mine or not _is_kept(memory, slot.generation):
+        if arena.rank not in mine or not (
+            _is_kept(memory, slot.generation) or _is_awaited(memory, arena.rank, slot)
+        ):
             free_slot(memory, arena, slot)
     for parity in memory.parities.values():
         ready = parity.state is ParityState.READY and parity.generation is not None
@@ -114,6 +116,16 @@ def _is_kept(memory: JobMemory, generation: Generation | None) -> bool:
     if generation.epoch < directive.epoch:
         return generation in (directive.line.generation, retained, directive.protected)
     return True
+
+
+def _is_awaited(memory: JobMemory, rank: int, slot: Slot) -> bool:
+    """Whether the snapshot is being persisted, or is about to be."""
+    if slot.persisting is not None:
+        return True
+    persist = memory.persist
+    return (
+        slot.generation == memory.persisting and rank not in persist.files and not persist.failure
+    )
 
 
 def _remove_idle_arenas(memory: JobMemory) -> None:

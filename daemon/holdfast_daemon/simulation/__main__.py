@@ -6,7 +6,8 @@ import argparse
 from collections import Counter
 
 from holdfast_core.values import Redundancy
-from holdfast_daemon.simulation.cluster import Cluster, Options
+from holdfast_daemon.simulation.cluster import Cluster
+from holdfast_daemon.simulation.options import Options
 
 
 def run_schedules(

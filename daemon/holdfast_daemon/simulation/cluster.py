@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast_core import layouts, recovery
 from holdfast_core.codes import code_for
 from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, Inventory, MemberPlace, Membership, Redundancy
+from holdfast_core.values import Generation, Inventory, MemberPlace, Membership
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.effects import Completion, Note
+from holdfast_daemon.simulation.bucket import PERSISTING, Bucket
 from holdfast_daemon.simulation.checking import expected_block, holds_everything
 from holdfast_daemon.simulation.clock import Clock, Network
 from holdfast_daemon.simulation.daemon import VirtualDaemon
 from holdfast_daemon.simulation.disk import Disk
-from holdfast_daemon.simulation.faults import FAULTS, Faults
+from holdfast_daemon.simulation.faults import Faults
 from holdfast_daemon.simulation.fibers import Broken, Fiber
+from holdfast_daemon.simulation.options import Options
 from holdfast_daemon.simulation.trainers import Worker, World
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """One schedule."""
-
-    seed: int
-    steps: int = 12
-    faults: int = 4
-    kinds: tuple[str, ...] = FAULTS
-    """Kinds of faults that may strike."""
-    policy: PolicyType | None = None
-    """Which pieces a save captures; None for any."""
-    redundancy: Redundancy = Redundancy.RAIM5
-    losses: int = 1
-    """Members that a group may lose at once: what the redundancy is made for."""
-    time_limit_s: float = 120.0
 
 
 class Cluster(Faults):
@@ -70,6 +55,7 @@ class Cluster(Faults):
         """Members that a parity group may lose now; none when it is not in here."""
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
+        self.bucket = Bucket(self, options.seed, is_used=options.persists)
         self._nodes = 0
         self._faults_left = options.faults
         self._kinds = options.kinds
@@ -101,6 +87,8 @@ class Cluster(Faults):
                     raise AssertionError(f"no progress: {self.describe()}")
         except Broken as broken:
             raise broken.why from broken
+        else:
+            self.bucket.check()
         finally:
             for fiber in self.fibers:
                 fiber.kill()
@@ -246,6 +234,7 @@ class Cluster(Faults):
             groups=groups,
             redundancy=self.options.redundancy,
             replicas=self.options.losses,
+            tier=self.bucket.tier,
         )
         moved = {
             place.index
@@ -297,7 +286,7 @@ class Cluster(Faults):
                 if self.protected is None or note.generation > self.protected:
                     self.protected = note.generation
                 self.check_protected(note.generation)
-        elif note.event in ("line", "corrupt", "corrupt_parity", "rebuilt", "fenced"):
+        elif note.event in ("line", "corrupt", "corrupt_parity", "rebuilt", "fenced", *PERSISTING):
             self.counts[note.event] += 1
             self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")
 
@@ -379,9 +368,9 @@ class Cluster(Faults):
         if step < self.options.steps:
             return False
         self._faults_left = 0
-        self.done = self.protected is not None and self.protected >= Generation(
-            epoch, self.options.steps
-        )
+        wanted = Generation(epoch, self.options.steps)
+        protected = self.protected is not None and self.protected >= wanted
+        self.done = self.bucket.has_come_back(wanted) and protected
         if self.done:
             self.say(f"epoch {epoch} finished step {step}")
         return self.done

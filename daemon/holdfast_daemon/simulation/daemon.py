@@ -10,6 +10,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.places import Lying
 from holdfast_daemon.effects import (
     BuildParity,
+    CommitSet,
     Completion,
     Effect,
     ForgetPeers,
@@ -17,6 +18,8 @@ from holdfast_daemon.effects import (
     FreeSlot,
     Note,
     ParityBuilt,
+    PersistRank,
+    RankPersisted,
     Rebuild,
     RemoveArena,
     SaveEpoch,
@@ -25,6 +28,7 @@ from holdfast_daemon.effects import (
     SendDirective,
     SendReport,
     SendSuspect,
+    StopPersisting,
 )
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.simulation.disk import Disk
@@ -72,6 +76,8 @@ class VirtualDaemon:
     def _adopt(self) -> None:
         disk = self.disk
         disk.remove_unreadable()
+        for found in disk.arenas.values():
+            found.reading.clear()  # who read is gone
         membership, line, retained = disk.epoch or (None, None, None)
         self.carry_out(
             self.engine.adopt(
@@ -145,7 +151,14 @@ class VirtualDaemon:
                 self.cluster.heard(self.node, effect)
             case Seal():
                 self._seal(effect)
-            case SaveEpoch() | FreeSlot() | RemoveArena() | FreeParity() | ForgetPeers():
+            case (
+                SaveEpoch()
+                | FreeSlot()
+                | RemoveArena()
+                | FreeParity()
+                | ForgetPeers()
+                | StopPersisting()
+            ):
                 self._worker.apply(effect)
             case _:
                 self._check_room(effect)
@@ -181,7 +194,11 @@ class VirtualDaemon:
 
     def begin(self, effect: Background, work: Callable[[], Completion]) -> None:
         """Run `work` in a while: in one go, or from one wait for bytes to the next."""
-        if isinstance(effect, BuildParity | Rebuild):
+        if isinstance(effect, PersistRank):
+            arena = self.disk.arena(effect.rank, effect.manifest.layout_id)
+            lying = Lying(effect.slot, effect.places)
+            arena.reading[effect.slot] = lying, effect.manifest.payload_bytes
+        if isinstance(effect, BuildParity | Rebuild | PersistRank | CommitSet):
             fiber = Fiber(work)
             self.cluster.fibers.append(fiber)
             self._later(lambda: self._go_on(effect, fiber), 0.01)
@@ -193,6 +210,14 @@ class VirtualDaemon:
         assert self._moving is not None
         self._moving.pause()
         self.cluster.strike_transfer(self.node, source)
+        if not self.alive:
+            raise Killed
+
+    def pause_storage(self) -> None:
+        """From inside a call of storage: wait for it."""
+        assert self._moving is not None
+        self._moving.pause()
+        self.cluster.strike(self.node, "while it waits for storage")
         if not self.alive:
             raise Killed
 
@@ -216,6 +241,10 @@ class VirtualDaemon:
             return
         if isinstance(event, ParityBuilt) and event.entry is not None:
             self.cluster.check_block(self.node, event.lane, event.slot)
+        if isinstance(event, RankPersisted):
+            arena = self.disk.arenas.get((event.rank, event.layout_id))
+            if arena is not None:
+                arena.reading.pop(event.slot, None)
         self.carry_out(self.engine.on_completion(event, self.now))
 
     def _send(self, effect: SendReport | SendDirective | SendSuspect) -> None:

@@ -48,6 +48,8 @@ class DiskArena(Arena):
     def __init__(self, encoded: bytes) -> None:
         super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded))
         self._view = memoryview(bytearray(self.nbytes))
+        self.reading: dict[int, tuple[Lying, int]] = {}
+        """By slot, what a living daemon writes to storage: where it lies, and its bytes."""
 
     def read(self, lying: Lying, nbytes: int) -> bytes:
         """The first `nbytes` of a payload."""
@@ -64,17 +66,25 @@ class DiskArena(Arena):
                     view[:] = part
 
     def check_free(self, lying: Lying, nbytes: int, skip: frozenset[int] = frozenset()) -> None:
-        """No sealed snapshot has its pieces where those of this one go."""
+        """No snapshot that is sealed, or being persisted, has its pieces where those of this one
+        go."""
         pieces = layouts.piece_count(nbytes, self.layout.piece_bytes)
         for slot, sealed in self.sealed.items():
             manifest = manifest_in(sealed.encoded)
-            if manifest is None:
-                continue
-            held = layouts.piece_count(manifest.payload_bytes, manifest.piece_bytes)
-            for piece in set(range(min(pieces, held))) - skip:
-                there = sealed.places[piece] if sealed.places else slot
-                goes = lying.places[piece] if lying.places else lying.slot
-                assert there != goes, f"a sealed piece of rank {self.rank} is overwritten"
+            if manifest is not None:
+                there = Lying(slot, sealed.places)
+                self._check_apart(lying, there, pieces, manifest.payload_bytes, skip, "sealed")
+        for there, held_bytes in self.reading.values():
+            self._check_apart(lying, there, pieces, held_bytes, skip, "persisting")
+
+    def _check_apart(
+        self, lying: Lying, there: Lying, pieces: int, nbytes: int, skip: frozenset[int], what: str
+    ) -> None:
+        held = layouts.piece_count(nbytes, self.layout.piece_bytes)
+        for piece in set(range(min(pieces, held))) - skip:
+            lies = there.places[piece] if there.places else there.slot
+            goes = lying.places[piece] if lying.places else lying.slot
+            assert lies != goes, f"a {what} piece of rank {self.rank} is overwritten"
 
     def readable(self) -> Iterator[tuple[int, Sealed]]:
         """By slot, what is sealed and has a manifest that can be read."""

@@ -19,6 +19,7 @@ from holdfast_daemon.changes import change_of
 from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import BuildParity, Completion
 from holdfast_daemon.group import EpochScope, GroupFetch
+from holdfast_daemon.persister import Persister
 from holdfast_daemon.simulation.disk import Disk
 from holdfast_daemon.simulation.fibers import Broken
 from holdfast_daemon.worker import Background, EffectWorker
@@ -41,6 +42,11 @@ class VirtualWorker(EffectWorker):
             bulk=wire,
             peers=wire,
             executor=Starter(daemon),
+            persister=Persister(
+                disk,
+                open_store=lambda uri: cluster.bucket.store(daemon),
+                executor=Starter(daemon),
+            ),
             membership=disk.epoch[0] if disk.epoch else None,
             effort=Effort(threads=1, stride_bytes=SENT_BYTES),
         )

@@ -29,6 +29,7 @@ from holdfast_daemon.bulk_client import BulkClient
 from holdfast_daemon.bulk_server import BulkServer
 from holdfast_daemon.changes import change_of
 from holdfast_daemon.combining import Effort
+from holdfast_daemon.durable import DurableTier
 from holdfast_daemon.effects import (
     AllocateArena,
     BuildParity,
@@ -125,13 +126,8 @@ class Cluster:
 
     @property
     def membership(self) -> Membership:
-        return Membership(
-            job=JOB,
-            epoch=3,
-            members=tuple(daemon.place for daemon in self.daemons),
-            nproc_per_node=1,
-            groups=((0, 1, 2),),
-        )
+        places = tuple(daemon.place for daemon in self.daemons)
+        return Membership(job=JOB, epoch=3, members=places, nproc_per_node=1, groups=((0, 1, 2),))
 
     def worker(self, index: int) -> EffectWorker:
         bulk = BulkClient(timeout_s=TIMEOUT_S)
@@ -141,6 +137,7 @@ class Cluster:
             bulk=bulk,
             peers=self,
             executor=self.executor,
+            persister=DurableTier(threads=1).persister(JOB, self.daemons[index].storage),
             membership=self.membership,
             effort=Effort(threads=2, stride_bytes=2 * PIECE),
         )

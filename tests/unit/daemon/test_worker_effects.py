@@ -21,6 +21,7 @@ from holdfast_core.layouts import (
 from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
 from holdfast_daemon.bulk import Request
+from holdfast_daemon.durable import DurableTier
 from holdfast_daemon.effects import (
     AllocateArena,
     ArenaReady,
@@ -185,7 +186,12 @@ def member() -> Iterator[Member]:
         storage.adopt()
         executor = stack.enter_context(ThreadPoolExecutor(2))
         worker = EffectWorker(
-            storage, bulk=peer, peers=peer, executor=executor, membership=MEMBERSHIP
+            storage,
+            bulk=peer,
+            peers=peer,
+            executor=executor,
+            persister=DurableTier(threads=1).persister(JOB, storage),
+            membership=MEMBERSHIP,
         )
         member = Member(node, storage, peer, executor, worker)
         assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id)

@@ -20,6 +20,7 @@ from holdfast_core.errors import (
     VersionMismatchError,
 )
 from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
+from holdfast_core.persisted import RankFile
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -28,6 +29,7 @@ from holdfast_core.values import (
     MemberPlace,
     Membership,
     ParityEntry,
+    PersistOrder,
     Redundancy,
     Report,
     SnapshotEntry,
@@ -86,6 +88,18 @@ INVENTORIES = _whole(
     writing=RANK_GENERATIONS,
     passed=RANK_GENERATIONS,
 )
+ORDERS = _whole(PersistOrder, number=U64, ended=st.booleans(), generation=GENERATIONS)
+FILES = _whole(
+    RankFile,
+    rank=U32,
+    file=TEXT,
+    bytes=U64,
+    header_bytes=U64,
+    header_xxh3=U64,
+    payload_bytes=U64,
+    layout_id=TEXT,
+    manifest_digest=U64,
+)
 REPORTS = _whole(
     Report,
     job=TEXT,
@@ -97,6 +111,11 @@ REPORTS = _whole(
     inventory=INVENTORIES,
     line=st.none() | LINES,
     retained=st.none() | GENERATIONS,
+    persist=st.none() | ORDERS,
+    persisted=st.lists(FILES, max_size=2).map(tuple),
+    persist_failure=TEXT,
+    stored=st.none() | GENERATIONS,
+    wanted=st.none() | GENERATIONS,
 )
 DIRECTIVES = _whole(
     Directive,
@@ -107,6 +126,8 @@ DIRECTIVES = _whole(
     retained=st.none() | GENERATIONS,
     dead=st.lists(GENERATIONS, max_size=4).map(tuple),
     rendezvous=TEXT,
+    persist=st.none() | ORDERS,
+    persisted=st.none() | GENERATIONS,
 )
 PORTIONS = st.floats(0, 1)
 RECOVERIES = _whole(
@@ -347,3 +368,10 @@ def test_a_trainer_cannot_report_what_no_heartbeat_could_carry(change: dict[str,
     assert rank_loss_from_proto(values_pb2.LossReport(ranks=1, **largest)).ranks == 1
     with pytest.raises(ProtocolError, match="a trainer may tell of 1 rank"):
         rank_loss_from_proto(values_pb2.LossReport(**{"ranks": 1, **largest, **change}))
+
+
+def test_an_order_to_persist_nothing_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="names no generation"):
+        codec.report_from_proto(
+            peer_pb2.ReportMessage(job="j", persist=values_pb2.PersistOrder(number=1))
+        )

@@ -1,0 +1,242 @@
+"""What the leader of a job decides of the durable tier: which generation is written, when, and when
+the set of its files is complete or given up. Why that is safe: see `persisting`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core import persist_plan, recovery
+from holdfast_core.values import (
+    Directive,
+    Generation,
+    Membership,
+    PersistOrder,
+    Redundancy,
+    Report,
+    Tier,
+)
+from holdfast_daemon.effects import CommitSet, SetCommitted
+from holdfast_daemon.engine.persist_memory import Outcome
+from holdfast_daemon.engine.state import JobMemory
+
+SOON = 0.5
+"""Of an interval: what is due after so much of it is worth the last moments of a daemon."""
+
+
+def lead(memory: JobMemory, now: float) -> Directive:
+    """The directive with what follows from the reports, and from `now`, for persisting."""
+    directive, membership = memory.directive, memory.membership
+    assert directive is not None and membership is not None
+    if membership.tier is None or directive.line is None or memory.fenced:
+        return directive
+    heard = memory.reports.values()
+    orders = [r.persist for r in heard if r.persist is not None]
+    stored = [g for g in (memory.persist.committed, *(r.stored for r in heard)) if g is not None]
+    directive = replace(
+        directive,
+        persist=max([*orders, *([directive.persist] if directive.persist else [])], default=None),
+        persisted=max(
+            [*stored, *([directive.persisted] if directive.persisted else [])], default=None
+        ),
+    )
+    order = directive.persist
+    if order is None or order.ended:
+        return _begin(memory, membership, membership.tier, directive, now)
+    return _carry_on(memory, membership, membership.tier, directive, order, now)
+
+
+def _begin(
+    memory: JobMemory, membership: Membership, tier: Tier, directive: Directive, now: float
+) -> Directive:
+    """Order a set, when one is due."""
+    persist = memory.persist
+    if now < persist.retry_at:
+        return directive
+    found = _candidate(memory, membership, directive)
+    if found is None:
+        return directive
+    candidate, lost = found
+    facts = facts_of(memory, candidate, now)
+    wants = [r.wanted for r in memory.reports.values() if r.wanted is not None]
+    known = directive.persisted
+    facts = replace(
+        facts, redundancy_lost=lost, wanted=any(known is None or w > known for w in wants)
+    )
+    why = persist_plan.why_due(tier, facts)
+    if not why:
+        return directive
+    number = 1 + (directive.persist.number if directive.persist else 0)
+    memory.note("persist_ordered", generation=candidate, detail=why)
+    _take_up(memory, number, now)
+    persist.began_at = now
+    return replace(
+        directive, persist=PersistOrder(number=number, ended=False, generation=candidate)
+    )
+
+
+def facts_of(memory: JobMemory, candidate: Generation, now: float) -> persist_plan.Facts:
+    """What this daemon knows that `persist_plan.why_due` asks."""
+    persist, membership, directive = memory.persist, memory.membership, memory.directive
+    assert membership is not None and directive is not None and directive.line is not None
+    since = max(persist.stored_at, persist.watched_since)
+    return persist_plan.Facts(
+        candidate=candidate,
+        base_step=persist_plan.base_step(candidate, directive.line, directive.persisted),
+        elapsed_s=now - since,
+        cost_s=persist.cost_s if persist.cost_s is not None or not persist.stored else 0.0,
+        loss_rate_per_s=persist_plan.loss_rate_per_s(
+            membership.groups,
+            membership.redundancy,
+            lost_nodes=persist.lost_nodes,
+            watched_s=now - persist.watched_since,
+        ),
+    )
+
+
+def is_due_soon(memory: JobMemory, now: float) -> bool:
+    """Whether what is protected would be persisted before long, as far as this daemon knows."""
+    membership, directive = memory.membership, memory.directive
+    if membership is None or membership.tier is None or memory.me is None or memory.fenced:
+        return False
+    newest = (directive.protected or directive.retained) if directive else None
+    if directive is None or directive.line is None or newest is None:
+        return False
+    if directive.persisted is not None and directive.persisted >= newest:
+        return False
+    facts = facts_of(memory, newest, now)
+    return bool(persist_plan.why_due(membership.tier, facts, portion=SOON))
+
+
+def _candidate(
+    memory: JobMemory, membership: Membership, directive: Directive
+) -> tuple[Generation, bool] | None:
+    """The newest generation to persist, and whether its redundancy is lost; None when storage has
+    it, or when there is none. Only one that nobody may have freed."""
+    assert directive.line is not None
+    holdings = memory.holdings(membership)
+    kept = [
+        g
+        for g in holdings.generations()
+        if (g.epoch == membership.epoch or g == directive.line.generation)
+        and (directive.retained is None or g >= directive.retained)
+        and g not in directive.dead
+    ]
+    redundant = membership.redundancy is not Redundancy.NONE
+    complete = [g for g in kept if recovery.is_complete(membership, holdings, g)]
+    whole = [g for g in complete if not redundant or recovery.is_protected(membership, holdings, g)]
+    lost = redundant and not whole and _was_protected(memory, membership, directive)
+    newest = max(complete if lost else whole, default=None)
+    if newest is None or (directive.persisted is not None and newest <= directive.persisted):
+        return None
+    return newest, lost
+
+
+def _was_protected(memory: JobMemory, membership: Membership, directive: Directive) -> bool:
+    """Whether there is something to lose, and everybody has said what there is."""
+    members = [memory.reports.get(place.index) for place in membership.members]
+    promised = directive.protected or (directive.line and directive.line.generation)
+    return promised is not None and all(r is not None and r.verified for r in members)
+
+
+def _take_up(memory: JobMemory, number: int, now: float) -> None:
+    """What the leader gathers is of this order from now on."""
+    persist = memory.persist
+    persist.leading, persist.moved_at = number, now
+    persist.gathered, persist.committing, persist.outcome = {}, False, None
+
+
+def _carry_on(
+    memory: JobMemory,
+    membership: Membership,
+    tier: Tier,
+    directive: Directive,
+    order: PersistOrder,
+    now: float,
+) -> Directive:
+    """Gather files, commit the set when all are there, give it up when that cannot be."""
+    persist = memory.persist
+    if persist.leading != order.number:  # this leader has restarted, or follows another
+        _take_up(memory, order.number, now)
+        persist.began_at = max(persist.began_at, now)
+    if persist.outcome is not None:
+        return _ended(memory, directive, order, persist.outcome.error, now)
+    before = len(persist.gathered)
+    answers = [r for r in memory.reports.values() if r.persist == order]
+    for report in answers:
+        persist.gathered |= {file.rank: file for file in report.persisted}
+    if len(persist.gathered) > before:
+        persist.moved_at = now
+    missing = [rank for rank in range(membership.world_size) if rank not in persist.gathered]
+    failure = _failure_of(membership, answers, missing)
+    if not missing and not persist.committing:
+        persist.committing = True
+        memory.out.append(
+            CommitSet(
+                epoch=memory.epoch,
+                number=order.number,
+                generation=order.generation,
+                files=tuple(persist.gathered[rank] for rank in range(membership.world_size)),
+                tier=tier,
+            )
+        )
+    elif missing and failure:
+        return _ended(memory, directive, order, failure, now)
+    elif now - persist.moved_at > persist_plan.patience_s(tier, _member_bytes(memory)):
+        waiting = f"ranks {missing}" if missing else "the set's manifest"
+        return _ended(memory, directive, order, f"nothing was heard of {waiting} for long", now)
+    return directive
+
+
+def _failure_of(membership: Membership, answers: list[Report], missing: list[int]) -> str:
+    """Why one of the missing ranks will stay missing; empty as long as all may come."""
+    lacking = {membership.member_of(rank) for rank in missing}
+    return next(
+        (
+            f"member {report.member}: {report.persist_failure}"
+            for report in sorted(answers, key=lambda r: r.member)
+            if report.persist_failure and report.member in lacking
+        ),
+        "",
+    )
+
+
+def _member_bytes(memory: JobMemory) -> int:
+    """What the largest member writes, at most."""
+    return max(
+        (
+            sum(entry.payload_bytes for entry in report.inventory.snapshots)
+            for report in memory.reports.values()
+        ),
+        default=0,
+    )
+
+
+def set_committed(memory: JobMemory, event: SetCommitted) -> None:
+    """The commit of a set ended; whether its order still stands or not, a complete set counts."""
+    persist = memory.persist
+    if not event.error:
+        persist.committed = max(event.generation, persist.committed or event.generation)
+    if event.left:
+        memory.note("persist_cleanup_failed", generation=event.generation, detail=event.left)
+    if (event.epoch, event.number) == (memory.epoch, persist.leading):
+        persist.outcome = Outcome(event.error)
+
+
+def _ended(
+    memory: JobMemory, directive: Directive, order: PersistOrder, error: str, now: float
+) -> Directive:
+    """The order is over: its set is complete, or given up."""
+    persist = memory.persist
+    persist.outcome, persist.committing = None, False
+    directive = replace(directive, persist=replace(order, ended=True))
+    if error:
+        persist.failures += 1
+        persist.retry_at = now + persist_plan.backoff_s(persist.failures)
+        persist.last_failure = f"generation {order.generation}: {error}"
+        return directive
+    persist.failures, persist.last_failure = 0, ""
+    persist.cost_s = max(now - persist.began_at, 0.0)
+    return replace(
+        directive, persisted=max(order.generation, directive.persisted or order.generation)
+    )

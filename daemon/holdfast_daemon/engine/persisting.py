@@ -1,0 +1,177 @@
+"""How the daemons of a job write a generation to the durable tier together, level-triggered.
+
+The leader orders it (`persist_leader`), each daemon writes its own ranks straight from their slots
+and reports the files, and the leader makes the set complete when it knows of all of them. An order
+that cannot be carried out is *ended* and counted, and a later one, with the next number, tries
+again: with the generation that is the newest by then, and every file written anew. Nothing waits
+for storage: a slot that is being written is one slot less for snapshots, and that is all.
+
+Why no two leaders can spoil a set. A set is named by its generation, and so are its files. Of each
+rank there is one snapshot of a generation: its trainer asks for each step once, and what is rebuilt
+elsewhere is verified against the same manifest. So whoever writes a file of that name writes the
+same bytes, verified against that manifest, or fails. A leader that was replaced, and does not know
+it, can therefore only make complete what is whole: the worst it does is the work of another. It
+stops as soon as it hears of the next epoch. Cleaning up spares what a complete set's manifest
+names; should it remove files of a set that another leader is about to make complete, that leader
+finds them missing, and its order ends as any other failure does.
+
+Who lost what. A daemon that restarts has forgotten what it wrote, and writes again what the order
+still waits for. A leader that restarts learns the order and the files from the reports. In a new
+epoch everything begins anew, except for what is in storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypedDict
+
+from holdfast_core.persisted import RankFile
+from holdfast_core.values import Directive, Generation, Membership, PersistOrder, Tier
+from holdfast_daemon.effects import PersistRank, RankPersisted, StopPersisting
+from holdfast_daemon.engine import upkeep
+from holdfast_daemon.engine.persist_memory import NEVER
+from holdfast_daemon.engine.state import JobMemory, SlotState
+
+
+class Reported(TypedDict):
+    """The fields of a report that are about persisting."""
+
+    persist: PersistOrder | None
+    persisted: tuple[RankFile, ...]
+    persist_failure: str
+    stored: Generation | None
+    wanted: Generation | None
+
+
+def request(memory: JobMemory) -> None:
+    """This node wants the newest generation, or a later one, in storage."""
+    directive, membership = memory.directive, memory.membership
+    if membership is None or membership.tier is None:
+        return
+    newest = (directive.protected or directive.retained) if directive else None
+    memory.persist.wanted = newest or Generation(memory.epoch, 0)
+
+
+def reported(memory: JobMemory) -> Reported:
+    """What this daemon tells the leader."""
+    persist = memory.persist
+    order = memory.directive.persist if memory.directive else None
+    # What was written for the order before says nothing of one that was only just heard of.
+    current = order is not None and order.number == persist.number
+    return Reported(
+        persist=order,
+        persisted=tuple(file for _, file in sorted(persist.files.items())) if current else (),
+        persist_failure=persist.failure if current else "",
+        stored=persist.stored,
+        wanted=persist.wanted,
+    )
+
+
+def write(memory: JobMemory, now: float) -> None:
+    """Start writing what the order asks of this node, and stop what it no longer asks for."""
+    persist, directive, membership = memory.persist, memory.directive, memory.membership
+    if persist.watched_since == NEVER:
+        persist.watched_since = now
+    if directive is None or membership is None:
+        return
+    _learn(memory, directive.persisted, now)
+    order, tier = directive.persist, membership.tier
+    if order is None:
+        return
+    if order.number != persist.number:
+        _stop(memory)
+        persist.number, persist.files, persist.failure = order.number, {}, ""
+    if order.ended:
+        _stop(memory)
+    elif tier is not None and directive.line is not None and not memory.fenced:
+        for rank in memory.my_ranks():
+            if rank not in persist.files and not persist.failure:
+                _write_rank(memory, order, tier, rank)
+
+
+def _write_rank(memory: JobMemory, order: PersistOrder, tier: Tier, rank: int) -> None:
+    if any(slot.persisting for arena, slot in memory.slots() if arena.rank == rank):
+        return  # an earlier writer has not ended yet
+    held = memory.sealed(rank, order.generation)
+    if held is None:
+        if rank not in memory.rebuilds and upkeep.anchor(memory) != order.generation:
+            memory.persist.failure = f"rank {rank} holds {order.generation} no longer"
+            memory.note("persist_failed", rank=rank, detail=memory.persist.failure)
+        return
+    arena, slot = held
+    if not slot.verified or slot.manifest is None:
+        return
+    slot.persisting = order.generation
+    memory.out.append(
+        PersistRank(
+            epoch=memory.epoch,
+            number=order.number,
+            rank=rank,
+            slot=slot.index,
+            manifest=slot.manifest,
+            encoded=slot.encoded,
+            layout=arena.encoded,
+            places=slot.places,
+            tier=tier,
+        )
+    )
+
+
+def _stop(memory: JobMemory) -> None:
+    """Once for each order: its writers may go on for long where storage is slow."""
+    persist = memory.persist
+    if persist.stopped != persist.number:
+        persist.stopped = persist.number
+        if any(slot.persisting for _, slot in memory.slots()):
+            memory.out.append(StopPersisting())
+
+
+def _learn(memory: JobMemory, stored: Generation | None, now: float) -> None:
+    persist = memory.persist
+    if stored is not None and (persist.stored is None or stored > persist.stored):
+        persist.stored, persist.stored_at, persist.last_failure = stored, now, ""
+    if persist.wanted and persist.stored and persist.stored >= persist.wanted:
+        persist.wanted = None
+
+
+def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
+    """A writer ended; what it says counts if its order still does."""
+    arena = memory.arenas.get((event.rank, event.layout_id))
+    if arena is not None:
+        slot = arena.slots[event.slot]
+        slot.persisted()
+        if event.corrupt and slot.state is SlotState.SEALED:
+            upkeep.verify_slot(memory, arena, slot)
+    persist = memory.persist
+    if (event.epoch, event.number) != (memory.epoch, persist.number) or not memory.persisting:
+        return
+    if event.file is not None:
+        persist.files[event.rank] = event.file
+    else:
+        persist.failure = f"rank {event.rank}: {event.error}"
+        memory.note(
+            "persist_failed", rank=event.rank, generation=event.generation, detail=event.error
+        )
+
+
+def tell(memory: JobMemory, before: Directive | None) -> None:
+    """Note what the newest directive says that the one before did not."""
+    directive = memory.directive
+    assert directive is not None
+    known = before or replace(directive, persist=None, persisted=None)
+    if directive.persisted is not None and directive.persisted != known.persisted:
+        memory.note("persisted", generation=directive.persisted)
+    order = directive.persist
+    if order is None or order == known.persist or not order.ended:
+        return
+    if directive.persisted is None or directive.persisted < order.generation:
+        why = memory.persist.last_failure or memory.persist.failure
+        memory.note("persist_given_up", generation=order.generation, detail=why)
+
+
+def moved(before: Membership | None, after: Membership) -> int:
+    """How many members are on another memory than before."""
+    places = {place.index: place.memory_id for place in before.members} if before else {}
+    return sum(
+        places.get(place.index, place.memory_id) != place.memory_id for place in after.members
+    )

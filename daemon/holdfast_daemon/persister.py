@@ -1,0 +1,219 @@
+"""Writes ranks to the durable tier and makes sets complete: the adapter around the storage library.
+
+It decides nothing: an effect says what. Its calls block for as long as storage takes, so they run
+on threads of their own, and a storage that hangs costs neither parity nor checks a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+from holdfast_core.errors import CorruptError, HoldfastError
+from holdfast_core.persisted import RankFile
+from holdfast_core.places import Lying
+from holdfast_core.values import Generation, Membership
+from holdfast_daemon.effects import CommitSet, PersistRank, RankPersisted, SetCommitted
+from holdfast_daemon.group import EpochScope
+from holdfast_daemon.holding import Holding
+
+PART_BYTES = 4 << 20
+"""What is read, and paid for in a limit, at a time."""
+
+
+class Store(Protocol):
+    """What a job's persisting needs of storage; `holdfast_storage.SetStore` is one."""
+
+    def write_rank(
+        self,
+        generation: Generation,
+        rank: int,
+        *,
+        layout: bytes,
+        manifest: bytes,
+        read: Callable[[int, int], Iterable[memoryview]],
+        stop: threading.Event | None = None,
+    ) -> RankFile:
+        """Write a rank's file, verified on the way. `read(first_byte, end)`: that of the payload.
+
+        Raises:
+            StorageError, CorruptError.
+        """
+
+    def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
+        """Make the set complete. Raises StorageError."""
+
+    def clean(self, *, keep: int, keep_every: int) -> object:
+        """Remove sets and files that need not be kept. Raises StorageError."""
+
+
+class Allowance:
+    """Bytes in a second, shared by all who write. Any thread may ask."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._paid_until = 0.0
+
+    def take(self, nbytes: int, rate_bytes_s: int, wait: Callable[[float], object]) -> None:
+        """Return when `nbytes` more may be written; `wait` is told for how many seconds not."""
+        if rate_bytes_s <= 0:
+            return
+        with self._lock:
+            now = self._clock()
+            begins = max(self._paid_until, now)
+            self._paid_until = begins + nbytes / rate_bytes_s
+        if begins > now:
+            wait(begins - now)
+
+
+class Persister:
+    """Of one job on one node. Its calls are for threads, except those that say so."""
+
+    def __init__(
+        self,
+        storage: Holding,
+        *,
+        open_store: Callable[[str], Store],
+        executor: Executor,
+        allowance: Allowance | None = None,
+    ) -> None:
+        """
+        Args:
+            open_store: the job's store below the tier's URI.
+            executor: threads for nothing else.
+            allowance: shared by the jobs of a daemon.
+        """
+        self.executor = executor
+        self._storage = storage
+        self._open_store = open_store
+        self._allowance = allowance or Allowance()
+        self._lock = threading.Lock()
+        self._stores: dict[str, Store] = {}
+        self._stop = threading.Event()
+        self._progress: dict[int, tuple[int, int]] = {}
+        self._written_bytes = 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that were read, and that there are, of the ranks that are written now."""
+        with self._lock:
+            done = sum(done for done, _ in self._progress.values())
+            return done, sum(total for _, total in self._progress.values())
+
+    @property
+    def written_bytes(self) -> int:
+        """Of all files that were written."""
+        with self._lock:
+            return self._written_bytes
+
+    def stop(self) -> None:
+        """Let what runs now give up at its next part. For the daemon's loop."""
+        self._stop.set()
+        self._stop = threading.Event()
+
+    def scope(self, membership: Membership | None) -> EpochScope:
+        """Of work that is submitted now: it ends with the epoch or with `stop`, whichever is
+        first. For the daemon's loop."""
+        return EpochScope(membership=membership, ended=self._stop)
+
+    def write(self, effect: PersistRank, scope: EpochScope) -> RankPersisted:
+        """Write one rank.
+
+        Raises:
+            HoldfastError: it was not written.
+        """
+        manifest, rank = effect.manifest, effect.rank
+        arena = self._storage.arena(rank, manifest.layout_id)
+        lying = Lying(slot=effect.slot, places=effect.places)
+        limit = effect.tier.bytes_per_s
+
+        def read(first: int, end: int) -> Iterator[memoryview]:
+            for at in range(first, end, PART_BYTES):
+                nbytes = min(PART_BYTES, end - at)
+                self._allowance.take(nbytes, limit, scope.ended.wait)
+                scope.check()
+                yield from (view for _, view in arena.views(lying, at, nbytes))
+                self._count(rank, at + nbytes, manifest.payload_bytes)
+
+        self._count(rank, 0, manifest.payload_bytes)
+        try:
+            scope.check()
+            file = self._store(effect.tier.uri).write_rank(
+                manifest.generation,
+                rank,
+                layout=effect.layout,
+                manifest=effect.encoded,
+                read=read,
+                stop=scope.ended,
+            )
+        finally:
+            with self._lock:
+                self._progress.pop(rank, None)
+        with self._lock:
+            self._written_bytes += file.bytes
+        return RankPersisted(
+            epoch=effect.epoch,
+            number=effect.number,
+            rank=rank,
+            layout_id=manifest.layout_id,
+            slot=effect.slot,
+            generation=manifest.generation,
+            file=file,
+        )
+
+    def commit(self, effect: CommitSet, scope: EpochScope) -> SetCommitted:
+        """Make a set complete, then clean up; what is left of that is said, and does not count.
+
+        Raises:
+            HoldfastError: the set is not complete.
+        """
+        scope.check()
+        store, tier = self._store(effect.tier.uri), effect.tier
+        store.commit(effect.generation, effect.files)
+        left = ""
+        try:
+            store.clean(keep=tier.keep, keep_every=tier.keep_every)
+        except (HoldfastError, OSError) as error:
+            left = str(error)
+        return SetCommitted(
+            epoch=effect.epoch, number=effect.number, generation=effect.generation, left=left
+        )
+
+    def _store(self, uri: str) -> Store:
+        with self._lock:
+            if uri not in self._stores:
+                self._stores[uri] = self._open_store(uri)
+            return self._stores[uri]
+
+    def _count(self, rank: int, done: int, total: int) -> None:
+        with self._lock:
+            self._progress[rank] = done, total
+
+
+def write_failed(effect: PersistRank, error: HoldfastError) -> RankPersisted:
+    """The end of a writer that did not succeed."""
+    return RankPersisted(
+        epoch=effect.epoch,
+        number=effect.number,
+        rank=effect.rank,
+        layout_id=effect.manifest.layout_id,
+        slot=effect.slot,
+        generation=effect.manifest.generation,
+        file=None,
+        error=str(error),
+        corrupt=isinstance(error, CorruptError),
+    )
+
+
+def commit_failed(effect: CommitSet, error: HoldfastError) -> SetCommitted:
+    """The end of a commit that did not succeed."""
+    return SetCommitted(
+        epoch=effect.epoch,
+        number=effect.number,
+        generation=effect.generation,
+        error=str(error),
+    )

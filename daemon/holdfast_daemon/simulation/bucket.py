@@ -1,0 +1,187 @@
+"""The durable storage of a simulated cluster: one for all daemons, slow, and often out of order.
+
+The daemons use the storage library as it is, over a place of ours: calls take time, anybody may die
+while they do, and they fail at random and for a while. What is checked is what a restore would see.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from holdfast_core.errors import CorruptError, HoldfastError, StorageError
+from holdfast_core.persisted_sets import MANIFEST_FILE, set_name
+from holdfast_core.values import Generation, Tier
+from holdfast_daemon.simulation.fibers import Broken
+from holdfast_storage.places import Item, Unfinished
+from holdfast_storage.sets import SetStore
+
+if TYPE_CHECKING:
+    from holdfast_daemon.simulation.cluster import Cluster
+    from holdfast_daemon.simulation.daemon import VirtualDaemon
+
+JOB = "job"
+GRACE_S = 3.0
+OUTAGES = 3
+PERSISTING = ("persist_ordered", "persisted", "persist_failed", "persist_given_up")
+"""What daemons note of it."""
+
+
+class Bucket:
+    """What is stored, and how storage behaves in this schedule."""
+
+    def __init__(self, cluster: Cluster, seed: int, *, is_used: bool) -> None:
+        self.cluster = cluster
+        # A generator of its own: schedules without a tier are as if there were none.
+        self.rng = random.Random(seed * 7919 + 1)
+        self.tier: Tier | None = None
+        if is_used:
+            self.tier = Tier(
+                uri="virtual://",
+                every_steps=self.rng.choice((1, 2, 3)),
+                keep=self.rng.choice((1, 2, 3)),
+                keep_every=self.rng.choice((0, 4)),
+            )
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        """By path, the bytes and when they appeared."""
+        self.newest: Generation | None = None
+        """Of which a set was complete at any time."""
+        self.error_rate = self.rng.choice((0.0, 0.0, 0.01, 0.05))
+        self.outages = [
+            (begins, begins + self.rng.uniform(0.1, 2.0))
+            for begins in (self.rng.uniform(0.0, 6.0) for _ in range(self.rng.randint(0, OUTAGES)))
+        ]
+
+    def store(self, daemon: VirtualDaemon | None = None) -> SetStore:
+        """The job's sets, as a daemon finds them; without one, at once and without a failure."""
+        return SetStore(
+            "memory://virtual",
+            JOB,
+            place=VirtualPlace(self, daemon),
+            wall=lambda: self.cluster.clock.now,
+            grace_s=GRACE_S,
+        )
+
+    def is_down(self) -> bool:
+        """Whether this call fails."""
+        now = self.cluster.clock.now
+        down = any(begins <= now < ends for begins, ends in self.outages)
+        return down or self.rng.random() < self.error_rate
+
+    def appeared(self, path: str) -> None:
+        """A file is there. If it makes a set complete, the set must be what was captured."""
+        name = path.removeprefix(f"{JOB}/").split("/")
+        if name[-1] != MANIFEST_FILE:
+            return
+        generation = self._check_set(name[0])
+        self.newest = max(generation, self.newest or generation)
+        self.cluster.counts["set_complete"] += 1
+
+    def check(self) -> None:
+        """All that is complete is right, and the newest that ever was is still there."""
+        stored = self.store().complete()
+        assert not stored.rejected, f"sets that cannot be read: {stored.rejected}"
+        found = [self._check_set(set_name(s.generation)) for s in stored]
+        assert max(found, default=None) == self.newest, (
+            f"set {self.newest} was complete, and {found} are left"
+        )
+
+    def has_come_back(self, wanted: Generation) -> bool:
+        """Whether persistence is as far as `wanted`, now that faults have ended."""
+        if self.tier is None:
+            return True
+        self.outages, self.error_rate = [], 0.0
+        return self.newest is not None and self.newest >= wanted
+
+    def _check_set(self, name: str) -> Generation:
+        store = self.store()
+        stored = next(s for s in store.complete() if set_name(s.generation) == name)
+        assert stored.world_size == self.cluster.members * self.cluster.nproc
+        for rank in range(stored.world_size):
+            found = store.open_rank(stored, rank)
+            data = bytearray(found.content.payload_bytes)
+            found.read_into(0, found.pieces, memoryview(data))
+            assert data == self.cluster.captured[rank, stored.generation], (
+                f"set {stored.generation} in storage has other bytes of rank {rank}"
+            )
+        return stored.generation
+
+
+class VirtualPlace:
+    """`holdfast_storage.places.Place` as one daemon reaches the bucket."""
+
+    def __init__(self, bucket: Bucket, daemon: VirtualDaemon | None) -> None:
+        self._bucket, self._daemon = bucket, daemon
+
+    def write(
+        self,
+        path: str,
+        nbytes: int,
+        parts: Iterable[memoryview],
+        stop: threading.Event | None = None,
+    ) -> None:
+        data = bytearray()
+        for part in parts:
+            data += part
+            self._wait(f"writing {path}")
+        assert len(data) == nbytes
+        self._put(path, bytes(data))
+
+    def create(self, path: str, data: bytes) -> bool:
+        self._wait(f"writing {path}")
+        if path in self._bucket.objects:
+            return False
+        self._put(path, data)
+        return True
+
+    def size(self, path: str) -> int | None:
+        self._wait(f"looking at {path}")
+        found = self._bucket.objects.get(path)
+        return None if found is None else len(found[0])
+
+    def read(self, path: str, start: int, buffer: memoryview) -> None:
+        self._wait(f"reading {path}")
+        if path not in self._bucket.objects:
+            raise StorageError(f"{path} is not there")
+        found = self._bucket.objects[path][0][start : start + len(buffer)]
+        if len(found) < len(buffer):
+            raise CorruptError(f"{path} ends too early")
+        buffer[:] = found
+
+    def files(self, path: str) -> list[Item]:
+        self._wait(f"listing {path}")
+        return [
+            Item(path=name, bytes=len(data), modified_s=at)
+            for name, (data, at) in sorted(self._bucket.objects.items())
+            if name.startswith(f"{path}/")
+        ]
+
+    def unfinished(self, path: str) -> list[Unfinished]:
+        del path
+        return []
+
+    def discard(self, unfinished: Unfinished) -> None:
+        raise AssertionError(f"{unfinished} was never begun")
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self._wait(f"deleting {path}")
+            self._bucket.objects.pop(path, None)
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._bucket.objects[path] = data, self._bucket.cluster.clock.now
+        try:
+            self._bucket.appeared(path)
+        except (AssertionError, HoldfastError) as error:
+            raise Broken(error) from error
+        self._wait(f"the answer about {path}")
+
+    def _wait(self, what: str) -> None:
+        """The call takes its time, and may fail."""
+        if self._daemon is None:
+            return
+        self._daemon.pause_storage()
+        if self._bucket.is_down():
+            raise StorageError(f"{what} failed: storage is out of order")

@@ -1,0 +1,33 @@
+"""What tells one simulated schedule from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.job_snapshots import PolicyType
+from holdfast_core.values import Redundancy
+from holdfast_daemon.simulation.faults import FAULTS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """One schedule."""
+
+    seed: int
+    steps: int = 12
+    faults: int = 4
+    kinds: tuple[str, ...] = FAULTS
+    """Kinds of faults that may strike."""
+    policy: PolicyType | None = None
+    """Which pieces a save captures; None for any."""
+    tier: bool | None = None
+    """Whether generations are persisted, too; None for every eighth seed."""
+    redundancy: Redundancy = Redundancy.RAIM5
+    losses: int = 1
+    """Members that a group may lose at once: what the redundancy is made for."""
+    time_limit_s: float = 120.0
+
+    @property
+    def persists(self) -> bool:
+        """Whether there is a durable tier."""
+        return self.seed % 8 == 0 if self.tier is None else self.tier
