@@ -5,7 +5,7 @@
     start = session.restore()                # last completed step, or None
     for step in range((start or 0) + 1, steps + 1):
         train_one_step()
-        handle = session.save(step)          # .staged, .committed, .protected: futures
+        handle = session.save(step)          # .staged, .committed, .protected, .persisted: futures
     session.close()
 
 This module is the whole public API; `holdfast.testing` has a daemon for tests.

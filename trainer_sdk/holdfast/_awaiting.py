@@ -1,4 +1,4 @@
-"""The saves that are committed and wait for what the daemon says of their protection.
+"""The saves that are committed and wait for what the daemon says of them: protected, persisted.
 
 The saver adds them, the watching thread hears the news; any thread may call anything here.
 """
@@ -6,6 +6,7 @@ The saver adds them, the watching thread hears the news; any thread may call any
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from holdfast._client import Event, Stage
@@ -27,13 +28,17 @@ class Awaiting:
     def __init__(self, on_protected: Callable[[Generation], None]) -> None:
         self._on_protected = on_protected
         self._handles: dict[Generation, SaveHandle] = {}
+        # Storage may be far behind, or there is none: only handles that somebody holds can wait.
+        self._unstored: weakref.WeakValueDictionary[Generation, SaveHandle] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = threading.Lock()
 
     def add(self, generation: Generation, handle: SaveHandle) -> None:
         """It is about to be committed: the news may be faster than the commit's answer."""
         oldest: SaveHandle | None = None
         with self._lock:
-            self._handles[generation] = handle
+            self._handles[generation] = self._unstored[generation] = handle
             if len(self._handles) > AWAITING_MAX:
                 oldest = self._handles.pop(next(iter(self._handles)))
         if oldest is not None:
@@ -44,11 +49,15 @@ class Awaiting:
         """It was not committed."""
         with self._lock:
             self._handles.pop(generation, None)
+            self._unstored.pop(generation, None)
 
     def heard(self, event: Event) -> None:
         """News of a generation; what was protected or completed later says the same of those
         before it."""
         assert event.generation is not None
+        if event.stage is Stage.PERSISTED:
+            self._heard_persisted(event.generation)
+            return
         with self._lock:
             reached = {
                 generation: handle
@@ -68,12 +77,24 @@ class Awaiting:
             else:
                 handle._reach(handle.committed)  # the news may be faster than Commit's answer
                 why = f"generation {generation} is complete, but the job has no redundancy"
-                handle._fail(SnapshotSkippedError(why))
+                handle._fail_protection(SnapshotSkippedError(why))
+
+    def _heard_persisted(self, newest: Generation) -> None:
+        with self._lock:
+            reached = {g: handle for g, handle in self._unstored.items() if g <= newest}
+            for generation in reached:
+                del self._unstored[generation]
+        for handle in reached.values():
+            handle._persist()
 
     def close(self) -> None:
         """Nothing more will be heard."""
         with self._lock:
             handles = list(self._handles.values())
+            unstored = list(self._unstored.values())
             self._handles.clear()
+            self._unstored.clear()
         for handle in handles:
             handle._fail(SnapshotSkippedError("the session was closed before this was protected"))
+        for handle in unstored:
+            handle._fail(SnapshotSkippedError("the session was closed before this was persisted"))

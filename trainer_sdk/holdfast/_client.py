@@ -83,6 +83,7 @@ class Stage(StrEnum):
     PROTECTED = "protected"
     DEAD = "dead"
     UNPROTECTABLE = "unprotectable"
+    PERSISTED = "persisted"
     EPOCH_ENDED = "epoch_ended"
 
 
@@ -392,6 +393,8 @@ def _event(message: trainer_pb2.WatchEvent) -> Event | None:
             stage, generation = Stage.DEAD, message.dead
         case "unprotectable":
             stage, generation = Stage.UNPROTECTABLE, message.unprotectable
+        case "persisted":
+            stage, generation = Stage.PERSISTED, message.persisted
         case "epoch_ended":
             return Event(stage=Stage.EPOCH_ENDED, epoch=message.epoch_ended)
         case _:

@@ -23,9 +23,12 @@ class SaveHandle:
         """The daemon sealed the manifest: the snapshot survives this process."""
         self.protected: Future[int] = Future()
         """Parity is on other nodes, job-wide: the snapshot survives the loss of this node."""
+        self.persisted: Future[int] = Future()
+        """This generation or a newer one is in durable storage, whole: training survives the
+        cluster. Where the job has no such storage it is never reached."""
         self._stages = (self.staged, self.committed, self.protected)
         self._lock = threading.Lock()
-        for future in self._stages:
+        for future in (*self._stages, self.persisted):
             future.set_running_or_notify_cancel()  # a stage cannot be cancelled by who waits for it
 
     @property
@@ -47,15 +50,27 @@ class SaveHandle:
     def _fail(self, error: HoldfastError) -> None:
         """Put `error` into every stage that was not reached. For the session only."""
         with self._lock:
-            for future in self._stages:
+            for future in (*self._stages, self.persisted):
                 if not future.done():
                     future.set_exception(error)
 
+    def _fail_protection(self, error: HoldfastError) -> None:
+        """It will not be protected, and may still be persisted. For the session only."""
+        with self._lock:
+            if not self.protected.done():
+                self.protected.set_exception(error)
+
+    def _persist(self) -> None:
+        """Mark it as persisted. For the session only."""
+        with self._lock:
+            if not self.persisted.done():
+                self.persisted.set_result(self.step)
+
     def __repr__(self) -> str:
-        names = ("staged", "committed", "protected")
+        names = ("staged", "committed", "protected", "persisted")
         reached = [
             name
-            for name, future in zip(names, self._stages, strict=True)
+            for name, future in zip(names, (*self._stages, self.persisted), strict=True)
             if future.done() and future.exception() is None
         ]
         fate = f"error={self.error!r}" if self.error else f"reached={reached}"

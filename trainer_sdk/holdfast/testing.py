@@ -143,7 +143,7 @@ class FakeDaemon:
             self._news = queue.SimpleQueue()
 
     def announce(self, stage: str, generation: Generation | None = None, *, epoch: int = 0) -> None:
-        """Send the trainer news: `protected`, `dead`, `unprotectable` or `epoch_ended`."""
+        """Send the trainer news: a `Stage`, such as `protected`."""
         event = Event(stage=Stage(stage), generation=generation, epoch=epoch)
         with self._lock:
             if event.stage is Stage.PROTECTED:
