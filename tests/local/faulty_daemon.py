@@ -255,6 +255,7 @@ class TrappedNode(Node):
             bulk=opener,
             peers=self._fetcher,
             executor=self._executor,
+            persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
         )
         worker.traps, worker.opener = self._traps, opener

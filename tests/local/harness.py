@@ -20,7 +20,7 @@ from daemons import DaemonProcess
 from raw_trainer import RawTrainer, forget
 from waiting import WAIT_S, wait_for
 
-from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy
+from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2
 
 JOB = "tests.job"
@@ -133,6 +133,7 @@ class RawJob:
     group_size: int = 0
     redundancy: Redundancy = Redundancy.RAIM5
     replicas: int = 1
+    tier: Tier | None = None
     carries: bool = True
     """Whether saves carry pieces over, where they can: as those of some experts do."""
     bulk_addresses: dict[str, str] = field(default_factory=dict)
@@ -171,6 +172,7 @@ class RawJob:
             groups=tuple(tuple(range(i, i + size)) for i in range(0, self.size, size)),
             redundancy=self.redundancy,
             replicas=self.replicas,
+            tier=self.tier,
         )
 
     def _place(self, index: int, node: str) -> MemberPlace:

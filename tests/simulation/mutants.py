@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("core", "protos", "daemon")
+SOURCES = ("core", "protos", "storage", "daemon")
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
 SCHEDULES = 1500
@@ -27,6 +27,8 @@ class Mutant:
 
     name: str
     edits: tuple[tuple[str, str, str], ...]
+    tier: bool = False
+    """Whether all schedules have a durable tier: the bug is in persisting."""
 
 
 MUTANTS = (
@@ -241,6 +243,85 @@ MUTANTS = (
             ),
         ),
     ),
+    Mutant(
+        name="give a slot away that is being persisted",
+        tier=True,
+        edits=(
+            (
+                f"{ENGINE}/state.py",
+                "SlotState.LEFT if self.persisting else SlotState.FREE",
+                "SlotState.FREE",
+            ),
+            (
+                f"{ENGINE}/upkeep.py",
+                "    if slot.persisting is not None:\n        return True\n",
+                "    if slot.persisting is not None:\n        return False\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="report files of the set before as those of the one to be persisted",
+        tier=True,
+        edits=(
+            (
+                f"{ENGINE}/persisting.py",
+                "    current = order is not None and order.number == persist.number\n",
+                "    current = order is not None\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="take a file of an order that is over for one that is to be persisted",
+        tier=True,
+        edits=(
+            (
+                f"{ENGINE}/persisting.py",
+                "    if (event.epoch, event.number) != (memory.epoch, persist.number) "
+                "or not memory.persisting:\n",
+                "    if not memory.persisting:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="wait for a member that cannot persist its ranks",
+        tier=True,
+        edits=(
+            (f"{ENGINE}/persist_leader.py", "    elif missing and failure:\n", "    elif False:\n"),
+        ),
+    ),
+    Mutant(
+        name="never free what an order to persist waits for",
+        tier=True,
+        edits=(
+            (
+                f"{ENGINE}/persisting.py",
+                "        slot.persisted()\n",
+                "        pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="forget as a new leader which orders to persist there were",
+        tier=True,
+        edits=(
+            (
+                f"{ENGINE}/persist_leader.py",
+                "    orders = [r.persist for r in heard if r.persist is not None]\n",
+                "    orders: list[PersistOrder] = []\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="say that a set is persisted although its commit failed",
+        tier=True,
+        edits=(
+            (
+                f"{ENGINE}/persist_leader.py",
+                "persist.outcome = Outcome(event.error)",
+                'persist.outcome = Outcome("")',
+            ),
+        ),
+    ),
 )
 
 
@@ -257,6 +338,7 @@ def survives(mutant: Mutant) -> str:
                 raise SystemExit(f"{mutant.name}: {file} has changed; mend the mutant")
             path.write_text(text.replace(before, after, 1))
         command = ["-m", "holdfast_daemon.simulation", "--steps", "8", "--count", str(SCHEDULES)]
+        command += ["--tier"] if mutant.tier else []
         result = subprocess.run(
             [sys.executable, "-P", *command],
             env={**os.environ, "PYTHONPATH": ":".join(str(copy / name) for name in SOURCES)},

@@ -18,11 +18,13 @@ def run_schedules(
     faults: int,
     redundancy: Redundancy = Redundancy.RAIM5,
     losses: int = 1,
+    tier: bool | None = None,
 ) -> Counter[str]:
     """Run `count` schedules; the sum of what happened in them.
 
     Args:
         losses: Members that a group may lose at once; see `Options`.
+        tier: whether there is a durable tier; None for every eighth schedule.
 
     Raises:
         AssertionError: an invariant broke; the message begins with the seed.
@@ -30,7 +32,14 @@ def run_schedules(
     total: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + count):
         cluster = Cluster(
-            Options(seed=seed, steps=steps, faults=faults, redundancy=redundancy, losses=losses)
+            Options(
+                seed=seed,
+                steps=steps,
+                faults=faults,
+                redundancy=redundancy,
+                losses=losses,
+                tier=tier,
+            )
         )
         try:
             cluster.run()
@@ -52,13 +61,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12, help="training steps of each schedule")
     parser.add_argument("--faults", type=int, default=4, help="faults of each schedule")
     parser.add_argument("--log", action="store_true", help="print the story of the last schedule")
+    parser.add_argument(
+        "--tier", action="store_true", help="a durable tier in all of them (default: every eighth)"
+    )
     options = parser.parse_args()
+    tier = True if options.tier else None
     if options.log:
-        cluster = Cluster(Options(seed=options.first, steps=options.steps, faults=options.faults))
+        cluster = Cluster(
+            Options(seed=options.first, steps=options.steps, faults=options.faults, tier=tier)
+        )
         cluster.run()
         print("\n".join(cluster.log))
         return 0
-    total = run_schedules(options.first, options.count, steps=options.steps, faults=options.faults)
+    total = run_schedules(
+        options.first, options.count, steps=options.steps, faults=options.faults, tier=tier
+    )
     print(f"{options.count} schedules, seeds {options.first}..{options.first + options.count - 1}")
     for name, count in sorted(total.items()):
         print(f"  {name:20} {count}")

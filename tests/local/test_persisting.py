@@ -1,0 +1,137 @@
+"""Daemons write to a real directory; they are killed while they do, and storage fails."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from harness import JOB, RawCluster, RawJob
+from waiting import wait_for
+
+from holdfast_core.values import Generation, Redundancy, Tier
+from holdfast_protos import control_pb2
+from holdfast_storage.sets import SetStore
+
+LARGE = 12 << 20
+"""Bytes of a rank that take long enough to write for a kill to strike in the middle."""
+
+
+def _job(
+    cluster: RawCluster, tier: Tier, *, nbytes: int = 300_000, carries: bool = False
+) -> RawJob:
+    job = RawJob(cluster, cluster.start_nodes(3), nbytes=nbytes, tier=tier, carries=carries)
+    job.form()
+    job.start_trainers()
+    return job
+
+
+def _check_sets(job: RawJob, tier: Tier) -> list[Generation]:
+    """The complete sets, newest first; every byte of them is what was captured."""
+    store = SetStore(tier.uri, JOB)
+    stored = store.complete()
+    assert not stored.rejected
+    for one in stored:
+        for trainer in job.trainers:
+            rank = store.open_rank(one, trainer.rank)
+            data = bytearray(rank.content.payload_bytes)
+            rank.read_into(0, rank.pieces, memoryview(data))
+            assert data == trainer.content_at(one.generation)
+    return [one.generation for one in stored]
+
+
+def _wait_set(job: RawJob, tier: Tier, newer_than: Generation) -> Generation:
+    found = wait_for(
+        f"a complete set newer than {newer_than}",
+        lambda: [g for g in _check_sets(job, tier) if g > newer_than],
+    )
+    return max(found)
+
+
+def _persist(daemon_job: dict[str, object]) -> dict[str, object]:
+    found = daemon_job["persist"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["leader", "other"])
+def test_a_daemon_killed_while_it_writes_leaves_no_wrong_set_and_the_next_is_complete(
+    cluster: RawCluster, tmp_path: Path, victim: int
+) -> None:
+    tier = Tier(uri=tmp_path.as_uri(), every_steps=1, bytes_per_s=16 << 20)
+    job = _job(cluster, tier, nbytes=LARGE)
+    job.train()
+    mine = f".rank-{victim:05d}.*.part"
+    wait_for("a file to be half written", lambda: list(tmp_path.rglob(mine)))
+    job.daemon(victim).kill()
+    assert all(_check_sets(job, tier) == [] for _ in range(3))
+    cluster.restart(job.nodes[victim])
+    job.readdress()
+    first = _wait_set(job, tier, Generation(0, 0))
+    assert first == job.generation
+
+
+def test_sets_follow_training_and_old_ones_go(
+    cluster: RawCluster, tmp_path: Path, carries: bool
+) -> None:
+    tier = Tier(uri=tmp_path.as_uri(), every_steps=2, keep=2, keep_every=4)
+    job = _job(cluster, tier, carries=carries)
+    for _ in range(5):
+        newest = job.train(2)
+        assert _wait_set(job, tier, Generation(1, newest.step - 1)) == newest
+    wait_for(
+        "old sets to go",
+        lambda: [g.step for g in _check_sets(job, tier)] == [10, 8, 4],
+    )
+    for member in range(3):
+        daemon = job.daemon(member)
+        wait_for("it to hear", lambda d=daemon: _persist(d.job(JOB))["persisted"] == "1.10")  # type: ignore[misc]
+    assert job.daemon(0).metric(f'holdfast_persist_failures_total{{job="{JOB}"}}') == 0
+
+
+def test_storage_that_fails_costs_training_nothing_and_is_named(
+    cluster: RawCluster, tmp_path: Path
+) -> None:
+    (tmp_path / JOB).write_text("a file where the job's directory should be")
+    tier = Tier(uri=tmp_path.as_uri(), every_steps=1)
+    job = _job(cluster, tier)
+    job.train(3)
+    leader = job.daemon(0)
+    wait_for("the failure to be told", lambda: _persist(leader.job(JOB))["failure"])
+    job.train(2)
+    (tmp_path / JOB).unlink()
+    assert _wait_set(job, tier, Generation(0, 0)) == job.generation
+    wait_for("the failure to be over", lambda: not _persist(leader.job(JOB))["failure"])
+
+
+def test_what_is_protected_is_persisted_on_request(cluster: RawCluster, tmp_path: Path) -> None:
+    tier = Tier(uri=tmp_path.as_uri(), every_steps=1_000_000)
+    job = _job(cluster, tier)
+    newest = job.train(2)
+    assert _check_sets(job, tier) == []
+    message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=JOB))
+    cluster.control.send(job.nodes[2], message)  # not the leader's
+    assert _wait_set(job, tier, Generation(0, 0)) == newest
+
+
+def test_a_daemon_that_is_told_to_end_has_it_persisted_first(
+    cluster: RawCluster, tmp_path: Path
+) -> None:
+    tier = Tier(uri=tmp_path.as_uri(), every_steps=4)
+    job = _job(cluster, tier)
+    newest = job.train(3)
+    assert _check_sets(job, tier) == []
+    assert job.daemon(1).kill(signal.SIGTERM) == 0
+    assert _check_sets(job, tier) == [newest]
+
+
+def test_a_job_without_redundancy_is_persisted_when_it_is_complete(
+    cluster: RawCluster, tmp_path: Path
+) -> None:
+    tier = Tier(uri=tmp_path.as_uri(), every_steps=1)
+    nodes = cluster.start_nodes(2)
+    job = RawJob(cluster, nodes, tier=tier, redundancy=Redundancy.NONE)
+    job.form()
+    job.start_trainers()
+    job.save(1)
+    assert _wait_set(job, tier, Generation(0, 0)) == Generation(1, 1)

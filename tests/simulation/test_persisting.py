@@ -1,0 +1,33 @@
+"""Schedules in which generations are persisted, through faults of daemons and of storage."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_daemon.simulation.__main__ import run_schedules
+from holdfast_daemon.simulation.cluster import Cluster
+from holdfast_daemon.simulation.options import Options
+
+SCHEDULES = 300
+CHUNK = 50
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first_seed", range(0, SCHEDULES, CHUNK))
+def test_no_set_in_storage_is_ever_wrong_and_persisting_comes_back(first_seed: int) -> None:
+    counts = run_schedules(first_seed, CHUNK, steps=6, faults=4, tier=True)
+    # Schedules in which all goes well, or nothing does, prove nothing.
+    assert counts["set_complete"] > CHUNK
+    assert counts["persist_given_up"] > CHUNK / 10
+    assert counts["kill_daemon"] > CHUNK / 10
+    assert counts["rebuilt"] > CHUNK / 20
+
+
+def test_a_schedule_with_a_tier_is_the_same_every_time() -> None:
+    logs = []
+    for _ in range(2):
+        cluster = Cluster(Options(seed=7, steps=8, faults=4, tier=True))
+        cluster.run()
+        logs.append(cluster.log)
+    assert logs[0] == logs[1]
+    assert any("persisted" in line for line in logs[0])
