@@ -238,7 +238,7 @@ class Node:
                 self._drop(membership.job)
         elif message.HasField("persist"):
             host = self.hosts.get(message.persist.job)
-            if host is not None:
+            if host is not None and describe.persist_state(host) is not None:
                 host.carry_out(host.engine.request_persist(host.now))
         elif message.HasField("drop"):
             self._ended[message.drop.job] = None

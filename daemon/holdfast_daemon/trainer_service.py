@@ -332,6 +332,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         return trainer_pb2.WorkerExitedReply()
 
     @_translating
+    async def Persist(self, request: trainer_pb2.PersistRequest, context: Any) -> Any:
+        host = await self._authorized(request.job, context)
+        host.carry_out(host.engine.request_persist(host.now))
+        return trainer_pb2.PersistReply()
+
+    @_translating
     async def Status(self, request: trainer_pb2.StatusRequest, context: Context) -> Any:
         status = self._status()
         seen = await self._authenticator.visible(_token(context), status["jobs"])

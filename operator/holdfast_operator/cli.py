@@ -54,6 +54,11 @@ _INJECT_EPILOG = """
   holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
 """
 
+_PERSIST_EPILOG = """
+  holdfast persist                     of the only run on this machine
+  holdfast persist llm --wait 60       give up after a minute
+"""
+
 _PLAN_EPILOG = """
   holdfast plan job.yaml --bytes-per-rank 24Gi --step-seconds 4.5
   holdfast plan job.yaml --node-mtbf-days 90 --days 60
@@ -86,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_status(commands)
     _add_inject(commands)
+    _add_persist(commands)
     _add_plan(commands)
     _add_demo(commands)
     _add_certificates(commands)
@@ -154,6 +160,17 @@ def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         kind.add_argument("node", metavar="NODE")
         _add_run_choice(kind)
     parser.set_defaults(handler="running:inject")
+
+
+def _add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Write the newest generation of a local run to its durable tier, now."
+    parser = _add(commands, "persist", text, _PERSIST_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    _add_directory(parser)
+    parser.add_argument(
+        "--wait", type=_positive, default=600.0, metavar="S", help="default %(default)s"
+    )
+    parser.set_defaults(handler="persist_command:persist")
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -94,6 +94,11 @@ class TrainerStub:
                 request_serializer=holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.SerializeToString,
                 response_deserializer=holdfast__protos_dot_trainer__pb2.WorkerExitedReply.FromString,
                 _registered_method=True)
+        self.Persist = channel.unary_unary(
+                '/holdfast.v1.Trainer/Persist',
+                request_serializer=holdfast__protos_dot_trainer__pb2.PersistRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_trainer__pb2.PersistReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/holdfast.v1.Trainer/Status',
                 request_serializer=holdfast__protos_dot_trainer__pb2.StatusRequest.SerializeToString,
@@ -190,6 +195,13 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Persist(self, request, context):
+        """Have the newest generation written to the durable tier, now. Returns when that is asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Everything this daemon knows, as JSON, for `holdfast status` and for people.
         """
@@ -259,6 +271,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.WorkerExited,
                     request_deserializer=holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.FromString,
                     response_serializer=holdfast__protos_dot_trainer__pb2.WorkerExitedReply.SerializeToString,
+            ),
+            'Persist': grpc.unary_unary_rpc_method_handler(
+                    servicer.Persist,
+                    request_deserializer=holdfast__protos_dot_trainer__pb2.PersistRequest.FromString,
+                    response_serializer=holdfast__protos_dot_trainer__pb2.PersistReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -590,6 +607,33 @@ class Trainer:
             '/holdfast.v1.Trainer/WorkerExited',
             holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.SerializeToString,
             holdfast__protos_dot_trainer__pb2.WorkerExitedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Persist(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Trainer/Persist',
+            holdfast__protos_dot_trainer__pb2.PersistRequest.SerializeToString,
+            holdfast__protos_dot_trainer__pb2.PersistReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,8 @@ class TrainerStub:
     PublishStore: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]
     WorkerExited: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]
     """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
+    Persist: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]
+    """Have the newest generation written to the durable tier, now. Returns when that is asked for."""
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]
     """Everything this daemon knows, as JSON, for `holdfast status` and for people."""
 
@@ -101,6 +103,8 @@ class TrainerAsyncStub(TrainerStub):
     PublishStore: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]  # type: ignore[assignment]
     WorkerExited: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]  # type: ignore[assignment]
     """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
+    Persist: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]  # type: ignore[assignment]
+    """Have the newest generation written to the durable tier, now. Returns when that is asked for."""
     Status: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]  # type: ignore[assignment]
     """Everything this daemon knows, as JSON, for `holdfast status` and for people."""
 
@@ -205,6 +209,14 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WorkerExitedReply, _abc.Awaitable[_trainer_pb2.WorkerExitedReply]]:
         """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
+
+    @_abc_1.abstractmethod
+    def Persist(
+        self,
+        request: _trainer_pb2.PersistRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.PersistReply, _abc.Awaitable[_trainer_pb2.PersistReply]]:
+        """Have the newest generation written to the durable tier, now. Returns when that is asked for."""
 
     @_abc_1.abstractmethod
     def Status(

@@ -10,7 +10,7 @@ from harness import JOB, RawCluster, RawJob
 from waiting import wait_for
 
 from holdfast_core.values import Generation, Redundancy, Tier
-from holdfast_protos import control_pb2
+from holdfast_protos import control_pb2, trainer_pb2
 from holdfast_storage.sets import SetStore
 
 LARGE = 12 << 20
@@ -104,13 +104,20 @@ def test_storage_that_fails_costs_training_nothing_and_is_named(
     wait_for("the failure to be over", lambda: not _persist(leader.job(JOB))["failure"])
 
 
-def test_what_is_protected_is_persisted_on_request(cluster: RawCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["control loop", "command"])
+def test_what_is_protected_is_persisted_on_request(
+    cluster: RawCluster, tmp_path: Path, by: str
+) -> None:
     tier = Tier(uri=tmp_path.as_uri(), every_steps=1_000_000)
     job = _job(cluster, tier)
     newest = job.train(2)
     assert _check_sets(job, tier) == []
-    message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=JOB))
-    cluster.control.send(job.nodes[2], message)  # not the leader's
+    # Not the leader's daemon: any will do.
+    if by == "command":
+        job.daemon(2).stub().Persist(trainer_pb2.PersistRequest(job=JOB), timeout=10)
+    else:
+        message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=JOB))
+        cluster.control.send(job.nodes[2], message)
     assert _wait_set(job, tier, Generation(0, 0)) == newest
 
 

@@ -387,16 +387,10 @@ def _decision(message: trainer_pb2.RestoreDecision) -> Decision:
 
 def _event(message: trainer_pb2.WatchEvent) -> Event | None:
     match message.WhichOneof("event"):
-        case "protected":
-            stage, generation = Stage.PROTECTED, message.protected
-        case "dead":
-            stage, generation = Stage.DEAD, message.dead
-        case "unprotectable":
-            stage, generation = Stage.UNPROTECTABLE, message.unprotectable
-        case "persisted":
-            stage, generation = Stage.PERSISTED, message.persisted
         case "epoch_ended":
             return Event(stage=Stage.EPOCH_ENDED, epoch=message.epoch_ended)
+        case "protected" | "dead" | "unprotectable" | "persisted" as name:
+            generation = codec.generation_from_proto(getattr(message, name))
+            return Event(stage=Stage(name), generation=generation)
         case _:
             return None  # of a newer daemon
-    return Event(stage=stage, generation=codec.generation_from_proto(generation))

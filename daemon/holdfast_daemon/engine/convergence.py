@@ -190,7 +190,11 @@ class Convergence:
         return self._settle(now)
 
     def request_persist(self, now: float) -> list[Effect]:
-        """Somebody wants the newest generation in the durable tier soon."""
+        """Somebody wants the newest generation in the durable tier soon.
+
+        Raises:
+            InvalidJobError: the job has none.
+        """
         persisting.request(self.memory)
         return self._settle(now)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypedDict
 
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.persisted import RankFile
 from holdfast_core.values import Directive, Generation, Membership, PersistOrder, Tier
 from holdfast_daemon.effects import PersistRank, RankPersisted, StopPersisting
@@ -44,10 +45,16 @@ class Reported(TypedDict):
 
 
 def request(memory: JobMemory) -> None:
-    """This node wants the newest generation, or a later one, in storage."""
+    """This node wants the newest generation, or a later one, in storage.
+
+    Raises:
+        InvalidJobError: there is no storage.
+    """
     directive, membership = memory.directive, memory.membership
     if membership is None or membership.tier is None:
-        return
+        raise InvalidJobError(
+            f"job {memory.job} has no durable tier: its generations are in memory only"
+        )
     newest = (directive.protected or directive.retained) if directive else None
     memory.persist.wanted = newest or Generation(memory.epoch, 0)
 

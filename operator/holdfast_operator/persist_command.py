@@ -1,0 +1,74 @@
+"""What `holdfast persist` does: ask a daemon of a local run, and wait until the set is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
+from holdfast_core.values import Generation
+from holdfast_operator.local.status import NodeStatus, read_status
+from holdfast_operator.running import find_run
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+
+CALL_TIMEOUT_S = 10.0
+POLL_S = 0.2
+
+
+def persist(options: argparse.Namespace) -> int:
+    """`holdfast persist`."""
+    path = find_run(options.dir, options.job)
+    found = read_status(path / "status.json")
+    members = [node for node in found.nodes if node.role.startswith("member") and node.connected]
+    if found.ended or not members:
+        raise InvalidJobError(f"the run in {path} has no daemon to ask ({found.phase})")
+    with grpc.insecure_channel(f"unix:{members[0].socket}") as channel:
+        daemon = trainer_pb2_grpc.TrainerStub(channel)
+        before = _ask(members[0], lambda: _state(daemon, found.job))
+        request = trainer_pb2.PersistRequest(job=found.job)
+        _ask(members[0], lambda: daemon.Persist(request, timeout=CALL_TIMEOUT_S))
+        stored = _follow(
+            lambda: _ask(members[0], lambda: _state(daemon, found.job)),
+            wanted=before.get("protected"),
+            wait_s=options.wait,
+        )
+    print(f"generation {stored} of {found.job} is in durable storage")
+    return 0
+
+
+def _follow(state: Callable[[], dict[str, Any]], *, wanted: str | None, wait_s: float) -> str:
+    """The newest generation in storage, once it is `wanted` or newer."""
+    until = time.monotonic() + wait_s
+    while True:
+        persist: dict[str, Any] = state().get("persist") or {}
+        stored = persist.get("persisted")
+        if stored and (wanted is None or Generation.parse(stored) >= Generation.parse(wanted)):
+            return str(stored)
+        if time.monotonic() > until:
+            why = persist.get("failure") or "nothing is protected yet, or storage is slow"
+            raise StorageError(
+                f"generation {wanted} is not in durable storage after {wait_s:.0f} s: {why}; the "
+                f"daemons go on trying"
+            )
+        time.sleep(POLL_S)
+
+
+def _state(daemon: trainer_pb2_grpc.TrainerStub, job: str) -> dict[str, Any]:
+    reply = daemon.Status(trainer_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S)
+    found: dict[str, Any] = json.loads(reply.json)["jobs"].get(job, {})
+    return found
+
+
+def _ask(node: NodeStatus, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except grpc.RpcError as error:
+        details = error.details() if isinstance(error, grpc.Call) else str(error)
+        metadata = error.trailing_metadata() if isinstance(error, grpc.Call) else None
+        ours = codec.error_from_metadata(metadata, details or "")
+        raise ours or UnreachableError(f"the daemon of {node.name}: {details}") from error
