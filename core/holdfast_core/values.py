@@ -261,6 +261,15 @@ class PersistOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FailedLoad:
+    """A rank's snapshot in storage that its daemon cannot use."""
+
+    rank: int
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """A daemon's periodic word to its leader and its parity group. Newest wins, so loss, delay and
     reordering of reports are harmless."""
@@ -288,6 +297,8 @@ class Report:
     """The newest complete set in storage that it has heard of, in any epoch."""
     wanted: Generation | None = None
     """It asks that this generation, or a newer one, be persisted soon."""
+    unloadable: tuple[FailedLoad, ...] = ()
+    """What it could not load from storage lately, because the bytes there are not right."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -300,6 +311,8 @@ class Line:
 
     generation: Generation | None
     reason: str = field(compare=False)
+    stored: bool = field(default=False, compare=False)
+    """Memory had no line: the generation was loaded from storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,3 +337,7 @@ class Directive:
     """What is being written to the durable tier, or was last."""
     persisted: Generation | None = None
     """The newest generation of which the durable tier has a complete set."""
+    load: Generation | None = None
+    """Before there is a line: memory has none, and every daemon is to load its ranks' snapshots of
+    this generation from storage. It changes when they cannot be used. Once all are in memory, the
+    line is this generation."""

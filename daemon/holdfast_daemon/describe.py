@@ -52,6 +52,8 @@ def problem(memory: JobMemory) -> str:
     if memory.fenced:
         return f"fenced: epoch {memory.epoch_seen} has begun without this daemon"
     directive = memory.directive
+    if memory.loading.problem:
+        return memory.loading.problem
     if directive is None or directive.line is None:
         return "the recovery line of this epoch is not decided yet"
     failures = [r.failure for r in memory.ranks.values() if r.failure]
@@ -107,6 +109,9 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         parity_bytes=host.storage.parity_bytes,
         loss=None if loss is None else loss_to_proto(loss),
         persist=persist_state(host),
+        loading=any(job.stored for job in memory.rebuilds.values()),
+        storage_problem=memory.loading.problem,
+        stored_epoch=memory.loading.beyond,
     )
 
 
@@ -178,6 +183,8 @@ def as_json(host: JobHost) -> dict[str, object]:
         "verified": memory.verified,
         "line": str(line.generation) if line and line.generation else None,
         "line_reason": line.reason if line else None,
+        "line_stored": line.stored if line else False,
+        "load": str(directive.load) if directive and directive.load else None,
         "protected": str(directive.protected) if directive and directive.protected else None,
         "problem": problem(memory),
         "persist": _persist_json(host),

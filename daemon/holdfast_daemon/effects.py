@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from holdfast_core.codes import Block, Code
 from holdfast_core.errors import HoldfastError
 from holdfast_core.persisted import RankFile
+from holdfast_core.stored_line import Found
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -177,6 +178,37 @@ class Rebuild:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FindStored:
+    """Ask storage which whole sets it holds of the job → `StoredFound`."""
+
+    epoch: int
+    tier: Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenStored:
+    """Get the manifest and layout of a rank's snapshot in storage → `ManifestFetched`."""
+
+    tier: Tier
+    rank: int
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadStored:
+    """Read a snapshot from storage into a slot, verify it against the manifest, seal it
+    → `Rebuilt`."""
+
+    tier: Tier
+    rank: int
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+    places: bytes = b""
+    """Where its pieces go."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySnapshot:
     """Check every piece of a sealed snapshot → `SnapshotVerified`."""
 
@@ -264,6 +296,9 @@ Effect = (
     | BuildParity
     | FetchManifest
     | Rebuild
+    | FindStored
+    | OpenStored
+    | LoadStored
     | VerifySnapshot
     | VerifyParity
     | PersistRank
@@ -311,6 +346,8 @@ class ManifestFetched:
     """Encoded; empty when no peer had it."""
     layout: bytes
     error: str = ""
+    corrupt: bool = False
+    """What is there is not right, so that asking again would not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,6 +357,16 @@ class Rebuilt:
     generation: Generation
     error: str = ""
     """Empty when the slot is sealed."""
+    corrupt: bool = False
+    """Bytes from storage do not match their manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFound:
+    epoch: int
+    found: Found | None
+    """None when storage could not be read."""
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,6 +418,7 @@ Completion = (
     | ParityBuilt
     | ManifestFetched
     | Rebuilt
+    | StoredFound
     | SnapshotVerified
     | ParityVerified
     | RankPersisted

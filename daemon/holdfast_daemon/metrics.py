@@ -110,7 +110,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         "restores",
         "Restores of a rank, by where its bytes came from.",
         "job",
-        source=("local", "parity", "none"),
+        source=("local", "parity", "storage", "none"),
     ),
     _gauge("sessions_open", "Ranks with an open session.", "job"),
     _gauge("epoch", "Newest membership epoch.", "job"),

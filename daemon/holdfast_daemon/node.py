@@ -32,6 +32,7 @@ from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.http import HttpServer
 from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.loader import Loader
 from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
@@ -40,6 +41,7 @@ from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import Auth, DaemonSettings
 from holdfast_daemon.storage import NodeStorage
+from holdfast_daemon.stored_sets import TierSets
 from holdfast_daemon.token_files import FileAuthenticator
 from holdfast_daemon.token_review import TokenReviewApi
 from holdfast_daemon.traffic import Traffic
@@ -283,6 +285,7 @@ class Node:
             executor=self._executor,
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
+            loader=Loader(storage, storage.job, TierSets),
         )
         return JobHost(
             engine=engine,

@@ -116,11 +116,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 if state.ready:
                     yield self._decision(host, state)
                     return
-                word = f"{state.phase} {state.done} {state.detail}"
+                loader = host.worker.loader
+                loads = state.phase == "load" and loader is not None
+                done = loader.read_bytes(request.rank) if loader and loads else state.done
+                word = f"{state.phase} {done} {state.detail}"
                 if word != told:
                     told = word
                     yield trainer_pb2.RestoreProgress(
-                        phase=state.phase, done=state.done, total=state.total, detail=state.detail
+                        phase=state.phase, done=done, total=state.total, detail=state.detail
                     )
                 await host.changed(ASK_AGAIN_S)
         except HoldfastError as error:

@@ -31,10 +31,13 @@ from holdfast_daemon.effects import (
     CommitSet,
     Completion,
     FetchManifest,
+    FindStored,
     ForgetPeers,
     FreeParity,
     FreeSlot,
+    LoadStored,
     ManifestFetched,
+    OpenStored,
     ParityBuilt,
     ParityVerified,
     PersistRank,
@@ -50,16 +53,19 @@ from holdfast_daemon.effects import (
 )
 from holdfast_daemon.group import BulkOpener, EpochScope, Group, GroupFetch, PeerClient
 from holdfast_daemon.holding import Holding
+from holdfast_daemon.loader import Loader, load_failure
 from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
 from holdfast_daemon.persister import Persister, commit_failed, write_failed
 from holdfast_daemon.updating import update
 
 AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers | StopPersisting
+Loading = FindStored | OpenStored | LoadStored
 Background = (
     AllocateArena
     | BuildParity
     | FetchManifest
     | Rebuild
+    | Loading
     | VerifySnapshot
     | VerifyParity
     | PersistRank
@@ -82,6 +88,7 @@ class EffectWorker:
         persister: Persister,
         membership: Membership | None = None,
         effort: Effort | None = None,
+        loader: Loader | None = None,
     ) -> None:
         """
         Args:
@@ -90,12 +97,14 @@ class EffectWorker:
             persister: Writes to the durable tier, on threads of its own.
             membership: What was adopted, so that work can begin before the next `SaveEpoch`.
             effort: Threads and memory of one build, rebuild or check.
+            loader: What reads storage; None where there is none.
         """
         self._storage = storage
         self._group = Group(storage=storage, bulk=bulk, peers=peers)
         self._executor, self.persister = executor, persister
         self._effort = effort or Effort()
         self._scope = EpochScope(membership=membership)
+        self.loader = loader
 
     def apply(self, effect: AtOnce) -> None:
         """Carry out an effect that is finished before the next one begins.
@@ -172,6 +181,8 @@ class EffectWorker:
                 return self._fetch_manifest(effect, scope)
             case Rebuild():
                 return self._rebuild(effect, scope)
+            case FindStored() | OpenStored() | LoadStored():
+                return self._load(effect, scope)
             case VerifySnapshot():
                 return self._verify_snapshot(effect)
             case VerifyParity():
@@ -298,6 +309,17 @@ class EffectWorker:
         self._storage.seal(effect.rank, manifest.layout_id, effect.slot, sealed)
         return Rebuilt(rank=effect.rank, slot=effect.slot, generation=manifest.generation)
 
+    def _load(self, effect: Loading, scope: EpochScope) -> Completion:
+        if self.loader is None:
+            raise StorageError("this daemon was started without access to storage")
+        match effect:
+            case FindStored():
+                return self.loader.find(effect)
+            case OpenStored():
+                return self.loader.open(effect, scope)
+            case LoadStored():
+                return self.loader.load(effect, scope)
+
     def _verify_snapshot(self, effect: VerifySnapshot) -> SnapshotVerified:
         manifest = effect.manifest
         arena = self._storage.arena(effect.rank, manifest.layout_id)
@@ -371,6 +393,8 @@ def _failure(effect: Background, error: HoldfastError) -> Completion:
         case Rebuild():
             generation = effect.manifest.generation
             return Rebuilt(rank=effect.rank, slot=effect.slot, generation=generation, error=why)
+        case FindStored() | OpenStored() | LoadStored():
+            return load_failure(effect, error)
         case VerifySnapshot():
             generation = effect.manifest.generation
             return SnapshotVerified(

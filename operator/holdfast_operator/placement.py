@@ -13,7 +13,6 @@ from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import MemberPlace, Membership, Redundancy
 from holdfast_operator.views import NodeView
 
-
 MEMORY_BYTES_MAX = 1 << 60
 """More than any node has, and little enough for the messages; a larger limit is none."""
 

@@ -38,6 +38,7 @@ from holdfast_core.values import (
     Tier,
 )
 from holdfast_protos import peer_pb2, persisting, values_pb2
+from holdfast_protos.loading import failed_loads_from_proto, failed_loads_to_proto
 
 PROTOCOL_VERSION = 1
 """Grows when an older side can no longer understand a newer one; a new field does not need it."""
@@ -130,13 +131,16 @@ def _generation_in(message: Any, field: str) -> Generation | None:
 def line_to_proto(value: Line) -> values_pb2.Line:
     """`value` as a message; a fresh start has no generation."""
     return values_pb2.Line(
-        generation=optional_generation_to_proto(value.generation), reason=value.reason
+        generation=optional_generation_to_proto(value.generation),
+        reason=value.reason,
+        stored=value.stored,
     )
 
 
 def line_from_proto(message: values_pb2.Line) -> Line:
     """The line in `message`; look at `has_line` first where there may be none."""
-    return Line(generation=_generation_in(message, "generation"), reason=message.reason)
+    generation = _generation_in(message, "generation")
+    return Line(generation=generation, reason=message.reason, stored=message.stored)
 
 
 def optional_line_to_proto(value: Line | None) -> values_pb2.Line | None:
@@ -342,6 +346,7 @@ def report_to_proto(value: Report) -> peer_pb2.ReportMessage:
         persist_failure=value.persist_failure,
         stored=optional_generation_to_proto(value.stored),
         wanted=optional_generation_to_proto(value.wanted),
+        unloadable=failed_loads_to_proto(value.unloadable),
     )
 
 
@@ -368,6 +373,7 @@ def report_from_proto(message: peer_pb2.ReportMessage) -> Report:
         persist_failure=message.persist_failure,
         stored=_generation_in(message, "stored"),
         wanted=_generation_in(message, "wanted"),
+        unloadable=failed_loads_from_proto(message.unloadable),
     )
 
 
@@ -384,6 +390,7 @@ def directive_to_proto(value: Directive) -> peer_pb2.DirectiveMessage:
         rendezvous=value.rendezvous,
         persist=persisting.optional_order_to_proto(value.persist),
         persisted=optional_generation_to_proto(value.persisted),
+        load=optional_generation_to_proto(value.load),
     )
 
 
@@ -401,4 +408,5 @@ def directive_from_proto(message: peer_pb2.DirectiveMessage) -> Directive:
         if message.HasField("persist")
         else None,
         persisted=_generation_in(message, "persisted"),
+        load=_generation_in(message, "load"),
     )

@@ -93,6 +93,9 @@ class JobState(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     PERSIST_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
+    STORAGE_PROBLEM_FIELD_NUMBER: _builtins.int
+    STORED_EPOCH_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     verified: _builtins.bool
@@ -108,6 +111,14 @@ class JobState(_message.Message):
     parity_bytes: _builtins.int
     revision: _builtins.int
     """of its membership; a daemon that sets it takes changes"""
+    loading: _builtins.bool
+    """some rank's snapshot is being loaded from storage"""
+    storage_problem: _builtins.str
+    """why nothing can be loaded from storage; empty when all is well"""
+    stored_epoch: _builtins.int
+    """An earlier run of this name left generations of this epoch in storage, and what is captured now
+    must be newer: the next epoch has to be greater. 0: no.
+    """
     @_builtins.property
     def membership(self) -> _values_pb2.Membership:
         """left out once it has passed on this stream, either way"""
@@ -154,10 +165,13 @@ class JobState(_message.Message):
         revision: _builtins.int | None = ...,
         loss: _values_pb2.LossReport | None = ...,
         persist: Global___PersistState | None = ...,
+        loading: _builtins.bool = ...,
+        storage_problem: _builtins.str = ...,
+        stored_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "problem", b"problem", "protected", b"protected", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015
@@ -234,7 +248,7 @@ class RankState(_message.Message):
     lost: _builtins.bool
     """its session ended without Close in this epoch"""
     restored_from: _builtins.str
-    """"local", "parity", "none" """
+    """"local", "parity", "storage", "none" """
     exit_code: _builtins.int
     """its worker failed in this epoch with this code; 0 when none has"""
     @_builtins.property

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from holdfast_protos import values_pb2 as holdfast__protos_dot_values__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aholdfast_protos/peer.proto\x12\x0bholdfast.v1\x1a\x1choldfast_protos/values.proto\"\xbe\x03\n\rReportMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06member\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x10\n\x08verified\x18\x06 \x01(\x08\x12)\n\tinventory\x18\x07 \x01(\x0b\x32\x16.holdfast.v1.Inventory\x12\x1f\n\x04line\x18\x08 \x01(\x0b\x32\x11.holdfast.v1.Line\x12\x10\n\x08has_line\x18\t \x01(\x08\x12)\n\x08retained\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\x12*\n\x07persist\x18\x0b \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12(\n\tpersisted\x18\x0c \x03(\x0b\x32\x15.holdfast.v1.RankFile\x12\x17\n\x0fpersist_failure\x18\r \x01(\t\x12\'\n\x06stored\x18\x0e \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\'\n\x06wanted\x18\x0f \x01(\x0b\x32\x17.holdfast.v1.Generation\"\xcb\x02\n\x10\x44irectiveMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08has_line\x18\x03 \x01(\x08\x12\x1f\n\x04line\x18\x04 \x01(\x0b\x32\x11.holdfast.v1.Line\x12*\n\tprotected\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12)\n\x08retained\x18\x06 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12%\n\x04\x64\x65\x61\x64\x18\x07 \x03(\x0b\x32\x17.holdfast.v1.Generation\x12\x12\n\nrendezvous\x18\x08 \x01(\t\x12*\n\x07persist\x18\t \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12*\n\tpersisted\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\"g\n\x0eSuspectMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\x1a\n\tPeerReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"m\n\x14\x46\x65tchManifestRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\"6\n\x12\x46\x65tchManifestReply\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x32\x9a\x02\n\x04Peer\x12<\n\x06Report\x12\x1a.holdfast.v1.ReportMessage\x1a\x16.holdfast.v1.PeerReply\x12?\n\x06\x44irect\x12\x1d.holdfast.v1.DirectiveMessage\x1a\x16.holdfast.v1.PeerReply\x12>\n\x07Suspect\x12\x1b.holdfast.v1.SuspectMessage\x1a\x16.holdfast.v1.PeerReply\x12S\n\rFetchManifest\x12!.holdfast.v1.FetchManifestRequest\x1a\x1f.holdfast.v1.FetchManifestReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aholdfast_protos/peer.proto\x12\x0bholdfast.v1\x1a\x1choldfast_protos/values.proto\"\xeb\x03\n\rReportMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06member\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x10\n\x08verified\x18\x06 \x01(\x08\x12)\n\tinventory\x18\x07 \x01(\x0b\x32\x16.holdfast.v1.Inventory\x12\x1f\n\x04line\x18\x08 \x01(\x0b\x32\x11.holdfast.v1.Line\x12\x10\n\x08has_line\x18\t \x01(\x08\x12)\n\x08retained\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\x12*\n\x07persist\x18\x0b \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12(\n\tpersisted\x18\x0c \x03(\x0b\x32\x15.holdfast.v1.RankFile\x12\x17\n\x0fpersist_failure\x18\r \x01(\t\x12\'\n\x06stored\x18\x0e \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\'\n\x06wanted\x18\x0f \x01(\x0b\x32\x17.holdfast.v1.Generation\x12+\n\nunloadable\x18\x14 \x03(\x0b\x32\x17.holdfast.v1.FailedLoad\"W\n\nFailedLoad\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xf2\x02\n\x10\x44irectiveMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08has_line\x18\x03 \x01(\x08\x12\x1f\n\x04line\x18\x04 \x01(\x0b\x32\x11.holdfast.v1.Line\x12*\n\tprotected\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12)\n\x08retained\x18\x06 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12%\n\x04\x64\x65\x61\x64\x18\x07 \x03(\x0b\x32\x17.holdfast.v1.Generation\x12\x12\n\nrendezvous\x18\x08 \x01(\t\x12*\n\x07persist\x18\t \x01(\x0b\x32\x19.holdfast.v1.PersistOrder\x12*\n\tpersisted\x18\n \x01(\x0b\x32\x17.holdfast.v1.Generation\x12%\n\x04load\x18\x14 \x01(\x0b\x32\x17.holdfast.v1.Generation\"g\n\x0eSuspectMessage\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\x1a\n\tPeerReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"m\n\x14\x46\x65tchManifestRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12+\n\ngeneration\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\"6\n\x12\x46\x65tchManifestReply\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\x0c\x32\x9a\x02\n\x04Peer\x12<\n\x06Report\x12\x1a.holdfast.v1.ReportMessage\x1a\x16.holdfast.v1.PeerReply\x12?\n\x06\x44irect\x12\x1d.holdfast.v1.DirectiveMessage\x1a\x16.holdfast.v1.PeerReply\x12>\n\x07Suspect\x12\x1b.holdfast.v1.SuspectMessage\x1a\x16.holdfast.v1.PeerReply\x12S\n\rFetchManifest\x12!.holdfast.v1.FetchManifestRequest\x1a\x1f.holdfast.v1.FetchManifestReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'holdfast_protos.peer_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPORTMESSAGE']._serialized_start=74
-  _globals['_REPORTMESSAGE']._serialized_end=520
-  _globals['_DIRECTIVEMESSAGE']._serialized_start=523
-  _globals['_DIRECTIVEMESSAGE']._serialized_end=854
-  _globals['_SUSPECTMESSAGE']._serialized_start=856
-  _globals['_SUSPECTMESSAGE']._serialized_end=959
-  _globals['_PEERREPLY']._serialized_start=961
-  _globals['_PEERREPLY']._serialized_end=987
-  _globals['_FETCHMANIFESTREQUEST']._serialized_start=989
-  _globals['_FETCHMANIFESTREQUEST']._serialized_end=1098
-  _globals['_FETCHMANIFESTREPLY']._serialized_start=1100
-  _globals['_FETCHMANIFESTREPLY']._serialized_end=1154
-  _globals['_PEER']._serialized_start=1157
-  _globals['_PEER']._serialized_end=1439
+  _globals['_REPORTMESSAGE']._serialized_end=565
+  _globals['_FAILEDLOAD']._serialized_start=567
+  _globals['_FAILEDLOAD']._serialized_end=654
+  _globals['_DIRECTIVEMESSAGE']._serialized_start=657
+  _globals['_DIRECTIVEMESSAGE']._serialized_end=1027
+  _globals['_SUSPECTMESSAGE']._serialized_start=1029
+  _globals['_SUSPECTMESSAGE']._serialized_end=1132
+  _globals['_PEERREPLY']._serialized_start=1134
+  _globals['_PEERREPLY']._serialized_end=1160
+  _globals['_FETCHMANIFESTREQUEST']._serialized_start=1162
+  _globals['_FETCHMANIFESTREQUEST']._serialized_end=1271
+  _globals['_FETCHMANIFESTREPLY']._serialized_start=1273
+  _globals['_FETCHMANIFESTREPLY']._serialized_end=1327
+  _globals['_PEER']._serialized_start=1330
+  _globals['_PEER']._serialized_end=1612
 # @@protoc_insertion_point(module_scope)

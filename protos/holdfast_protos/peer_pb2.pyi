@@ -40,6 +40,7 @@ class ReportMessage(_message.Message):
     PERSIST_FAILURE_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
+    UNLOADABLE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     member: _builtins.int
@@ -62,6 +63,8 @@ class ReportMessage(_message.Message):
     def stored(self) -> _values_pb2.Generation: ...
     @_builtins.property
     def wanted(self) -> _values_pb2.Generation: ...
+    @_builtins.property
+    def unloadable(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedLoad]: ...
     def __init__(
         self,
         *,
@@ -80,14 +83,43 @@ class ReportMessage(_message.Message):
         persist_failure: _builtins.str = ...,
         stored: _values_pb2.Generation | None = ...,
         wanted: _values_pb2.Generation | None = ...,
+        unloadable: _abc.Iterable[Global___FailedLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory", "line", b"line", "persist", b"persist", "retained", b"retained", "stored", b"stored", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "persist", b"persist", "persist_failure", b"persist_failure", "persisted", b"persisted", "retained", b"retained", "sequence", b"sequence", "stored", b"stored", "verified", b"verified", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "has_line", b"has_line", "incarnation", b"incarnation", "inventory", b"inventory", "job", b"job", "line", b"line", "member", b"member", "persist", b"persist", "persist_failure", b"persist_failure", "persisted", b"persisted", "retained", b"retained", "sequence", b"sequence", "stored", b"stored", "unloadable", b"unloadable", "verified", b"verified", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportMessage: _TypeAlias = ReportMessage  # noqa: Y015
+
+@_typing.final
+class FailedLoad(_message.Message):
+    """A snapshot in storage that its daemon cannot use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def generation(self) -> _values_pb2.Generation: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        generation: _values_pb2.Generation | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedLoad: _TypeAlias = FailedLoad  # noqa: Y015
 
 @_typing.final
 class DirectiveMessage(_message.Message):
@@ -103,6 +135,7 @@ class DirectiveMessage(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     PERSIST_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     has_line: _builtins.bool
@@ -119,6 +152,10 @@ class DirectiveMessage(_message.Message):
     def persist(self) -> _values_pb2.PersistOrder: ...
     @_builtins.property
     def persisted(self) -> _values_pb2.Generation: ...
+    @_builtins.property
+    def load(self) -> _values_pb2.Generation:
+        """before there is a line: what to load from storage"""
+
     def __init__(
         self,
         *,
@@ -132,10 +169,11 @@ class DirectiveMessage(_message.Message):
         rendezvous: _builtins.str = ...,
         persist: _values_pb2.PersistOrder | None = ...,
         persisted: _values_pb2.Generation | None = ...,
+        load: _values_pb2.Generation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "retained", b"retained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "retained", b"retained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "epoch", b"epoch", "has_line", b"has_line", "job", b"job", "line", b"line", "load", b"load", "persist", b"persist", "persisted", b"persisted", "protected", b"protected", "rendezvous", b"rendezvous", "retained", b"retained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

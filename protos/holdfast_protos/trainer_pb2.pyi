@@ -118,7 +118,7 @@ class RestoreProgress(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
-    """"inventories", "rebuild", "ready" """
+    """"inventories", "storage", "load", "rebuild", "ready" """
     done: _builtins.int
     total: _builtins.int
     detail: _builtins.str
@@ -159,7 +159,7 @@ class RestoreDecision(_message.Message):
     """encoded layout"""
     slot: _builtins.int
     source: _builtins.str
-    """"local", "parity" or "none" """
+    """"local", "parity", "storage" or "none" """
     token: _builtins.str
     """for the arena socket: a read-only descriptor of the arena"""
     arena_bytes: _builtins.int

@@ -331,7 +331,10 @@ class Line(_message.Message):
 
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    stored: _builtins.bool
+    """loaded from storage, because memory had no line"""
     @_builtins.property
     def generation(self) -> Global___Generation: ...
     def __init__(
@@ -339,10 +342,11 @@ class Line(_message.Message):
         *,
         generation: Global___Generation | None = ...,
         reason: _builtins.str = ...,
+        stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from holdfast_core import recovery
 from holdfast_core.errors import NoRecoveryLineError
 from holdfast_core.values import Generation, Line, Membership
+from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.state import ArenaView, JobMemory, Session, Slot
 
 
@@ -73,12 +74,7 @@ def restore_state(memory: JobMemory, rank: int) -> RestoreState:
     membership, line = memory.membership, memory.directive.line if memory.directive else None
     assert membership is not None
     if line is None:
-        return RestoreState(
-            phase="inventories",
-            detail="waiting for every daemon to verify what it holds",
-            done=sum(report.verified for report in memory.reports.values()),
-            total=len(membership.members),
-        )
+        return _before_the_line(memory, membership, rank)
     if line.generation is None:
         return RestoreState(phase="ready", detail=line.reason, line=line)
     retained = memory.directive.retained if memory.directive else None
@@ -94,20 +90,59 @@ def restore_state(memory: JobMemory, rank: int) -> RestoreState:
             f"{memory.epoch} began, and its parity group cannot rebuild it; the next epoch will "
             f"decide anew"
         )
+    if (held is None or not held[1].verified) and loading.may_load(memory, line.generation):
+        return _loading(memory, membership, rank, line.generation, line)
     if held is None or not held[1].verified:
         return RestoreState(
             phase="rebuild", detail=f"generation {line.generation} from parity", line=line
         )
     arena, slot = held
     source = "parity" if slot.rebuilt_in == memory.epoch else "local"
+    if slot.loaded_in == memory.epoch:
+        source = "storage"
     return RestoreState(
         phase="ready", detail=line.reason, line=line, arena=arena, slot=slot, source=source
+    )
+
+
+def _before_the_line(memory: JobMemory, membership: Membership, rank: int) -> RestoreState:
+    wanted = loading.wanted(memory)
+    if wanted is not None:
+        return _loading(memory, membership, rank, wanted, None)
+    verified = sum(report.verified for report in memory.reports.values())
+    if memory.loading.problem or memory.loading.looking:
+        return RestoreState(
+            phase="storage", detail=memory.loading.problem or "looking for copies in storage"
+        )
+    then = ", and for a copy in storage if there is no line" if membership.tier is not None else ""
+    return RestoreState(
+        phase="inventories",
+        detail=f"waiting for every daemon to verify what it holds{then}",
+        done=verified,
+        total=len(membership.members),
+    )
+
+
+def _loading(
+    memory: JobMemory, membership: Membership, rank: int, generation: Generation, line: Line | None
+) -> RestoreState:
+    assert membership.tier is not None
+    job = memory.rebuilds.get(rank)
+    manifest = job.manifest if job is not None else None
+    problem = f" ({memory.loading.problem})" if memory.loading.problem else ""
+    return RestoreState(
+        phase="load",
+        detail=f"generation {generation} from {membership.tier.uri}{problem}",
+        total=manifest.payload_bytes if manifest is not None else 0,
+        line=line,
     )
 
 
 def _is_lost(memory: JobMemory, membership: Membership, rank: int, generation: Generation) -> bool:
     """Whether nobody can give the rank the snapshot back, as far as settled reports say."""
     if rank in memory.rebuilds or memory.me is None:
+        return False
+    if loading.may_load(memory, generation) and not loading.is_failed(memory, rank, generation):
         return False
     group = membership.group_of(memory.me)
     if any(m not in memory.reports or not memory.reports[m].verified for m in group):

@@ -16,8 +16,9 @@ from holdfast_daemon.effects import (
     SendSuspect,
     SetCommitted,
     SnapshotVerified,
+    StoredFound,
 )
-from holdfast_daemon.engine import persist_leader, persisting, upkeep
+from holdfast_daemon.engine import loading, persist_leader, persisting, upkeep
 from holdfast_daemon.engine.state import (
     ArenaView,
     JobMemory,
@@ -39,6 +40,8 @@ def apply(memory: JobMemory, event: Completion, *, retry_at: float) -> None:
             _parity_built(memory, event, retry_at)
         case ManifestFetched():
             _manifest_fetched(memory, event, retry_at)
+        case StoredFound():
+            loading.found(memory, event, retry_at)
         case Rebuilt():
             _rebuilt(memory, event, retry_at)
         case SnapshotVerified():
@@ -95,9 +98,9 @@ def _arena_ready(memory: JobMemory, event: ArenaReady, retry_at: float) -> None:
     memory.note("arena_refused", rank=event.rank, detail=str(event.error))
     if session is not None and mine:
         session.error = event.error
-    if event.rank in memory.rebuilds:
-        del memory.rebuilds[event.rank]
-        memory.retry_at[f"rebuild{event.rank}"] = retry_at
+    job = memory.rebuilds.get(event.rank)
+    if job is not None:
+        _give_up(memory, event.rank, job, str(event.error), retry_at)
     if not arena.ready:
         del memory.arenas[key]
 
@@ -125,17 +128,42 @@ def _manifest_fetched(memory: JobMemory, event: ManifestFetched, retry_at: float
     try:
         _take_manifest(memory, event, job)
     except HoldfastError as error:
-        del memory.rebuilds[event.rank]
-        memory.retry_at[f"rebuild{event.rank}"] = retry_at
-        memory.note("rebuild_failed", rank=event.rank, detail=event.error or str(error))
+        corrupt = event.corrupt or not event.error
+        why = event.error or str(error)
+        _give_up(memory, event.rank, job, why, retry_at, corrupt=corrupt)
+
+
+def _give_up(
+    memory: JobMemory,
+    rank: int,
+    job: RebuildJob,
+    why: str,
+    retry_at: float,
+    *,
+    corrupt: bool = False,
+) -> None:
+    """A rebuild cannot go on; it begins anew later."""
+    del memory.rebuilds[rank]
+    if job.stored:
+        loading.failed(memory, rank, job.generation, why, corrupt=corrupt, now=retry_at)
+        return
+    memory.retry_at[f"rebuild{rank}"] = retry_at
+    memory.note("rebuild_failed", rank=rank, detail=why)
 
 
 def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -> None:
+    if event.error:
+        raise HoldfastError(event.error)
     manifest = decode_manifest(event.manifest)
     layout = decode_layout(event.layout)
     arena_id = layout_id(event.layout)
+    if job.stored:
+        job.digest = manifest_digest(event.manifest)
+        of = (manifest.job, manifest.rank, manifest.generation)
+        if of != (memory.job, event.rank, event.generation):
+            raise HoldfastError(f"its manifest is of rank {of[1]} of job {of[0]}, {of[2]}")
     if manifest_digest(event.manifest) != job.digest or manifest.layout_id != arena_id:
-        raise HoldfastError(f"a peer answered with another manifest for rank {event.rank}")
+        raise HoldfastError(f"another manifest than that of rank {event.rank} was given")
     job.manifest, job.encoded, job.layout_id = manifest, event.manifest, arena_id
     if (event.rank, arena_id) not in memory.arenas:
         arena = ArenaView(rank=event.rank, layout_id=arena_id, layout=layout, encoded=event.layout)
@@ -144,21 +172,27 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
 
 def _rebuilt(memory: JobMemory, event: Rebuilt, retry_at: float) -> None:
     found = _find(memory, event)
-    job = memory.rebuilds.pop(event.rank, None)
+    job = memory.rebuilds.get(event.rank)
+    if found is not None and event.error:
+        found[1].clear()
+        if job is not None:
+            _give_up(memory, event.rank, job, event.error, retry_at, corrupt=event.corrupt)
+        return
+    memory.rebuilds.pop(event.rank, None)
     if found is None:
         return
     _, slot = found
-    if event.error:
-        slot.clear()
-        memory.retry_at[f"rebuild{event.rank}"] = retry_at
-        memory.note("rebuild_failed", rank=event.rank, detail=event.error)
-        return
+    stored = job is not None and job.stored
     slot.state, slot.verified = SlotState.SEALED, True
-    slot.rebuilt_in = memory.epoch
+    if stored:
+        slot.loaded_in = memory.epoch
+        loading.loaded(memory, event.rank)
+    else:
+        slot.rebuilt_in = memory.epoch
     record = memory.rank(event.rank)
     record.passed = max(record.passed or event.generation, event.generation)
     if job is not None:
-        memory.note("rebuilt", rank=event.rank, generation=event.generation)
+        memory.note("loaded" if stored else "rebuilt", rank=event.rank, generation=event.generation)
 
 
 def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:

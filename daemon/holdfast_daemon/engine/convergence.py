@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import (
@@ -26,7 +27,15 @@ from holdfast_core.values import (
     Report,
 )
 from holdfast_daemon.effects import Completion, Effect, SaveEpoch, SendDirective, SendReport
-from holdfast_daemon.engine import completions, leader, persist_leader, persisting, upkeep
+from holdfast_daemon.engine import (
+    completions,
+    leader,
+    loading,
+    persist_leader,
+    persisting,
+    upkeep,
+)
+from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.state import ArenaView, JobMemory, ParityState, SlotState
 
 
@@ -234,6 +243,7 @@ class Convergence:
         memory.directive = Directive(job=memory.job, epoch=membership.epoch)
         memory.reports = {}
         memory.retry_at = {}
+        memory.loading = Loading()
         memory.agent_waiting = False
         for _, slot in memory.slots():
             slot.verified = slot.verifying = False
@@ -263,9 +273,11 @@ class Convergence:
         for _ in range(4):
             before = (memory.directive, len(memory.out))
             upkeep.verify(memory)
+            loading.forget_failures(memory, now)
             self._report(now)
             if memory.leads and memory.directive is not None:
-                self._direct(leader.lead(memory.membership, memory.reports, memory.directive))
+                look = partial(loading.consult, memory, now=now)
+                self._direct(leader.lead(memory.membership, memory.reports, memory.directive, look))
                 self._direct(persist_leader.lead(memory, now))
             persisting.write(memory, now)
             upkeep.release(memory)
@@ -327,6 +339,7 @@ class Convergence:
             line=self._line(),
             retained=self._retained(),
             **persisting.reported(memory),
+            unloadable=loading.unloadable(memory),
         )
         if report == self._sent:
             return
@@ -344,7 +357,7 @@ class Convergence:
         directive = memory.directive
         if directive == self._sent_directive:
             return
-        if directive.line is None and not directive.rendezvous:
+        if directive.line is None and not directive.rendezvous and directive.load is None:
             return
         self._sent_directive = directive
         for place in memory.membership.members:

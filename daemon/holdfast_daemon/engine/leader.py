@@ -6,19 +6,34 @@ is merged with what was said before and never takes anything back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from holdfast_core import recovery
 from holdfast_core.values import Directive, Generation, Line, Membership, Redundancy, Report
 
+Consult = Callable[[Line, Generation | None], tuple[Line | None, Generation | None]]
+"""From the line that memory gives, and what is being loaded, to the line, if there is one now, and
+what is to be loaded; see `loading.consult`."""
 
-def lead(membership: Membership, reports: Mapping[int, Report], previous: Directive) -> Directive:
+
+def lead(
+    membership: Membership,
+    reports: Mapping[int, Report],
+    previous: Directive,
+    consult: Consult = lambda line, load: (line, load),
+) -> Directive:
     """The directive that follows from the reports of this epoch, never less than `previous`."""
     previous = _remember(membership, reports, previous)
     inventories = {member: report.inventory for member, report in reports.items()}
     holdings = recovery.Holdings.of(membership, inventories)
-    line = previous.line or _line(membership, reports)
+    line = previous.line
+    if line is None:
+        line = _line(membership, reports)
+        if line is None:
+            return previous
+        line, load = consult(line, previous.load)
+        previous = replace(previous, load=load)
     if line is None:
         return previous
     if previous.line is None:
@@ -71,6 +86,7 @@ def merge(known: Directive, heard: Directive) -> Directive:
         rendezvous=heard.rendezvous or known.rendezvous,
         persist=max((o for o in (known.persist, heard.persist) if o is not None), default=None),
         persisted=_newest([], known.persisted, heard.persisted),
+        load=heard.load or known.load,
     )
 
 

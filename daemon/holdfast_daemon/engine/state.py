@@ -27,6 +27,7 @@ from holdfast_core.values import (
     SnapshotEntry,
 )
 from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.persist_memory import PersistMemory
 
 
@@ -55,6 +56,8 @@ class Slot:
     verifying: bool = False
     rebuilt_in: int = 0
     """Epoch in which this daemon rebuilt it from parity; 0 when a trainer wrote it."""
+    loaded_in: int = 0
+    """Epoch in which this daemon loaded it from storage; likewise."""
     places: bytes = b""
     """Where its pieces lie, or are being written; see `holdfast_core.places`."""
     unchanged: bytes = b""
@@ -81,7 +84,7 @@ class Slot:
         self.generation = self.manifest = None
         self.encoded, self.digest = b"", 0
         self.verified = self.verifying = False
-        self.rebuilt_in = 0
+        self.rebuilt_in = self.loaded_in = 0
         self.unchanged = self.base_digests = b""
         if self.persisting is None:
             self.places = b""
@@ -221,6 +224,8 @@ class RebuildJob:
     manifest: Manifest | None = None
     encoded: bytes = b""
     layout_id: str = ""
+    stored: bool = False
+    """It comes from storage; the digest is not known before the manifest is there."""
 
 
 @dataclass(slots=True)
@@ -248,6 +253,7 @@ class JobMemory:
     dropped: bool = False
     peers_kept: frozenset[Generation] = frozenset()
     persist: PersistMemory = field(default_factory=PersistMemory)
+    loading: Loading = field(default_factory=Loading)
     out: list[Effect] = field(default_factory=list)
 
     @property

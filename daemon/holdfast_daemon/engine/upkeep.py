@@ -26,6 +26,7 @@ from holdfast_daemon.effects import (
     VerifyParity,
     VerifySnapshot,
 )
+from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.state import (
     ArenaView,
     JobMemory,
@@ -82,7 +83,10 @@ def free_parity(memory: JobMemory, parity: ParitySlot) -> None:
 
 def release(memory: JobMemory) -> None:
     """Free what the directive allows, and nothing else (invariant 2)."""
-    if memory.membership is None or memory.directive is None or memory.directive.line is None:
+    if memory.membership is None or memory.directive is None:
+        return
+    if memory.directive.line is None:
+        _make_room_to_load(memory)
         return
     mine = memory.my_ranks()
     for arena, slot in memory.slots():
@@ -101,6 +105,21 @@ def release(memory: JobMemory) -> None:
     if kept != memory.peers_kept:
         memory.peers_kept = kept
         memory.out.append(ForgetPeers(keep=kept))
+
+
+def _make_room_to_load(memory: JobMemory) -> None:
+    """Memory has no line, as all members have verified, so nothing in it serves any more but what
+    is being loaded."""
+    wanted = loading.wanted(memory)
+    if wanted is None:
+        return
+    for arena, slot in list(memory.slots()):
+        if slot.state is SlotState.SEALED and slot.generation != wanted:
+            free_slot(memory, arena, slot)
+    for parity in memory.parities.values():
+        if parity.state is ParityState.READY and parity.generation != wanted:
+            free_parity(memory, parity)
+    _remove_idle_arenas(memory)
 
 
 def _is_kept(memory: JobMemory, generation: Generation | None) -> bool:
@@ -297,12 +316,14 @@ def anchor(memory: JobMemory) -> Generation | None:
 
 def rebuild(memory: JobMemory, now: float) -> None:
     """Recover what this member must hold and does not, step by step."""
-    membership, target = memory.membership, anchor(memory)
+    membership, target = memory.membership, anchor(memory) or loading.wanted(memory)
     if membership is None or memory.me is None or memory.fenced or target is None:
         return
     for rank in memory.my_ranks():
         job = memory.rebuilds.get(rank)
-        if job is not None and job.generation != target and not _is_rebuilding(memory, rank):
+        left = job is not None and job.stored and not loading.may_load(memory, target)
+        other = job is not None and (job.generation != target or left)
+        if other and not _is_rebuilding(memory, rank):
             del memory.rebuilds[rank]
             job = None
         if job is None and memory.sealed(rank, target) is None:
@@ -318,6 +339,7 @@ def _start_rebuild(
         return
     means = recovery.means(membership, memory.holdings(membership), rank, target)
     if means is None:
+        loading.start(memory, rank, target)
         return
     others = [m for m in membership.group_of(memory.me) if m != memory.me]
     digest = means.manifest_digest
@@ -341,6 +363,9 @@ def _continue_rebuild(
     if _is_rebuilding(memory, rank):
         return
     arena = memory.arenas[(rank, job.layout_id)]
+    if job.stored and arena.ready:
+        loading.go_on(memory, rank, job, arena)
+        return
     slot = arena.free_slot() if arena.ready else None
     if slot is None:
         return

@@ -9,7 +9,7 @@ from dataclasses import replace
 from holdfast_core import layouts, recovery
 from holdfast_core.codes import code_for
 from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, Inventory, MemberPlace, Membership
+from holdfast_core.values import Generation, Inventory, MemberPlace, Membership, Tier
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.effects import Completion, Note
 from holdfast_daemon.simulation.bucket import PERSISTING, Bucket
@@ -21,10 +21,14 @@ from holdfast_daemon.simulation.faults import Faults
 from holdfast_daemon.simulation.fibers import Broken, Fiber
 from holdfast_daemon.simulation.options import Options
 from holdfast_daemon.simulation.trainers import Worker, World
+from holdfast_daemon.simulation.vault import Vault
 
 
 class Cluster(Faults):
     """Runs one schedule. `run` raises AssertionError when an invariant breaks."""
+
+    vault: Vault | None = None
+    tier: Tier | None = None
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -169,7 +173,10 @@ class Cluster(Faults):
         world_broken = self.world is None or any(
             not worker.alive for worker in self.world.workers.values()
         )
-        if not lost and not (world_broken and self._world_is_due()):
+        outdated = any(
+            self.daemons[n].engine.memory.loading.beyond >= self.membership.epoch for n in nodes
+        )
+        if not lost and not outdated and not (world_broken and self._world_is_due()):
             for node in nodes:
                 if self.daemons[node].engine.memory.epoch < self.membership.epoch:
                     self._send_membership(node)
@@ -215,7 +222,8 @@ class Cluster(Faults):
         )
         if len(groups[-1]) == 1:
             groups = (*groups[:-2], groups[-2] + groups[-1])
-        seen = max(d.engine.memory.epoch_seen for d in self.daemons.values())
+        memories = [daemon.engine.memory for daemon in self.daemons.values()]
+        seen = max(max(memory.epoch_seen, memory.loading.beyond) for memory in memories)
         epoch = max(seen, self.membership.epoch if self.membership else 0) + 1
         self.membership = Membership(
             job="job",
@@ -234,7 +242,7 @@ class Cluster(Faults):
             groups=groups,
             redundancy=self.options.redundancy,
             replicas=self.options.losses,
-            tier=self.bucket.tier,
+            tier=self.tier or self.bucket.tier,
         )
         moved = {
             place.index

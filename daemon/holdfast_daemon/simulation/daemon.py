@@ -16,6 +16,7 @@ from holdfast_daemon.effects import (
     ForgetPeers,
     FreeParity,
     FreeSlot,
+    LoadStored,
     Note,
     ParityBuilt,
     PersistRank,
@@ -34,7 +35,7 @@ from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.simulation.disk import Disk
 from holdfast_daemon.simulation.fibers import Fiber, Killed
 from holdfast_daemon.simulation.transfers import VirtualWorker
-from holdfast_daemon.worker import Background
+from holdfast_daemon.worker import Background, Loading
 
 if TYPE_CHECKING:
     from holdfast_daemon.simulation.cluster import Cluster
@@ -184,7 +185,7 @@ class VirtualDaemon:
         if isinstance(effect, BuildParity):
             sealed = (effect.lane, effect.slot) in self.disk.records
             assert not sealed, "a sealed parity block is overwritten"
-        if isinstance(effect, Rebuild):
+        if isinstance(effect, Rebuild | LoadStored):
             manifest = effect.manifest
             arena = self.disk.arena(effect.rank, manifest.layout_id)
             assert effect.slot not in arena.sealed, "a sealed slot is overwritten"
@@ -198,7 +199,7 @@ class VirtualDaemon:
             arena = self.disk.arena(effect.rank, effect.manifest.layout_id)
             lying = Lying(effect.slot, effect.places)
             arena.reading[effect.slot] = lying, effect.manifest.payload_bytes
-        if isinstance(effect, BuildParity | Rebuild | PersistRank | CommitSet):
+        if isinstance(effect, BuildParity | Rebuild | Loading | PersistRank | CommitSet):
             fiber = Fiber(work)
             self.cluster.fibers.append(fiber)
             self._later(lambda: self._go_on(effect, fiber), 0.01)

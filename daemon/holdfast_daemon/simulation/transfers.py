@@ -19,9 +19,13 @@ from holdfast_daemon.changes import change_of
 from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import BuildParity, Completion
 from holdfast_daemon.group import EpochScope, GroupFetch
+from holdfast_daemon.loader import Loader, StoredSets
 from holdfast_daemon.persister import Persister
+from holdfast_daemon.simulation.bucket import JOB, VirtualPlace
 from holdfast_daemon.simulation.disk import Disk
 from holdfast_daemon.simulation.fibers import Broken
+from holdfast_daemon.simulation.vault import VaultSets
+from holdfast_daemon.stored_sets import TierSets
 from holdfast_daemon.worker import Background, EffectWorker
 
 if TYPE_CHECKING:
@@ -36,7 +40,13 @@ class VirtualWorker(EffectWorker):
     """The daemon's worker over a virtual disk; a defect in it ends the schedule."""
 
     def __init__(self, cluster: Cluster, daemon: VirtualDaemon, disk: Disk) -> None:
-        wire = Wire(cluster, daemon)
+        wire, vault = Wire(cluster, daemon), cluster.vault
+
+        def open_sets(uri: str, job: str) -> StoredSets:
+            if vault is not None:
+                return VaultSets(vault, lambda: daemon.pause_transfer(daemon.node))
+            return TierSets(uri, job, place=VirtualPlace(cluster.bucket, daemon))
+
         super().__init__(
             disk,
             bulk=wire,
@@ -49,6 +59,7 @@ class VirtualWorker(EffectWorker):
             ),
             membership=disk.epoch[0] if disk.epoch else None,
             effort=Effort(threads=1, stride_bytes=SENT_BYTES),
+            loader=Loader(disk, JOB, open_sets, stride_bytes=SENT_BYTES),
         )
         self._counts = cluster.counts
 

@@ -23,6 +23,7 @@ from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_core.persisted import RankFile
 from holdfast_core.values import (
     Directive,
+    FailedLoad,
     Generation,
     Inventory,
     Line,
@@ -60,7 +61,7 @@ def _whole(kind: type[Value], **fields: st.SearchStrategy[Any]) -> st.SearchStra
 
 
 GENERATIONS = st.builds(Generation, U64, U64)
-LINES = _whole(Line, generation=st.none() | GENERATIONS, reason=TEXT)
+LINES = _whole(Line, generation=st.none() | GENERATIONS, reason=TEXT, stored=st.booleans())
 PLACES = _whole(
     MemberPlace,
     index=U32,
@@ -100,6 +101,7 @@ FILES = _whole(
     layout_id=TEXT,
     manifest_digest=U64,
 )
+FAILED_LOADS = _whole(FailedLoad, rank=U32, generation=GENERATIONS, reason=TEXT)
 REPORTS = _whole(
     Report,
     job=TEXT,
@@ -116,6 +118,7 @@ REPORTS = _whole(
     persist_failure=TEXT,
     stored=st.none() | GENERATIONS,
     wanted=st.none() | GENERATIONS,
+    unloadable=st.lists(FAILED_LOADS, max_size=3).map(tuple),
 )
 DIRECTIVES = _whole(
     Directive,
@@ -128,6 +131,7 @@ DIRECTIVES = _whole(
     rendezvous=TEXT,
     persist=st.none() | ORDERS,
     persisted=st.none() | GENERATIONS,
+    load=st.none() | GENERATIONS,
 )
 PORTIONS = st.floats(0, 1)
 RECOVERIES = _whole(

@@ -1,0 +1,130 @@
+"""Which generation in storage a job goes on from when its daemons' memory has no line.
+
+Pure: what was found there comes in, a choice and its reason go out. A fresh start is chosen only
+when storage was read and holds no copy at all: whoever waits can still be helped, and training that
+began anew in silence would cost what the copies were made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast_core.values import Generation, Tier
+
+ELSEWHERE = "load it with torch.distributed.checkpoint (docs/persistence.md)"
+"""What to do about a copy of another parallelism."""
+
+_NAMED_MAX = 4
+"""Copies that a reason names one by one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCopy:
+    """A whole set in storage."""
+
+    generation: Generation
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What storage holds of a job."""
+
+    copies: tuple[StoredCopy, ...] = ()
+    """Whole sets, in any order."""
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """(name, why) of each set that says it is whole and cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What follows. Without a generation, and neither `fresh` nor `beyond`: the job waits."""
+
+    reason: str
+    generation: Generation | None = None
+    """To be loaded by all ranks."""
+    fresh: bool = False
+    """There is no copy: the job begins from the beginning."""
+    beyond: int = 0
+    """An epoch of an earlier run, which the job's epoch has to pass first: what is captured next
+    must be newer than every copy."""
+
+
+def choose_copy(
+    found: Found,
+    tier: Tier,
+    *,
+    epoch: int,
+    world_size: int,
+    unusable: Mapping[Generation, str],
+    current: Generation | None = None,
+) -> Choice:
+    """The copy to load.
+
+    Args:
+        unusable: copies that some rank could not load, and why.
+        current: the one that is being loaded: kept while it can be used, so that a newer copy that
+            came back meanwhile does not undo what is loaded already.
+    """
+    copies = sorted(found.copies, key=lambda copy: copy.generation, reverse=True)
+    newest = max((copy.generation.epoch for copy in copies), default=0)
+    if newest >= epoch:
+        return Choice(
+            reason=f"{tier.uri} holds generations of epoch {newest} of an earlier run; what comes "
+            f"next needs a greater epoch than that",
+            beyond=newest,
+        )
+    if not copies and not found.unreadable:
+        if tier.restore_from:
+            return Choice(reason=_not_there(tier, copies))
+        return Choice(reason=f"{tier.uri} holds no whole copy of this job", fresh=True)
+    wanted = [copy for copy in copies if tier.restore_from in ("", str(copy.generation))]
+    if tier.restore_from and not wanted:
+        return Choice(reason=_not_there(tier, copies))
+    refused: list[str] = []
+    fits: list[Generation] = []
+    for copy in wanted:
+        why = unusable.get(copy.generation, "")
+        if copy.world_size != world_size:
+            why = f"is of {copy.world_size} ranks and the job has {world_size}; {ELSEWHERE}"
+        if why:
+            refused.append(f"{copy.generation} {why}")
+        else:
+            fits.append(copy.generation)
+    if not tier.restore_from:
+        refused += [f"{name} {why}" for name, why in found.unreadable]
+    if not fits:
+        return Choice(reason=_all_refused(tier, refused))
+    chosen = current if current in fits else fits[0]
+    skipped = [text for text in refused if _is_newer(text, chosen)]
+    note = f"; skipped {_listed(skipped)}" if skipped else ""
+    return Choice(reason=f"generation {chosen} from {tier.uri}{note}", generation=chosen)
+
+
+def _is_newer(refused: str, chosen: Generation) -> bool:
+    name = refused.partition(" ")[0]
+    epoch, _, step = name.partition(".")
+    known = epoch.isdecimal() and step.isdecimal()
+    return not known or Generation(int(epoch), int(step)) > chosen
+
+
+def _not_there(tier: Tier, copies: list[StoredCopy]) -> str:
+    there = _listed([str(copy.generation) for copy in copies]) if copies else "nothing"
+    return (
+        f"restore.from asks for generation {tier.restore_from}, and {tier.uri} holds {there}: give "
+        f"one of these, or remove restore.from"
+    )
+
+
+def _all_refused(tier: Tier, refused: list[str]) -> str:
+    return (
+        f"no copy in {tier.uri} can be used: {_listed(refused)}. The job waits, because a fresh "
+        f"start would lose them: repair them, or give the job another persistence.uri"
+    )
+
+
+def _listed(texts: list[str]) -> str:
+    shown = "; ".join(texts[:_NAMED_MAX])
+    more = len(texts) - _NAMED_MAX
+    return f"{shown}; and {more} more" if more > 0 else shown

@@ -1,0 +1,218 @@
+"""Going on from storage when memory has no line: the leader chooses, every daemon loads its ranks.
+
+The line comes last. While memory has none, the leader asks storage which whole sets there are and
+names one generation (`Directive.load`); every daemon loads its ranks' snapshots of it into slots.
+When all of them are in memory, that generation is the line, by the same rule as any other: so all
+ranks start from one set or none does, and a set that turns out to be damaged on one rank is left
+for the next older one before anybody has used a byte of it.
+
+Storage that cannot be read is waited for. Each failure in a row doubles the pause before the next
+try, up to `PAUSE_S_MAX`.
+"""
+
+from __future__ import annotations
+
+from holdfast_core.layouts import piece_count
+from holdfast_core.stored_line import choose_copy
+from holdfast_core.values import FailedLoad, Generation, Line, Tier
+from holdfast_daemon.effects import FindStored, LoadStored, OpenStored, StoredFound
+from holdfast_daemon.engine.state import ArenaView, JobMemory, RebuildJob, SlotState
+
+PAUSE_S, PAUSE_S_MAX = 0.5, 60.0
+"""Before what failed is tried again; doubled with each failure in a row."""
+
+FORGET_S, FORGET_S_MAX = 30.0, 600.0
+"""Before bytes that were not right are looked at again: somebody may have repaired them."""
+
+_REASON_CHARS_MAX = 300
+_LOOK = "look"
+
+
+# --- the leader -----------------------------------------------------------------------------------
+
+
+def consult(
+    memory: JobMemory, line: Line, load: Generation | None, now: float
+) -> tuple[Line | None, Generation | None]:
+    """The line that follows from `line`, which memory alone gives, and what is to be loaded before
+    there can be one."""
+    membership = memory.membership
+    assert membership is not None
+    tier, state = membership.tier, memory.loading
+    if tier is None:
+        return line, None
+    if line.generation is not None:
+        return (_as_stored(line, load, tier, state.why) if line.generation == load else line), load
+    state.why = line.reason
+    if state.found is None:
+        _look(memory, tier, now)
+        return None, load
+    choice = choose_copy(
+        state.found,
+        tier,
+        epoch=membership.epoch,
+        world_size=membership.world_size,
+        unusable=_unusable(memory),
+        current=load,
+    )
+    state.beyond = choice.beyond
+    if choice.fresh:
+        state.problem = ""
+        return Line(generation=None, reason=f"{choice.reason}; {line.reason}"), None
+    if choice.reason != state.told:
+        state.told = choice.reason
+        memory.note("storage_choice", generation=choice.generation, detail=choice.reason)
+    if choice.generation is not None:
+        state.problem = ""
+        return None, choice.generation
+    state.problem = choice.reason
+    if not choice.beyond:
+        _look(memory, tier, now)
+    return None, load
+
+
+def _as_stored(line: Line, load: Generation | None, tier: Tier, why: str) -> Line:
+    because = f" ({why})" if why else ""
+    reason = f"generation {load} from {tier.uri}: memory holds no line{because}"
+    return Line(generation=line.generation, reason=reason, stored=True)
+
+
+def _look(memory: JobMemory, tier: Tier, now: float) -> None:
+    state = memory.loading
+    if state.looking or now < memory.retry_at.get(_LOOK, now):
+        return
+    state.looking = True
+    memory.out.append(FindStored(epoch=memory.epoch, tier=tier))
+
+
+def found(memory: JobMemory, event: StoredFound, now: float) -> None:
+    """Storage was looked at, in this epoch or an earlier one."""
+    state = memory.loading
+    if event.epoch != memory.epoch:
+        return
+    state.looking = False
+    pause_s = _pause_s(memory, _LOOK, PAUSE_S, PAUSE_S_MAX)
+    memory.retry_at[_LOOK] = now + pause_s
+    if event.found is not None:
+        state.found = event.found
+        return
+    state.problem = (
+        f"storage cannot be read: {event.error}; the job waits for it, because a fresh start would "
+        f"lose what is there. Next try in {pause_s:g} s"
+    )
+    memory.note("storage_unreachable", detail=state.problem)
+
+
+def _unusable(memory: JobMemory) -> dict[Generation, str]:
+    failures = [failed for report in memory.reports.values() for failed in report.unloadable]
+    return {
+        failed.generation: f"rank {failed.rank}: {failed.reason}"
+        for failed in sorted(failures, key=lambda failed: failed.rank, reverse=True)
+    }
+
+
+# --- every daemon ---------------------------------------------------------------------------------
+
+
+def may_load(memory: JobMemory, generation: Generation) -> bool:
+    """Whether `generation` is one that this epoch takes from storage."""
+    membership, directive = memory.membership, memory.directive
+    if membership is None or membership.tier is None or directive is None:
+        return False
+    line = directive.line
+    if line is None:
+        return directive.load == generation
+    return line.stored and line.generation == generation
+
+
+def wanted(memory: JobMemory) -> Generation | None:
+    """The generation to load before there is a line."""
+    directive = memory.directive
+    return directive.load if directive is not None and directive.line is None else None
+
+
+def is_failed(memory: JobMemory, rank: int, generation: Generation) -> bool:
+    """Whether what storage holds of it was found wrong lately."""
+    return (rank, generation) in memory.loading.failed
+
+
+def unloadable(memory: JobMemory) -> tuple[FailedLoad, ...]:
+    """For the report to the leader."""
+    return tuple(
+        FailedLoad(rank=rank, generation=generation, reason=why)
+        for (rank, generation), why in sorted(memory.loading.failed.items())
+    )
+
+
+def forget_failures(memory: JobMemory, now: float) -> None:
+    """What was wrong a while ago may have been repaired."""
+    for rank, generation in list(memory.loading.failed):
+        if now >= memory.retry_at.get(_failed_key(rank, generation), now):
+            del memory.loading.failed[rank, generation]
+
+
+def start(memory: JobMemory, rank: int, generation: Generation) -> None:
+    """Begin to load a rank's snapshot, unless it was found wrong lately."""
+    if not may_load(memory, generation) or is_failed(memory, rank, generation):
+        return
+    assert memory.membership is not None and memory.membership.tier is not None
+    memory.rebuilds[rank] = RebuildJob(generation=generation, digest=0, stored=True)
+    memory.note("load_started", rank=rank, generation=generation)
+    memory.out.append(OpenStored(tier=memory.membership.tier, rank=rank, generation=generation))
+
+
+def go_on(memory: JobMemory, rank: int, job: RebuildJob, arena: ArenaView) -> None:
+    """With the manifest and the arena at hand: a free slot, then the bytes."""
+    slot = arena.free_slot()
+    if slot is None or job.manifest is None or not may_load(memory, job.generation):
+        return
+    assert memory.membership is not None and memory.membership.tier is not None
+    pieces = piece_count(job.manifest.payload_bytes, job.manifest.piece_bytes)
+    slot.places = arena.places_for(slot)[:pieces]
+    slot.state, slot.generation = SlotState.REBUILDING, job.generation
+    slot.manifest, slot.encoded, slot.digest = job.manifest, job.encoded, job.digest
+    memory.out.append(
+        LoadStored(
+            tier=memory.membership.tier,
+            rank=rank,
+            slot=slot.index,
+            manifest=job.manifest,
+            encoded=job.encoded,
+            places=slot.places,
+        )
+    )
+
+
+def failed(
+    memory: JobMemory, rank: int, generation: Generation, why: str, *, corrupt: bool, now: float
+) -> None:
+    """A rank's snapshot could not be loaded: not usable at all, or not now."""
+    why = why[:_REASON_CHARS_MAX]
+    memory.note("load_failed", rank=rank, generation=generation, detail=why)
+    if corrupt:
+        key = _failed_key(rank, generation)
+        memory.loading.failed[rank, generation] = why
+        memory.retry_at[key] = now + _pause_s(memory, key, FORGET_S, FORGET_S_MAX)
+        return
+    key = f"rebuild{rank}"
+    pause_s = _pause_s(memory, key, PAUSE_S, PAUSE_S_MAX)
+    memory.retry_at[key] = now + pause_s
+    memory.loading.problem = (
+        f"rank {rank} cannot load generation {generation}: {why}. Next try in {pause_s:g} s"
+    )
+
+
+def loaded(memory: JobMemory, rank: int) -> None:
+    """A rank's snapshot is in memory."""
+    memory.loading.tries.pop(f"rebuild{rank}", None)
+    memory.loading.problem = ""
+
+
+def _failed_key(rank: int, generation: Generation) -> str:
+    return f"unloadable{rank}/{generation}"
+
+
+def _pause_s(memory: JobMemory, key: str, first_s: float, most_s: float) -> float:
+    tries = memory.loading.tries.get(key, 0)
+    memory.loading.tries[key] = tries + 1
+    return min(first_s * 2.0 ** min(tries, 30), most_s)

@@ -1,0 +1,57 @@
+"""More is lost than parity covers, whenever it strikes, with and without storage at hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from holdfast_core.values import Generation
+from holdfast_daemon.simulation.faults import FAULTS
+from holdfast_daemon.simulation.options import Options
+from holdfast_daemon.simulation.stored_cluster import STORAGE_FAULTS, StoredCluster
+
+
+def run(first_seed: int, count: int, kinds: tuple[str, ...], **more: Generation) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for seed in range(first_seed, first_seed + count):
+        cluster = StoredCluster(
+            Options(seed=seed, steps=20, faults=6, kinds=kinds, time_limit_s=600.0), **more
+        )
+        try:
+            cluster.run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed} failed: {error!r}\n{cluster.describe()}") from error
+        counts.update(cluster.counts)
+    print(f"seeds {first_seed}..{first_seed + count - 1} of {kinds}: {dict(counts)}")
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["lose_two", "lose_all"])
+def test_all_ranks_go_on_from_the_newest_set_when_too_much_is_lost(kind: str) -> None:
+    counts = run(0, 10, (kind,))
+    assert counts["resumed_from_storage"] > 5
+    assert counts["loaded"] > 15
+
+
+def test_nobody_begins_afresh_while_storage_does_not_answer() -> None:
+    counts = run(100, 12, ("lose_all", "storage_away"))
+    assert counts["storage_unreachable"] > 5
+    assert counts["resumed_from_storage"] > 2
+
+
+def test_a_damaged_set_gives_way_to_the_next_older_one_on_every_rank() -> None:
+    counts = run(200, 36, ("lose_all", "damage_set"))
+    assert counts["load_failed"] > 3
+    assert counts["resumed_from_storage"] > 2
+
+
+def test_any_fault_may_strike_while_ranks_load() -> None:
+    counts = run(300, 25, (*FAULTS, *STORAGE_FAULTS, *("lose_all",) * 6))
+    assert counts["resumed_from_storage"] > 5
+    assert counts["kill_daemon"] > 5
+
+
+def test_a_job_of_a_known_name_goes_on_in_an_epoch_after_that_of_the_copies() -> None:
+    counts = run(400, 6, ("kill_rank",), earlier_run=Generation(7, 3))
+    assert counts["resumed_from_storage"] >= 4
