@@ -144,7 +144,8 @@ class S3Place:
         return f"{self._prefix}{path}"
 
     def _part_size(self, nbytes: int) -> int:
-        return max(self._part_bytes, round_up(-(-nbytes // PARTS_MAX), MEBIBYTE))
+        least = -(-nbytes // PARTS_MAX)
+        return self._part_bytes if least <= self._part_bytes else round_up(least, MEBIBYTE)
 
     async def _put(self, path: str, views: Sequence[memoryview], **condition: str) -> None:
         await self._calls.send(
