@@ -46,9 +46,10 @@ class Bucket:
             )
         self.objects: dict[str, tuple[bytes, float]] = {}
         """By path, the bytes and when they appeared."""
-        self.newest: Generation | None = None
+        self.complete: set[Generation] = set()
         """Of which a set was complete at any time."""
         self.error_rate = self.rng.choice((0.0, 0.0, 0.01, 0.05))
+        self.stall_rate = self.rng.choice((0.0, 0.0, 0.03))
         self.outages = [
             (begins, begins + self.rng.uniform(0.1, 2.0))
             for begins in (self.rng.uniform(0.0, 6.0) for _ in range(self.rng.randint(0, OUTAGES)))
@@ -70,14 +71,27 @@ class Bucket:
         down = any(begins <= now < ends for begins, ends in self.outages)
         return down or self.rng.random() < self.error_rate
 
+    def stall_s(self) -> float:
+        """How much longer than usual this call takes."""
+        return self.rng.uniform(0.5, 3.0) if self.rng.random() < self.stall_rate else 0.0
+
     def appeared(self, path: str) -> None:
         """A file is there. If it makes a set complete, the set must be what was captured."""
         name = path.removeprefix(f"{JOB}/").split("/")
         if name[-1] != MANIFEST_FILE:
             return
         generation = self._check_set(name[0])
-        self.newest = max(generation, self.newest or generation)
+        self.complete.add(generation)
         self.cluster.counts["set_complete"] += 1
+
+    @property
+    def newest(self) -> Generation | None:
+        """The newest of which a set was complete at any time."""
+        return max(self.complete, default=None)
+
+    def announced(self, generation: Generation) -> None:
+        """A daemon calls the generation persisted."""
+        assert generation in self.complete, f"{generation} is called persisted, and is not"
 
     def check(self) -> None:
         """All that is complete is right, and the newest that ever was is still there."""
@@ -92,7 +106,7 @@ class Bucket:
         """Whether persistence is as far as `wanted`, now that faults have ended."""
         if self.tier is None:
             return True
-        self.outages, self.error_rate = [], 0.0
+        self.outages, self.error_rate, self.stall_rate = [], 0.0, 0.0
         return self.newest is not None and self.newest >= wanted
 
     def _check_set(self, name: str) -> Generation:

@@ -295,6 +295,8 @@ class Cluster(Faults):
                     self.protected = note.generation
                 self.check_protected(note.generation)
         elif note.event in ("line", "corrupt", "corrupt_parity", "rebuilt", "fenced", *PERSISTING):
+            if note.event == "persisted" and note.generation is not None:
+                self.bucket.announced(note.generation)
             self.counts[note.event] += 1
             self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")
 

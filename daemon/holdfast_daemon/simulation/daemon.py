@@ -64,6 +64,8 @@ class VirtualDaemon:
         self._worker = VirtualWorker(cluster, self, disk)
         self._moving: Fiber[Completion] | None = None
         """The transfer that runs now."""
+        self._stall_s = 0.0
+        """How long the storage that it waits for takes; 0 where it waits for another daemon."""
         self._adopt()
         self._tick()
 
@@ -217,6 +219,7 @@ class VirtualDaemon:
     def pause_storage(self) -> None:
         """From inside a call of storage: wait for it."""
         assert self._moving is not None
+        self._stall_s = self.cluster.bucket.stall_s()
         self._moving.pause()
         self.cluster.strike(self.node, "while it waits for storage")
         if not self.alive:
@@ -234,7 +237,8 @@ class VirtualDaemon:
             self._end(effect, fiber.result)
         elif self.alive:
             stalls = self.cluster.clock.rng.random() < 0.004
-            self._later(lambda: self._go_on(effect, fiber), 0.5 if stalls else 0.0008)
+            stall_s, self._stall_s = self._stall_s, 0.0
+            self._later(lambda: self._go_on(effect, fiber), stall_s or (0.5 if stalls else 0.0008))
 
     def _end(self, effect: Background, event: Completion) -> None:
         self.cluster.strike(self.node, f"during {type(effect).__name__}")
