@@ -271,18 +271,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="take a file of an order that is over for one that is to be persisted",
-        tier=True,
-        edits=(
-            (
-                f"{ENGINE}/persisting.py",
-                "    if (event.epoch, event.number) != (memory.epoch, persist.number) "
-                "or not memory.persisting:\n",
-                "    if not memory.persisting:\n",
-            ),
-        ),
-    ),
-    Mutant(
         name="wait for a member that cannot persist its ranks",
         tier=True,
         edits=(
