@@ -78,14 +78,14 @@ def test_sets_follow_training_and_old_ones_go(
     job = _job(cluster, tier, carries=carries)
     for _ in range(5):
         newest = job.train(2)
-        assert _wait_set(job, tier, Generation(1, newest.step - 1)) == newest
-    wait_for(
-        "old sets to go",
-        lambda: [g.step for g in _check_sets(job, tier)] == [10, 8, 4],
-    )
-    for member in range(3):
-        daemon = job.daemon(member)
-        wait_for("it to hear", lambda d=daemon: _persist(d.job(JOB))["persisted"] == "1.10")  # type: ignore[misc]
+        for member in range(3):
+            wait_for(
+                f"member {member} to hear that {newest} is persisted",
+                lambda d=job.daemon(member): _persist(d.job(JOB))["persisted"] == str(newest),  # type: ignore[misc]
+            )
+        # A set is announced when old ones are gone.
+        assert _check_sets(job, tier)[0] == newest
+    assert [generation.step for generation in _check_sets(job, tier)] == [10, 8, 4]
     assert job.daemon(0).metric(f'holdfast_persist_failures_total{{job="{JOB}"}}') == 0
 
 
