@@ -27,6 +27,7 @@ from holdfast_core.topology import Coordinates, Topology
 from holdfast_core.units import UnitKey
 
 OPTIMIZER_PREFIX = "optim."
+_OWN_PREFIX = "rank-"
 REPLICATED = -1
 """As a tensor-parallel dimension: every tensor-parallel rank holds the whole tensor."""
 
@@ -73,6 +74,11 @@ class SetTensor:
     boxes: tuple[Box, ...]
     param_group: int
     """See `Entry.param_group`."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is one rank's alone; see `Entry.own`."""
+        return self.name.startswith(_OWN_PREFIX)
 
     @property
     def item_bytes(self) -> int:
@@ -198,7 +204,7 @@ class _Placing:
         shown = f"{parameter}[{index}]" if alone else parameter
         name = f"{OPTIMIZER_PREFIX}state.{shown}.{key}" if key else shown
         if own:
-            name = f"rank-{rank:05d}/{entry.tensor}"
+            name = f"{_OWN_PREFIX}{rank:05d}/{entry.tensor}"
         yield _Placed(
             entry=entry,
             rank=rank,

@@ -23,7 +23,7 @@ from holdfast._conventions import UnitNamer
 from holdfast._dcp_reader import HoldfastReader
 from holdfast._dtensors import is_dtensor
 from holdfast._fit import Wanted, make_room
-from holdfast_core.errors import InvalidJobError
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.layouts import TensorRole
 from holdfast_core.set_tensors import Reading, SetTensor
 from holdfast_core.topology import Topology
@@ -58,7 +58,8 @@ def load_into(
 
     Raises:
         InvalidJobError: the model holds distributed tensors.
-        LayoutMismatchError: a tensor of the model is not in the set, or has another shape or dtype.
+        LayoutMismatchError: a tensor of the model is not in the set, has another shape or dtype, or
+            has state that is one rank's alone.
         CheckpointException: torch's; its `failures` has what went wrong by rank.
     """
     if any(map(is_dtensor, model.parameters())):
@@ -101,6 +102,13 @@ def load_into(
 
 def _local_name(live: LiveState, tensor: SetTensor) -> str | None:
     """What this rank calls a tensor of the set; None when it does not hold it."""
+    if tensor.own:
+        if tensor.parameter in live.anchors:
+            raise LayoutMismatchError(
+                f"{tensor.name} is one rank's alone, and nothing says what it is in another "
+                f"parallelism; restore with the parallelism of the set, or load with dcp.load"
+            )
+        return None
     if not tensor.key:
         if tensor.role is TensorRole.BUFFER:
             known = any(name == tensor.name for name, _ in live.model.named_buffers())

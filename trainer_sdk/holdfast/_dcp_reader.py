@@ -207,7 +207,7 @@ def _metadata_of(tensor: SetTensor) -> TensorStorageMetadata:
 
 def _path_of(tensor: SetTensor) -> tuple[str, ...]:
     """Where a nested state dict has it."""
-    if not tensor.key:
+    if not tensor.key or tensor.own:
         return (tensor.name,)
     outer, state, rest = tensor.name.split(".", 2)
     return (outer, state, rest.removesuffix(f".{tensor.key}"), tensor.key)

@@ -7,6 +7,7 @@ rank. The layouts say which parameter is in which group.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from holdfast_core.layouts import TensorRole
 from holdfast_core.set_tensors import OPTIMIZER_PREFIX
 from holdfast_storage.whole_sets import WholeSet
 
+_THREADS = 8
 _OUTER = OPTIMIZER_PREFIX.removesuffix(".")
 
 
@@ -43,8 +45,10 @@ def plain_values(source: WholeSet) -> dict[str, PlainValue]:
     optimizer states as `optim.state.<parameter>.<key>`."""
     found: dict[str, PlainValue] = {}
     members = _members(source)
-    for rank in source.manifests:
-        optimizers = extras_of(source, rank)["optimizers"]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        of_ranks = list(pool.map(lambda rank: extras_of(source, rank), source.manifests))
+    for rank, extras in enumerate(of_ranks):
+        optimizers = extras["optimizers"]
         if rank == 0:
             groups = [group for state in optimizers for group in state["groups"]]
             for index, group in enumerate(groups):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import holdfast
 from holdfast.dcp import HoldfastReader, Reading, load_into
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
@@ -137,3 +138,24 @@ def test_a_model_that_is_not_the_sets_is_refused(stored: Path, trainer: Any) -> 
     trainer.model.register_parameter("more", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(LayoutMismatchError, match="the snapshot lacks more"):
         load_into(trainer.model, trainer.optimizer, str(stored), job=JOB)
+
+
+def test_states_that_are_one_ranks_alone_are_named_after_it_and_not_guessed(
+    tmp_path: Path, trainer: Any
+) -> None:
+    session = holdfast.init(
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        private=["head.bias:exp_avg"],
+        daemon=FakeDaemon(tmp_path / "daemon"),
+    )
+    trainer.train()
+    with session:
+        session.save(1).protected.result(WAIT_S)
+    persist(tmp_path / "daemon", tmp_path / "tier", 1, Generation(1, 1))
+    state = {"rank-00000/head.bias:exp_avg": torch.zeros(16)}
+    state_dict_loader.load(state, storage_reader=HoldfastReader(str(tmp_path / "tier"), job=JOB))
+    expected = trainer.optimizer.state[trainer.model.head.bias]["exp_avg"]
+    assert torch.equal(*state.values(), expected)
+    with pytest.raises(LayoutMismatchError, match="one rank's alone"):
+        load_into(trainer.model, trainer.optimizer, str(tmp_path / "tier"), job=JOB)
