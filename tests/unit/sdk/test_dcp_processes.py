@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from moe_example import EXPERTS, make_model, train_moe
+from moe_example import EXPERTS, Hashes, distributed_state, hashes, make_model, sha256, train_moe
 from stored import JOB, persist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,26 +24,6 @@ from holdfast_core.values import Generation
 
 WAIT_S = 60
 WORLD = 4
-
-Hashes = dict[str, str]
-
-
-def sha256(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-
-def hashes(model: nn.Module, optimizer: torch.optim.Optimizer, ep_index: int) -> Hashes:
-    """Of each parameter and optimizer state, with experts one by one."""
-    found: Hashes = {}
-    for name, p in model.named_parameters():
-        for key, tensor in [("", p), *optimizer.state[p].items()]:
-            if ".experts." in name and tensor.ndim:
-                for i, part in enumerate(tensor):
-                    found[f"{name}[{ep_index * p.shape[0] + i}]:{key}"] = sha256(part)
-            else:
-                found[f"{name}:{key}"] = sha256(tensor)
-    return found
 
 
 def join(rank: int, world: int, store: str) -> None:
@@ -138,23 +117,6 @@ def save_sharded(rank: int, directory: str, mesh: Any) -> None:
             assert isinstance(tensor, DTensor)
             found[f"{name}{key}"] = sha256(tensor.full_tensor())
     write(directory, f"sharded-{rank}", found)
-
-
-def distributed_state(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> Any:
-    """As torch names it, with stacks of experts as tensors that are sharded over the ranks."""
-
-    def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if ".experts." not in name or not tensor.ndim:
-            return tensor
-        return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
-
-    parameters = dict(model.named_parameters())
-    states = {
-        name: {key: whole(name, value) for key, value in optimizer.state[p].items()}
-        for name, p in parameters.items()
-    }
-    plain = {name: whole(name, p.detach()) for name, p in parameters.items()}
-    return {**plain, "optim": {"state": states}}
 
 
 def reader(directory: str) -> HoldfastReader:
