@@ -146,3 +146,18 @@ def test_small_gaps_are_read_and_large_ones_are_not(
     assert read(0, far // 2) == [(0, far // 2 * COLUMNS // PIECE_BYTES + 1)]
     assert len(read(0, 2 * far)) == 2
     assert read(3, 1, 2) == [(0, 1)]
+
+
+@pytest.mark.parametrize(("first", "columns"), [(0, 512), (7, 16), (1023, 1)])
+def test_columns_are_cut_out_of_whole_rows(
+    source: WholeSet,
+    ranks: list[Memory],
+    tensor: SetTensor,
+    values: object,
+    first: int,
+    columns: int,
+) -> None:
+    found = source.array(tensor, (5, first), (ROWS - 9, columns))
+    expected = values[5 : ROWS - 4, first : first + columns]  # type: ignore[index]  # an array
+    assert np.array_equal(found.view(np.uint8), expected)
+    assert all(len(rank.reads) == -(-HALF // READ_BYTES) for rank in ranks)
