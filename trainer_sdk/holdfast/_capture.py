@@ -325,11 +325,12 @@ class LiveState:
             staging = torch.empty_like(local, memory_format=torch.contiguous_format)
         private = name in self._private or any(_is_sharded(holder) for holder in holders)
         orphan = name.startswith(_ORPHAN)
-        shape, offsets = global_box(holders[0])
+        box = global_box(holders[0])
+        shape, offsets = box or ((), ())
         whole = Whole(
             global_shape=shape[1:] if sliced else shape,
             global_offsets=offsets[1:] if sliced else offsets,
-            own=name in self._private or orphan,
+            own=name in self._private or orphan or box is None,
             param_group=group,
         )
         return Source(

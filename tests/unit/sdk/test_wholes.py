@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import Topology
 from holdfast._capture import LiveState, Source, Whole
+from holdfast._dtensors import is_box
 from holdfast._plan import layout_of, own_shards, plan_alone, table_of
 from holdfast_core.layouts import Entry
 
@@ -106,3 +107,24 @@ def test_a_parameter_that_only_an_optimizer_has_says_so() -> None:
     extra = torch.zeros(3, requires_grad=True)
     found = entries(sources(nn.Linear(2, 2), torch.optim.SGD([extra])))
     assert [name for name, entry in found.items() if entry.own] == ["optimizer/0/parameter0"]
+
+
+class Strided:
+    """As torch's private `_StridedShard`."""
+
+    def __init__(self, dim: int, split_factor: int) -> None:
+        self.dim, self.split_factor = dim, split_factor
+
+
+@pytest.mark.parametrize(
+    ("placements", "box"),
+    [
+        ([Shard(0), Shard(1)], True),
+        ([Strided(0, 2), Shard(0)], True),  # FSDP2 over tensor-parallel rows
+        ([Strided(0, 2), Shard(1)], False),
+        ([Strided(0, 2), Replicate()], False),
+        ([Strided(0, 4), Shard(0)], False),
+    ],
+)
+def test_slices_that_lie_apart_are_no_box(placements: list[Any], box: bool) -> None:
+    assert is_box(placements, (4, 2)) is box
