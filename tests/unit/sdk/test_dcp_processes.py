@@ -137,6 +137,8 @@ def read(directory: Path, name: str, ranks: int) -> Hashes:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_four_ranks_state_loads_into_two_ranks_and_into_one(tmp_path: Path) -> None:
     spawn(save_by_four, args=(str(tmp_path),), nprocs=WORLD)
