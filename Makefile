@@ -160,6 +160,10 @@ fuzz: $(STAMP) ## Give damaged bytes to every parser; ARGS="--minutes 10 --only 
 bench-bulk: $(STAMP) ## Measure bytes between daemons: plain, authenticated, encrypted
 	@$(BIN)/python -m benchmarks.bulk_security $(ARGS)
 
+.PHONY: bench-parity
+bench-parity: $(STAMP) ## Measure how fast parity is calculated, beside XOR
+	@$(BIN)/python -m benchmarks.parity_kernels $(ARGS)
+
 .PHONY: bench-policies
 bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units of real models
 	@$(BIN)/python -m benchmarks.policies $(ARGS)

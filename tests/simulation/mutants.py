@@ -63,8 +63,8 @@ MUTANTS = (
         edits=(
             (
                 "core/holdfast_core/recovery.py",
-                "for owner in (place.index for place in membership.members)",
-                "for owner in (place.index for place in membership.members[1:])",
+                "_has_all_blocks(membership, holdings, group, group, generation)",
+                "_has_all_blocks(membership, holdings, group, group[1:], generation)",
             ),
         ),
     ),
@@ -178,13 +178,16 @@ MUTANTS = (
             ),
             (
                 f"{DAEMON}/updating.py",
-                "                _apply(block[low - start : high - start], stream, stride)\n",
+                "                _apply("
+                "block, low - start, high - start, stream, stride, now.factor, size)\n",
                 "                try:\n"
-                "                    _apply(block[low - start : high - start], stream, stride)\n"
+                "                    _apply("
+                "block, low - start, high - start, stream, stride, now.factor, size)\n"
                 "                except HoldfastError:\n"
                 "                    stream = ChangeStream(fetch.open_change("
                 "now.position, base.generation, low, high - low, size), size)\n"
-                "                    _apply(block[low - start : high - start], stream, stride)\n",
+                "                    _apply("
+                "block, low - start, high - start, stream, stride, now.factor, size)\n",
             ),
         ),
     ),
@@ -198,9 +201,9 @@ MUTANTS = (
             ),
             (
                 f"{DAEMON}/updating.py",
-                "        stream.read_into(part)\n",
+                "        stream.read_into(scratch[:nbytes])\n",
                 "        try:\n"
-                "            stream.read_into(part)\n"
+                "            stream.read_into(scratch[:nbytes])\n"
                 "        except HoldfastError:\n"
                 "            return\n",
             ),

@@ -255,8 +255,7 @@ def recover(cluster: Cluster, lost: int) -> Rebuilt:
     peers = places[:lost] + places[lost + 1 :]
     fetch = FetchManifest(rank=lost, generation=GENERATION, manifest_digest=digest, peers=peers)
     fetched = cluster.run(lost, fetch)
-    assert isinstance(fetched, ManifestFetched)
-    assert fetched.error == ""
+    assert isinstance(fetched, ManifestFetched) and fetched.error == ""
     assert layout_id(fetched.layout) == layout_id(layout_of(lost))
     effect = Rebuild(
         rank=lost,
