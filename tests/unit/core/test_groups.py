@@ -131,3 +131,14 @@ def test_fewer_than_two_members_are_refused(n: int) -> None:
 def test_a_group_size_outside_two_to_all_is_refused(group_size: int) -> None:
     with pytest.raises(InvalidJobError, match=rf"group of {group_size} .*from 2 to 4"):
         form_groups(dict.fromkeys(range(4), ""), group_size)
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "at_least", "sizes"),
+    [(4, 3, 3, [4]), (5, 3, 3, [5]), (6, 3, 3, [3, 3]), (7, 4, 3, [3, 4]), (5, 2, 2, [2, 3])],
+)
+def test_no_group_is_smaller_than_its_redundancy_needs(
+    n: int, size: int, at_least: int, sizes: list[int]
+) -> None:
+    found = form_groups(dict.fromkeys(range(n), ""), size, at_least=at_least)
+    assert sorted(len(group) for group in found.groups) == sizes

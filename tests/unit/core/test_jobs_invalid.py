@@ -238,6 +238,21 @@ CASES = [
         "spec.redundancy.raim5: is given, but spec.redundancy.type is None; remove it, or set",
     ),
     (
+        put("spec.redundancy", {"type": "RAIM6", "raim6": {"groupSize": 5}}),
+        "spec.redundancy.raim6.groupSize = 5: more members than the job's 4 nodes; use a number "
+        "from 3 to 4",
+    ),
+    (
+        put("spec.redundancy", {"type": "Replication", "replication": {"replicas": 4}}),
+        'spec.redundancy.type = "Replication": 4 losses need more than the job\'s 4 nodes; use at '
+        "least 5 nodes, or weaker redundancy",
+    ),
+    (
+        put("spec.redundancy", {"type": "RAIM6", "replication": {}}),
+        "spec.redundancy.replication: is given, but spec.redundancy.type is RAIM6; remove it, or "
+        "set the type to Replication",
+    ),
+    (
         put("spec.redundancy.raim5.groupSize", 1),
         "spec.redundancy.raim5.groupSize = 1: expected int >= 2; give the members of a parity gro",
     ),
