@@ -1,14 +1,15 @@
 """Which members could be rebuilt from their parity groups if they were lost now. Pure.
 
-A parity group bears the loss of one member. While one of its members is away, or its new memory is
-not filled yet, the loss of a second one would lose the generation that the job could go back to. So
-nobody may be given up in that time whose memory may still be there.
+A parity group bears the loss of as many members as its redundancy is made for. While so many are
+away, or their new memory is not filled yet, the loss of another one would lose the generation that
+the job could go back to. So nobody may be given up in that time whose memory may still be there.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 
+from holdfast_core.codes import code_of
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import MemberPlace, Membership
 from holdfast_operator.lookups import is_reachable, node_of
@@ -33,8 +34,10 @@ class Groups:
         """Whether nothing would be lost with the memory of `member`."""
         if self._state.saved is None:
             return True
-        others = [other for other in self._group_of[member] if other != member]
-        return bool(others) and not any(other in self._weak for other in others)
+        group = self._group_of[member]
+        code = code_of(self._membership, group)
+        weak = sum(other in self._weak for other in group if other != member)
+        return code is not None and weak < code.rows
 
     def give_up(self, member: int) -> None:
         """From now on `member` counts as one whose memory is new."""

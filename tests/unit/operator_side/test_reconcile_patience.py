@@ -22,6 +22,19 @@ def test_two_silent_nodes_of_a_group_are_waited_for_since_they_may_come_back() -
     assert world.nodes_of_members() == ["n4", "n1", "n2", "n3"]
 
 
+def test_two_silent_nodes_of_a_group_that_bears_two_losses_are_replaced_at_once() -> None:
+    for spec in (
+        {"redundancy": {"type": "RAIM6"}},
+        {"redundancy": {"type": "Replication", "replication": {"replicas": 2}}},
+    ):
+        world = running(make_job(spares=2, spec=spec))
+        assert world.membership.groups == ((0, 1, 2, 3),)
+        world.kill_daemon("n0")
+        world.kill_daemon("n1")
+        world.settle(DETECTED_S)
+        assert world.nodes_of_members() == ["n4", "n5", "n2", "n3"]
+
+
 def test_patience_has_a_bound() -> None:
     world = running(make_job(spares=2))
     world.kill_daemon("n0")
