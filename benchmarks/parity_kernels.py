@@ -67,9 +67,7 @@ def measure(timed: dict[str, Timed], turns: int) -> dict[str, float]:
 def rows() -> dict[str, Timed]:
     """What is measured."""
     rng = np.random.default_rng(1)
-    sources = [
-        memoryview(rng.integers(0, 256, STRIDE_BYTES, dtype=np.uint8)) for _ in range(MEMBERS)
-    ]
+    sources = [memoryview(rng.bytes(STRIDE_BYTES)) for _ in range(MEMBERS)]
     into = [memoryview(bytearray(STRIDE_BYTES)) for _ in range(2)]
     raim5, raim6 = Code(MEMBERS, MEMBERS - 1, 1), Code(MEMBERS, MEMBERS - 2, 2)
 

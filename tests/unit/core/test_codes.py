@@ -130,7 +130,7 @@ def test_groups_of_any_bytes_survive_what_their_code_is_made_for(data: st.DataOb
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_no_two_parts_of_a_stripe_are_on_one_member(code: Code) -> None:
-    seen = []
+    seen: list[tuple[int, int]] = []
     for stripe in range(code.n):
         members = [position for position, _ in code.members_of(stripe)]
         owners = [block.owner for block in code.blocks_of(stripe)]

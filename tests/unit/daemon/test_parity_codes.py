@@ -13,12 +13,14 @@ from tests.unit.daemon.test_parity import PIECE
 
 from holdfast_core.codes import Block, Code
 from holdfast_core.errors import CorruptError, InvalidJobError
+from holdfast_core.layouts import piece_digests
 from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.combining import Effort, Stream
 from holdfast_daemon.multiplying import multiply_into
 from holdfast_daemon.parity import build, rebuild, whole
 from holdfast_daemon.simulation.checking import expected_block, times
+from holdfast_daemon.updating import update
 
 CODES = [Code(3, 2, 1), Code(3, 1, 2), Code(4, 2, 2), Code(6, 4, 2), Code(4, 1, 2), Code(4, 1, 3)]
 EFFORTS = [Effort(threads=1, stride_bytes=PIECE), Effort(threads=3, stride_bytes=2 * PIECE)]
@@ -43,7 +45,7 @@ def group_of(code: Code, effort: Effort) -> parity.Members:
         )
         payloads = {i: members.payloads[i] for i in code.sources_of(block)}
         assert room[:used] == expected_block(code, block.row, payloads, used, PIECE)
-        assert digests == parity.piece_digests(bytes(room[:used]), PIECE)
+        assert digests == piece_digests(bytes(room[:used]), PIECE)
         members.blocks[block.row * code.n + block.owner] = bytes(room[:used])
     return members
 
@@ -133,7 +135,7 @@ def test_an_updated_block_is_the_one_that_would_have_been_built(code: Code) -> N
             used, digests = build(room, code=code, which=block, sources=manifests, fetch=members)
             made.append((bytes(room[:used]), digests))
         room = memoryview(bytearray(b"\x77" * 4096))
-        used, digests = updating.update(
+        used, digests = update(
             room,
             memoryview(made[0][0]),
             made[0][1],
