@@ -151,6 +151,22 @@ def test_without_redundancy_it_says_what_is_not_counted(
     assert "a lost node loses all snapshots" in printed(capsys, job, *SIZES)
 
 
+@pytest.mark.parametrize(
+    ("redundancy", "parity"),
+    [
+        ("{type: RAIM5}", " 16.00 GiB"),
+        ("{type: RAIM6}", " 48.00 GiB"),
+        ("{type: RAIM6, raim6: {groupSize: 3}}", " 48.00 GiB"),
+        ("{type: Replication, replication: {replicas: 3}}", " 144.00 GiB"),
+    ],
+)
+def test_the_memory_of_each_redundancy_is_told(
+    job: Path, capsys: pytest.CaptureFixture[str], redundancy: str, parity: str
+) -> None:
+    job.write_text(JOB + f"  redundancy: {redundancy}\n")
+    assert parity in printed(capsys, job, "--bytes-per-rank", "12Gi")
+
+
 def test_a_limit_that_is_too_small_is_refused(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
