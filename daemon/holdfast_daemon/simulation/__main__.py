@@ -60,6 +60,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="number of seeds (default 1000)")
     parser.add_argument("--steps", type=int, default=12, help="training steps of each schedule")
     parser.add_argument("--faults", type=int, default=4, help="faults of each schedule")
+    parser.add_argument(
+        "--redundancy", type=Redundancy, default=Redundancy.RAIM5, help="RAIM6, Replication"
+    )
+    parser.add_argument(
+        "--losses", type=int, default=1, help="nodes of a group that are lost at once, up to"
+    )
     parser.add_argument("--log", action="store_true", help="print the story of the last schedule")
     parser.add_argument(
         "--tier", action="store_true", help="a durable tier in all of them (default: every eighth)"
@@ -68,13 +74,26 @@ def main() -> int:
     tier = True if options.tier else None
     if options.log:
         cluster = Cluster(
-            Options(seed=options.first, steps=options.steps, faults=options.faults, tier=tier)
+            Options(
+                seed=options.first,
+                steps=options.steps,
+                faults=options.faults,
+                redundancy=options.redundancy,
+                losses=options.losses,
+                tier=tier,
+            )
         )
         cluster.run()
         print("\n".join(cluster.log))
         return 0
     total = run_schedules(
-        options.first, options.count, steps=options.steps, faults=options.faults, tier=tier
+        options.first,
+        options.count,
+        steps=options.steps,
+        faults=options.faults,
+        redundancy=options.redundancy,
+        losses=options.losses,
+        tier=tier,
     )
     print(f"{options.count} schedules, seeds {options.first}..{options.first + options.count - 1}")
     for name, count in sorted(total.items()):
