@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from holdfast_core.documents import MISSING, Problem
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_failures import On, Rule
+from holdfast_core.job_persistence import persistence_problems
 from holdfast_core.job_schema import MANAGER, Gang, Scheduling, Spec
 from holdfast_core.job_snapshots import Policy, PolicyType
 from holdfast_core.quantities import parse_bytes
@@ -36,6 +37,7 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
     yield from _limit_problems(spec)
     yield from _name_problems(spec)
     yield from _scheduling_problems(spec.scheduling)
+    yield from persistence_problems(spec.persistence, spec.restore)
     yield from _rule_problems(spec.failure_policy.rules)
 
 

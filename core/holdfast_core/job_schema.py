@@ -16,8 +16,8 @@ from msgspec import Meta, field
 
 from holdfast_core.documents import YEAR_S, Document
 from holdfast_core.job_failures import FailurePolicy
+from holdfast_core.job_persistence import Persistence, Restore
 from holdfast_core.job_snapshots import (
-    Persistence,
     PolicyType,
     RedundancySpec,
     Snapshot,
@@ -177,6 +177,7 @@ class Spec(Document, frozen=True, kw_only=True):
     snapshot: Snapshot = Snapshot()
     redundancy: RedundancySpec = RedundancySpec()
     persistence: Persistence | None = None
+    restore: Restore = Restore()
     failure_policy: FailurePolicy = FailurePolicy()
     scheduling: Scheduling = Scheduling()
     pre_running_deadline_seconds: (

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from holdfast_core.documents import YEAR_S, Document
+from holdfast_core.documents import Document
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.groups import MIN_GROUP_SIZE
 from holdfast_core.values import Redundancy
@@ -320,37 +320,3 @@ class RedundancySpec(Document, frozen=True, kw_only=True):
         if self.type is Redundancy.REPLICATION:
             given = self.losses + 1
         return min(default, nodes) if given is None else given
-
-
-class MinuteInterval(Document, frozen=True, kw_only=True):
-    """How often a generation is persisted."""
-
-    minutes: Annotated[
-        float, Meta(gt=0, le=YEAR_S / 60, description="minutes between copies", examples=[30])
-    ] = 30.0
-
-
-class SecretReference(Document, frozen=True, kw_only=True):
-    """Where credentials are."""
-
-    name: Annotated[
-        str,
-        Meta(min_length=1, max_length=253, description="the name of a Secret", examples=["creds"]),
-    ]
-
-
-class Persistence(Document, frozen=True, kw_only=True):
-    """Where generations are kept for good (not in this version)."""
-
-    uri: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            max_length=2048,
-            description="where to keep copies",
-            examples=["s3://bucket/run1"],
-        ),
-    ]
-    interval: MinuteInterval = MinuteInterval()
-    keep: Annotated[_Count, Meta(description="the number of copies to keep", examples=[3])] = 3
-    secret_ref: SecretReference | None = None

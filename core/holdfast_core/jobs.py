@@ -15,6 +15,7 @@ from typing import Any
 from holdfast_core.documents import MISSING, Problem, at, convert, refuse
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_failures import DEFAULT_RULES, Action, Detection, FailurePolicy, On, Rule
+from holdfast_core.job_persistence import unsupported_persistence
 from holdfast_core.job_rules import spec_problems
 from holdfast_core.job_schema import (
     API_VERSION,
@@ -124,15 +125,7 @@ def check_supported(job: MoETrainingJob) -> None:
         wrong, fix = NOT_SUPPORTED
         path = "spec.snapshot.policy.type"
         problems.append(Problem(path=path, value=policy, wrong=wrong, fix=fix))
-    if spec.persistence is not None:
-        problems.append(
-            Problem(
-                path="spec.persistence",
-                value=spec.persistence.uri,
-                wrong="this version keeps snapshots in memory only",
-                fix="remove the field and save checkpoints from the trainer",
-            )
-        )
+    problems.extend(unsupported_persistence(spec.persistence))
     if spec.min_nodes is not None and spec.min_nodes < spec.nodes:
         problems.append(
             Problem(

@@ -197,6 +197,9 @@ def _recovering(
     ]
     if rebuilding:
         message = f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
+        if any(view is not None and view.loading for view in views):
+            message = f"members [{listed(rebuilding)}] load their snapshots from storage"
+            return Condition(type=kind, status=True, reason="LoadingFromStorage", message=message)
         return Condition(type=kind, status=True, reason="Rebuilding", message=message)
     message = waiting or f"epoch {membership.epoch} is being formed"
     return Condition(type=kind, status=True, reason="FormingEpoch", message=message)

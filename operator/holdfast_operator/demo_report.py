@@ -22,7 +22,7 @@ from rich.table import Table
 from holdfast_operator.local import Recovery, TimedEvent
 
 UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
-SOURCES = {"local": "memory", "parity": "parity", "none": "nothing"}
+SOURCES = {"local": "memory", "parity": "parity", "storage": "storage", "none": "nothing"}
 PACKAGES = ("holdfast", "torch", "grpcio", "numpy")
 LOSS_TOLERANCE = 0.05
 """By which the final loss may differ where snapshots leave experts out."""

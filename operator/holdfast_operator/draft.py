@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from holdfast_core.job_persistence import tier_of
 from holdfast_core.jobs import MoETrainingJob
-from holdfast_core.values import Membership
+from holdfast_core.values import Membership, Tier
 from holdfast_operator.lookups import agent_at, detection_s, is_reachable, node_of, silent_s
 from holdfast_operator.placement import place_on
 from holdfast_operator.views import (
@@ -127,6 +128,13 @@ class Draft:
             )
         self.actions.append(PublishMembership(membership=membership))
 
+    def _tier(self, membership: Membership) -> Tier | None:
+        """As the job says now. The copy that it was to begin from counts until it has begun."""
+        tier, known = tier_of(self.job.spec.persistence, self.job.spec.restore), membership.tier
+        if tier is None or (self.state.started_from is None and known and known.restore_from):
+            return tier
+        return replace(tier, restore_from="")
+
     def publish_next(self, membership: Membership, moved: dict[int, NodeView]) -> Membership:
         """Publish the next epoch, with `moved` members on new nodes and all others where their
         daemons say that they are now."""
@@ -145,6 +153,7 @@ class Draft:
             epoch=self.state.epoch + 1,
             revision=0,
             members=tuple(place_on(index, node) for index, node in sorted(places.items())),
+            tier=self._tier(membership),
         )
         self.publish(following)
         return following

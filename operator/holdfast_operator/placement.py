@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from holdfast_core.groups import form_groups
+from holdfast_core.job_persistence import tier_of
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import MemberPlace, Membership, Redundancy
 from holdfast_operator.views import NodeView
@@ -54,6 +55,7 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
         redundancy=redundancy,
         replicas=max(job.spec.redundancy.losses, 1),
         memory_bytes=min(job.memory_per_node_bytes or 0, MEMORY_BYTES_MAX),
+        tier=tier_of(job.spec.persistence, job.spec.restore),
     )
 
 

@@ -19,9 +19,10 @@ The rules, in order:
    restarted in place, so it is replaced unless the rule says Fail. An epoch that fails before it
    ran is not followed by the next at once.
 5. A job does not start again from nothing once a generation was protected (without redundancy:
-   complete). If no recovery line is left it fails, because nothing was persisted. Before that
+   complete). If no recovery line is left, in memory or in durable storage, it fails. Before that
    point a fresh start loses no promise, and happens; so it does when a person has changed the shape
-   of a suspended job (`suspending`).
+   of a suspended job (`suspending`). An epoch that does not come after those in storage is followed
+   by one that does (`persisted`).
 6. An ended job, well or not, frees its memory in the daemons, and is deleted when its time is over
    (`deadlines`).
 """
@@ -44,12 +45,14 @@ from holdfast_operator.lookups import (
     ranks_in,
 )
 from holdfast_operator.losses import note_losses
+from holdfast_operator.persisted import pass_stored_epochs, storage_condition
 from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
 from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
 from holdfast_operator.views import (
     AT_WORK,
     AgentState,
+    Condition,
     ControlState,
     Decision,
     DropJob,
@@ -71,10 +74,16 @@ def reconcile(job: MoETrainingJob, observed: Observed, state: ControlState, now:
     return Decision(
         state=draft.state,
         actions=tuple(draft.actions),
-        conditions=judge.conditions(draft.job, draft.observed, draft.state, draft.now, waiting),
+        conditions=_conditions(draft, waiting),
         events=tuple(draft.events),
         reason=waiting or "all is as it should be",
     )
+
+
+def _conditions(draft: Draft, waiting: str) -> tuple[Condition, ...]:
+    found = judge.conditions(draft.job, draft.observed, draft.state, draft.now, waiting)
+    storage = storage_condition(draft.observed, draft.state)
+    return found if storage is None else (*found, storage)
 
 
 def _follow_rules(draft: Draft) -> str:
@@ -96,6 +105,8 @@ def _follow_rules(draft: Draft) -> str:
         return "" if is_overdue(draft) else resume(draft, membership)
     _note_progress(draft, membership)
     if is_overdue(draft) or _line_is_missing(draft, membership):
+        return ""
+    if pass_stored_epochs(draft, membership):
         return ""
     waiting = recover(draft, membership)
     return _tend(draft, membership) if waiting is None else waiting
@@ -198,8 +209,13 @@ def _resumption(draft: Draft, membership: Membership, start: Generation | None) 
     who = f"{membership.world_size} ranks train in epoch {membership.epoch}"
     if start is None:
         return f"{who} from the beginning"
-    rebuilt = [r.rank for r in ranks_in(draft.observed, membership) if r.restored_from == "parity"]
-    source = f"{ranks_in_words(rebuilt)} from parity" if rebuilt else "all from local memory"
+    ranks = ranks_in(draft.observed, membership)
+    by_source = {
+        word: [rank.rank for rank in ranks if rank.restored_from == word]
+        for word in ("parity", "storage")
+    }
+    parts = [f"{ranks_in_words(found)} from {word}" for word, found in by_source.items() if found]
+    source = " and ".join(parts) or "all from local memory"
     return f"{who} from generation {start} (step {start.step}), {source}"
 
 

@@ -27,15 +27,16 @@ class Recovery:
     """0 for a fresh start."""
     lost_steps: int | None = None
     sources: tuple[tuple[int, str], ...] = ()
-    """(rank, "local", "parity" or "none")."""
+    """(rank, "local", "parity", "storage" or "none")."""
     advanced_at: float | None = None
     """The first step after it was completed."""
 
     @property
     def source(self) -> str:
-        """Where state came from, all ranks together: "parity" if it was needed for any."""
+        """Where state came from, all ranks together: "storage" or "parity" if it was
+        needed for any."""
         kinds = {source for _, source in self.sources}
-        return next((kind for kind in ("parity", "local", "none") if kind in kinds), "")
+        return next((kind for kind in ("storage", "parity", "local", "none") if kind in kinds), "")
 
 
 RECOVERIES_MAX = 1000

@@ -41,7 +41,7 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """Its session ended without being closed, in the epoch of the `JobView`."""
     restored: Generation | None = None
     restored_from: str = ""
-    """"local", "parity", "none", or empty while unknown."""
+    """"local", "parity", "storage", "none", or empty while unknown."""
     exit_code: int | None = None
     """Its worker failed in the epoch of the `JobView`, as the agent saw it; 128 + n for signal n.
     Arrives a moment after `lost`, and not at all when the agent is lost too."""
@@ -63,6 +63,12 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     agent_waiting: bool = False
     """The node's agent waits for an epoch newer than `epoch`."""
     rebuilding: bool = False
+    loading: bool = False
+    """Some rank's snapshot is being loaded from storage."""
+    storage_problem: str = ""
+    """Why nothing can be loaded from storage, in words; empty when all is well."""
+    stored_epoch: int = 0
+    """An epoch of an earlier run in storage, which the job's epoch has to pass; 0: none."""
     problem: str = ""
     """Why nothing is protected, in words; empty when all is well."""
     skipped: int = 0
@@ -241,6 +247,7 @@ class ConditionType(StrEnum):
     TOKEN_LOSS = "TokenLossWithinLimit"
     COMPLETE = "Complete"
     FAILED = "Failed"
+    STORAGE_REACHABLE = "StorageReachable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

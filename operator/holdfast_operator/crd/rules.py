@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.groups import MIN_GROUP_SIZE
+from holdfast_core.job_persistence import GENERATION_PATTERN, LATEST, URI_PATTERN
 from holdfast_core.job_schema import MANAGER
 from holdfast_core.jobs import MAX_NAME_CHARACTERS
 from holdfast_core.values import Redundancy
@@ -257,6 +258,27 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         if kind is not Redundancy.NONE
     ),
     "spec.persistence.secretRef.name": (_DNS_NAME,),
+    "spec.persistence.uri": (
+        CelRule(
+            rule=f"self.matches('^{URI_PATTERN}$') && !self.split('/').exists(p, p == '..') && "
+            "(!self.startsWith('file://') || self.startsWith('file:///'))",
+            says="not an absolute path or URI; write a path from the root, or a URI like "
+            "s3://bucket/run1, without ..",
+        ),
+    ),
+    "spec.persistence.interval": (
+        CelRule(
+            rule="!has(self.minutes) || !has(self.steps)",
+            says="is given, and so are minutes; remove one of both",
+            field=".steps",
+        ),
+    ),
+    "spec.restore.from": (
+        CelRule(
+            rule=f"self == '{LATEST}' || self.matches('^{GENERATION_PATTERN}$')",
+            says="not a generation; write latest, or epoch.step of a copy like 3.1200",
+        ),
+    ),
     "spec.failurePolicy.rules": _FAILURE_RULES,
     "spec.failurePolicy.rules[]": _FAILURE_RULE,
     "spec.scheduling": _SCHEDULING,

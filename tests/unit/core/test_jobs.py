@@ -203,8 +203,9 @@ def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
         "job default.tiny asks for what this version cannot do, 4 problems:",
         '  spec.snapshot.policy.type = "Sparse": this version captures whole units: all of them, '
         "or some experts and everything else; use Full, PartialExperts or Selective",
-        '  spec.persistence = "s3://bucket/run1": this version keeps snapshots in memory only; '
-        "remove the field and save checkpoints from the trainer",
+        "  spec.persistence.secretRef: this version cannot give a job's Secret to the daemons, "
+        "which serve many jobs; remove it, and give the daemons credentials with the chart's "
+        "daemon.storage.envFrom",
         "  spec.minNodes = 12: this version cannot train on fewer nodes than spec.nodes; remove "
         "the field or give 16",
         '  spec.failurePolicy.rules[3].action = "Shrink": this version cannot train on fewer '

@@ -1,0 +1,189 @@
+"""What a `MoETrainingJob` may say about durable storage: where, how often, where from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from holdfast_core.documents import MISSING, YEAR_S, Document, Problem
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.quantities import parse_bytes
+from holdfast_core.values import Tier
+
+_Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+LATEST = "latest"
+
+URI_PATTERN = "([a-z][-+.a-z0-9]*://.+|/.+)"
+"""An absolute path, or a URI; whether fsspec knows its scheme shows when a daemon opens it."""
+
+GENERATION_PATTERN = r"[0-9]{1,18}[.][0-9]{1,18}"
+
+
+class PersistInterval(Document, frozen=True, kw_only=True):
+    """How often a generation is persisted; as measured costs and failures suggest without both."""
+
+    minutes: (
+        Annotated[
+            float,
+            Meta(gt=0, le=YEAR_S / 60, description="minutes between copies", examples=[30]),
+        ]
+        | None
+    ) = None
+    steps: Annotated[_Count, Meta(description="steps between copies", examples=[500])] | None = None
+
+
+class SecretReference(Document, frozen=True, kw_only=True):
+    """Where credentials are (not in this version)."""
+
+    name: Annotated[
+        str,
+        Meta(min_length=1, max_length=253, description="the name of a Secret", examples=["creds"]),
+    ]
+
+
+class Persistence(Document, frozen=True, kw_only=True):
+    """Durable storage for generations."""
+
+    uri: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=2048,
+            description="where to keep copies",
+            examples=["s3://bucket/run1"],
+            extra={
+                "more": "A directory that every daemon reaches: an absolute path (of a file system "
+                "that all nodes share) or a URI that fsspec knows. The job has a directory of its "
+                "own below it."
+            },
+        ),
+    ]
+    interval: PersistInterval = PersistInterval()
+    keep: Annotated[
+        _Count, Meta(description="the number of newest copies to keep", examples=[3])
+    ] = 3
+    keep_every: (
+        Annotated[
+            _Count,
+            Meta(
+                description="copies of every so many steps to keep for good",
+                examples=[10000],
+            ),
+        ]
+        | None
+    ) = None
+    bandwidth: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="what each node may write in a second",
+                examples=["500M"],
+                extra={"more": "Bytes, or with Ki, Mi, Gi, k, M or G. Without it, no limit."},
+            ),
+        ]
+        | int
+        | None
+    ) = None
+    secret_ref: SecretReference | None = None
+
+
+class Restore(Document, frozen=True, kw_only=True):
+    """What the job begins from when its daemons' memory holds nothing to go on from."""
+
+    source: Annotated[
+        str,
+        Meta(
+            max_length=37,
+            description="the copy to begin from",
+            examples=["3.1200"],
+            extra={
+                "more": "`latest`, the newest whole one, or the generation of a copy as "
+                "`epoch.step`. Remove a chosen one when the job trains: it would be taken again "
+                "when all memory is lost."
+            },
+        ),
+    ] = field(name="from", default=LATEST)
+
+
+def persistence_problems(persistence: Persistence | None, restore: Restore) -> Iterator[Problem]:
+    """What is wrong with both, each of whose fields is valid by itself."""
+    source = restore.source
+    if source != LATEST and not re.fullmatch(GENERATION_PATTERN, source):
+        yield Problem(
+            path="spec.restore.from",
+            value=source,
+            wrong="not a generation",
+            fix="write latest, or epoch.step of a copy like 3.1200",
+        )
+    if persistence is None:
+        if source != LATEST:
+            yield Problem(
+                path="spec.restore.from",
+                value=source,
+                wrong="there is no spec.persistence to take it from",
+                fix="give spec.persistence.uri, or remove spec.restore",
+            )
+        return
+    uri = persistence.uri
+    host = uri.startswith("file://") and not uri.startswith("file:///")
+    if not re.fullmatch(URI_PATTERN, uri) or ".." in uri.split("/") or host:
+        yield Problem(
+            path="spec.persistence.uri",
+            value=persistence.uri,
+            wrong="not an absolute path or URI",
+            fix="write a path from the root, or a URI like s3://bucket/run1, without ..",
+        )
+    if persistence.interval.minutes is not None and persistence.interval.steps is not None:
+        yield Problem(
+            path="spec.persistence.interval.steps",
+            value=persistence.interval.steps,
+            wrong="is given, and so are minutes",
+            fix="remove one of both",
+        )
+    if persistence.bandwidth is not None and not _is_amount(persistence.bandwidth):
+        yield Problem(
+            path="spec.persistence.bandwidth",
+            value=persistence.bandwidth,
+            wrong="not an amount of bytes above 0",
+            fix="write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
+        )
+
+
+def unsupported_persistence(persistence: Persistence | None) -> Iterator[Problem]:
+    """What may be said and cannot be done."""
+    if persistence is not None and persistence.secret_ref is not None:
+        yield Problem(
+            path="spec.persistence.secretRef",
+            value=MISSING,
+            wrong="this version cannot give a job's Secret to the daemons, which serve many jobs",
+            fix="remove it, and give the daemons credentials with the chart's "
+            "daemon.storage.envFrom",
+        )
+
+
+def tier_of(persistence: Persistence | None, restore: Restore) -> Tier | None:
+    """What daemons are told; None without persistence."""
+    if persistence is None:
+        return None
+    interval = persistence.interval
+    return Tier(
+        uri=persistence.uri,
+        every_steps=interval.steps or 0,
+        every_s=60.0 * (interval.minutes or 0.0),
+        keep=persistence.keep,
+        keep_every=persistence.keep_every or 0,
+        bytes_per_s=0 if persistence.bandwidth is None else parse_bytes(persistence.bandwidth),
+        restore_from="" if restore.source == LATEST else restore.source,
+    )
+
+
+def _is_amount(text: str | int) -> bool:
+    try:
+        return parse_bytes(text) > 0
+    except InvalidJobError:
+        return False
