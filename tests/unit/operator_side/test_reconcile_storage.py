@@ -1,0 +1,82 @@
+"""What durable storage changes for the control loop: epochs, what it says, what it begins from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from virtual_world import World, make_job, running
+
+from holdfast_core.values import Line
+from holdfast_operator.views import ConditionType, JobView, NodeView
+
+STORED: dict[str, Any] = {"persistence": {"uri": "s3://bucket/run1", "keep": 2}}
+
+
+class StoredWorld(World):
+    """Daemons that have looked into storage; `told` is what they say of it before epoch 8."""
+
+    told: dict[str, Any] = {}  # noqa: RUF012
+
+    def node_view(self, name: str) -> NodeView:
+        view = super().node_view(name)
+        job = view.job
+        if job is None or job.epoch >= 8:
+            return view
+        changed: JobView = msgspec.structs.replace(job, **self.told)
+        return msgspec.structs.replace(view, job=changed)
+
+
+def world(**told: Any) -> StoredWorld:
+    made = StoredWorld(make_job(spec=STORED))
+    made.told = told
+    return made
+
+
+def test_members_are_told_where_copies_are() -> None:
+    tier = running(make_job(spec=STORED)).membership.tier
+    assert tier is not None
+    assert (tier.uri, tier.keep) == ("s3://bucket/run1", 2)
+    assert running().membership.tier is None
+
+
+def test_a_job_of_a_known_name_begins_after_the_epochs_in_storage_and_counts_no_failure() -> None:
+    made = world(stored_epoch=7, line=None)
+    made.settle(2.0)
+    assert made.membership.epoch == 8
+    assert made.state.recoveries == 0
+    assert made.state.restarts == ()
+    assert [e.message for e in made.events if e.reason == "EarlierRun"] == [
+        "storage holds generations of an earlier run up to epoch 7; epoch 8 begins"
+    ]
+
+
+def test_storage_that_cannot_be_read_is_a_condition_and_ends_nothing() -> None:
+    made = world(storage_problem="storage cannot be read: refused", line=None)
+    made.settle(120.0)
+    assert made.state.outcome is None
+    assert made.membership.epoch == 1
+    found = {c.type: c for c in made.decision.conditions}
+    condition = found[ConditionType.STORAGE_REACHABLE]
+    assert (condition.status, condition.message) == (False, "storage cannot be read: refused")
+
+
+def test_jobs_without_copies_have_no_such_condition() -> None:
+    made = running()
+    assert ConditionType.STORAGE_REACHABLE not in {c.type for c in made.decision.conditions}
+
+
+def test_the_chosen_copy_counts_until_the_job_has_begun() -> None:
+    chosen = {**STORED, "restore": {"from": "3.1200"}}
+    made = StoredWorld(make_job(spec=chosen))
+    made.told = {"stored_epoch": 7, "line": None}
+    made.settle(2.0)
+    assert made.membership.tier is not None
+    assert (made.membership.epoch, made.membership.tier.restore_from) == (8, "3.1200")
+    made.told = {"line": Line(generation=None, reason="")}
+    made.train(5)
+    made.settle(1.0)
+    made.kill_node("n0")
+    made.settle(10.0)
+    assert made.membership.epoch == 9
+    assert made.membership.tier.restore_from == ""
