@@ -31,8 +31,10 @@ from holdfast_daemon.files import RealFiles
 from holdfast_daemon.group import BulkOpener, EpochScope
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.loader import Loader
 from holdfast_daemon.node import Node
 from holdfast_daemon.settings import DaemonSettings
+from holdfast_daemon.stored_sets import TierSets
 from holdfast_daemon.worker import Background, EffectWorker
 
 _PR_SET_PDEATHSIG = 1
@@ -257,6 +259,7 @@ class TrappedNode(Node):
             executor=self._executor,
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
+            loader=Loader(storage, storage.job, TierSets),
         )
         worker.traps, worker.opener = self._traps, opener
         host = TrappedHost(
