@@ -43,6 +43,8 @@ from holdfast_core.values import Generation, Manifest
 
 _log = logging.getLogger("holdfast")
 _RETRY_S = 0.2
+_WAITS_FOR_STORAGE = ("storage ", "load ")
+"""How the daemon begins what it says while it waits for storage, or reads it."""
 _T = TypeVar("_T")
 
 
@@ -199,13 +201,24 @@ class Restore:
         return hello
 
     def _find(self, epoch: int) -> _Found | None:
+        """Storage is waited for without an end, as long as the daemon says that it does: whoever
+        gave up would only use up restarts of the job."""
+        told = ""
+
+        def tell(text: str) -> None:
+            nonlocal told
+            told = text
+            _log.info("restore: %s", text)
+
         deadline = time.monotonic() + self.settings.restore_timeout_s
         while True:
             try:
                 left_s = max(deadline - time.monotonic(), 0.1)
-                decision = self.client.restore(epoch, left_s, lambda m: _log.info("restore: %s", m))
+                decision = self.client.restore(epoch, left_s, tell)
                 break
             except UnreachableError as error:  # the daemon restarts
+                if told.startswith(_WAITS_FOR_STORAGE):
+                    deadline, told = time.monotonic() + self.settings.restore_timeout_s, ""
                 if time.monotonic() >= deadline:
                     raise
                 _log.info("asking the daemon again where to start: %s", error)
@@ -222,7 +235,8 @@ class Restore:
         if layout.topology != str(self.topology):
             raise LayoutMismatchError(
                 f"the snapshot was taken with topology {layout.topology}, this session has "
-                f"{self.topology}; restore with the same parallelism"
+                f"{self.topology}; restore with the same parallelism, or load a stored copy with "
+                f"torch.distributed.checkpoint"
             )
         return self._read(decision, manifest, layout)
 

@@ -110,14 +110,15 @@ def _before_the_line(memory: JobMemory, membership: Membership, rank: int) -> Re
     if wanted is not None:
         return _loading(memory, membership, rank, wanted, None)
     verified = sum(report.verified for report in memory.reports.values())
-    if memory.loading.problem or memory.loading.looking:
+    if membership.tier is not None and memory.verified:
         return RestoreState(
-            phase="storage", detail=memory.loading.problem or "looking for copies in storage"
+            phase="storage",
+            detail=memory.loading.problem
+            or f"waiting for all daemons, and for {membership.tier.uri} if memory holds no line",
         )
-    then = ", and for a copy in storage if there is no line" if membership.tier is not None else ""
     return RestoreState(
         phase="inventories",
-        detail=f"waiting for every daemon to verify what it holds{then}",
+        detail="waiting for every daemon to verify what it holds",
         done=verified,
         total=len(membership.members),
     )
