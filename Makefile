@@ -256,7 +256,7 @@ $(STAMP): constraints.txt pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	for tool in "$$deps"/bin/*; do  # the shared tools, run by this clone's interpreter
 	  own="$(BIN)/$${tool##*/}"
-	  if [ -e "$$own" ]; then continue; fi
+	  if [ -e "$$own" ] || [ ! -f "$$tool" ]; then continue; fi
 	  if [ "$$(head -c 2 "$$tool")" = "#!" ]; then
 	    sed "1s|.*|#!$(CURDIR)/$(BIN)/python|" "$$tool" > "$$own"; chmod +x "$$own"
 	  else

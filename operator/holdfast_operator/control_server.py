@@ -324,7 +324,7 @@ class ControlServer:
         message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=job))
         for node in self._nodes.values():
             if node.connection is not None and job in node.jobs:
-                node.connection.outbox.put_nowait(message.SerializeToString())
+                node.connection.outbox.put(message.SerializeToString())
 
     def _bring_up_to_date(self, node: _Node, jobs: Iterable[str]) -> None:
         """Send the node what is newer of `jobs` than what it last said."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -195,7 +196,7 @@ def test_a_description_says_what_the_file_is() -> None:
     ],
 )
 def test_a_manifest_that_is_not_of_the_layout_is_refused(
-    change: dict[str, object], reason: str
+    change: dict[str, Any], reason: str
 ) -> None:
     layout, _, manifest = _sound()
     with pytest.raises(CorruptError, match=reason):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -19,6 +20,7 @@ from holdfast_core.layouts import (
 from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership, Tier
 from holdfast_daemon.arenas import Arena
+from holdfast_daemon.bulk import Request
 from holdfast_daemon.effects import (
     CommitSet,
     Completion,
@@ -129,7 +131,7 @@ class Unlistable(SetStore):
 
 
 class NoPeers:
-    def open(self, address: str, request: object) -> object:
+    def open(self, address: str, request: Request) -> NoReturn:
         raise AssertionError("nothing is fetched here")
 
     def fetch_manifest(self, *asked: object) -> tuple[bytes, bytes]:
@@ -206,7 +208,8 @@ def test_a_writer_that_waits_for_its_allowance_can_be_stopped(node: Node, by: st
 
 
 def test_an_allowance_is_shared_and_paid_in_advance() -> None:
-    now, waits = 100.0, []
+    now = 100.0
+    waits: list[float] = []
     allowance = Allowance(clock=lambda: now)
     for nbytes in (50, 50, 100):
         allowance.take(nbytes, 100, waits.append)

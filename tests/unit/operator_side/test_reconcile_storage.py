@@ -14,22 +14,22 @@ STORED: dict[str, Any] = {"persistence": {"uri": "s3://bucket/run1", "keep": 2}}
 
 
 class StoredWorld(World):
-    """Daemons that have looked into storage; `told` is what they say of it before epoch 8."""
+    """Daemons that have looked into storage; `said` is what they say of it before epoch 8."""
 
-    told: dict[str, Any] = {}  # noqa: RUF012
+    said: dict[str, Any] = {}  # noqa: RUF012
 
     def node_view(self, name: str) -> NodeView:
         view = super().node_view(name)
         job = view.job
         if job is None or job.epoch >= 8:
             return view
-        changed: JobView = msgspec.structs.replace(job, **self.told)
+        changed: JobView = msgspec.structs.replace(job, **self.said)
         return msgspec.structs.replace(view, job=changed)
 
 
 def world(**told: Any) -> StoredWorld:
     made = StoredWorld(make_job(spec=STORED))
-    made.told = told
+    made.said = told
     return made
 
 
@@ -69,11 +69,11 @@ def test_jobs_without_copies_have_no_such_condition() -> None:
 def test_the_chosen_copy_counts_until_the_job_has_begun() -> None:
     chosen = {**STORED, "restore": {"from": "3.1200"}}
     made = StoredWorld(make_job(spec=chosen))
-    made.told = {"stored_epoch": 7, "line": None}
+    made.said = {"stored_epoch": 7, "line": None}
     made.settle(2.0)
     assert made.membership.tier is not None
     assert (made.membership.epoch, made.membership.tier.restore_from) == (8, "3.1200")
-    made.told = {"line": Line(generation=None, reason="")}
+    made.said = {"line": Line(generation=None, reason="")}
     made.train(5)
     made.settle(1.0)
     made.kill_node("n0")

@@ -303,8 +303,8 @@ def test_streams_insist_themselves(daemon: Identity, operator: Identity) -> None
         codes = []
         for caller in (daemon, operator):
             async with aio_channel(address, caller, Role.OPERATOR) as opened:
-                method: Any = opened.unary_stream
-                call = method(ASK)(b"word", timeout=WAIT_S)
+                asked: Any = opened.unary_stream
+                call = asked(ASK)(b"word", timeout=WAIT_S)
                 with suppress(grpc.aio.AioRpcError):
                     assert [each async for each in call] == [b"word"]
                 codes.append(await call.code())

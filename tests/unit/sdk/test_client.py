@@ -115,6 +115,9 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         self._enter(request, context)
         return trainer_pb2.CloseReply()
 
+    def Persist(self, request: Any, context: Any) -> trainer_pb2.PersistReply:
+        raise NotImplementedError
+
     def JoinWorld(self, request: Any, context: Any) -> trainer_pb2.World:
         raise NotImplementedError
 

@@ -95,7 +95,7 @@ def place(client: Client) -> S3Place:
 
 def _error(status: int, code: str) -> ClientError:
     response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return ClientError(response, "upload_part")  # type: ignore[arg-type]
+    return ClientError(response, "upload_part")
 
 
 def _views(data: bytes) -> Iterator[memoryview]:
