@@ -108,6 +108,10 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 mutants: $(STAMP) ## Plant bugs and see the simulation find them (long); ARGS="block change"
 	@$(BIN)/python tests/simulation/mutants.py $(ARGS)
 
+.PHONY: chaos
+chaos: $(STAMP) redis ## Break real processes at random for 30 minutes; ARGS="--minutes 3 --seed 1"
+	@PYTHONPATH=tests/local $(BIN)/python -m chaos $(ARGS)
+
 .PHONY: format
 format: $(STAMP) ## Rewrite the sources in the house format
 	@$(BIN)/python -m ruff check --fix-only --quiet .

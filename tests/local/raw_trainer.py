@@ -16,7 +16,7 @@ from daemons import DaemonProcess
 from waiting import WAIT_S, wait_for
 
 from holdfast_core import layouts
-from holdfast_core.errors import by_code
+from holdfast_core.errors import CorruptError, by_code
 from holdfast_core.layouts import Layout
 from holdfast_core.places import Lying, bit_map, runs
 from holdfast_core.values import Generation
@@ -145,7 +145,10 @@ class RawTrainer:
         finally:
             os.close(descriptor)
             connection.close()
-        assert layouts.piece_digests(payload, manifest.piece_bytes) == manifest.digests
+        if layouts.piece_digests(payload, manifest.piece_bytes) != manifest.digests:
+            raise CorruptError(
+                f"rank {self.rank}: {manifest.generation} does not match its manifest"
+            )
         assert manifest.generation == codec.generation_from_proto(decision.line.generation)
         self._base = manifest.generation
         return manifest.generation, payload, decision.source

@@ -1,0 +1,309 @@
+"""Rounds of faults, each followed by a recovery and by the checks of the invariants.
+
+What a round breaks follows from the seed and the round's number alone, so a round can be repeated
+by itself; when exactly a fault strikes is up to the machine.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from chaos_kinds import KINDS, Kind
+from chaos_world import Ghost, Shape, World
+from harness import Restored
+from raw_trainer import RawTrainer
+from redis_process import RedisServer
+from waiting import error_of
+
+from holdfast_core.errors import CorruptError, HoldfastError, StaleEpochError, UnknownSessionError
+from holdfast_core.values import Generation
+
+SHAPES = (
+    Shape(members=3, group_size=3),
+    Shape(members=4, group_size=2),
+    Shape(members=4, group_size=4),
+)
+ROUNDS_PER_WORLD = 25
+ATTEMPTS = 5
+"""Epochs that a recovery may take: a trainer that cannot restore exits, and the next one begins."""
+FENCED_S = 20.0
+"""A member that goes on after it was replaced must have heard of it so much later."""
+VIOLATIONS_MAX = 5
+"""Then a run ends."""
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault, and what came of it."""
+
+    number: int
+    round: int
+    kind: str
+    lane: str
+    target: str
+    while_recovering: bool
+    time_s: float
+    """When it was done, since the run began; one that waits for its moment has met it by then."""
+    epoch: int
+    step: int
+    """Newest step that was saved before it."""
+    restored_step: int | None = None
+    lost_steps: int | None = None
+    seconds: float | None = None
+    """From the fault until all ranks had restored."""
+    protected_s: float | None = None
+    """From the fault until a newer step was protected."""
+    source: str = ""
+    """Where ranks restored from: `local`, `parity`, or both."""
+    attempts: int = 0
+    """Epochs that the recovery took."""
+    violation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a round is to break."""
+
+    kind: Kind
+    member: int
+    while_recovering: bool
+
+
+def draw_round(
+    seed: int,
+    number: int,
+    shape: Shape,
+    present: frozenset[str],
+    kinds: Sequence[Kind] = KINDS,
+) -> list[Draw]:
+    """One fault, or several in quick succession; at most one member of a group loses memory."""
+    rng = random.Random(f"{seed} {number}")
+    draws: list[Draw] = []
+    lost: dict[int, int] = {}
+    for index in range(rng.choice((1, 1, 2, 2, 3, 4))):
+        while_recovering = index > 0 and rng.random() < 0.5
+        recovering = while_recovering or any(d.while_recovering for d in draws)
+        possible = [
+            kind
+            for kind in kinds
+            if (not kind.needs or kind.needs in present)
+            and not (kind.needs_trainers and recovering)
+        ]
+        if not possible:
+            continue
+        kind = rng.choice(possible)
+        member = rng.randrange(shape.members) if kind.only is None else kind.only
+        group = shape.group_of(member)
+        if kind.loses_memory and lost.setdefault(group, member) != member:
+            continue
+        draws.append(Draw(kind, member, while_recovering))
+    return draws
+
+
+@dataclass(slots=True)
+class Chaos:
+    """A run. `faults` and `wrong_bytes` are its outcome."""
+
+    seed: int
+    present: frozenset[str]
+    """What there is to break besides processes: `mount`, `redis`."""
+    redis: RedisServer | None = None
+    kinds: Sequence[Kind] = KINDS
+    say: Callable[[str], None] = print
+    stories: Path | None = None
+    """Where what the daemons said is written after a violation."""
+    faults: list[Fault] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    wrong_bytes: int = 0
+    restores: int = 0
+    """Ranks whose restored bytes were compared."""
+    fenced: int = 0
+    """Writes of an older epoch that were refused."""
+    rounds: int = 0
+    began: float = field(default_factory=time.monotonic)
+    ended_s: float = 0.0
+    """How long it took."""
+    _flipped: bool = False
+
+    def run(self, numbers: Iterable[int], *, until: float) -> None:
+        """Rounds of these numbers, until the monotonic time `until` or too many violations."""
+        world: World | None = None
+        try:
+            for number in numbers:
+                if time.monotonic() > until or len(self.violations) >= VIOLATIONS_MAX:
+                    break
+                if world is not None and number % ROUNDS_PER_WORLD == 0:
+                    world.close()
+                    world = None
+                world = world or World(self._shape(number), "mount" in self.present, self.redis)
+                if not self._round(world, number):
+                    world.close()
+                    world = None
+        finally:
+            self.ended_s = self._now()
+            if world is not None:
+                world.close()
+
+    def _shape(self, number: int) -> Shape:
+        return random.Random(f"{self.seed} world {number // ROUNDS_PER_WORLD}").choice(SHAPES)
+
+    # --- a round ----------------------------------------------------------------------------------
+
+    def _round(self, world: World, number: int) -> bool:
+        """Whether the world can be used further."""
+        self.rounds += 1
+        rng = random.Random(f"{self.seed} {number} details")
+        mine: list[Fault] = []
+        self._flipped = False
+        try:
+            world.begin()
+            newest, old = world.job.generation, rng.choice(world.job.trainers)
+            world.job.carry(rng.random() < 0.5)
+            for draw in draw_round(self.seed, number, world.shape, self.present, self.kinds):
+                if draw.while_recovering:
+                    world.form()
+                self._strike(world, draw, number, rng, mine)
+            restored = self._recover(world, mine)
+            self._check(world, restored, newest, mine)
+            self._check_fenced(world, old)
+            world.train()
+            now = self._now()
+            for fault in mine:
+                fault.protected_s = now - fault.time_s
+        except (AssertionError, HoldfastError, grpc.RpcError, OSError) as error:
+            self._violated(world, number, mine, error)
+            return False
+        finally:
+            for fault in mine:
+                self.say(_line(fault))
+        return True
+
+    def _strike(
+        self, world: World, draw: Draw, number: int, rng: random.Random, mine: list[Fault]
+    ) -> None:
+        if draw.member in world.gone or not world.job.daemon(draw.member).alive:
+            return
+        step = world.job.step
+        target = draw.kind.strike(world, draw.member, rng)
+        if not target:
+            return
+        self._flipped |= draw.kind.lane == "bytes"
+        fault = Fault(
+            number=len(self.faults) + 1,
+            round=number,
+            kind=draw.kind.name,
+            lane=draw.kind.lane,
+            target=target,
+            while_recovering=draw.while_recovering,
+            time_s=self._now(),
+            epoch=world.job.epoch,
+            step=step,
+        )
+        self.faults.append(fault)
+        mine.append(fault)
+
+    def _recover(self, world: World, mine: list[Fault]) -> list[Restored]:
+        newest = world.job.step
+        for attempt in range(1, ATTEMPTS + 1):
+            world.form()
+            try:
+                restored = world.resume()
+            except (AssertionError, HoldfastError, grpc.RpcError) as error:
+                corrupt = isinstance(error, CorruptError)
+                if attempt == ATTEMPTS or (corrupt and not self._flipped):
+                    raise
+                continue
+            break
+        now = self._now()
+        sources = "+".join(sorted({source for generation, _, source in restored if generation}))
+        generation = restored[0][0]
+        for fault in mine:
+            fault.seconds, fault.attempts, fault.source = now - fault.time_s, attempt, sources
+            if generation is not None:
+                fault.restored_step = generation.step
+                fault.lost_steps = newest - generation.step
+        return restored
+
+    def _check(
+        self, world: World, restored: list[Restored], newest: Generation, mine: list[Fault]
+    ) -> None:
+        """One generation, no older than what was protected, and exactly its bytes."""
+        generations = {generation for generation, _, _ in restored}
+        if len(generations) != 1:
+            raise Violation(f"torn state: ranks restored {generations}")
+        (generation,) = generations
+        if generation is None:
+            raise Violation(f"no recovery line after {newest} was protected: {restored[0][2]}")
+        if generation < newest:
+            raise Violation(f"{generation} was restored after {newest} was protected")
+        for trainer, (_, payload, _) in zip(world.job.trainers, restored, strict=True):
+            self.restores += 1
+            if payload != trainer.content_at(generation):
+                self.wrong_bytes += 1
+                raise Violation(f"rank {trainer.rank} restored other bytes than {generation} has")
+
+    def _check_fenced(self, world: World, old: RawTrainer) -> None:
+        """A rank of the epoch before cannot write, nor can a member that was replaced."""
+        if old.daemon.alive and old.daemon is world.job.daemon(old.rank):
+            self._must_be_refused(old)
+        world.thaw()
+        for ghost in list(world.ghosts):
+            self._look_at(world, ghost)
+
+    def _look_at(self, world: World, ghost: Ghost) -> None:
+        if ghost.daemon.job(world.job.name).get("fenced"):
+            self._must_be_refused(ghost.trainer)
+            world.bury(ghost)
+        elif time.monotonic() > ghost.since + FENCED_S:
+            raise Violation(f"{ghost.daemon.node} was replaced, goes on, and is not fenced")
+
+    def _must_be_refused(self, trainer: RawTrainer) -> None:
+        try:
+            trainer.grant(1_000_000)
+        except grpc.RpcError as refused:
+            error = error_of(refused)
+            if isinstance(error, StaleEpochError | UnknownSessionError):
+                self.fenced += 1
+                return
+            raise
+        raise Violation(f"rank {trainer.rank} of epoch {trainer.epoch} may still write")
+
+    def _violated(self, world: World, number: int, mine: list[Fault], error: Exception) -> None:
+        what = str(error) or repr(error)
+        last = mine[-1] if mine else None
+        if last is not None:
+            last.violation = what
+        where = f"round {number}, fault {last.number if last else len(self.faults)}"
+        again = f'make chaos ARGS="--seed {self.seed} --first {number} --rounds 1"'
+        self.violations.append(f"{where}: {what} (again: {again})")
+        self.say(f"VIOLATION {self.violations[-1]}")
+        if self.stories is not None:
+            path = self.stories / f"violation-{len(self.violations)}.txt"
+            path.write_text(f"{self.violations[-1]}\n{mine}\n{world.cluster.story()}\n")
+
+    def _now(self) -> float:
+        return time.monotonic() - self.began
+
+
+def _line(fault: Fault) -> str:
+    """A fault as a line of the progress."""
+    when = "while recovering" if fault.while_recovering else ""
+    if fault.seconds is None:
+        came = "NOT RECOVERED"
+    else:
+        came = (
+            f"restored step {fault.restored_step} from {fault.source} after {fault.seconds:.2f} s, "
+            f"{fault.lost_steps} steps lost"
+        )
+    return (
+        f"{fault.time_s:7.1f} s  #{fault.number:<4} {fault.kind:<19} {fault.target} {when} → {came}"
+    )

@@ -1,0 +1,81 @@
+"""A short run of `make chaos`: many kinds of faults, close together, and every invariant holds."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import chaos_report
+import pytest
+from chaos import prepare
+from chaos_kinds import KINDS, Kind
+from chaos_run import SHAPES, Chaos, draw_round
+from chaos_world import Shape, World
+
+SEED, ROUNDS = 1, 16
+EVERYTHING = frozenset({"mount", "redis"})
+
+
+@pytest.mark.slow
+def test_a_short_run_with_every_kind_of_fault_breaks_nothing(tmp_path: Path) -> None:
+    chaos = prepare(SEED, tmp_path)
+    try:
+        chaos.run(range(ROUNDS), until=time.monotonic() + 90.0)
+    finally:
+        if chaos.redis is not None:
+            chaos.redis.kill()
+    assert chaos.violations == []
+    assert chaos.rounds == ROUNDS
+    assert chaos.wrong_bytes == 0
+    assert len(chaos.faults) > ROUNDS
+    assert len({fault.kind for fault in chaos.faults}) > len(KINDS) // 2
+    assert chaos.restores >= 3 * ROUNDS
+    assert chaos.fenced > 0
+    assert all(fault.seconds is not None for fault in chaos.faults)
+
+
+def _lose_two(world: World, _: int, __: random.Random) -> str:
+    world.lose(0)
+    world.lose(1)
+    return "two nodes of one group"
+
+
+def test_what_does_not_hold_is_reported_with_how_to_repeat_it(tmp_path: Path) -> None:
+    kind = Kind("lose_two", "nodes", _lose_two)
+    said: list[str] = []
+    chaos = Chaos(7, frozenset(), kinds=(kind,), say=said.append, stories=tmp_path)
+    chaos.run(range(3, 4), until=time.monotonic() + 60.0)
+    (violation,) = chaos.violations
+    assert "no recovery line after" in violation
+    assert "--seed 7 --first 3 --rounds 1" in violation
+    assert f"VIOLATION {violation}" in said
+    assert "no recovery line" in (tmp_path / "violation-1.txt").read_text()
+    chaos_report.write(chaos, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["seed"], report["violations"], report["wrong_bytes"]) == (7, 1, 0)
+    assert report["faults"] == len(report["story"]) == len(chaos.faults)
+    assert "no recovery line" in report["story"][-1]["violation"]
+    assert (tmp_path / "report.html").read_text().count("<svg") == 2
+    assert "INVARIANTS DID NOT HOLD" in chaos_report.verdict(chaos)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rounds_follow_from_the_seed_and_spare_a_group_that_has_lost_a_member(shape: Shape) -> None:
+    seen = set()
+    for number in range(300):
+        draws = draw_round(5, number, shape, EVERYTHING)
+        assert draws == draw_round(5, number, shape, EVERYTHING)
+        seen |= {draw.kind.name for draw in draws}
+        losing = {draw.member for draw in draws if draw.kind.loses_memory}
+        assert len({shape.group_of(member) for member in losing}) == len(losing)
+    assert seen == {kind.name for kind in KINDS}
+    assert draw_round(5, 0, shape, EVERYTHING) != draw_round(6, 0, shape, EVERYTHING)
+
+
+def test_what_is_not_there_is_not_broken() -> None:
+    drawn = {
+        draw.kind.needs for n in range(300) for draw in draw_round(5, n, SHAPES[0], frozenset())
+    }
+    assert drawn == {""}
