@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from holdfast_core.budget import PARITY_SLOTS
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
 from holdfast_core.loss_reports import LossReport
-from holdfast_core.places import Lying, choose, merge_digests
+from holdfast_core.places import DIGEST_BYTES, Lying, choose, merge_digests
 from holdfast_core.recovery import Holdings
 from holdfast_core.values import (
     Directive,
@@ -70,6 +70,10 @@ class Slot:
 
     def all_digests(self, written: bytes) -> bytes:
         """The digests of what was written, and of what is carried over. Raises CorruptError."""
+        if len(written) % DIGEST_BYTES:
+            raise CorruptError(
+                f"{len(written)} bytes of digests: each has {DIGEST_BYTES}; save this step again"
+            )
         if not self.unchanged:
             return written
         return merge_digests(written, self.base_digests, self.unchanged)
