@@ -183,6 +183,8 @@ class LocalCluster:
         )
         if adopted:
             self._control.remember()
+        if run.insecure:
+            self._journal.tell("Insecure", INSECURE, True)
         self._supervisor.start()
         if moved or (adopted and other_security):
             await self._supervisor.restart_daemons()
@@ -195,7 +197,6 @@ class LocalCluster:
         if not self.directory.token_file.exists():
             write_private(self.directory.token_file, secrets.token_hex(32).encode())
         if insecure:
-            self._journal.tell("Insecure", INSECURE, True)
             return None
         self._renew_at = self._certificates.make(time.time())
         return Identity(self._certificates.directory(Role.OPERATOR))
