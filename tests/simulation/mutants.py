@@ -292,17 +292,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="forget as a new leader which orders to persist there were",
-        tier=True,
-        edits=(
-            (
-                f"{ENGINE}/persist_leader.py",
-                "    orders = [r.persist for r in heard if r.persist is not None]\n",
-                "    orders: list[PersistOrder] = []\n",
-            ),
-        ),
-    ),
-    Mutant(
         name="say that a set is persisted although its commit failed",
         tier=True,
         edits=(
