@@ -1,11 +1,12 @@
 """Sends bytes of sealed snapshots and parity blocks to other daemons, without copying them.
 
 One thread per connection, each in `sendfile` from the arena's file; the kernel does the work. Their
-number is bounded. A connection beyond it takes the place of one that asks for nothing, first of one
-that never did: peers dial again, and whoever opens connections to block others blocks only himself.
-When all are busy the new one is closed at once: were it queued, two daemons that wait for each
-other's queues would wait for ever. The server trusts nobody: it answers only whom the handshake has
-shown to be a daemon (`wires`), and finds bytes only through the resolver.
+number is bounded. A connection beyond it takes the place of one that asks for nothing, of the
+address that has most of them, first of one that never asked: peers dial again, and whoever opens
+connections to block others blocks only himself. When all are busy the new one is closed at once:
+were it queued, two daemons that wait for each other's queues would wait for ever. The server trusts
+nobody: it answers only whom the handshake has shown to be a daemon (`wires`), and finds bytes only
+through the resolver.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from contextlib import suppress
 from itertools import chain
 
@@ -69,6 +71,8 @@ class BulkServer:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._idle: dict[socket.socket, bool] = {}
         """Connections that wait for a request, the longest first, and whether they ever had one."""
+        self._hosts: dict[socket.socket, str] = {}
+        """Where each connection comes from."""
         self._closing = False
         self._complaints = OncePerCause(bind(_log))
         """Strangers may come back as often as they like; the log must not grow with them."""
@@ -117,7 +121,7 @@ class BulkServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, (host, *_) = self._listener.accept()
             except OSError as error:
                 if self._closing:
                     return
@@ -134,17 +138,17 @@ class BulkServer:
                     continue
                 self._connections[connection] = thread
                 self._idle[connection] = False
+                self._hosts[connection] = host
                 self.accepted += 1
             thread.start()
 
     def _shed_one(self) -> bool:
         """Whether an idle connection was closed, under the lock; its thread ends soon."""
-        unused = (connection for connection, used in self._idle.items() if not used)
-        victim = next(unused, None) or next(iter(self._idle), None)
-        if victim is None:
+        if not self._idle:
             return False
-        del self._idle[victim]
-        del self._connections[victim]
+        crowd = Counter(self._hosts.values())
+        victim = max(self._idle, key=lambda one: (crowd[self._hosts[one]], not self._idle[one]))
+        self._forget(victim)
         with suppress(OSError):
             victim.shutdown(socket.SHUT_RDWR)
         self.shed += 1
@@ -157,7 +161,8 @@ class BulkServer:
             while (request := self._next_request(connection, wire)) is not None:
                 self._answer(wire, request)
                 with self._lock:
-                    self._idle[connection] = True
+                    if connection in self._connections:
+                        self._idle[connection] = True
         except ProtocolError as error:
             _log.warning("bulk connection closed: %s", error)
             with self._lock:
@@ -171,11 +176,15 @@ class BulkServer:
             _log.debug("bulk connection ended", exc_info=True)
         finally:
             with self._lock:
-                self._connections.pop(connection, None)
-                self._idle.pop(connection, None)
+                self._forget(connection)
             if wire is not None:
                 wire.close()
             connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._connections.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._hosts.pop(connection, None)
 
     def _next_request(self, connection: socket.socket, wire: Wire) -> Request | None:
         """The next request, or None when the other end is done."""

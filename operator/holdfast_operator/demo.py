@@ -47,7 +47,7 @@ from holdfast_operator.local import faults as injections
 from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.show import event_text
 from holdfast_operator.views import Outcome
-from holdfast_protos import trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.identity import is_insecure
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -320,8 +320,8 @@ async def _catch(run: Run, rank: int, *, writing: bool) -> str:
     node = None if member is None else cluster.status.node(member.node)
     if node is None:
         raise UnreachableError(f"rank {rank} is on no node now; run it again")
-    directory = cluster.directory
-    async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
+    directory, options = cluster.directory, channels.channel_options()
+    async with grpc.aio.insecure_channel(f"unix:{node.socket}", options=options) as channel:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
         while time.monotonic() < until and not cluster.status.ended:
             if bool(await _written(daemon, directory, rank)) is writing:

@@ -17,6 +17,8 @@ import grpc
 from holdfast_protos import peer_pb2, peer_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 CONNECTIONS = 1000
+ELSEWHERE = "127.99.99.99"
+"""Another host than those of the daemons."""
 THREADS = 8
 CALLS_BEFORE_READY = 1000
 
@@ -75,6 +77,8 @@ def silent(kind: str, address: str, beginning: str) -> None:
             one = socket.socket(family, socket.SOCK_STREAM)
             one.settimeout(5)
             with suppress(OSError):
+                if kind != "unix":
+                    one.bind((ELSEWHERE, 0))
                 one.connect(target)
                 one.sendall(beginning.encode())
             crowd.append(one)

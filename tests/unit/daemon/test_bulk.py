@@ -302,6 +302,25 @@ def test_connections_that_ask_for_nothing_give_way_to_one_that_does(resolver: On
     assert server.accepted == 52, "the connection that was used before is used again"
 
 
+def test_the_address_with_most_connections_gives_way_first(resolver: OneFile) -> None:
+    server = BulkServer("127.0.0.2", 0, resolver, connections_max=4)
+    server.start()
+    where = (server.host, server.port)
+    peer = socket.create_connection(where, source_address=("127.0.0.9", 0))
+    crowd = [socket.create_connection(where, source_address=("127.0.0.8", 0)) for _ in range(40)]
+    late = BulkClient(timeout_s=5)
+    late.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
+    assert crowd[0].recv(1) == b""
+    peer.sendall(bulk.encode_request(wanted(0, 10)))
+    peer.settimeout(5)
+    head = bulk.decode_reply(peer.recv(bulk.REPLY_BYTES, socket.MSG_WAITALL))
+    assert head.ok, "the one that was silent longest, but not in a crowd"
+    late.close()
+    server.close()
+    for connection in (peer, *crowd):
+        connection.close()
+
+
 def test_a_client_survives_the_restart_of_a_peer(resolver: OneFile) -> None:
     client = BulkClient(timeout_s=5)
     server = BulkServer("127.0.0.2", 0, resolver)

@@ -1,0 +1,108 @@
+"""What peers may ask of a daemon, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast_core.values import MemberPlace, Membership, Redundancy, Report
+from holdfast_daemon import rates
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.peers import PeerService
+from holdfast_protos import codec, peer_pb2
+
+JOB = "team.job"
+
+
+class Aborted(Exception):
+    """The call was refused."""
+
+
+class Context:
+    async def abort(self, code: Any, details: str, trailing_metadata: Any = ()) -> None:
+        raise Aborted(dict(trailing_metadata)[codec.ERROR_CODE_KEY])
+
+
+def _engine() -> JobEngine:
+    engine = JobEngine(job=JOB, node="n0", memory_id="m0", incarnation=1, settings=EngineSettings())
+    places = tuple(
+        MemberPlace(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
+        for i in range(2)
+    )
+    members = Membership(
+        job=JOB,
+        epoch=1,
+        members=places,
+        nproc_per_node=1,
+        groups=((0, 1),),
+        redundancy=Redundancy.RAIM5,
+    )
+    engine.set_membership(members, 0.0)
+    return engine
+
+
+def _service(engine: JobEngine, limited: list[int]) -> PeerService:
+    host: Any = SimpleNamespace(
+        job=JOB,
+        engine=engine,
+        now=0.0,
+        carry_out=lambda effects: None,
+        storage=SimpleNamespace(describe=lambda rank, generation: None),
+    )
+    return PeerService(lambda job: host if job == JOB else None, lambda: limited.append(1))
+
+
+def _report(member: int) -> peer_pb2.ReportMessage:
+    return peer_pb2.ReportMessage(job=JOB, epoch=1, member=member, incarnation=1, sequence=1)
+
+
+def test_a_report_of_somebody_who_is_no_member_is_not_kept() -> None:
+    engine = _engine()
+
+    async def main() -> None:
+        service = _service(engine, [])
+        for member in (1, 2, 77, 2**32 - 1):
+            await service.Report(_report(member), Context())  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    assert set(engine.memory.reports) <= {0, 1}
+    assert isinstance(engine.memory.reports[1], Report)
+
+
+def test_a_malformed_report_is_refused_as_one() -> None:
+    message = _report(1)
+    message.inventory.snapshots.add(rank=1)
+
+    async def main() -> None:
+        await _service(_engine(), []).Report(message, Context())  # type: ignore[arg-type]
+
+    with pytest.raises(Aborted, match="protocol"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("call", ["Suspect", "Report of strangers"])
+def test_a_flood_is_refused_and_other_members_are_heard(call: str) -> None:
+    limited: list[int] = []
+    suspicion = peer_pb2.SuspectMessage(job=JOB, epoch=1, rank=0)
+
+    async def main() -> list[object]:
+        service = _service(_engine(), limited)
+        calls: list[Any] = [
+            service.Suspect(suspicion, Context())  # type: ignore[arg-type]
+            if call == "Suspect"
+            else service.Report(_report(1000 + number), Context())  # type: ignore[arg-type]
+            for number in range(rates.PEER_RATE.burst + 200)
+        ]
+        flood = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0)
+        reply = await asyncio.wait_for(service.Report(_report(1), Context()), 0.5)  # type: ignore[arg-type]
+        assert reply.epoch == 1
+        return await flood
+
+    answers = asyncio.run(main())
+    refused = [answer for answer in answers if isinstance(answer, Aborted)]
+    assert refused and {str(answer) for answer in refused} == {"rate_limited"}
+    assert len(limited) == len(refused)
