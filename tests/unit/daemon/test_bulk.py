@@ -293,11 +293,8 @@ def test_connections_that_ask_for_nothing_give_way_to_one_that_does(resolver: On
     late.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
     assert silent[0].recv(1) == b"", "the first that was silent is closed"
     client.fetch_into(server.address, wanted(0, 10), memoryview(bytearray(10)))
-    late.close()
-    client.close()
-    server.close()
-    for connection in silent:
-        connection.close()
+    for each in (late, client, server, *silent):
+        each.close()
     assert server.shed >= 48
     assert server.accepted == 52, "the connection that was used before is used again"
 
@@ -315,10 +312,8 @@ def test_the_address_with_most_connections_gives_way_first(resolver: OneFile) ->
     peer.settimeout(5)
     head = bulk.decode_reply(peer.recv(bulk.REPLY_BYTES, socket.MSG_WAITALL))
     assert head.ok, "the one that was silent longest, but not in a crowd"
-    late.close()
-    server.close()
-    for connection in (peer, *crowd):
-        connection.close()
+    for each in (late, server, peer, *crowd):
+        each.close()
 
 
 def test_a_client_survives_the_restart_of_a_peer(resolver: OneFile) -> None:
