@@ -23,7 +23,7 @@ class Greeter(trainer_pb2_grpc.TrainerServicer):
 
 def _run(work: Any, path: Path) -> None:
     async def main() -> None:
-        service: Any = Greeter()
+        service: Any = Greeter()  # type: ignore[abstract]
         server = await serve_trainers(service, path / "daemon.sock", 0o600)
         target = f"unix:{path}/daemon.sock"
         options = [*channels.channel_options(), ("grpc.max_send_message_length", -1)]
