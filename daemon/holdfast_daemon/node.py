@@ -103,7 +103,7 @@ class Node:
         self._control: ControlClient | None = None
         self._http: HttpServer | None = None
         self._pulse: asyncio.Task[None] | None = None
-        self._traffic = Traffic(self.metrics, self._bulk, self._bulk_client, self._descriptors)
+        self._traffic = Traffic(self.metrics)
         self._turned_at = time.monotonic()
         self._started_at = time.monotonic()
 
@@ -349,7 +349,7 @@ class Node:
             self._observer.refresh(
                 self.hosts, self.storage.reserved_bytes, self._settings.budget_bytes
             )
-            self._traffic.count(self._http)
+            self._traffic.count(self._bulk, self._bulk_client, self._descriptors, self._http)
             self._scrub_next(before)
             await asyncio.sleep(PULSE_S)
             lag_s = time.monotonic() - before - PULSE_S

@@ -12,24 +12,23 @@ from holdfast_daemon.metrics import Metrics
 class Traffic:
     """Adds to the counters of `metrics` what came since the last look."""
 
-    def __init__(
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._before: dict[str, int] = {}
+
+    def count(
         self,
-        metrics: Metrics,
         bulk: BulkServer,
         client: BulkClient,
         descriptors: DescriptorServer,
+        http: HttpServer | None,
     ) -> None:
-        self._metrics, self._bulk, self._client = metrics, bulk, client
-        self._descriptors = descriptors
-        self._before: dict[str, int] = {}
-
-    def count(self, http: HttpServer | None) -> None:
         """Bring the counters up to date; `http` when there is one."""
-        self._metrics.add("sent_bytes", self._more("sent", self._bulk.sent_bytes))
-        self._metrics.add("received_bytes", self._more("received", self._client.received_bytes))
+        self._metrics.add("sent_bytes", self._more("sent", bulk.sent_bytes))
+        self._metrics.add("received_bytes", self._more("received", client.received_bytes))
         shed = {
-            "arena": self._descriptors.shed,
-            "bulk": self._bulk.shed + self._bulk.refused,
+            "arena": descriptors.shed,
+            "bulk": bulk.shed + bulk.refused,
             "http": http.shed if http else 0,
         }
         for service, count in shed.items():
