@@ -260,11 +260,15 @@ class Chaos:
             self._look_at(world, ghost)
 
     def _look_at(self, world: World, ghost: Ghost) -> None:
-        if ghost.daemon.job(world.job.name).get("fenced"):
+        told = ghost.daemon.job(world.job.name)
+        if told.get("fenced") or told.get("epoch", 0) > ghost.trainer.epoch:
             self._must_be_refused(ghost.trainer)
             world.bury(ghost)
         elif time.monotonic() > ghost.since + FENCED_S:
             raise Violation(f"{ghost.daemon.node} was replaced, goes on, and is not fenced")
+        else:
+            # All members that it knew may be gone: the control loop tells whoever is behind.
+            world.job.publish_to(ghost.daemon.node)
 
     def _must_be_refused(self, trainer: RawTrainer) -> None:
         try:
