@@ -24,7 +24,7 @@ from typing import Any, Self
 import grpc
 
 from benchmarks.floors import SHARED_MEMORY
-from holdfast_core.values import MemberPlace, Membership, Redundancy
+from holdfast_core.values import MemberPlace, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WITHIN_S = 60.0
@@ -86,6 +86,7 @@ class Control(control_pb2_grpc.ControlServicer):
         *,
         redundancy: Redundancy = Redundancy.RAIM5,
         nproc_per_node: int = 1,
+        tier: Tier | None = None,
     ) -> Membership:
         """Begins `epoch` of `job` with one member on each of `nodes`, all in one parity group."""
         heartbeats = [self.heartbeat_of(node) for node in nodes]
@@ -105,6 +106,7 @@ class Control(control_pb2_grpc.ControlServicer):
             nproc_per_node=nproc_per_node,
             groups=(tuple(range(len(nodes))),),
             redundancy=redundancy,
+            tier=tier,
         )
         message = control_pb2.ControlMessage(membership=codec.membership_to_proto(membership))
         for node in nodes:

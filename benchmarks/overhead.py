@@ -1,7 +1,8 @@
-"""What per-step snapshots cost the example trainer: its step time with and without a daemon.
+"""What per-step snapshots, and persisting them, cost the example trainer: its step time.
 
-`examples/train_moe.py` runs unchanged under torchrun, in turns with a snapshot after every step and
-without Holdfast (no `HOLDFAST_SOCKET`), and the runs that follow one another are compared.
+`examples/train_moe.py` runs unchanged under torchrun, in turns without Holdfast (no
+`HOLDFAST_SOCKET`), with a snapshot after every step, and with every fifth of them written to a
+durable tier besides. Runs that follow one another are compared.
 
     python -m benchmarks.overhead --out FILE
 """
@@ -16,11 +17,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cluster import Cluster
+from benchmarks.floors import SHARED_MEMORY
 from benchmarks.measure import Figure, Outcome, encode
-from holdfast_core.values import Redundancy
+from holdfast_core.values import Redundancy, Tier
+from holdfast_storage.sets import SetStore
 
 JOB = "overhead"
 PAIRS = 4
@@ -29,42 +33,67 @@ STEPS_LEFT_OUT = 10
 """The first steps of a run: allocation, the arena, warm-up."""
 
 RANKS = 2
+PERSIST_EVERY = 5
+"""Steps."""
+
 BUDGET_BYTES = 4 << 30
 WITHIN_S = 300.0
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
 
 
 def measure() -> Outcome:
-    """The row `overhead`: percent by which a step gets longer, over pairs of runs."""
-    percents, on, off = [], [], []
-    with Cluster(BUDGET_BYTES) as cluster, tempfile.TemporaryDirectory() as directory:
+    """The rows `overhead` and `persist_overhead`: percent by which a step gets longer, over pairs
+    of runs."""
+    off, on, persisting = [], [], []
+    with Cluster(BUDGET_BYTES) as cluster, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as tmp:
         daemon = cluster.start("node-0")
-        for pair in range(PAIRS):
-            log = Path(directory) / f"{pair}.jsonl"
-            off.append(_step_s(_environment(), log.with_suffix(".off")))
+
+        def protected(name: str, tier: Tier | None) -> float:
             # A job of its own for each run, so that each starts from the beginning.
-            job = f"{JOB}-{pair}"
+            nodes = [daemon.node]
             cluster.control.place(
-                job, 1, [daemon.node], redundancy=Redundancy.NONE, nproc_per_node=RANKS
+                name, 1, nodes, redundancy=Redundancy.NONE, nproc_per_node=RANKS, tier=tier
             )
-            protected = _environment() | {
-                "HOLDFAST_SOCKET": str(daemon.socket),
-                "HOLDFAST_JOB": job,
-            }
-            on.append(_step_s(protected, log.with_suffix(".on")))
-            cluster.control.drop(job)
-            percents.append(100 * (on[-1] / off[-1] - 1))
-    figure = Figure(
+            known = {"HOLDFAST_SOCKET": str(daemon.socket), "HOLDFAST_JOB": name}
+            seconds = _step_s(_environment() | known, Path(tmp) / f"{name}.jsonl")
+            cluster.control.drop(name)
+            return seconds
+
+        for pair in range(PAIRS):
+            off.append(_step_s(_environment(), Path(tmp) / f"{pair}.jsonl"))
+            on.append(protected(f"{JOB}-{pair}", None))
+            store = Path(tmp) / f"tier-{pair}"
+            tier = Tier(uri=str(store), every_steps=PERSIST_EVERY, keep=2)
+            name = f"{JOB}-persisting-{pair}"
+            persisting.append(protected(name, tier))
+            if not SetStore(str(store), name).complete():
+                raise RuntimeError("nothing was persisted")
+    return Outcome(
+        rows={
+            "overhead": _longer(
+                on,
+                off,
+                "longer step of examples/train_moe.py on two ranks, a snapshot after every step",
+            ),
+            "persist_overhead": _longer(
+                persisting, on, f"and besides every {PERSIST_EVERY}th snapshot written to a tmpfs"
+            ),
+        }
+    )
+
+
+def _longer(steps: Sequence[float], floors: Sequence[float], note: str) -> Figure:
+    percents = [100 * (step / floor - 1) for step, floor in zip(steps, floors, strict=True)]
+    return Figure(
         value=statistics.median(percents),
         unit="%",
         low=min(percents),
         high=max(percents),
         repetitions=len(percents),
-        seconds=statistics.median(on),
-        floor_seconds=statistics.median(off),
-        note="longer step of examples/train_moe.py on two ranks, a snapshot after every step",
+        seconds=statistics.median(steps),
+        floor_seconds=statistics.median(floors),
+        note=note,
     )
-    return Outcome(rows={"overhead": figure})
 
 
 def _step_s(environment: dict[str, str], log: Path) -> float:

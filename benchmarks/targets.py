@@ -36,4 +36,5 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(key="memory_error", figure="memory, beside what was predicted", at_most=2.0),
     Target(key="overhead", figure="longer step, a snapshot in each", at_most=None),
+    Target(key="persist_overhead", figure="longer step, every fifth persisted", at_most=None),
 )
