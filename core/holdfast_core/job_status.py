@@ -155,8 +155,8 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             Meta(
                 extra={
                     "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
-                    "StorageReachable (with durable storage), TokenLossWithinLimit (where "
-                    "snapshots leave experts out), Complete and Failed."
+                    "StorageReachable and Persisted (with durable storage), TokenLossWithinLimit "
+                    "(where snapshots leave experts out), Complete and Failed."
                 },
                 extra_json_schema={
                     "x-kubernetes-list-type": "map",

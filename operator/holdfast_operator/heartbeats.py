@@ -55,6 +55,12 @@ def job_view(state: control_pb2.JobState) -> JobView:
         loading=state.loading,
         storage_problem=state.storage_problem,
         stored_epoch=state.stored_epoch,
+        persisted=(
+            codec.generation_from_proto(state.persist.persisted)
+            if state.persist.HasField("persisted")
+            else None
+        ),
+        persist_failure=state.persist.failure,
         skipped=state.skipped,
         failed=state.failed,
         arena_bytes=state.arena_bytes,

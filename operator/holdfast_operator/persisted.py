@@ -7,13 +7,14 @@ the job has to pass before it may begin, and that storage cannot be read, which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast_core.values import Membership
+from holdfast_core.values import Membership, Tier
 from holdfast_operator.draft import Draft
 from holdfast_operator.recovering import begin_epoch
 from holdfast_operator.replacing import Moves
-from holdfast_operator.views import Condition, ConditionType, ControlState, Observed
+from holdfast_operator.views import Condition, ConditionType, ControlState, JobView, Observed
 
 
 def pass_stored_epochs(draft: Draft, membership: Membership) -> bool:
@@ -36,16 +37,36 @@ def pass_stored_epochs(draft: Draft, membership: Membership) -> bool:
     return True
 
 
-def storage_condition(observed: Observed, state: ControlState) -> Condition | None:
-    """Whether copies can be read; None for jobs without durable storage. Before a copy is needed
-    nobody reads any, so that it says only that nothing is known to be wrong."""
+def storage_conditions(observed: Observed, state: ControlState) -> tuple[Condition, ...]:
+    """Whether copies can be read, and whether the newest could be written; nothing for jobs without
+    durable storage."""
     membership = state.membership
     if membership is None or membership.tier is None:
-        return None
+        return ()
+    views = [view for view in observed.views(membership) if view is not None]
+    return _reachable(views, membership.tier), _persisted(views, membership.tier)
+
+
+def _persisted(views: Sequence[JobView], tier: Tier) -> Condition:
+    kind = ConditionType.PERSISTED
+    newest = max((view.persisted for view in views if view.persisted is not None), default=None)
+    held = (
+        "nothing is in storage yet" if newest is None else f"generation {newest} is in {tier.uri}"
+    )
+    failure = next((view.persist_failure for view in views if view.persist_failure), "")
+    if failure:
+        message = f"{held}; the newest copy was given up: {failure}"
+        return Condition(type=kind, status=False, reason="Failing", message=message)
+    if newest is None:
+        return Condition(type=kind, status=False, reason="NotYet", message=held)
+    return Condition(type=kind, status=True, reason="InStorage", message=held)
+
+
+def _reachable(views: Sequence[JobView], tier: Tier) -> Condition:
+    """Before a copy is needed nobody reads any: then it says only that nothing is known to be
+    wrong."""
     kind = ConditionType.STORAGE_REACHABLE
-    views = observed.views(membership)
-    problems = [view.storage_problem for view in views if view is not None]
-    problem = next((text for text in problems if text), "")
+    problem = next((view.storage_problem for view in views if view.storage_problem), "")
     if problem:
         return Condition(type=kind, status=False, reason="CannotLoad", message=problem)
-    return Condition(type=kind, status=True, reason="NothingWrong", message=membership.tier.uri)
+    return Condition(type=kind, status=True, reason="NothingWrong", message=tier.uri)

@@ -45,7 +45,7 @@ from holdfast_operator.lookups import (
     ranks_in,
 )
 from holdfast_operator.losses import note_losses
-from holdfast_operator.persisted import pass_stored_epochs, storage_condition
+from holdfast_operator.persisted import pass_stored_epochs, storage_conditions
 from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
 from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
@@ -82,8 +82,7 @@ def reconcile(job: MoETrainingJob, observed: Observed, state: ControlState, now:
 
 def _conditions(draft: Draft, waiting: str) -> tuple[Condition, ...]:
     found = judge.conditions(draft.job, draft.observed, draft.state, draft.now, waiting)
-    storage = storage_condition(draft.observed, draft.state)
-    return found if storage is None else (*found, storage)
+    return (*found, *storage_conditions(draft.observed, draft.state))
 
 
 def _follow_rules(draft: Draft) -> str:

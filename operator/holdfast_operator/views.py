@@ -69,6 +69,10 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     """Why nothing can be loaded from storage, in words; empty when all is well."""
     stored_epoch: int = 0
     """An epoch of an earlier run in storage, which the job's epoch has to pass; 0: none."""
+    persisted: Generation | None = None
+    """The newest whole copy in storage that it has heard of."""
+    persist_failure: str = ""
+    """Why the newest copy was given up; empty after a success."""
     problem: str = ""
     """Why nothing is protected, in words; empty when all is well."""
     skipped: int = 0
@@ -248,6 +252,7 @@ class ConditionType(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
     STORAGE_REACHABLE = "StorageReachable"
+    PERSISTED = "Persisted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from virtual_world import World, make_job, running
 
-from holdfast_core.values import Line
+from holdfast_core.values import Generation, Line
 from holdfast_operator.views import ConditionType, JobView, NodeView
 
 STORED: dict[str, Any] = {"persistence": {"uri": "s3://bucket/run1", "keep": 2}}
@@ -61,9 +61,29 @@ def test_storage_that_cannot_be_read_is_a_condition_and_ends_nothing() -> None:
     assert (condition.status, condition.message) == (False, "storage cannot be read: refused")
 
 
+def test_what_is_in_storage_is_a_condition_and_so_is_a_copy_that_was_given_up() -> None:
+    made = world()
+    made.settle(2.0)
+    assert _persisted(made) == (False, "NotYet", "nothing is in storage yet")
+    made.said = {"persisted": Generation(1, 40)}
+    made.settle(1.0)
+    there = "generation 1.40 is in s3://bucket/run1"
+    assert _persisted(made) == (True, "InStorage", there)
+    made.said |= {"persist_failure": "no space left"}
+    made.settle(1.0)
+    given_up = f"{there}; the newest copy was given up: no space left"
+    assert _persisted(made) == (False, "Failing", given_up)
+
+
+def _persisted(made: StoredWorld) -> tuple[bool | None, str, str]:
+    found = {c.type: c for c in made.decision.conditions}[ConditionType.PERSISTED]
+    return found.status, found.reason, found.message
+
+
 def test_jobs_without_copies_have_no_such_condition() -> None:
     made = running()
-    assert ConditionType.STORAGE_REACHABLE not in {c.type for c in made.decision.conditions}
+    found = {c.type for c in made.decision.conditions}
+    assert not found & {ConditionType.STORAGE_REACHABLE, ConditionType.PERSISTED}
 
 
 def test_the_chosen_copy_counts_until_the_job_has_begun() -> None:
