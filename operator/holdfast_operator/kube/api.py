@@ -189,17 +189,16 @@ class Api:
         url = f"{self._client.configuration.host}{path}"
         headers = {"Content-Type": MERGE_PATCH if verb == "patch" else "application/json"}
         try:
-            await self._client.update_params_for_auth(
-                headers, [], ["BearerToken"], path, _METHODS[verb], None
-            )
+            await self._client.update_params_for_auth(headers, [], ["BearerToken"])
             answer = await self._client.rest_client.request(
                 _METHODS[verb],
                 f"{url}?{urlencode(query)}" if query else url,
                 headers=headers,
                 body=body,
+                _preload_content=False,
                 _request_timeout=timeout,
             )
-            async with answer.response as response:
+            async with answer as response:
                 self._counter.request(verb, what, str(response.status))
                 if response.status >= 400:
                     raise _refusal(verb, path, response.status, await response.read())
