@@ -24,7 +24,6 @@ from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import (
     CorruptError,
     HoldfastError,
-    InvalidJobError,
     MemoryBudgetError,
     StorageError,
 )
@@ -34,31 +33,13 @@ from holdfast_core.values import Generation, Line, Membership
 from holdfast_daemon.arenas import AdoptedArena, Arena, ArenaFiles, Sealed
 from holdfast_daemon.blocks import ParityBlocks, ParityRecord, encode_record
 from holdfast_daemon.bulk import Located
-from holdfast_daemon.files import replace, sign, signed_body, storage_errors
+from holdfast_daemon.files import replace, sign, storage_errors
 from holdfast_daemon.holding import Held, OlderParity, find_older
 from holdfast_daemon.kept import KeptManifests
+from holdfast_daemon.saved_epoch import EPOCH_FILE, SavedEpoch, decode_epoch
 from holdfast_daemon.storage import NodeStorage
 
-EPOCH_FILE = "epoch.json"
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedEpoch:
-    """What epoch.json holds: fencing must survive a restart of the daemon."""
-
-    membership: Membership
-    line: Line | None
-    retained: Generation | None
-
-
-def decode_epoch(data: bytes) -> SavedEpoch:
-    """What an epoch.json says; raises CorruptError for anything else."""
-    body = signed_body(data, EPOCH_FILE)
-    try:
-        return msgspec.json.decode(body, type=SavedEpoch)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidJobError) as error:
-        raise CorruptError(f"{EPOCH_FILE} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,13 +17,11 @@ import grpc.aio
 from holdfast_core.errors import InvalidJobError, StaleEpochError, StorageError
 from holdfast_core.values import Membership
 from holdfast_daemon import describe
-from holdfast_daemon.auth import Authenticator, TokenAuthenticator, TrustingAuthenticator
 from holdfast_daemon.bulk import Kind, Located, Request
 from holdfast_daemon.bulk_client import BulkClient
 from holdfast_daemon.bulk_server import BulkServer
-from holdfast_daemon.catalogue import Catalogue, MemoryCatalogue
-from holdfast_daemon.catalogue_redis import RedisCatalogue, RedisSettings
 from holdfast_daemon.changes import change_of
+from holdfast_daemon.choosing import make_authenticator, make_catalogue
 from holdfast_daemon.claims import Claims
 from holdfast_daemon.control import ControlClient
 from holdfast_daemon.descriptors import DescriptorServer
@@ -39,11 +37,9 @@ from holdfast_daemon.observe import NodeObserver
 from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
 from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_of
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
-from holdfast_daemon.settings import Auth, DaemonSettings
+from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.storage import NodeStorage
 from holdfast_daemon.stored_sets import TierSets
-from holdfast_daemon.token_files import FileAuthenticator
-from holdfast_daemon.token_review import TokenReviewApi
 from holdfast_daemon.traffic import Traffic
 from holdfast_daemon.trainer_service import TrainerService
 from holdfast_daemon.wires import Wiring
@@ -80,7 +76,7 @@ class Node:
         self._bulk = BulkServer(settings.host, settings.bulk_port, self, self._wiring)
         self._bulk_client = BulkClient(BULK_TIMEOUT_S, self._wiring)
         self._fetcher = ManifestFetcher(settings.identity)
-        self._catalogue = self._make_catalogue()
+        self._catalogue = make_catalogue(settings, self.metrics, self.hosts)
         self._observer = NodeObserver(self.metrics, self._catalogue)
         self._outbox = PeerOutbox(self._send_failed, settings.identity)
         self._claims = Claims()
@@ -92,7 +88,7 @@ class Node:
             on_refused=self._claims.refused,
             mode=settings.permissions,
         )
-        self._authenticator = self._make_authenticator()
+        self._authenticator = make_authenticator(settings, self.metrics)
         self._scrub = ScrubPlan(
             ScrubSettings(
                 interval_s=settings.scrub_interval_s, rate_bytes_s=settings.scrub_rate_bytes_s
@@ -397,25 +393,3 @@ class Node:
     def _send_failed(self, kind: str, reason: str) -> None:
         _log.debug("peer_message_lost", kind=kind, cause=reason)
         self.metrics.add("peer_messages_lost", kind=kind)
-
-    def _make_authenticator(self) -> Authenticator:
-        settings = self._settings
-        if settings.auth is Auth.NONE:
-            return TrustingAuthenticator()
-        if settings.token_directory is not None:
-            return FileAuthenticator(settings.token_directory)
-        return TokenAuthenticator(
-            TokenReviewApi(settings.api_server, settings.service_account),
-            time.time,
-            lambda outcome: self.metrics.add("token_reviews", outcome=outcome),
-        )
-
-    def _make_catalogue(self) -> Catalogue:
-        if not self._settings.redis_url:
-            return MemoryCatalogue(self._settings.node, time.time)
-        return RedisCatalogue(
-            RedisSettings(url=self._settings.redis_url),
-            node=self._settings.node,
-            source=lambda: {job: describe.as_json(host) for job, host in self.hosts.items()},
-            dropped=lambda count: self.metrics.add("catalogue_dropped", count),
-        )

@@ -23,7 +23,7 @@ from holdfast_core.places import Lying
 from holdfast_core.values import Manifest, Membership, ParityEntry
 from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.combining import Effort, SourceCorruptError
+from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import (
     AllocateArena,
     ArenaReady,
@@ -51,11 +51,12 @@ from holdfast_daemon.effects import (
     VerifyParity,
     VerifySnapshot,
 )
+from holdfast_daemon.failures import failed
 from holdfast_daemon.group import BulkOpener, EpochScope, Group, GroupFetch, PeerClient
 from holdfast_daemon.holding import Holding
-from holdfast_daemon.loader import Loader, load_failure
+from holdfast_daemon.loader import Loader
 from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
-from holdfast_daemon.persister import Persister, commit_failed, write_failed
+from holdfast_daemon.persister import Persister
 from holdfast_daemon.updating import update
 
 AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers | StopPersisting
@@ -162,14 +163,14 @@ class EffectWorker:
         try:
             return self._carry_out(effect, scope)
         except HoldfastError as error:
-            return _failure(effect, error)
+            return failed(effect, error)
         except OSError as error:
-            return _failure(effect, StorageError(f"{type(effect).__name__} failed: {error}"))
+            return failed(effect, StorageError(f"{type(effect).__name__} failed: {error}"))
         except Exception as error:
             # A defect of ours. The engine waits for this effect; a job that protects nothing more
             # because one event never came would be worse than one failure that is counted.
             _log.exception("%s failed unexpectedly", type(effect).__name__)
-            return _failure(effect, HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
+            return failed(effect, HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
 
     def _carry_out(self, effect: Background, scope: EpochScope) -> Completion:
         match effect:
@@ -364,51 +365,3 @@ class EffectWorker:
         return ParityVerified(
             lane=effect.lane, slot=effect.slot, generation=effect.generation, ok=True
         )
-
-
-def _failure(effect: Background, error: HoldfastError) -> Completion:
-    """The completion event of `effect` that says that it failed, and why."""
-    why = str(error)
-    match effect:
-        case AllocateArena():
-            return ArenaReady(rank=effect.rank, layout_id=effect.layout_id, error=error)
-        case BuildParity():
-            suspect = error.rank if isinstance(error, SourceCorruptError) else None
-            return ParityBuilt(
-                lane=effect.lane,
-                slot=effect.slot,
-                generation=effect.generation,
-                entry=None,
-                error=why,
-                suspect=suspect,
-            )
-        case FetchManifest():
-            return ManifestFetched(
-                rank=effect.rank,
-                generation=effect.generation,
-                manifest=b"",
-                layout=b"",
-                error=why,
-            )
-        case Rebuild():
-            generation = effect.manifest.generation
-            return Rebuilt(rank=effect.rank, slot=effect.slot, generation=generation, error=why)
-        case FindStored() | OpenStored() | LoadStored():
-            return load_failure(effect, error)
-        case VerifySnapshot():
-            generation = effect.manifest.generation
-            return SnapshotVerified(
-                rank=effect.rank, slot=effect.slot, generation=generation, ok=False, detail=why
-            )
-        case VerifyParity():
-            return ParityVerified(
-                lane=effect.lane,
-                slot=effect.slot,
-                generation=effect.generation,
-                ok=False,
-                detail=why,
-            )
-        case PersistRank():
-            return write_failed(effect, error)
-        case CommitSet():
-            return commit_failed(effect, error)

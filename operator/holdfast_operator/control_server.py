@@ -23,6 +23,7 @@ from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.values import Membership
 from holdfast_operator.bounded import Outbox, Recent
 from holdfast_operator.heartbeats import evidence_of, identity_of, job_view, node_view
+from holdfast_operator.versions import completed, is_newer, version
 from holdfast_operator.views import JobView, NodeView
 from holdfast_protos import channels, codec, control_pb2
 from holdfast_protos.changes import change_between
@@ -269,7 +270,7 @@ class ControlServer:
         elif node.connection is connection:
             before = node.jobs
             jobs = {
-                job: _completed(found, before.get(job), connection.known.get(job))
+                job: completed(found, before.get(job), connection.known.get(job))
                 for job, found in jobs.items()
             }
         for job, found in jobs.items():
@@ -336,7 +337,7 @@ class ControlServer:
                 drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
                 node.connection.outbox.put(drop.SerializeToString())
                 node.connection.known.pop(job, None)
-            elif membership is not None and _is_newer(membership, theirs):
+            elif membership is not None and is_newer(membership, theirs):
                 self._send_membership(node.connection, membership, theirs)
 
     def _send_membership(
@@ -385,29 +386,8 @@ def _handler(
     return grpc.method_handlers_generic_handler("holdfast.v1.Control", {"Connect": method})
 
 
-def _is_newer(ours: Membership, theirs: JobView | None) -> bool:
-    if theirs is None or theirs.membership is None:
-        return True
-    return _version(theirs.membership) < _version(ours)
-
-
-def _completed(view: JobView, before: JobView | None, known: Membership | None) -> JobView:
-    """A daemon leaves out the membership that it has when it has passed on this stream."""
-    if view.membership is not None:
-        return view
-    if known is not None and (known.epoch, known.revision) == (view.epoch, view.revision):
-        return replace(view, membership=known)
-    if before is None or before.epoch != view.epoch:
-        return view
-    return replace(view, membership=before.membership)
-
-
 def _note_known(connection: _Connection, job: str, theirs: Membership | None) -> None:
     """`theirs` may have been sent before what we sent arrived: then ours is what it has now."""
     known = connection.known.get(job)
-    if theirs is not None and (known is None or _version(theirs) >= _version(known)):
+    if theirs is not None and (known is None or version(theirs) >= version(known)):
         connection.known[job] = theirs
-
-
-def _version(membership: Membership) -> tuple[int, int]:
-    return membership.epoch, membership.revision

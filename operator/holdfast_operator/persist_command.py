@@ -14,7 +14,7 @@ from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
 from holdfast_core.values import Generation
 from holdfast_operator.local.status import NodeStatus, read_status
 from holdfast_operator.running import find_run
-from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
 POLL_S = 0.2
@@ -27,7 +27,8 @@ def persist(options: argparse.Namespace) -> int:
     members = [node for node in found.nodes if node.role.startswith("member") and node.connected]
     if found.ended or not members:
         raise InvalidJobError(f"the run in {path} has no daemon to ask ({found.phase})")
-    with grpc.insecure_channel(f"unix:{members[0].socket}") as channel:
+    limits = channels.channel_options()
+    with grpc.insecure_channel(f"unix:{members[0].socket}", options=limits) as channel:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
         before = _ask(members[0], lambda: _state(daemon, found.job))
         request = trainer_pb2.PersistRequest(job=found.job)

@@ -32,7 +32,7 @@ from holdfast_core.values import (
 )
 from holdfast_daemon import bulk
 from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.job_storage import SavedEpoch
+from holdfast_daemon.saved_epoch import SavedEpoch
 from holdfast_protos import codec, control_pb2, trainer_pb2, values_pb2
 from holdfast_protos.changes import change_between
 

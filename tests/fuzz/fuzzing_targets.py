@@ -38,7 +38,7 @@ from holdfast_daemon.catalogue import losses_of_state, ranks_of_state, stages_of
 from holdfast_daemon.claims import SessionSeal
 from holdfast_daemon.control import completed
 from holdfast_daemon.files import sign
-from holdfast_daemon.job_storage import decode_epoch
+from holdfast_daemon.saved_epoch import decode_epoch
 from holdfast_daemon.token_review import identity_in
 from holdfast_operator.heartbeats import job_view, node_view
 from holdfast_operator.job_files import read_document

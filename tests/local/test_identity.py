@@ -38,6 +38,7 @@ from holdfast_protos import (
     peer_pb2_grpc,
     trainer_pb2,
 )
+from holdfast_protos.channels import MESSAGE_BYTES_MAX
 from holdfast_protos.identity import KEY, Identity, Role, aio_channel, channel
 
 TOKEN, OTHERS = "a0f3" * 16, "b7c9" * 16
@@ -246,7 +247,9 @@ def test_names_that_are_paths_and_messages_that_are_too_large_get_nothing(
         )
         assert not reply.manifest
         with pytest.raises(grpc.RpcError) as caught:
-            stub.FetchManifest(peer_pb2.FetchManifestRequest(job="x" * (5 << 20)), timeout=WAIT_S)
+            stub.FetchManifest(
+                peer_pb2.FetchManifestRequest(job="x" * MESSAGE_BYTES_MAX), timeout=WAIT_S
+            )
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     job.train()
 

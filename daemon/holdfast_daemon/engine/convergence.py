@@ -33,6 +33,7 @@ from holdfast_daemon.engine import (
     loading,
     persist_leader,
     persisting,
+    rebuilding,
     upkeep,
 )
 from holdfast_daemon.engine.loading_state import Loading
@@ -281,7 +282,7 @@ class Convergence:
                 self._direct(persist_leader.lead(memory, now))
             persisting.write(memory, now)
             upkeep.release(memory)
-            upkeep.rebuild(memory, now)
+            rebuilding.rebuild(memory, now)
             upkeep.protect(memory, now)
             if before == (memory.directive, len(memory.out)):
                 break

@@ -1,4 +1,4 @@
-"""What a daemon does on its own, level-triggered: verify, free, protect, rebuild.
+"""What a daemon does on its own, level-triggered: verify, free, protect.
 
 Each function looks at the whole state and starts what is missing; calling it once more changes
 nothing. So it does not matter which event woke the engine, or which message was lost.
@@ -11,16 +11,13 @@ from collections.abc import Iterable
 from holdfast_core import recovery
 from holdfast_core.budget import parity_block_bytes
 from holdfast_core.codes import Block, code_of
-from holdfast_core.layouts import piece_count
 from holdfast_core.values import Generation, Membership
 from holdfast_daemon.effects import (
     AllocateArena,
     BuildParity,
-    FetchManifest,
     ForgetPeers,
     FreeParity,
     FreeSlot,
-    Rebuild,
     RemoveArena,
     Source,
     VerifyParity,
@@ -32,7 +29,6 @@ from holdfast_daemon.engine.state import (
     JobMemory,
     ParitySlot,
     ParityState,
-    RebuildJob,
     Slot,
     SlotState,
 )
@@ -195,7 +191,7 @@ def protect(memory: JobMemory, now: float) -> None:
         free = free or _make_room(memory, membership, slots, generation)
         if free is None:
             continue
-        sources = _sources(memory, membership, lane, generation, code.sources_of(block))
+        sources = sources_of(memory, membership, lane, generation, code.sources_of(block))
         if sources is None:
             continue
         free.state, free.generation = ParityState.BUILDING, generation
@@ -267,7 +263,7 @@ def _generations_of(
     return {entry.generation for entry in report.inventory.snapshots if entry.rank == rank}
 
 
-def _sources(
+def sources_of(
     memory: JobMemory,
     membership: Membership,
     lane: int,
@@ -312,97 +308,6 @@ def anchor(memory: JobMemory) -> Generation | None:
         return None
     known = [g for g in (directive.line.generation, directive.protected) if g is not None]
     return max(known, default=None)
-
-
-def rebuild(memory: JobMemory, now: float) -> None:
-    """Recover what this member must hold and does not, step by step."""
-    membership, target = memory.membership, anchor(memory) or loading.wanted(memory)
-    if membership is None or memory.me is None or memory.fenced or target is None:
-        return
-    for rank in memory.my_ranks():
-        job = memory.rebuilds.get(rank)
-        left = job is not None and job.stored and not loading.may_load(memory, target)
-        other = job is not None and (job.generation != target or left)
-        if other and not _is_rebuilding(memory, rank):
-            del memory.rebuilds[rank]
-            job = None
-        if job is None and memory.sealed(rank, target) is None:
-            _start_rebuild(memory, membership, rank, target, now)
-        elif job is not None and job.manifest is not None:
-            _continue_rebuild(memory, membership, rank, job)
-
-
-def _start_rebuild(
-    memory: JobMemory, membership: Membership, rank: int, target: Generation, now: float
-) -> None:
-    if now < memory.retry_at.get(f"rebuild{rank}", now) or memory.me is None:
-        return
-    means = recovery.means(membership, memory.holdings(membership), rank, target)
-    if means is None:
-        loading.start(memory, rank, target)
-        return
-    others = [m for m in membership.group_of(memory.me) if m != memory.me]
-    digest = means.manifest_digest
-    memory.rebuilds[rank] = RebuildJob(generation=target, digest=digest)
-    memory.note("rebuild_started", rank=rank, generation=target)
-    memory.out.append(
-        FetchManifest(
-            rank=rank,
-            generation=target,
-            manifest_digest=digest,
-            peers=tuple(membership.place(m) for m in others),
-        )
-    )
-
-
-def _continue_rebuild(
-    memory: JobMemory, membership: Membership, rank: int, job: RebuildJob
-) -> None:
-    """With the manifest at hand: the arena, then a free slot, then the bytes."""
-    assert memory.me is not None and job.manifest is not None
-    if _is_rebuilding(memory, rank):
-        return
-    arena = memory.arenas[(rank, job.layout_id)]
-    if job.stored and arena.ready:
-        loading.go_on(memory, rank, job, arena)
-        return
-    slot = arena.free_slot() if arena.ready else None
-    if slot is None:
-        return
-    group = membership.group_of(memory.me)
-    code = code_of(membership, group)
-    means = recovery.means(membership, memory.holdings(membership), rank, job.generation)
-    if code is None or means is None or means.manifest_digest != job.digest:
-        return
-    lane = membership.lane_of(rank)
-    sources = _sources(memory, membership, lane, job.generation, means.positions)
-    if sources is None:
-        return
-    slot.places = arena.places_for(slot)[
-        : piece_count(job.manifest.payload_bytes, job.manifest.piece_bytes)
-    ]
-    slot.state, slot.generation = SlotState.REBUILDING, job.generation
-    slot.manifest, slot.encoded, slot.digest = job.manifest, job.encoded, job.digest
-    memory.out.append(
-        Rebuild(
-            rank=rank,
-            slot=slot.index,
-            manifest=job.manifest,
-            encoded=job.encoded,
-            places=slot.places,
-            own_position=group.index(memory.me),
-            code=code,
-            sources=sources,
-            blocks=means.blocks,
-            members=tuple(membership.place(member) for member in group),
-        )
-    )
-
-
-def _is_rebuilding(memory: JobMemory, rank: int) -> bool:
-    return any(
-        arena.rank == rank and slot.state is SlotState.REBUILDING for arena, slot in memory.slots()
-    )
 
 
 def allocate(memory: JobMemory, arena: ArenaView) -> None:

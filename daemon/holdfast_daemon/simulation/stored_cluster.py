@@ -7,6 +7,8 @@ the beginning, whether storage answers or not.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from holdfast_core.layouts import decode_layout, encode_manifest, layout_id, piece_digests
 from holdfast_core.values import Generation, Manifest, Tier
 from holdfast_daemon.effects import Note
@@ -33,7 +35,7 @@ class StoredCluster(Cluster):
         """`earlier_run`: a set that a job of this name left behind."""
         self.vault = Vault()
         self.tier = Tier(uri=URI, every_s=1e9)  # sets get there by `_store` alone
-        super().__init__(options)
+        super().__init__(replace(options, tier=False))  # what daemons write is not looked at here
         self._damaged = False
         if earlier_run is not None:
             self._leave_behind(earlier_run)
