@@ -97,9 +97,9 @@ def test_sets_follow_training_and_old_ones_go(
 def test_storage_that_fails_costs_training_nothing_and_is_named(
     cluster: RawCluster, tmp_path: Path
 ) -> None:
-    (tmp_path / JOB).write_text("a file where the job's directory should be")
     tier = Tier(uri=tmp_path.as_uri(), every_steps=1)
     job = _job(cluster, tier)
+    (tmp_path / JOB).write_text("a file where the job's directory should be")
     job.train(3)
     leader = job.daemon(0)
     wait_for("the failure to be told", lambda: _persist(leader.job(JOB))["failure"])
