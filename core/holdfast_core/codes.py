@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import xor
 
 from holdfast_core.errors import CorruptError
@@ -233,6 +233,7 @@ class Code:
         return None
 
 
+@cache
 def code_for(redundancy: Redundancy, n: int, replicas: int = 1) -> Code | None:
     """The code of a group of `n` members; None where nothing protects them.
 

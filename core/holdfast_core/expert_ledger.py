@@ -164,6 +164,17 @@ class ExpertLedger:
             },
         )
 
+    def reminded(self, versions: Mapping[UnitKey, Iterable[Version]]) -> ExpertLedger:
+        """The ledger with versions that it does not know any more: storage may still hold them.
+        What it knows stays as it is, and experts that it does not know are left out."""
+        known = dict(self.versions)
+        for unit, told in versions.items():
+            if unit in known:
+                by_generation = {version.generation: version for version in told}
+                by_generation |= {version.generation: version for version in known[unit]}
+                known[unit] = tuple(by_generation[g] for g in sorted(by_generation))
+        return replace(self, versions=known)
+
     def recovered(
         self, restored: Mapping[UnitKey, Generation]
     ) -> tuple[ExpertLedger, dict[UnitKey, int]]:

@@ -59,6 +59,12 @@ class Exported:
         return size
 
 
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    rules: tuple[NameRule, ...]
+
+
+_TABLE = msgspec.json.Decoder(_Table)
+
 _LAYER, _OUT = r"layers\.([0-9]+)\.", r"model.layers.\1."
 
 HUGGING_FACE: tuple[NameRule, ...] = (
@@ -94,12 +100,8 @@ def decode_rules(data: bytes) -> tuple[NameRule, ...]:
     Raises:
         InvalidJobError: it is not one, or an expression is none.
     """
-
-    class Document(msgspec.Struct, forbid_unknown_fields=True):
-        rules: tuple[NameRule, ...]
-
     try:
-        rules = msgspec.json.decode(data, type=Document).rules
+        rules = _TABLE.decode(data).rules
         for rule in rules:
             re.compile(rule.match)
     except (msgspec.DecodeError, UnicodeError, RecursionError, re.error) as error:

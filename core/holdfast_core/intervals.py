@@ -9,13 +9,14 @@ A rate of 0 gives infinity: what never fails needs no saving.
 
 from __future__ import annotations
 
-from math import expm1, inf, sqrt
+from math import comb, expm1, inf, sqrt
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.groups import MIN_GROUP_SIZE
 
 DIFFERENCE_FROM = 0.25
-"""Expected number of lost nodes from which eq. 7 is computed as it is written."""
+"""Expected number of lost nodes, for each that is survived, from which eq. 7 is computed as it is
+written."""
 
 
 def total_overhead_s(
@@ -56,28 +57,36 @@ def save_overhead_s(save_s: float, compute_s: float) -> float:
     return max(save_s - compute_s, 0.0)
 
 
-def group_loss_probability(node_loss_probability: float, n: int) -> float:
-    """Probability that two or more of the n nodes of a parity group are lost (REFT app. A, eq. 7).
+def group_loss_probability(node_loss_probability: float, n: int, *, losses: int = 1) -> float:
+    """Probability that a parity group of n nodes loses more of them than it survives.
 
-    λ_re_fail = 1 - (1 - λ)ⁿ - n λ (1 - λ)ⁿ⁻¹, where λ is the probability that a node is lost. For
-    small λ the terms of two and more lost nodes are summed instead: they are what is left, and the
-    difference would lose all its digits.
+    With one loss survived that is REFT appendix A, eq. 7,
+    λ_re_fail = 1 - (1 - λ)ⁿ - n λ (1 - λ)ⁿ⁻¹, where λ is the probability that a node is lost; with
+    more, one minus as many more terms of the same binomial distribution. For small λ the other
+    terms are summed instead: they are what is left, and the difference would lose all its digits.
+    A group of more nodes than replicas and one may survive more, so that this is an upper bound.
 
     Args:
         node_loss_probability: 0 to 1.
         n: nodes of the group, at least 2.
+        losses: nodes of the group that it survives the loss of, at least 1: 1 for RAIM5, 2 for
+            RAIM6, the number of replicas for replication.
     """
     if not 0 <= node_loss_probability <= 1:
         raise InvalidJobError(
             f"node_loss_probability={node_loss_probability}: a probability is from 0 to 1"
         )
     _check_nodes(n)
+    if losses < 1:
+        raise InvalidJobError(f"losses={losses}: a parity group survives at least 1 loss")
     lost, kept = node_loss_probability, 1 - node_loss_probability
-    if n * lost >= DIFFERENCE_FROM:
-        return 1 - kept**n - n * lost * kept ** (n - 1)
-    term = n * (n - 1) / 2 * lost**2 * kept ** (n - 2)
+    if n * lost >= DIFFERENCE_FROM * losses:
+        survived = range(min(losses, n) + 1)
+        return max(0.0, 1 - sum(comb(n, k) * lost**k * kept ** (n - k) for k in survived))
+    first = losses + 1
+    term = comb(n, first) * lost**first * kept ** max(n - first, 0)
     total = 0.0
-    for k in range(2, n + 1):
+    for k in range(first, n + 1):
         total += term
         term *= (n - k) / (k + 1) * lost / kept
     return total
@@ -96,9 +105,10 @@ def snapshot_interval_s(
 
 
 def group_loss_rate_per_s(
-    node_failure_rate_per_s: float, n: int, *, exposure_s: float = 1.0
+    node_failure_rate_per_s: float, n: int, *, exposure_s: float = 1.0, losses: int = 1
 ) -> float:
-    """How often a parity group of n loses two nodes at once, which only storage can repair.
+    """How often a parity group of n loses more nodes at once than it survives: with one, two of
+    them. Only storage can repair that.
 
     Eq. 7 of REFT appendix A turns the probability that a node is lost within a unit of time into
     that of a group; the paper leaves the unit open. What matters is the time for which a group is
@@ -106,12 +116,13 @@ def group_loss_rate_per_s(
 
     Args:
         exposure_s: that time; the default takes rates per second for probabilities, as eq. 11 does.
+        losses: nodes of the group that it survives the loss of.
     """
     _check(node_failure_rate_per_s=node_failure_rate_per_s)
     if exposure_s <= 0:
         raise InvalidJobError(f"exposure_s={exposure_s}: give a time longer than 0")
     node_loss_probability = -expm1(-node_failure_rate_per_s * exposure_s)
-    return group_loss_probability(node_loss_probability, n) / exposure_s
+    return group_loss_probability(node_loss_probability, n, losses=losses) / exposure_s
 
 
 def checkpoint_interval_s(

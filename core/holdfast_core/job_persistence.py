@@ -10,6 +10,7 @@ from msgspec import Meta, field
 
 from holdfast_core.documents import MISSING, YEAR_S, Document, Problem
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.values import Tier
 
@@ -89,6 +90,21 @@ class Persistence(Document, frozen=True, kw_only=True):
         | int
         | None
     ) = None
+    experts: (
+        Annotated[
+            _Count,
+            Meta(
+                description="the experts of each layer that a copy holds anew",
+                examples=[1],
+                extra={
+                    "more": "Those that are oldest in storage go first; a copy names the older "
+                    "copies that hold the others. At most as many as snapshots capture, and only "
+                    "with snapshot.policy.type PartialExperts. Without it, every copy holds all."
+                },
+            ),
+        ]
+        | None
+    ) = None
     secret_ref: SecretReference | None = None
 
 
@@ -110,8 +126,10 @@ class Restore(Document, frozen=True, kw_only=True):
     ] = field(name="from", default=LATEST)
 
 
-def persistence_problems(persistence: Persistence | None, restore: Restore) -> Iterator[Problem]:
-    """What is wrong with both, each of whose fields is valid by itself."""
+def persistence_problems(
+    persistence: Persistence | None, restore: Restore, policy: Policy
+) -> Iterator[Problem]:
+    """What is wrong with these, each of whose fields is valid by itself."""
     source = restore.source
     if source != LATEST and not re.fullmatch(GENERATION_PATTERN, source):
         yield Problem(
@@ -129,6 +147,7 @@ def persistence_problems(persistence: Persistence | None, restore: Restore) -> I
                 fix="give spec.persistence.uri, or remove spec.restore",
             )
         return
+    yield from _expert_problems(persistence.experts, policy)
     uri = persistence.uri
     host = uri.startswith("file://") and not uri.startswith("file:///")
     if not re.fullmatch(URI_PATTERN, uri) or ".." in uri.split("/") or host:
@@ -151,6 +170,29 @@ def persistence_problems(persistence: Persistence | None, restore: Restore) -> I
             value=persistence.bandwidth,
             wrong="not an amount of bytes above 0",
             fix="write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
+        )
+
+
+def _expert_problems(experts: int | None, policy: Policy) -> Iterator[Problem]:
+    """PEC §3.2: what was not captured cannot be persisted, and what a recovery loses by it is
+    counted only where a policy counts tokens."""
+    if experts is None:
+        return
+    if policy.type is not PolicyType.PARTIAL_EXPERTS:
+        yield Problem(
+            path="spec.persistence.experts",
+            value=experts,
+            wrong=f"the policy is {policy.type.value}",
+            fix="use snapshot.policy.type PartialExperts, or remove it",
+        )
+        return
+    captured = (policy.partial_experts or PartialExperts()).experts_per_layer
+    if experts > captured:
+        yield Problem(
+            path="spec.persistence.experts",
+            value=experts,
+            wrong=f"{experts} is more than the {captured} that a snapshot captures of each layer",
+            fix="persist at most as many, or raise snapshot.policy.partialExperts.expertsPerLayer",
         )
 
 
@@ -178,6 +220,7 @@ def tier_of(persistence: Persistence | None, restore: Restore) -> Tier | None:
         keep=persistence.keep,
         keep_every=persistence.keep_every or 0,
         bytes_per_s=0 if persistence.bandwidth is None else parse_bytes(persistence.bandwidth),
+        experts=persistence.experts or 0,
         restore_from="" if restore.source == LATEST else restore.source,
     )
 

@@ -33,11 +33,12 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
         )
     yield from _parallelism_problems(spec)
     yield from _policy_problems(spec.snapshot.policy)
+    yield from _recompute_problems(spec)
     yield from _redundancy_problems(spec)
     yield from _limit_problems(spec)
     yield from _name_problems(spec)
     yield from _scheduling_problems(spec.scheduling)
-    yield from persistence_problems(spec.persistence, spec.restore)
+    yield from persistence_problems(spec.persistence, spec.restore, spec.snapshot.policy)
     yield from _rule_problems(spec.failure_policy.rules)
 
 
@@ -93,6 +94,33 @@ def _policy_problems(policy: Policy) -> Iterator[Problem]:
             wrong="is given, but spec.snapshot.policy.selective.experts says how many",
             fix="remove one of both",
         )
+
+
+def _recompute_problems(spec: Spec) -> Iterator[Problem]:
+    policy, steps = spec.snapshot.policy, spec.snapshot.interval.steps
+    for field, given in (
+        ("partialExperts", policy.partial_experts),
+        ("selective", policy.selective),
+    ):
+        if given is None or not given.recompute:
+            continue
+        path = f"spec.snapshot.policy.{field}.recompute"
+        if spec.redundancy.type is not Redundancy.REPLICATION:
+            yield Problem(
+                path=path,
+                value=True,
+                wrong=f"spec.redundancy.type {spec.redundancy.type.value} keeps no replica to "
+                f"compute",
+                fix="remove it, or set the type to Replication",
+            )
+        elif steps != 1:  # MoEtion algorithm 3, line 2
+            yield Problem(
+                path=path,
+                value=True,
+                wrong=f"a gradient makes up for one step, not for spec.snapshot.interval.steps = "
+                f"{steps}",
+                fix="remove it, or set the steps to 1",
+            )
 
 
 def _redundancy_problems(spec: Spec) -> Iterator[Problem]:

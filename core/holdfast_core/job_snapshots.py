@@ -46,6 +46,19 @@ _LossLimit = Annotated[
 ]
 
 
+_Recompute = Annotated[
+    bool,
+    Meta(
+        description="whether replicas of experts that stay chosen are computed from gradients",
+        extra={
+            "more": "Only with redundancy.type Replication and interval.steps 1. While an expert "
+            "is captured in one snapshot after the other, its gradient is sent and not its state; "
+            "what does not come out the same to the bit is sent. Takes memory for gradients."
+        },
+    ),
+]
+
+
 class PartialExperts(Document, frozen=True, kw_only=True):
     """So many experts of each layer, and everything else; only with type PartialExperts."""
 
@@ -71,6 +84,7 @@ class PartialExperts(Document, frozen=True, kw_only=True):
         ),
     ] = Choice.SEQUENTIAL
     loss_limit: _LossLimit = 0.05
+    recompute: _Recompute = False
 
 
 class ExpertBudget(Document, frozen=True, kw_only=True):
@@ -126,6 +140,7 @@ class Selective(Document, frozen=True, kw_only=True):
     ) = None
     budget: ExpertBudget | None = None
     loss_limit: _LossLimit = 0.05
+    recompute: _Recompute = False
 
 
 class Policy(Document, frozen=True, kw_only=True):

@@ -156,7 +156,8 @@ class JobStatus(_Part, frozen=True, kw_only=True):
                 extra={
                     "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
                     "StorageReachable and Persisted (with durable storage), TokenLossWithinLimit "
-                    "(where snapshots leave experts out), Complete and Failed."
+                    "(where snapshots leave experts out), Insecure (where identity is off), "
+                    "Complete and Failed."
                 },
                 extra_json_schema={
                     "x-kubernetes-list-type": "map",

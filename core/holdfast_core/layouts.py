@@ -16,6 +16,10 @@ import xxhash
 from holdfast_core.errors import CorruptError, InvalidJobError, LayoutMismatchError
 from holdfast_core.values import Manifest
 
+# Decoders are made when a module is imported: two threads that decode a type for the first time at
+# once crash the process (msgspec 0.22; tests/unit/core/test_first_decoding.py).
+_MANIFEST = msgspec.json.Decoder(Manifest)
+
 PIECE_BYTES = 256 * 1024
 """Grid of the checksums. Measured: a copy and an xxh3 of pieces of this size on two threads run at
 the speed of a plain memcpy, because the piece is still in the L2 cache when it is hashed."""
@@ -29,6 +33,7 @@ PIECES_MAX = 1 << 22
 SLOT_BYTES_MAX = 1 << 60
 """More than any node has, and little enough that a file of three slots can be described."""
 
+INT64_MAX = 2**63 - 1
 TENSOR_ALIGNMENT = 64
 PAGE_BYTES = 4096
 
@@ -40,6 +45,10 @@ class TensorRole(StrEnum):
     MASTER = "master"
     OPTIMIZER = "optimizer"
     BUFFER = "buffer"
+    GRADIENT = "gradient"
+    """What the optimizer's last step used; no part of the state (`holdfast_core.recompute`)."""
+    RECIPE = "recipe"
+    """How the state followed from it."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,6 +111,9 @@ class Layout:
         return SLOTS_PER_ARENA * self.slot_bytes
 
 
+_LAYOUT = msgspec.json.Decoder(Layout)
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
@@ -126,7 +138,7 @@ def decode_layout(data: bytes) -> Layout:
             cut into more pieces, than can be.
     """
     try:
-        layout = msgspec.json.decode(data, type=Layout)
+        layout = _LAYOUT.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"layout cannot be read: {error}") from error
     end = 0
@@ -174,15 +186,30 @@ def decode_manifest(data: bytes) -> Manifest:
     """The manifest that `encode_manifest` wrote.
 
     Raises:
-        CorruptError: when the bytes do not match their checksum or are not a manifest.
+        CorruptError: when the bytes do not match their checksum or are not a manifest, or one of
+            its numbers is none that anything else could carry.
     """
     head, _, body = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(body).encode() != head:
         raise CorruptError("manifest does not match its own checksum")
     try:
-        return msgspec.json.decode(body, type=Manifest)
+        manifest = _MANIFEST.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidJobError) as error:
         raise CorruptError(f"manifest cannot be read: {error}") from error
+    # JSON has numbers of any length, and files are named after some of these.
+    numbers = (
+        manifest.rank,
+        manifest.world_size,
+        manifest.generation.epoch,
+        manifest.generation.step,
+        manifest.payload_bytes,
+        manifest.extras_offset,
+        manifest.extras_bytes,
+        manifest.piece_bytes,
+    )
+    if min(numbers) < 0 or max(numbers) > INT64_MAX:
+        raise CorruptError(f"manifest has a number that is not in 0..{INT64_MAX}")
+    return manifest
 
 
 def manifest_digest(encoded: bytes) -> int:

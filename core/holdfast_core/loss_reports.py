@@ -101,6 +101,8 @@ class RecoveryLoss:
             raise CorruptError(f"the loss of a recovery cannot be read: {error!r}") from error
 
 
+msgspec.json.Decoder(RecoveryLoss)  # prepares the type for `convert`, before there are threads
+
 _FRACTIONS = ("plt", "mlt", "total_plt", "total_mlt")
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast_core.codes import code_for
 from holdfast_core.intervals import group_loss_rate_per_s, optimal_interval_s
 from holdfast_core.values import Generation, Line, Redundancy, Tier
 
@@ -92,20 +93,30 @@ def computed_interval_s(cost_s: float, loss_rate_per_s: float) -> float:
 
 
 def loss_rate_per_s(
-    groups: Sequence[Sequence[int]], redundancy: Redundancy, *, lost_nodes: int, watched_s: float
+    groups: Sequence[Sequence[int]],
+    redundancy: Redundancy,
+    *,
+    replicas: int = 1,
+    lost_nodes: int,
+    watched_s: float,
 ) -> float:
     """How often the job loses what it has in memory.
 
     Args:
+        replicas: whole copies in a group, with Replication.
         lost_nodes: that were replaced in `watched_s` seconds.
     """
     nodes = sum(len(group) for group in groups)
     rate_per_s = (lost_nodes + 1) / (nodes * max(watched_s, 0.0) + NODE_LIFE_S)
-    if redundancy is Redundancy.NONE:
-        return nodes * rate_per_s
-    return sum(
-        group_loss_rate_per_s(rate_per_s, len(group), exposure_s=EXPOSURE_S) for group in groups
-    )
+    total = 0.0
+    for group in groups:
+        code = code_for(redundancy, len(group), replicas)
+        total += (
+            len(group) * rate_per_s
+            if code is None
+            else group_loss_rate_per_s(rate_per_s, code.n, exposure_s=EXPOSURE_S, losses=code.rows)
+        )
+    return total
 
 
 def base_step(candidate: Generation, line: Line, persisted: Generation | None) -> int:

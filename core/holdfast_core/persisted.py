@@ -9,8 +9,10 @@ one. This module knows bytes only; files and places are for `holdfast_storage`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 import xxhash
@@ -24,11 +26,17 @@ from holdfast_core.layouts import (
     decode_manifest,
     layout_id,
     manifest_digest,
+    piece_count,
     round_up,
 )
-from holdfast_core.values import Manifest
+from holdfast_core.values import ExpertVersion, Generation, Manifest
 
 FORMAT = "holdfast/1"
+SPARSE_FORMAT = "holdfast/2"
+"""Of a file that lacks pieces, whose bytes the set says to be in other files."""
+
+Run = tuple[int, int]
+"""Pieces [first, end)."""
 
 HEADER_BYTES_MAX = 100_000_000
 """What the safetensors package accepts; a rank of some terabytes stays below it."""
@@ -59,6 +67,30 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredUnit:
+    """An expert that copies may leave out, and where storage has it."""
+
+    unit: str
+    """`str(UnitKey)`."""
+    version: Generation
+    held_in: Generation
+    """The set whose file of the same rank holds it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sparse:
+    """What a file holds that does not hold all of its snapshot."""
+
+    pieces: tuple[Run, ...]
+    """Ascending."""
+    older: tuple[ExpertVersion, ...] = ()
+    """See `sparse_files.RankPlan`."""
+
+
+_SPARSE = msgspec.json.Decoder(Sparse)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankFile:
     """What a set's manifest says of one rank's file: where it is and how to know that it is it."""
 
@@ -75,6 +107,8 @@ class RankFile:
     payload_bytes: int
     layout_id: str
     manifest_digest: int
+    units: tuple[StoredUnit, ...] = ()
+    """The experts that copies may leave out, by name; none where every file holds all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +119,9 @@ class RankHeader:
     manifest: bytes
     decoded: Manifest
     topology: str
+    pieces: tuple[Run, ...]
+    """That follow the header."""
+    older: tuple[ExpertVersion, ...] = ()
 
 
 def safetensors_dtype(dtype: str) -> str | None:
@@ -97,23 +134,26 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def encode_header(layout: bytes, manifest: bytes) -> bytes:
+def encode_header(layout: bytes, manifest: bytes, sparse: Sparse | None = None) -> bytes:
     """The first bytes of a rank's file, up to the payload; whole pages of them, so that who maps
     the file finds every tensor as aligned as it was in the arena.
+
+    Args:
+        sparse: what the file holds; None for all of the payload.
 
     Raises:
         CorruptError: `layout` or `manifest` cannot be read, or they are not of each other.
         LayoutMismatchError: there are more tensors than a safetensors header can name.
     """
     decoded, text = _check(layout, manifest)
-    table: dict[str, object] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "layout": layout.decode(),
-            "manifest": manifest.decode(),
-        }
-    }
-    for name, dtype, shape, start, end in _tensors(decoded, text):
+    metadata = {"format": FORMAT, "layout": layout.decode(), "manifest": manifest.decode()}
+    tensors = _tensors(decoded, text)
+    if sparse is not None:
+        metadata["format"] = SPARSE_FORMAT
+        metadata["sparse"] = msgspec.json.encode(sparse).decode()
+        tensors = _present(tensors, sparse.pieces, decoded)
+    table: dict[str, object] = {"__metadata__": metadata}
+    for name, dtype, shape, start, end in tensors:
         # Names are unique in sound layouts; if not, nothing is lost but the plain name.
         unique = name if name not in table else f"{name}~{start}"
         table[unique] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
@@ -132,10 +172,14 @@ class _Metadata(msgspec.Struct):
     format: str
     layout: str
     manifest: str
+    sparse: str = ""
 
 
 class _Header(msgspec.Struct):
     metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+_HEADER = msgspec.json.Decoder(_Header)
 
 
 def decode_header(data: bytes) -> RankHeader:
@@ -149,17 +193,45 @@ def decode_header(data: bytes) -> RankHeader:
     if len(data) < _LENGTH_BYTES or declared != len(data) - _LENGTH_BYTES:
         raise CorruptError(f"header declares {declared} bytes and has {len(data) - _LENGTH_BYTES}")
     try:
-        metadata = msgspec.json.decode(memoryview(data)[_LENGTH_BYTES:], type=_Header).metadata
+        metadata = _HEADER.decode(memoryview(data)[_LENGTH_BYTES:]).metadata
         layout, manifest = metadata.layout.encode(), metadata.manifest.encode()
+        is_sparse = metadata.format == SPARSE_FORMAT
+        sparse = _SPARSE.decode(metadata.sparse) if is_sparse else None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise CorruptError(f"header cannot be read: {error}") from error
-    if metadata.format != FORMAT:
-        raise CorruptError(f"header is of format {metadata.format!r}; this version reads {FORMAT}")
+    if metadata.format not in (FORMAT, SPARSE_FORMAT):
+        raise CorruptError(
+            f"header is of format {metadata.format!r}; this version reads {FORMAT} and "
+            f"{SPARSE_FORMAT}"
+        )
     decoded, text = _check(layout, manifest)
-    return RankHeader(layout=layout, manifest=manifest, decoded=decoded, topology=text.topology)
+    total = piece_count(decoded.payload_bytes, decoded.piece_bytes)
+    pieces = sparse.pieces if sparse is not None else ((0, total),)
+    edges = [edge for run in pieces for edge in run]
+    if sparse is not None and (edges != sorted(set(edges)) or edges[:1] < [0] or edges[-1] > total):
+        raise CorruptError(f"header says that pieces {pieces} of {total} follow it")
+    return RankHeader(
+        layout=layout,
+        manifest=manifest,
+        decoded=decoded,
+        topology=text.topology,
+        pieces=pieces,
+        older=sparse.older if sparse is not None else (),
+    )
 
 
-def describe_file(header: bytes, manifest: bytes) -> RankFile:
+def bytes_of_runs(pieces: Iterable[Run], manifest: Manifest) -> int:
+    """Of these pieces of a payload; the last piece of all may be short."""
+    size = manifest.piece_bytes
+    return sum(min(end * size, manifest.payload_bytes) - first * size for first, end in pieces)
+
+
+def describe_file(
+    header: bytes,
+    manifest: bytes,
+    units: tuple[StoredUnit, ...] = (),
+    sparse: Sparse | None = None,
+) -> RankFile:
     """What a set's manifest says of the file that begins with `header`.
 
     Raises:
@@ -169,12 +241,14 @@ def describe_file(header: bytes, manifest: bytes) -> RankFile:
     return RankFile(
         rank=decoded.rank,
         file=file_name(decoded.rank),
-        bytes=len(header) + decoded.payload_bytes,
+        bytes=len(header)
+        + (bytes_of_runs(sparse.pieces, decoded) if sparse else decoded.payload_bytes),
         header_bytes=len(header),
         header_xxh3=xxhash.xxh3_64_intdigest(header),
         payload_bytes=decoded.payload_bytes,
         layout_id=decoded.layout_id,
         manifest_digest=manifest_digest(manifest),
+        units=units,
     )
 
 
@@ -216,6 +290,31 @@ def _tensors(manifest: Manifest, layout: Layout) -> Iterator[_Tensor]:
         at = part[4]
     if manifest.payload_bytes > at:
         yield _padding(paddings, at, manifest.payload_bytes)
+
+
+def _present(
+    tensors: Iterable[_Tensor], pieces: Sequence[Run], manifest: Manifest
+) -> Iterator[_Tensor]:
+    """What of these follows a header that only `pieces` follow, and where. A tensor that is not
+    there as a whole is padding."""
+    size, at, paddings = manifest.piece_bytes, 0, 0
+    starts = [first for first, _ in pieces]
+    before = [0, *accumulate(bytes_of_runs([run], manifest) for run in pieces)]
+    for name, dtype, shape, start, end in tensors:
+        index = bisect_right(starts, start // size) - 1
+        if index < 0 or name.startswith(PADDING_NAME):
+            continue
+        first = pieces[index][0] * size
+        if end > min(pieces[index][1] * size, manifest.payload_bytes):
+            continue
+        low = before[index] + start - first
+        if low > at:
+            yield _padding(paddings, at, low)
+            paddings += 1
+        at = low + end - start
+        yield (name, dtype, shape, low, at)
+    if before[-1] > at:
+        yield _padding(paddings, at, before[-1])
 
 
 def _padding(number: int, start: int, end: int) -> _Tensor:

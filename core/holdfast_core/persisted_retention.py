@@ -23,6 +23,9 @@ class SetState(StrEnum):
     """It has a manifest, and the manifest or a file that it names is not what it must be."""
     UNCOMMITTED = "uncommitted"
     """It has no manifest: it is being written, or was given up."""
+    HOLDER = "holder"
+    """Sets that it names were removed, and a complete set names it: nobody restores it, and what
+    its files hold is needed."""
     UNKNOWN = "unknown"
     """The storage did not answer."""
 
@@ -35,6 +38,8 @@ class FoundSet:
     state: SetState
     modified_s: float
     """When the newest of its files was written, seconds since 1970."""
+    needs: frozenset[Generation] = frozenset()
+    """Other sets, whose files hold experts that this one names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +65,11 @@ def choose_removals(
     writes it (`writing`, and no file of it is newer than `idle_since_s`). A damaged one, which no
     restore would take, goes when `keep` newer ones are complete. What is unknown stays.
 
+    Nothing goes that a set which stays to be restored needs. What a set needs that stays only
+    because of others may go: it is a holder from then on, or sets would hold each other for ever.
+    So wherever a crash comes between two removals, the sets that stay have all that they need.
+    Where sets need others and one is unknown, which may need any before it, none before it goes.
+
     Raises:
         InvalidJobError: `keep` is below one, or `keep_every` below zero.
     """
@@ -71,20 +81,43 @@ def choose_removals(
     complete = sorted(
         (each.generation for each in found if each.state is SetState.COMPLETE), reverse=True
     )
+    newest = complete[:keep]
+    needed = frozenset[Generation]().union(
+        *(
+            each.needs
+            for each in found
+            if each.generation in newest
+            or (each.state is SetState.COMPLETE and is_for_good(each.generation, keep_every))
+            or each.state is SetState.UNKNOWN
+        )
+    )
+    unknown = [each.generation for each in found if each.state is SetState.UNKNOWN]
+    name_others = any(each.needs for each in found)
+    newest_unknown = max(unknown, default=None) if name_others else None
     removals = []
     for each in sorted(found, key=lambda each: each.generation):
-        if each.generation in writing:
+        if each.generation in writing or each.generation in needed:
+            continue
+        if newest_unknown is not None and each.generation < newest_unknown:
             continue
         newer = sum(generation > each.generation for generation in complete)
-        kept_for_good = keep_every and each.generation.step % keep_every == 0
         reason = ""
         match each.state:
-            case SetState.COMPLETE if newer >= keep and not kept_for_good:
+            case SetState.COMPLETE if newer >= keep and not is_for_good(
+                each.generation, keep_every
+            ):
                 reason = f"{newer} newer sets are complete, and {keep} are kept"
             case SetState.DAMAGED if newer >= keep:
                 reason = f"it is damaged, and {newer} newer sets are complete"
+            case SetState.HOLDER if newer >= keep:
+                reason = "no set that is kept needs it any more"
             case SetState.UNCOMMITTED if newer and each.modified_s < idle_since_s:
                 reason = f"it was never completed, and {complete[0]} is complete"
         if reason:
             removals.append(Removal(generation=each.generation, reason=reason))
     return tuple(removals)
+
+
+def is_for_good(generation: Generation, keep_every: int) -> bool:
+    """Whether a complete set of `generation` is never removed."""
+    return bool(keep_every) and generation.step % keep_every == 0

@@ -8,17 +8,20 @@ is never opened. This module knows names and bytes; `holdfast_storage` knows pla
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import xxhash
 
 from holdfast_core.errors import CorruptError, InvalidJobError
-from holdfast_core.persisted import HEADER_BYTES_MAX, RankFile, file_name
+from holdfast_core.persisted import HEADER_BYTES_MAX, RankFile, StoredUnit, file_name
+from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
 SET_FORMAT = "holdfast-set/1"
+EXPERTS_FORMAT = "holdfast-set/2"
+"""Of a set that says of each expert which set's file holds it."""
 LATEST_FORMAT = "holdfast-latest/1"
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest.json"
@@ -50,6 +53,12 @@ class StoredSet:
     @property
     def world_size(self) -> int:
         return len(self.files)
+
+    @property
+    def needs(self) -> frozenset[Generation]:
+        """Other sets, whose files hold experts that this one names."""
+        held = {unit.held_in for file in self.files for unit in file.units}
+        return frozenset(held - {self.generation})
 
     @property
     def bytes(self) -> int:
@@ -89,7 +98,7 @@ def parse_set_name(name: str) -> Generation | None:
     return Generation(int(match[1]), int(match[2])) if match else None
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """`RankFile` in JSON: 64-bit numbers as hexadecimal text, which every reader keeps whole."""
 
     rank: int
@@ -100,6 +109,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     payload_bytes: int
     layout_id: str
     manifest_digest: str
+    experts: dict[str, tuple[str, str]] = {}
 
 
 class _Set(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -113,16 +123,22 @@ class _Set(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     xxh3: str = ""
 
 
+_SET_DECODER = msgspec.json.Decoder(_Set)
+
+
 class _Latest(msgspec.Struct):
     format: str
     generation: str
+
+
+_LATEST_DECODER = msgspec.json.Decoder(_Latest)
 
 
 def encode_set(stored: StoredSet) -> bytes:
     """The set's manifest: canonical JSON (sorted names, no spaces) with its own xxh3-64, which is
     taken over the same JSON without the member `xxh3`."""
     document = _Set(
-        format=SET_FORMAT,
+        format=EXPERTS_FORMAT if any(file.units for file in stored.files) else SET_FORMAT,
         job=stored.job,
         generation=str(stored.generation),
         world_size=stored.world_size,
@@ -142,13 +158,14 @@ def decode_set(data: bytes, *, job: str, generation: Generation) -> StoredSet:
     """
     where = f"the manifest of generation {generation} of {job}"
     try:
-        document = msgspec.json.decode(data, type=_Set)
+        document = _SET_DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise CorruptError(f"{where} cannot be read: {error}") from error
     digest, document.xxh3 = document.xxh3, ""
-    if document.format != SET_FORMAT:
+    if document.format not in (SET_FORMAT, EXPERTS_FORMAT):
         raise CorruptError(
-            f"{where} is of format {document.format!r}; this version reads {SET_FORMAT}"
+            f"{where} is of format {document.format!r}; this version reads {SET_FORMAT} and "
+            f"{EXPERTS_FORMAT}"
         )
     if xxhash.xxh3_64_hexdigest(_canonical(document)) != digest:
         raise CorruptError(f"{where} does not match its own checksum")
@@ -157,20 +174,36 @@ def decode_set(data: bytes, *, job: str, generation: Generation) -> StoredSet:
     ranks = [file.rank for file in document.ranks]
     if not 0 < document.world_size == len(ranks) or ranks != list(range(len(ranks))):
         raise CorruptError(f"{where} does not name each of {document.world_size} ranks once")
+    files = tuple(_from_json(file, where) for file in document.ranks)
+    for file in files:
+        check_units(file.units, generation, where)
     return StoredSet(
         job=job,
         generation=generation,
         topology=document.topology,
         created=document.created,
-        files=tuple(_from_json(file, where) for file in document.ranks),
+        files=files,
     )
 
 
-def checked_files(files: Sequence[RankFile]) -> tuple[RankFile, ...]:
+def check_units(units: Collection[StoredUnit], generation: Generation, where: str) -> None:
+    """Raises CorruptError when a set of `generation` cannot say this of a rank's experts."""
+    names = [unit.unit for unit in units]
+    try:
+        kinds = {UnitKey.parse(name).kind for name in names}
+    except InvalidJobError as error:
+        raise CorruptError(f"{where}: {error}") from error
+    ages = all(unit.version <= unit.held_in <= generation for unit in units)
+    if names != sorted(set(names)) or not kinds <= {UnitKind.EXPERT} or not ages:
+        raise CorruptError(f"{where} says of experts what cannot be")
+
+
+def checked_files(files: Sequence[RankFile], generation: Generation) -> tuple[RankFile, ...]:
     """`files` by rank, when they are each rank of a world once.
 
     Raises:
-        CorruptError: a rank is missing, there twice, or described as cannot be.
+        CorruptError: a rank is missing, there twice, or described as cannot be in a set of
+            `generation`; or ranks that hold parts of one expert have different versions of it.
     """
     ordered = tuple(sorted(files, key=lambda file: file.rank))
     ranks = [file.rank for file in ordered]
@@ -178,6 +211,11 @@ def checked_files(files: Sequence[RankFile]) -> tuple[RankFile, ...]:
         raise CorruptError(f"a set needs the file of each rank once; these are of ranks {ranks}")
     for file in ordered:
         _from_json(_to_json(file), "a report")
+        check_units(file.units, generation, f"a report of rank {file.rank}")
+    versions: dict[str, Generation] = {}
+    for unit in (unit for file in ordered for unit in file.units):
+        if versions.setdefault(unit.unit, unit.version) != unit.version:
+            raise CorruptError(f"ranks hold different versions of parts of {unit.unit}")
     return ordered
 
 
@@ -189,7 +227,7 @@ def encode_latest(generation: Generation) -> bytes:
 def decode_latest(data: bytes) -> Generation | None:
     """What the hint says; None when it says nothing that can be read. It is only a hint."""
     try:
-        latest = msgspec.json.decode(data, type=_Latest)
+        latest = _LATEST_DECODER.decode(data)
         generation = Generation.parse(latest.generation)
     except (ValueError, RecursionError):
         return None
@@ -210,6 +248,7 @@ def _to_json(file: RankFile) -> _File:
         payload_bytes=file.payload_bytes,
         layout_id=file.layout_id,
         manifest_digest=f"{file.manifest_digest:016x}",
+        experts={unit.unit: (str(unit.version), str(unit.held_in)) for unit in file.units},
     )
 
 
@@ -218,11 +257,21 @@ def _from_json(file: _File, where: str) -> RankFile:
         file.file == file_name(file.rank)
         and 8 <= file.header_bytes <= HEADER_BYTES_MAX
         and 0 <= file.payload_bytes <= FILE_BYTES_MAX
-        and file.bytes == file.header_bytes + file.payload_bytes
+        and file.header_bytes <= file.bytes <= file.header_bytes + file.payload_bytes
+        and (file.experts or file.bytes == file.header_bytes + file.payload_bytes)
         and _HEX64.fullmatch(file.header_xxh3)
         and _HEX64.fullmatch(file.manifest_digest)
         and _LAYOUT_ID.fullmatch(file.layout_id)
     )
+    try:
+        units = tuple(
+            StoredUnit(
+                unit=unit, version=Generation.parse(version), held_in=Generation.parse(held_in)
+            )
+            for unit, (version, held_in) in sorted(file.experts.items())
+        )
+    except ValueError as error:
+        raise CorruptError(f"{where}: {error}") from error
     if not sound:
         raise CorruptError(f"{where} describes the file of rank {file.rank} as cannot be: {file}")
     return RankFile(
@@ -234,4 +283,5 @@ def _from_json(file: _File, where: str) -> RankFile:
         payload_bytes=file.payload_bytes,
         layout_id=file.layout_id,
         manifest_digest=int(file.manifest_digest, 16),
+        units=units,
     )

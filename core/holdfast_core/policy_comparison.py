@@ -32,6 +32,7 @@ from holdfast_core.jobs import MoETrainingJob, PolicyType
 from holdfast_core.layouts import PAGE_BYTES, round_up
 from holdfast_core.model_sizes import CapturePlan, ModelSizes, plan_capture, table_of_sizes
 from holdfast_core.quantities import format_portion
+from holdfast_core.recompute import GRADIENT_SHARE
 from holdfast_core.selection_budget import Budgets, experts_within, select_local
 from holdfast_core.selection_pec import select_sequential
 from holdfast_core.token_loss import check_limit
@@ -102,6 +103,13 @@ class PolicyCost:
     """Of the most loaded node's ranks together."""
     stall_s: float
     """By which one snapshot delays training: 0 when its copy hides behind a step."""
+    network_bytes: int
+    """Sent by all nodes together to protect one snapshot; 0 without redundancy."""
+    recomputed_bytes: int
+    """The same while all experts of a snapshot were in the one before it, and replicas are computed
+    from their gradients (MoEtion §5.2); equal where there are no replicas."""
+    gradient_bytes: int
+    """Memory that gradients take more, of the node that needs most; 0 where there are none."""
     protect_s: float
     """Of the most loaded node's bytes on the network; 0 without redundancy."""
     interval_steps: int
@@ -173,6 +181,9 @@ class _World:
     ) -> None:
         self._job, self._table, self._groups, self._assumed = job, table, groups, assumed
         self._redundant = job.spec.redundancy.type is not Redundancy.NONE
+        self._replicates = job.spec.redundancy.type is Redundancy.REPLICATION
+        chosen = job.spec.snapshot.policy.chosen_experts
+        self._recomputes = chosen is not None and chosen.recompute
         topology = job.topology()
         self._whole = plan_capture(table, topology, partial=False)
         self._apart = plan_capture(table, topology, partial=True)
@@ -260,12 +271,17 @@ class _World:
             restart_s=late_s,
         )
         lost_tokens = min(1.0, rate_per_s * interval_s * loss)
+        job_bytes = max(self._table.snapshot_bytes(units) for units in selections)
+        recomputed_bytes, gradient_bytes = self._gradients(policy, plan, job_bytes)
         return PolicyCost(
             policy=policy,
             experts=experts,
             rank_bytes=max(max(loads) for loads in by_rank),
-            job_bytes=max(self._table.snapshot_bytes(units) for units in selections),
-            memory_bytes=self._memory_bytes(plan),
+            job_bytes=job_bytes,
+            memory_bytes=self._memory_bytes(plan) + self._recomputes * gradient_bytes,
+            network_bytes=job_bytes * self._job.spec.redundancy.losses,
+            recomputed_bytes=recomputed_bytes,
+            gradient_bytes=gradient_bytes,
             copy_s=copy_s,
             stall_s=stall_s,
             protect_s=protect_s,
@@ -276,6 +292,16 @@ class _World:
             lost_tokens=lost_tokens,
             objection=self._objection(policy, experts, lost_tokens),
         )
+
+    def _gradients(self, policy: PolicyType, plan: CapturePlan, job_bytes: int) -> tuple[int, int]:
+        """`PolicyCost.recomputed_bytes` and `gradient_bytes` of snapshots of `job_bytes`."""
+        losses = self._job.spec.redundancy.losses
+        if policy is PolicyType.FULL or not self._replicates:
+            return job_bytes * losses, 0
+        dense_bytes = self._table.dense_bytes
+        carried = dense_bytes + int((job_bytes - dense_bytes) * GRADIENT_SHARE)
+        more = self._memory_bytes(plan, gradients=True) - self._memory_bytes(plan)
+        return carried * losses, more
 
     def _interval_steps(self, copy_s: float, protect_s: float, rate_per_s: float) -> int:
         """REFT eq. 9; no more often than the job asks for, nor than protection can follow: a save
@@ -291,8 +317,15 @@ class _World:
         ranks = self._job.spec.nproc_per_node
         return [sum(loads[at : at + ranks]) for at in range(0, len(loads), ranks)]
 
-    def _memory_bytes(self, plan: CapturePlan) -> int:
-        slots = [round_up(load, PAGE_BYTES) for load in plan.loads(self._table.units)]
+    def _memory_bytes(self, plan: CapturePlan, *, gradients: bool = False) -> int:
+        loads = plan.loads(self._table.units)
+        if gradients:
+            always = plan.loads(())
+            loads = [
+                load + int((load - rest) * GRADIENT_SHARE)
+                for load, rest in zip(loads, always, strict=True)
+            ]
+        slots = [round_up(load, PAGE_BYTES) for load in loads]
         nodes = predict(
             slots,
             self._groups,

@@ -39,12 +39,19 @@ class FailureModel:
     """λ of losing only the training process of a node, in time^-c."""
     shape: float = 1.0
     """c of the Weibull distribution; 1 is a constant rate."""
+    losses: int = 1
+    """Lost nodes of a parity group that it survives; 1 in REFT."""
 
     def __post_init__(self) -> None:
         if not MIN_GROUP_SIZE <= self.group_size <= self.nodes:
             raise InvalidJobError(
                 f"nodes={self.nodes} with group_size={self.group_size}: a parity group has "
                 f"{MIN_GROUP_SIZE} nodes to all nodes"
+            )
+        if not 1 <= self.losses < self.group_size:
+            raise InvalidJobError(
+                f"losses={self.losses} with group_size={self.group_size}: a parity group survives "
+                f"1 loss to all but one"
             )
         if not (self.hardware_rate >= 0 and self.software_rate >= 0 and self.shape > 0):
             raise InvalidJobError(
@@ -59,14 +66,15 @@ def survival(rate: float, shape: float, time: float) -> float:
 
 
 def parity_survival(model: FailureModel, time: float) -> float:
-    """P_re-survive: no group has lost more than one node by `time` (REFT §5, eq. 2).
+    """P_re-survive: no group has lost more than `losses` nodes by `time` (REFT §5, eq. 2).
 
-    (P_s^n + n (1 - P_s) P_s^(n-1))^(k/n). Failures of software do not count, because the daemon
+    (P_s^n + n (1 - P_s) P_s^(n-1))^(k/n) with one loss survived; with more, as many more terms of
+    the binomial distribution in the brackets. Failures of software do not count, because the daemon
     outlives the trainer, and P_re, the daemon's own survival, is taken as 1 as in the paper. Lost
     nodes are not replaced in this model, so it is a lower bound for a job with spares.
     """
     hazard = model.hardware_rate * time**model.shape
-    loss = group_loss_probability(-expm1(-hazard), model.group_size)
+    loss = group_loss_probability(-expm1(-hazard), model.group_size, losses=model.losses)
     return exp(model.nodes / model.group_size * log1p(-loss)) if loss < 1 else 0.0
 
 

@@ -23,6 +23,7 @@ from itertools import product
 
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 from holdfast_core.layouts import Entry, Layout, TensorRole
+from holdfast_core.recompute import state_entries
 from holdfast_core.topology import Coordinates, Topology
 from holdfast_core.units import UnitKey
 
@@ -145,7 +146,7 @@ def set_tensors(
     placing = _Placing(reading if reading is not None else Reading(), layouts)
     by_name: dict[str, list[_Placed]] = {}
     for rank in sorted(layouts):
-        for entry in layouts[rank].entries:
+        for entry in state_entries(layouts[rank]):
             for placed in placing.place(rank, entry):
                 by_name.setdefault(placed.name, []).append(placed)
     return {name: _tensor(name, parts) for name, parts in sorted(by_name.items())}
@@ -160,7 +161,7 @@ class _Placing:
         self._topologies = {rank: Topology.parse(lay.topology) for rank, lay in layouts.items()}
         units: dict[str, set[str]] = {}
         for layout in layouts.values():
-            for entry in layout.entries:
+            for entry in state_entries(layout):
                 units.setdefault(entry.tensor, set()).add(entry.unit)
         # Ranks that hold other experts under the same name: a stack that is not sliced.
         self._stacks = {name for name, of in units.items() if len(of) > 1}

@@ -1,8 +1,8 @@
 """Which generation in storage a job goes on from when its daemons' memory has no line.
 
 Pure: what was found there comes in, a choice and its reason go out. A fresh start is chosen only
-when storage was read and holds no copy at all: whoever waits can still be helped, and training that
-began anew in silence would cost what the copies were made for.
+when storage was read, is the right one, and holds no copy at all: whoever waits can still be
+helped, and training that began anew in silence would cost what the copies were made for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from holdfast_core.values import Generation, Tier
 
 ELSEWHERE = "load it with torch.distributed.checkpoint (docs/persistence.md)"
 """What to do about a copy of another parallelism."""
+
+MARK_FILE = "tier.json"
+"""In the job's directory from its first set on; it says that this is the right storage."""
 
 _NAMED_MAX = 4
 """Copies that a reason names one by one."""
@@ -35,6 +38,8 @@ class Found:
     """Whole sets, in any order."""
     unreadable: tuple[tuple[str, str], ...] = ()
     """(name, why) of each set that says it is whole and cannot be read."""
+    marked: bool = False
+    """The job's mark is there. Nobody looks for it where there are sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +83,8 @@ def choose_copy(
     if not copies and not found.unreadable:
         if tier.restore_from:
             return Choice(reason=_not_there(tier, copies))
+        if tier.persisted and not found.marked:
+            return Choice(reason=_not_the_right_one(tier))
         return Choice(reason=f"{tier.uri} holds no whole copy of this job", fresh=True)
     wanted = [copy for copy in copies if tier.restore_from in ("", str(copy.generation))]
     if tier.restore_from and not wanted:
@@ -114,6 +121,15 @@ def _not_there(tier: Tier, copies: list[StoredCopy]) -> str:
     return (
         f"restore.from asks for generation {tier.restore_from}, and {tier.uri} holds {there}: give "
         f"one of these, or remove restore.from"
+    )
+
+
+def _not_the_right_one(tier: Tier) -> str:
+    return (
+        f"{tier.uri} can be read and holds nothing of this job, although generation "
+        f"{tier.persisted} was put there: it is not mounted, or is another storage. The job waits, "
+        f"because a fresh start would lose what is there. Mount it; if its copies were removed on "
+        f"purpose, put an empty file {MARK_FILE} into the job's directory there"
     )
 
 

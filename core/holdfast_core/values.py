@@ -85,9 +85,13 @@ class Tier:
     """Besides, copies whose step is a multiple of this are kept for good; 0: none."""
     bytes_per_s: int = 0
     """What one daemon may write in a second; 0: as fast as it can."""
+    experts: int = 0
+    """Of each layer, the experts that a copy holds anew; 0: all."""
     restore_from: str = ""
     """`epoch.step` of the copy that a job without generations in memory begins from; empty: the
     newest whole one."""
+    persisted: str = ""
+    """`epoch.step` of a copy that the control loop knows was put there; empty: it knows of none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +181,19 @@ class Membership:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertVersion:
+    """A captured version of an expert, as one rank knows it."""
+
+    unit: str
+    """`str(UnitKey)`."""
+    generation: Generation
+    number: int
+    """Of the snapshot in the job's life, from 0."""
+    tokens: int
+    """That the rank had routed to the expert when it was captured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """What a sealed snapshot contains: enough to find, verify and restore every byte.
 
@@ -198,6 +215,12 @@ class Manifest:
     """xxh3-64 of each piece, ceil(payload_bytes / piece_bytes) of them, 8 bytes little-endian."""
     nan_units: tuple[str, ...] = ()
     """Units that held a NaN when they were captured (captured faithfully, counted)."""
+    experts: tuple[ExpertVersion, ...] = ()
+    """Where snapshots leave experts out: the version of each expert that the snapshot holds, and of
+    the experts of other ranks the newest that this rank knows."""
+    older: tuple[ExpertVersion, ...] = ()
+    """Of a snapshot from durable storage: versions that other ranks may have been given, older than
+    those in `experts`. They say what this rank's tokens lost by that."""
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 1 or self.payload_bytes < 0:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ import grpc.aio
 
 from holdfast_core.errors import AccessDeniedError, InvalidJobError, UnauthenticatedError
 from holdfast_protos import codec
+from holdfast_protos.validity import ends_at
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 DOMAIN = "local"
 """Of processes that are not told another one."""
+ENDS = ("own", "authority")
+"""What of an identity can end, as `Loaded.ends_at` calls it."""
 READS_MAX = 3
 """Files that change while they are read are read again, this often."""
 
@@ -63,6 +67,9 @@ class Loaded:
     """For servers of plain sockets; insists on a certificate."""
     client: ssl.SSLContext
     """For clients of plain sockets; insists on a certificate and its name."""
+    ends_at: Mapping[str, float]
+    """Unix time in seconds: `own`, the first end in the chain that is shown to others, and
+    `authority`, the last end of those by which others are judged; not a number while unknown."""
 
 
 class Identity:
@@ -89,6 +96,10 @@ class Identity:
     def name(self, role: Role) -> str:
         """The DNS name that a certificate of `role` has."""
         return f"{role}.{self._domain}.holdfast"
+
+    def ends_at(self) -> Mapping[str, float]:
+        """When the certificates in use end, as `Loaded.ends_at`. May be called on any thread."""
+        return self.current().ends_at
 
     def current(self) -> Loaded:
         """What the files hold; what they held before while they do not fit together."""
@@ -304,4 +315,13 @@ def _read(directory: Path, version: int) -> Loaded:
         credentials=grpc.ssl_channel_credentials(authority, key, certificate),
         server=server,
         client=client,
+        ends_at={"own": _end(certificate, min), "authority": _end(authority, max)},
     )
+
+
+def _end(pem: bytes, choose_end: Callable[[list[float]], float]) -> float:
+    """Not a number where it cannot be read: OpenSSL understands what nobody can tell the end of."""
+    try:
+        return choose_end(ends_at(pem))
+    except ValueError:
+        return nan

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from holdfast_core.errors import ProtocolError
-from holdfast_core.persisted import RankFile
-from holdfast_core.values import Generation, PersistOrder
+from holdfast_core.persisted import RankFile, StoredUnit
+from holdfast_core.values import ExpertVersion, Generation, PersistOrder
 from holdfast_protos import values_pb2
 
 
@@ -32,9 +32,46 @@ def order_from_proto(message: values_pb2.PersistOrder) -> PersistOrder:
 
 def file_to_proto(value: RankFile) -> values_pb2.RankFile:
     """`value` as a message."""
-    return values_pb2.RankFile(**asdict(value))
+    units = [
+        values_pb2.StoredUnit(
+            unit=unit.unit,
+            version=values_pb2.Generation(epoch=unit.version.epoch, step=unit.version.step),
+            held_in=values_pb2.Generation(epoch=unit.held_in.epoch, step=unit.held_in.step),
+        )
+        for unit in value.units
+    ]
+    return values_pb2.RankFile(**{**asdict(replace(value, units=())), "units": units})
 
 
 def file_from_proto(message: values_pb2.RankFile) -> RankFile:
     """The description of a file in `message`; whoever commits a set checks that it is true."""
-    return RankFile(**{known.name: getattr(message, known.name) for known in fields(RankFile)})
+    units = tuple(
+        StoredUnit(
+            unit=unit.unit,
+            version=Generation(unit.version.epoch, unit.version.step),
+            held_in=Generation(unit.held_in.epoch, unit.held_in.step),
+        )
+        for unit in message.units
+    )
+    plain = {k.name: getattr(message, k.name) for k in fields(RankFile) if k.name != "units"}
+    return RankFile(**plain, units=units)
+
+
+def expert_to_proto(value: ExpertVersion) -> values_pb2.ExpertVersion:
+    """`value` as a message."""
+    return values_pb2.ExpertVersion(
+        unit=value.unit,
+        generation=values_pb2.Generation(epoch=value.generation.epoch, step=value.generation.step),
+        number=value.number,
+        tokens=value.tokens,
+    )
+
+
+def expert_from_proto(message: values_pb2.ExpertVersion) -> ExpertVersion:
+    """The version in `message`."""
+    return ExpertVersion(
+        unit=message.unit,
+        generation=Generation(message.generation.epoch, message.generation.step),
+        number=message.number,
+        tokens=message.tokens,
+    )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from holdfast_protos import values_pb2 as holdfast__protos_dot_values__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dholdfast_protos/trainer.proto\x12\x0bholdfast.v1\x1a\x1choldfast_protos/values.proto\"Z\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rstore_address\x18\x04 \x01(\t\"_\n\nHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x14\n\x0c\x61rena_socket\x18\x04 \x01(\t\":\n\x0eRestoreRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"}\n\x0fRestoreProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12.\n\x08\x64\x65\x63ision\x18\x05 \x01(\x0b\x32\x1c.holdfast.v1.RestoreDecision\"\xa6\x01\n\x0fRestoreDecision\x12\x1f\n\x04line\x18\x01 \x01(\x0b\x32\x11.holdfast.v1.Line\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\x12\x0e\n\x06layout\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06places\x18\x08 \x01(\x0c\"p\n\x0bOpenRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06layout\x18\x04 \x01(\x0c\x12\x1a\n\x12largest_slot_bytes\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\r\"z\n\tOpenReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x15\n\rretained_step\x18\x06 \x01(\x04\"v\n\x0cGrantRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12%\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x11\n\tunchanged\x18\x05 \x01(\x0c\"[\n\nGrantReply\x12\x0e\n\x04slot\x18\x01 \x01(\rH\x00\x12\x11\n\x07skipped\x18\x02 \x01(\tH\x00\x12\x0e\n\x06places\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63\x61rried\x18\x04 \x01(\x08\x42\t\n\x07outcome\"\x9c\x01\n\rCommitRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x65xtras_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x07 \x01(\x0c\x12\x11\n\tnan_units\x18\x08 \x03(\t\"&\n\x0b\x43ommitReply\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\x06\"L\n\x0c\x41\x62ortRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x0c\n\nAbortReply\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\xe3\x01\n\nWatchEvent\x12,\n\tprotected\x18\x01 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x12\'\n\x04\x64\x65\x61\x64\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x12\x15\n\x0b\x65poch_ended\x18\x03 \x01(\x04H\x00\x12\x30\n\runprotectable\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x12,\n\tpersisted\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x42\x07\n\x05\x65vent\"\x1f\n\x0c\x43loseRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x0c\n\nCloseReply\"\xb0\x01\n\x0eProgressReport\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07skipped\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x10\n\x08staged_s\x18\x07 \x01(\x01\x12%\n\x04loss\x18\x0b \x01(\x0b\x32\x17.holdfast.v1.LossReportJ\x04\x08\x08\x10\x0b\"\x0f\n\rProgressReply\"l\n\x10JoinWorldRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0b\x61\x66ter_epoch\x18\x03 \x01(\x04\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x0c\n\x04peek\x18\x05 \x01(\x08\"\x99\x01\n\x05World\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnode_rank\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x14\n\x0cserves_store\x18\x06 \x01(\x08\x12\x11\n\tnode_host\x18\x07 \x01(\t\x12\x10\n\x08\x66inished\x18\x08 \x01(\x08\"H\n\x13PublishStoreRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rstore_address\x18\x03 \x01(\t\"\x13\n\x11PublishStoreReply\"R\n\x13WorkerExitedRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\texit_code\x18\x04 \x01(\r\"\x13\n\x11WorkerExitedReply\"\x1d\n\x0ePersistRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x0e\n\x0cPersistReply\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xaa\x07\n\x07Trainer\x12;\n\x05Hello\x12\x19.holdfast.v1.HelloRequest\x1a\x17.holdfast.v1.HelloReply\x12\x46\n\x07Restore\x12\x1b.holdfast.v1.RestoreRequest\x1a\x1c.holdfast.v1.RestoreProgress0\x01\x12\x38\n\x04Open\x12\x18.holdfast.v1.OpenRequest\x1a\x16.holdfast.v1.OpenReply\x12;\n\x05Grant\x12\x19.holdfast.v1.GrantRequest\x1a\x17.holdfast.v1.GrantReply\x12>\n\x06\x43ommit\x12\x1a.holdfast.v1.CommitRequest\x1a\x18.holdfast.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.holdfast.v1.AbortRequest\x1a\x17.holdfast.v1.AbortReply\x12=\n\x05Watch\x12\x19.holdfast.v1.WatchRequest\x1a\x17.holdfast.v1.WatchEvent0\x01\x12;\n\x05\x43lose\x12\x19.holdfast.v1.CloseRequest\x1a\x17.holdfast.v1.CloseReply\x12\x43\n\x08Progress\x12\x1b.holdfast.v1.ProgressReport\x1a\x1a.holdfast.v1.ProgressReply\x12>\n\tJoinWorld\x12\x1d.holdfast.v1.JoinWorldRequest\x1a\x12.holdfast.v1.World\x12P\n\x0cPublishStore\x12 .holdfast.v1.PublishStoreRequest\x1a\x1e.holdfast.v1.PublishStoreReply\x12P\n\x0cWorkerExited\x12 .holdfast.v1.WorkerExitedRequest\x1a\x1e.holdfast.v1.WorkerExitedReply\x12\x41\n\x07Persist\x12\x1b.holdfast.v1.PersistRequest\x1a\x19.holdfast.v1.PersistReply\x12>\n\x06Status\x12\x1a.holdfast.v1.StatusRequest\x1a\x18.holdfast.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dholdfast_protos/trainer.proto\x12\x0bholdfast.v1\x1a\x1choldfast_protos/values.proto\"Z\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x15\n\rstore_address\x18\x04 \x01(\t\"_\n\nHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x14\n\x0c\x61rena_socket\x18\x04 \x01(\t\":\n\x0eRestoreRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"}\n\x0fRestoreProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12.\n\x08\x64\x65\x63ision\x18\x05 \x01(\x0b\x32\x1c.holdfast.v1.RestoreDecision\"\xa6\x01\n\x0fRestoreDecision\x12\x1f\n\x04line\x18\x01 \x01(\x0b\x32\x11.holdfast.v1.Line\x12\x10\n\x08manifest\x18\x02 \x01(\x0c\x12\x0e\n\x06layout\x18\x03 \x01(\x0c\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x07 \x01(\x04\x12\x0e\n\x06places\x18\x08 \x01(\x0c\"p\n\x0bOpenRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06layout\x18\x04 \x01(\x0c\x12\x1a\n\x12largest_slot_bytes\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\r\"z\n\tOpenReply\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x15\n\rretained_step\x18\x06 \x01(\x04\"v\n\x0cGrantRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12%\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x11\n\tunchanged\x18\x05 \x01(\x0c\"[\n\nGrantReply\x12\x0e\n\x04slot\x18\x01 \x01(\rH\x00\x12\x11\n\x07skipped\x18\x02 \x01(\tH\x00\x12\x0e\n\x06places\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63\x61rried\x18\x04 \x01(\x08\x42\t\n\x07outcome\"\xc9\x01\n\rCommitRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x65xtras_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x07 \x01(\x0c\x12\x11\n\tnan_units\x18\x08 \x03(\t\x12+\n\x07\x65xperts\x18\t \x03(\x0b\x32\x1a.holdfast.v1.ExpertVersion\"&\n\x0b\x43ommitReply\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\x06\"L\n\x0c\x41\x62ortRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x0c\n\nAbortReply\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\xe3\x01\n\nWatchEvent\x12,\n\tprotected\x18\x01 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x12\'\n\x04\x64\x65\x61\x64\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x12\x15\n\x0b\x65poch_ended\x18\x03 \x01(\x04H\x00\x12\x30\n\runprotectable\x18\x04 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x12,\n\tpersisted\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.GenerationH\x00\x42\x07\n\x05\x65vent\"\x1f\n\x0c\x43loseRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"\x0c\n\nCloseReply\"\xb0\x01\n\x0eProgressReport\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07skipped\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x05 \x01(\t\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x10\n\x08staged_s\x18\x07 \x01(\x01\x12%\n\x04loss\x18\x0b \x01(\x0b\x32\x17.holdfast.v1.LossReportJ\x04\x08\x08\x10\x0b\"\x0f\n\rProgressReply\"l\n\x10JoinWorldRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0b\x61\x66ter_epoch\x18\x03 \x01(\x04\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x0c\n\x04peek\x18\x05 \x01(\x08\"\x99\x01\n\x05World\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnode_rank\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x14\n\x0cserves_store\x18\x06 \x01(\x08\x12\x11\n\tnode_host\x18\x07 \x01(\t\x12\x10\n\x08\x66inished\x18\x08 \x01(\x08\"H\n\x13PublishStoreRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rstore_address\x18\x03 \x01(\t\"\x13\n\x11PublishStoreReply\"R\n\x13WorkerExitedRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\texit_code\x18\x04 \x01(\r\"\x13\n\x11WorkerExitedReply\"\x1d\n\x0ePersistRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x0e\n\x0cPersistReply\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xaa\x07\n\x07Trainer\x12;\n\x05Hello\x12\x19.holdfast.v1.HelloRequest\x1a\x17.holdfast.v1.HelloReply\x12\x46\n\x07Restore\x12\x1b.holdfast.v1.RestoreRequest\x1a\x1c.holdfast.v1.RestoreProgress0\x01\x12\x38\n\x04Open\x12\x18.holdfast.v1.OpenRequest\x1a\x16.holdfast.v1.OpenReply\x12;\n\x05Grant\x12\x19.holdfast.v1.GrantRequest\x1a\x17.holdfast.v1.GrantReply\x12>\n\x06\x43ommit\x12\x1a.holdfast.v1.CommitRequest\x1a\x18.holdfast.v1.CommitReply\x12;\n\x05\x41\x62ort\x12\x19.holdfast.v1.AbortRequest\x1a\x17.holdfast.v1.AbortReply\x12=\n\x05Watch\x12\x19.holdfast.v1.WatchRequest\x1a\x17.holdfast.v1.WatchEvent0\x01\x12;\n\x05\x43lose\x12\x19.holdfast.v1.CloseRequest\x1a\x17.holdfast.v1.CloseReply\x12\x43\n\x08Progress\x12\x1b.holdfast.v1.ProgressReport\x1a\x1a.holdfast.v1.ProgressReply\x12>\n\tJoinWorld\x12\x1d.holdfast.v1.JoinWorldRequest\x1a\x12.holdfast.v1.World\x12P\n\x0cPublishStore\x12 .holdfast.v1.PublishStoreRequest\x1a\x1e.holdfast.v1.PublishStoreReply\x12P\n\x0cWorkerExited\x12 .holdfast.v1.WorkerExitedRequest\x1a\x1e.holdfast.v1.WorkerExitedReply\x12\x41\n\x07Persist\x12\x1b.holdfast.v1.PersistRequest\x1a\x19.holdfast.v1.PersistReply\x12>\n\x06Status\x12\x1a.holdfast.v1.StatusRequest\x1a\x18.holdfast.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,45 +51,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRANTREPLY']._serialized_start=979
   _globals['_GRANTREPLY']._serialized_end=1070
   _globals['_COMMITREQUEST']._serialized_start=1073
-  _globals['_COMMITREQUEST']._serialized_end=1229
-  _globals['_COMMITREPLY']._serialized_start=1231
-  _globals['_COMMITREPLY']._serialized_end=1269
-  _globals['_ABORTREQUEST']._serialized_start=1271
-  _globals['_ABORTREQUEST']._serialized_end=1347
-  _globals['_ABORTREPLY']._serialized_start=1349
-  _globals['_ABORTREPLY']._serialized_end=1361
-  _globals['_WATCHREQUEST']._serialized_start=1363
-  _globals['_WATCHREQUEST']._serialized_end=1394
-  _globals['_WATCHEVENT']._serialized_start=1397
-  _globals['_WATCHEVENT']._serialized_end=1624
-  _globals['_CLOSEREQUEST']._serialized_start=1626
-  _globals['_CLOSEREQUEST']._serialized_end=1657
-  _globals['_CLOSEREPLY']._serialized_start=1659
-  _globals['_CLOSEREPLY']._serialized_end=1671
-  _globals['_PROGRESSREPORT']._serialized_start=1674
-  _globals['_PROGRESSREPORT']._serialized_end=1850
-  _globals['_PROGRESSREPLY']._serialized_start=1852
-  _globals['_PROGRESSREPLY']._serialized_end=1867
-  _globals['_JOINWORLDREQUEST']._serialized_start=1869
-  _globals['_JOINWORLDREQUEST']._serialized_end=1977
-  _globals['_WORLD']._serialized_start=1980
-  _globals['_WORLD']._serialized_end=2133
-  _globals['_PUBLISHSTOREREQUEST']._serialized_start=2135
-  _globals['_PUBLISHSTOREREQUEST']._serialized_end=2207
-  _globals['_PUBLISHSTOREREPLY']._serialized_start=2209
-  _globals['_PUBLISHSTOREREPLY']._serialized_end=2228
-  _globals['_WORKEREXITEDREQUEST']._serialized_start=2230
-  _globals['_WORKEREXITEDREQUEST']._serialized_end=2312
-  _globals['_WORKEREXITEDREPLY']._serialized_start=2314
-  _globals['_WORKEREXITEDREPLY']._serialized_end=2333
-  _globals['_PERSISTREQUEST']._serialized_start=2335
-  _globals['_PERSISTREQUEST']._serialized_end=2364
-  _globals['_PERSISTREPLY']._serialized_start=2366
-  _globals['_PERSISTREPLY']._serialized_end=2380
-  _globals['_STATUSREQUEST']._serialized_start=2382
-  _globals['_STATUSREQUEST']._serialized_end=2397
-  _globals['_STATUSREPLY']._serialized_start=2399
-  _globals['_STATUSREPLY']._serialized_end=2426
-  _globals['_TRAINER']._serialized_start=2429
-  _globals['_TRAINER']._serialized_end=3367
+  _globals['_COMMITREQUEST']._serialized_end=1274
+  _globals['_COMMITREPLY']._serialized_start=1276
+  _globals['_COMMITREPLY']._serialized_end=1314
+  _globals['_ABORTREQUEST']._serialized_start=1316
+  _globals['_ABORTREQUEST']._serialized_end=1392
+  _globals['_ABORTREPLY']._serialized_start=1394
+  _globals['_ABORTREPLY']._serialized_end=1406
+  _globals['_WATCHREQUEST']._serialized_start=1408
+  _globals['_WATCHREQUEST']._serialized_end=1439
+  _globals['_WATCHEVENT']._serialized_start=1442
+  _globals['_WATCHEVENT']._serialized_end=1669
+  _globals['_CLOSEREQUEST']._serialized_start=1671
+  _globals['_CLOSEREQUEST']._serialized_end=1702
+  _globals['_CLOSEREPLY']._serialized_start=1704
+  _globals['_CLOSEREPLY']._serialized_end=1716
+  _globals['_PROGRESSREPORT']._serialized_start=1719
+  _globals['_PROGRESSREPORT']._serialized_end=1895
+  _globals['_PROGRESSREPLY']._serialized_start=1897
+  _globals['_PROGRESSREPLY']._serialized_end=1912
+  _globals['_JOINWORLDREQUEST']._serialized_start=1914
+  _globals['_JOINWORLDREQUEST']._serialized_end=2022
+  _globals['_WORLD']._serialized_start=2025
+  _globals['_WORLD']._serialized_end=2178
+  _globals['_PUBLISHSTOREREQUEST']._serialized_start=2180
+  _globals['_PUBLISHSTOREREQUEST']._serialized_end=2252
+  _globals['_PUBLISHSTOREREPLY']._serialized_start=2254
+  _globals['_PUBLISHSTOREREPLY']._serialized_end=2273
+  _globals['_WORKEREXITEDREQUEST']._serialized_start=2275
+  _globals['_WORKEREXITEDREQUEST']._serialized_end=2357
+  _globals['_WORKEREXITEDREPLY']._serialized_start=2359
+  _globals['_WORKEREXITEDREPLY']._serialized_end=2378
+  _globals['_PERSISTREQUEST']._serialized_start=2380
+  _globals['_PERSISTREQUEST']._serialized_end=2409
+  _globals['_PERSISTREPLY']._serialized_start=2411
+  _globals['_PERSISTREPLY']._serialized_end=2425
+  _globals['_STATUSREQUEST']._serialized_start=2427
+  _globals['_STATUSREQUEST']._serialized_end=2442
+  _globals['_STATUSREPLY']._serialized_start=2444
+  _globals['_STATUSREPLY']._serialized_end=2471
+  _globals['_TRAINER']._serialized_start=2474
+  _globals['_TRAINER']._serialized_end=3412
 # @@protoc_insertion_point(module_scope)

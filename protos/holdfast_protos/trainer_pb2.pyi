@@ -338,6 +338,7 @@ class CommitRequest(_message.Message):
     EXTRAS_BYTES_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     NAN_UNITS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -348,6 +349,10 @@ class CommitRequest(_message.Message):
     """those of pieces that are carried over are not looked at"""
     @_builtins.property
     def nan_units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def experts(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.ExpertVersion]:
+        """where snapshots leave experts out: what this one holds"""
+
     def __init__(
         self,
         *,
@@ -359,10 +364,11 @@ class CommitRequest(_message.Message):
         extras_bytes: _builtins.int = ...,
         digests: _builtins.bytes = ...,
         nan_units: _abc.Iterable[_builtins.str] | None = ...,
+        experts: _abc.Iterable[_values_pb2.ExpertVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "extras_bytes", b"extras_bytes", "nan_units", b"nan_units", "payload_bytes", b"payload_bytes", "session", b"session", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "experts", b"experts", "extras_bytes", b"extras_bytes", "nan_units", b"nan_units", "payload_bytes", b"payload_bytes", "session", b"session", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

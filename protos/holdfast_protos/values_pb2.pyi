@@ -160,6 +160,8 @@ class Tier(_message.Message):
     KEEP_EVERY_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     RESTORE_FROM_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
     uri: _builtins.str
     every_steps: _builtins.int
     every_s: _builtins.float
@@ -167,6 +169,10 @@ class Tier(_message.Message):
     keep_every: _builtins.int
     bytes_per_s: _builtins.int
     restore_from: _builtins.str
+    persisted: _builtins.str
+    """A copy that was put there before this epoch: storage without any is not the right one."""
+    experts: _builtins.int
+    """of each layer that a copy holds anew; 0: all"""
     def __init__(
         self,
         *,
@@ -177,10 +183,12 @@ class Tier(_message.Message):
         keep_every: _builtins.int = ...,
         bytes_per_s: _builtins.int = ...,
         restore_from: _builtins.str = ...,
+        persisted: _builtins.str = ...,
+        experts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "every_s", b"every_s", "every_steps", b"every_steps", "keep", b"keep", "keep_every", b"keep_every", "restore_from", b"restore_from", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "every_s", b"every_s", "every_steps", b"every_steps", "experts", b"experts", "keep", b"keep", "keep_every", b"keep_every", "persisted", b"persisted", "restore_from", b"restore_from", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,6 +510,7 @@ class RankFile(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_ID_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     file: _builtins.str
     bytes: _builtins.int
@@ -510,6 +519,8 @@ class RankFile(_message.Message):
     payload_bytes: _builtins.int
     layout_id: _builtins.str
     manifest_digest: _builtins.int
+    @_builtins.property
+    def units(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredUnit]: ...
     def __init__(
         self,
         *,
@@ -521,11 +532,74 @@ class RankFile(_message.Message):
         payload_bytes: _builtins.int = ...,
         layout_id: _builtins.str = ...,
         manifest_digest: _builtins.int = ...,
+        units: _abc.Iterable[Global___StoredUnit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "file", b"file", "header_bytes", b"header_bytes", "header_xxh3", b"header_xxh3", "layout_id", b"layout_id", "manifest_digest", b"manifest_digest", "payload_bytes", b"payload_bytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "file", b"file", "header_bytes", b"header_bytes", "header_xxh3", b"header_xxh3", "layout_id", b"layout_id", "manifest_digest", b"manifest_digest", "payload_bytes", b"payload_bytes", "rank", b"rank", "units", b"units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankFile: _TypeAlias = RankFile  # noqa: Y015
+
+@_typing.final
+class StoredUnit(_message.Message):
+    """An expert that copies may leave out, and where storage has it
+    (holdfast_core.persisted.StoredUnit).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    HELD_IN_FIELD_NUMBER: _builtins.int
+    unit: _builtins.str
+    @_builtins.property
+    def version(self) -> Global___Generation: ...
+    @_builtins.property
+    def held_in(self) -> Global___Generation: ...
+    def __init__(
+        self,
+        *,
+        unit: _builtins.str = ...,
+        version: Global___Generation | None = ...,
+        held_in: Global___Generation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held_in", b"held_in", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_in", b"held_in", "unit", b"unit", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredUnit: _TypeAlias = StoredUnit  # noqa: Y015
+
+@_typing.final
+class ExpertVersion(_message.Message):
+    """A captured version of an expert, as one rank knows it (holdfast_core.values.ExpertVersion)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    unit: _builtins.str
+    number: _builtins.int
+    tokens: _builtins.int
+    @_builtins.property
+    def generation(self) -> Global___Generation: ...
+    def __init__(
+        self,
+        *,
+        unit: _builtins.str = ...,
+        generation: Global___Generation | None = ...,
+        number: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "number", b"number", "tokens", b"tokens", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertVersion: _TypeAlias = ExpertVersion  # noqa: Y015

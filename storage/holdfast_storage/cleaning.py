@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from holdfast_core.persisted_retention import Removal, SetState, choose_removals
 from holdfast_core.persisted_sets import LATEST_FILE, MANIFEST_FILE, parse_set_name
+from holdfast_core.stored_line import MARK_FILE
 from holdfast_core.values import Generation
 from holdfast_storage.finding import Findings, Looked
 from holdfast_storage.places import Place
@@ -81,7 +82,7 @@ def _discard(place: Place, job: str, idle_since_s: float, writing: Collection[Ge
         names = each.path.split("/")[1:]
         generation = parse_set_name(names[0]) if len(names) == 2 else None
         known = names[-1] == MANIFEST_FILE or _RANK_FILE.fullmatch(names[-1])
-        ours = (generation is not None and known) or names == [LATEST_FILE]
+        ours = (generation is not None and known) or names in ([LATEST_FILE], [MARK_FILE])
         if ours and generation not in writing and each.modified_s < idle_since_s:
             place.discard(each)
             count += 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.persisted import RankFile, StoredUnit
 from holdfast_core.persisted_retention import FoundSet, SetState
 from holdfast_core.persisted_sets import (
     MANIFEST_BYTES_MAX,
@@ -13,6 +14,7 @@ from holdfast_core.persisted_sets import (
     StoredSet,
     decode_set,
     parse_set_name,
+    set_name,
 )
 from holdfast_core.values import Generation
 from holdfast_storage.places import Item, Place
@@ -77,8 +79,73 @@ def find_sets(place: Place, job: str) -> Findings:
         if generation is not None:
             sets.setdefault(generation, {})[names[1]] = item
     newest_first = sorted(sets.items(), reverse=True, key=lambda pair: pair[0])
-    return Findings(
-        job=job, sets=tuple(_look(place, job, generation, of) for generation, of in newest_first)
+    looked = {g: _look(place, job, g, of) for g, of in newest_first}
+    resolved = [_resolved(each, looked) for each in looked.values()]
+    needed = frozenset[Generation]().union(
+        *(each.found.needs for each in resolved if each.found.state is SetState.COMPLETE)
+    )
+    return Findings(job=job, sets=tuple(_as_holder(each, needed) for each in resolved))
+
+
+def unresolved(
+    files: Sequence[RankFile], generation: Generation, found: Mapping[Generation, Looked]
+) -> str:
+    """What the sets in `found` lack of the experts that these files of a set of `generation` name;
+    empty when all is there."""
+    for file in files:
+        named: dict[Generation, list[StoredUnit]] = {}
+        for unit in file.units:
+            if unit.held_in != generation:
+                named.setdefault(unit.held_in, []).append(unit)
+        for held_in, units in named.items():
+            at = found.get(held_in)
+            if at is None or at.stored is None:
+                why = at.reason if at is not None else "it is not there"
+                return f"it needs generation {held_in}: {why}"
+            problem = lacks(at.stored, held_in, file.rank, units)
+            if problem:
+                return problem
+            there = at.items.get(file.file)
+            if there is None or there.bytes != at.stored.files[file.rank].bytes:
+                return f"it needs {file.file} of generation {held_in}, which is not whole"
+    return ""
+
+
+def _as_holder(looked: Looked, needed: Collection[Generation]) -> Looked:
+    """A set that lacks only what it names, and that a complete set names, is no damaged one."""
+    found = looked.found
+    if found.generation not in needed or found.state is not SetState.DAMAGED:
+        return looked
+    if looked.stored is None or _missing(looked.stored, looked.items):
+        return looked
+    return replace(looked, found=replace(found, state=SetState.HOLDER))
+
+
+def lacks(stored: StoredSet, generation: Generation, rank: int, units: Sequence[StoredUnit]) -> str:
+    """Which of the `units` that are said to be held in the rank's file of this set is not."""
+    held = stored.files[rank].units if rank < stored.world_size else ()
+    for unit in units:
+        if unit.held_in == generation and unit not in held:
+            return f"generation {generation} does not hold version {unit.version} of {unit.unit}"
+    return ""
+
+
+def _resolved(looked: Looked, found: Mapping[Generation, Looked]) -> Looked:
+    """A set is complete only with what it names of other sets."""
+    stored, state = looked.stored, looked.found.state
+    if stored is None:
+        return looked
+    reason = ""
+    if state is SetState.COMPLETE:
+        reason = unresolved(stored.files, stored.generation, found)
+    if reason:
+        state = SetState.DAMAGED
+        if any(found[g].found.state is SetState.UNKNOWN for g in stored.needs if g in found):
+            state = SetState.UNKNOWN
+    return replace(
+        looked,
+        found=replace(looked.found, state=state, needs=stored.needs),
+        reason=reason or looked.reason,
     )
 
 
@@ -86,7 +153,7 @@ def _look(place: Place, job: str, generation: Generation, items: Mapping[str, It
     stored, state, reason = None, SetState.UNCOMMITTED, "it has no manifest"
     if manifest := items.get(MANIFEST_FILE):
         try:
-            stored = _read_manifest(place, manifest, job, generation)
+            stored = read_manifest(place, job, generation, manifest.bytes)
             reason = _missing(stored, items)
             state = SetState.DAMAGED if reason else SetState.COMPLETE
         except CorruptError as error:
@@ -102,11 +169,26 @@ def _look(place: Place, job: str, generation: Generation, items: Mapping[str, It
     )
 
 
-def _read_manifest(place: Place, item: Item, job: str, generation: Generation) -> StoredSet:
-    if item.bytes > MANIFEST_BYTES_MAX:
-        raise CorruptError(f"{item.path} has {item.bytes} bytes, more than {MANIFEST_BYTES_MAX}")
-    data = bytearray(item.bytes)
-    place.read(item.path, 0, memoryview(data))
+def read_manifest(
+    place: Place, job: str, generation: Generation, nbytes: int | None = None
+) -> StoredSet:
+    """What the manifest of a set says.
+
+    Args:
+        nbytes: its size, where a listing has told it.
+
+    Raises:
+        CorruptError: it is not there, damaged, or of another set.
+        StorageError: the storage failed.
+    """
+    path = f"{job}/{set_name(generation)}/{MANIFEST_FILE}"
+    size = place.size(path) if nbytes is None else nbytes
+    if size is None:
+        raise CorruptError(f"{path} is not there: the set was removed, or never completed")
+    if size > MANIFEST_BYTES_MAX:
+        raise CorruptError(f"{path} has {size} bytes, more than {MANIFEST_BYTES_MAX}")
+    data = bytearray(size)
+    place.read(path, 0, memoryview(data))
     return decode_set(bytes(data), job=job, generation=generation)
 
 

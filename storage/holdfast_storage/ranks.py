@@ -8,8 +8,8 @@ import xxhash
 
 from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import piece_count
-from holdfast_core.persisted import RankFile, decode_header
-from holdfast_core.values import Manifest
+from holdfast_core.persisted import RankFile, Run, bytes_of_runs, decode_header
+from holdfast_core.values import ExpertVersion, Manifest
 from holdfast_storage.places import Place
 from holdfast_storage.verified import check_pieces
 
@@ -28,6 +28,10 @@ class StoredRank:
     topology: str
     path: str
     place: Place
+    runs: tuple[Run, ...]
+    """Pieces that the file holds."""
+    older: tuple[ExpertVersion, ...]
+    """See `sparse_files.RankPlan`."""
 
     @classmethod
     def open(cls, place: Place, path: str, file: RankFile) -> StoredRank:
@@ -47,6 +51,8 @@ class StoredRank:
                 f"{path} holds {found.decoded.payload_bytes} bytes of rank {found.decoded.rank}, "
                 f"and the manifest of its set names {file.payload_bytes} of rank {file.rank}"
             )
+        if file.bytes != file.header_bytes + bytes_of_runs(found.pieces, found.decoded):
+            raise CorruptError(f"{path} has {file.bytes} bytes, and its header says otherwise")
         return cls(
             file=file,
             layout=found.layout,
@@ -55,11 +61,13 @@ class StoredRank:
             topology=found.topology,
             path=path,
             place=place,
+            runs=found.pieces,
+            older=found.older,
         )
 
     @property
     def pieces(self) -> int:
-        """How many pieces the payload has."""
+        """How many pieces the payload has; a file may hold only some of them."""
         return piece_count(self.content.payload_bytes, self.content.piece_bytes)
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
@@ -67,7 +75,8 @@ class StoredRank:
         exactly (the last piece of all may be short). Only those bytes are fetched.
 
         Raises:
-            CorruptError: a piece does not match its digest; `buffer` must not be used.
+            CorruptError: a piece does not match its digest, or is not in the file; `buffer` must
+                not be used.
             StorageError: the storage failed.
             ValueError: there are no such pieces, or `buffer` has another size.
         """
@@ -79,5 +88,22 @@ class StoredRank:
                 f"{self.path}, which have {stop - start}"
             )
         if first_piece < end:
-            self.place.read(self.path, self.file.header_bytes + start, buffer)
+            self.place.read(self.path, self._offset(first_piece, end), buffer)
             check_pieces(buffer, first_piece, self.content, self.path)
+
+    @property
+    def mixture(self) -> str:
+        """All of it is in one file."""
+        return ""
+
+    def _offset(self, first_piece: int, end: int) -> int:
+        """Where the pieces lie in the file."""
+        before = self.file.header_bytes
+        for run in self.runs:
+            if run[0] <= first_piece and end <= run[1]:
+                return before + (first_piece - run[0]) * self.content.piece_bytes
+            before += bytes_of_runs([run], self.content)
+        raise CorruptError(
+            f"{self.path} does not hold pieces {first_piece} to {end} of rank {self.content.rank}, "
+            f"generation {self.content.generation}: they are in another set's file"
+        )

@@ -10,30 +10,38 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.layouts import decode_manifest
-from holdfast_core.persisted import RankFile, describe_file, encode_header, file_name
+from holdfast_core.layouts import decode_layout, decode_manifest, piece_count
+from holdfast_core.persisted import (
+    RankFile,
+    Sparse,
+    StoredUnit,
+    bytes_of_runs,
+    describe_file,
+    encode_header,
+    file_name,
+)
 from holdfast_core.persisted_sets import (
     LATEST_FILE,
-    MANIFEST_BYTES_MAX,
     MANIFEST_FILE,
     StoredSet,
     checked_files,
     checked_job,
     decode_latest,
-    decode_set,
     encode_latest,
     encode_set,
     set_name,
 )
-from holdfast_core.values import Generation
+from holdfast_core.sparse_files import Base, RankPlan, compose, plan_rank
+from holdfast_core.values import Generation, Manifest
 from holdfast_storage.cleaning import Cleaned, clean
-from holdfast_storage.finding import StoredSets, find_sets
+from holdfast_storage.composed import ComposedRank, Pieces, RankSnapshot
+from holdfast_storage.failing import WriteStoppedError
+from holdfast_storage.finding import StoredSets, find_sets, lacks, read_manifest, unresolved
 from holdfast_storage.opening import open_place
-from holdfast_storage.pacing import Clock, Pace, SystemClock
 from holdfast_storage.places import Place
 from holdfast_storage.ranks import StoredRank
 from holdfast_storage.retrying import Retry
@@ -57,7 +65,6 @@ class SetStore:
         options: Mapping[str, Any] | None = None,
         retry: Retry | None = None,
         place: Place | None = None,
-        clock: Clock | None = None,
         wall: Callable[[], float] = time.time,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -71,7 +78,6 @@ class SetStore:
         self.uri = uri
         self.job = checked_job(job)
         self._place = place or open_place(uri, options or {}, retry or Retry())
-        self._clock = clock or SystemClock()
         self._wall = wall
         self._grace_s = grace_s
         self._lock = threading.Lock()
@@ -85,23 +91,29 @@ class SetStore:
         layout: bytes,
         manifest: bytes,
         read: Read,
-        bytes_per_s: int = 0,
         stop: threading.Event | None = None,
+        plan: RankPlan | None = None,
     ) -> RankFile:
-        """Store a rank's snapshot, whose encoded layout and manifest these are.
+        """Store a rank's snapshot, whose encoded layout and manifest these are: all of it, or what
+        `plan_rank` says.
 
-        `read` is asked for the payload in order, and its views are used before the next is asked
-        for, or, in object storage, a part or two later: they must stay as they are until this
-        returns. A file that is there already, whole and of the same bytes, is not sent again.
+        `read` is asked for what is stored of the payload in order, and its views are used before
+        the next is asked for, or, in object storage, a part or two later: they must stay as they
+        are until this returns. A file that is there already, whole and of the same bytes, is not
+        sent again.
 
         Raises:
             CorruptError: the bytes are not those of the manifest; nothing appears.
             WriteStoppedError: `stop` was set; nothing appears.
             StorageError: the storage failed, or the set is complete with other bytes.
         """
-        header = encode_header(layout, manifest)
-        file = describe_file(header, manifest)
         content = decode_manifest(manifest)
+        size = piece_count(content.payload_bytes, content.piece_bytes)
+        runs = plan.pieces if plan else ((0, size),)
+        whole = plan is None or (runs == ((0, size),) and not plan.older)
+        sparse = None if plan is None or whole else Sparse(pieces=runs, older=plan.older)
+        header = encode_header(layout, manifest, sparse)
+        file = describe_file(header, manifest, plan.units if plan else (), sparse)
         if (content.job, content.rank, content.generation) != (self.job, rank, generation):
             raise CorruptError(
                 f"asked to store rank {rank} of generation {generation} of {self.job}, and the "
@@ -116,18 +128,44 @@ class SetStore:
                     f"generation {generation} of {self.job} is complete in {self.uri} with other "
                     f"bytes for rank {rank}: take another epoch or another job name"
                 )
-            stop = stop or threading.Event()
-            pace = Pace(bytes_per_s, self._clock, stop)
+            ended = stop or threading.Event()
 
             def parts() -> Iterator[memoryview]:
-                pace.take(len(header))
                 yield memoryview(header)
-                for part in verified(read(0, file.payload_bytes), content, path):
-                    pace.take(len(part))
-                    yield part
+                for run in runs:
+                    first = run[0] * content.piece_bytes
+                    found = read(first, first + bytes_of_runs([run], content))
+                    for part in verified(found, content, path, run):
+                        if ended.is_set():
+                            raise WriteStoppedError(
+                                f"writing {path} was told to stop; nothing of it is visible"
+                            )
+                        yield part
 
-            self._place.write(path, file.bytes, parts(), stop)
+            self._place.write(path, file.bytes, parts(), ended)
         return file
+
+    def plan_rank(
+        self, layout: bytes, manifest: Manifest, experts: int, base: Generation | None
+    ) -> RankPlan | None:
+        """What the file of a snapshot holds: of each layer so many `experts`, those whose versions
+        are oldest in storage, and of the others the names of the sets that hold them, as the
+        complete set `base` knows them. None where all files hold all experts. A base that cannot be
+        used costs a copy of all.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        if not experts or not manifest.experts:
+            return None
+        known = None
+        with suppress(CorruptError):
+            if base is not None:
+                stored = read_manifest(self._place, self.job, base)
+                if manifest.rank < stored.world_size and stored.files[manifest.rank].units:
+                    file = self._open_file(stored, manifest.rank)
+                    known = Base(stored=stored, experts=(*file.content.experts, *file.older))
+        return plan_rank(decode_layout(layout), manifest, known, experts)
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
         """Make the set of `files`, one of each rank, complete; again is the same as once.
@@ -136,9 +174,10 @@ class SetStore:
             CorruptError: a file is missing or not as described; the set stays incomplete.
             StorageError: the storage failed, or the set is complete with other files.
         """
-        ordered = checked_files(files)
+        ordered = checked_files(files, generation)
         directory = self._directory(generation)
         self._check_sizes(directory, ordered)
+        self._check_named(generation, ordered)
         first = StoredRank.open(self._place, f"{directory}/{ordered[0].file}", ordered[0])
         if first.content.world_size != len(ordered):
             raise CorruptError(
@@ -164,24 +203,65 @@ class SetStore:
         """
         return find_sets(self._place, self.job).stored_sets()
 
-    def open_rank(self, stored: StoredSet, rank: int) -> StoredRank:
-        """One rank's file of a complete set.
+    def open_rank(
+        self, stored: StoredSet, rank: int, memory: Sequence[Pieces] = ()
+    ) -> RankSnapshot:
+        """One rank's snapshot of a complete set, put together of all files that hold parts of it.
+
+        Args:
+            memory: the rank's newest snapshots in memory, if any: experts that they hold in the
+                version of this set, or in the version that it names, are taken from there.
 
         Raises:
-            CorruptError: the file is not the one that the set's manifest names.
+            CorruptError: a file is not the one that its set's manifest names.
             StorageError: the storage failed, or the set has no such rank.
         """
+        own = self._open_file(stored, rank)
+        units = own.file.units
+        if all(u.held_in == stored.generation for u in units) and not (units and memory):
+            return own
+        others = sorted({u.held_in for u in units} - {stored.generation})
+        files = [self._open_file(self._named(each, rank, units), rank) for each in others]
+        sources: list[Pieces] = [own, *files, *memory]
+        first = 1 + len(files)
+        composition = compose(
+            decode_layout(own.layout),
+            own.content,
+            own.older,
+            units,
+            {each: (i, files[i - 1].content) for i, each in enumerate(others, start=1)},
+            [(i, each.content) for i, each in enumerate(memory, start=first)],
+        )
+        return ComposedRank.of(own.layout, own.topology, composition, sources)
+
+    def _named(self, generation: Generation, rank: int, units: Sequence[StoredUnit]) -> StoredSet:
+        """The set of `generation`, which must hold those of `units` that are said to be there."""
+        stored = read_manifest(self._place, self.job, generation)
+        problem = lacks(stored, generation, rank, units)
+        if problem:
+            raise CorruptError(problem)
+        return stored
+
+    def _open_file(self, stored: StoredSet, rank: int) -> StoredRank:
         if not 0 <= rank < stored.world_size or stored.job != self.job:
             raise StorageError(
                 f"generation {stored.generation} of {stored.job} has ranks 0 to "
                 f"{stored.world_size - 1}, and this is the tier of {self.job}: no rank {rank}"
             )
-        path = f"{self._directory(stored.generation)}/{file_name(rank)}"
+        path, named = f"{self._directory(stored.generation)}/{file_name(rank)}", stored.files[rank]
+        size = self._place.size(path)
+        if size != named.bytes:
+            there = "missing" if size is None else f"{size} bytes long"
+            raise CorruptError(
+                f"{path} in {self.uri} is {there} and should have {named.bytes} bytes"
+            )
         return StoredRank.open(self._place, path, stored.files[rank])
 
     def clean(self, *, keep: int, keep_every: int) -> Cleaned:
         """Remove sets that need not be kept, and what belongs to none; see
-        `holdfast_core.persisted_retention`. May be called again after any failure.
+        `holdfast_core.persisted_retention`. May be called again after any failure. Before that, the
+        hint is made to point to the newest set: a writer that was away between reading and writing
+        it may have turned it back.
 
         Raises:
             InvalidJobError: `keep` or `keep_every` is out of range.
@@ -189,9 +269,12 @@ class SetStore:
         """
         with self._lock:
             writing = tuple(self._writing)
+        found = find_sets(self._place, self.job)
+        if whole := found.stored_sets():
+            self._point_to(whole[0].generation)
         return clean(
             self._place,
-            find_sets(self._place, self.job),
+            found,
             keep=keep,
             keep_every=keep_every,
             idle_since_s=self._wall() - self._grace_s,
@@ -231,12 +314,17 @@ class SetStore:
                     f"reported: the set stays incomplete; the next one is written from scratch"
                 )
 
+    def _check_named(self, generation: Generation, files: Sequence[RankFile]) -> None:
+        """The sets that these files name must be there, or this one would never be complete."""
+        if not any(unit.held_in != generation for file in files for unit in file.units):
+            return
+        found = {each.found.generation: each for each in find_sets(self._place, self.job).sets}
+        problem = unresolved(files, generation, found)
+        if problem:
+            raise CorruptError(f"generation {generation} of {self.job} stays incomplete: {problem}")
+
     def _check_same(self, generation: Generation, stored: StoredSet) -> None:
-        path = self._manifest_path(generation)
-        size = self._place.size(path) or 0
-        data = bytearray(min(size, MANIFEST_BYTES_MAX))
-        self._place.read(path, 0, memoryview(data))
-        found = decode_set(bytes(data), job=self.job, generation=generation)
+        found = read_manifest(self._place, self.job, generation)
         if found.files != stored.files:
             raise StorageError(
                 f"generation {generation} of {self.job} is complete in {self.uri} with other "

@@ -8,19 +8,26 @@ import xxhash
 
 from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import first_bad_piece
+from holdfast_core.persisted import Run, bytes_of_runs
 from holdfast_core.values import Manifest
 
 
-def verified(parts: Iterable[memoryview], manifest: Manifest, file: str) -> Iterator[memoryview]:
+def verified(
+    parts: Iterable[memoryview], manifest: Manifest, file: str, run: Run | None = None
+) -> Iterator[memoryview]:
     """The payload in `parts` (of any sizes), each byte after the piece that it is in was found
     sound.
+
+    Args:
+        run: the pieces that these are; None for all.
 
     Raises:
         CorruptError: a piece does not match, or there are fewer or more bytes than the manifest
             says.
     """
     held: list[memoryview] = []
-    index, held_bytes, missing = 0, 0, manifest.payload_bytes
+    index, held_bytes = run[0] if run else 0, 0
+    missing = bytes_of_runs([run], manifest) if run else manifest.payload_bytes
     for part in parts:
         left = part.cast("B") if part.format != "B" or part.ndim != 1 else part
         if len(left) > missing:

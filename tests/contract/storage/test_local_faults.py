@@ -16,7 +16,7 @@ import pytest
 from interrupted_writer import NEW, OLD, CountedFiles, check, local_store, write_new
 from stored_snapshots import check_set, generations, snapshot, store_set
 
-from holdfast_core.errors import StorageError
+from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.values import Generation
 
 
@@ -112,7 +112,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     file.rename(tmp_path / "moved")
     file.symlink_to(tmp_path / "moved")
     assert [r.generation for r in store.complete().rejected] == [NEW]
-    with pytest.raises(StorageError):
+    with pytest.raises(CorruptError, match="is missing"):
         store.open_rank(opened, 0)
 
 

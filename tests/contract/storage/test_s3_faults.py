@@ -37,7 +37,7 @@ def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def store(s3_tier: TierUnderTest, proxy: FaultProxy) -> SetStore:
-    return s3_store(s3_tier.uri, proxy.port, read_timeout_s=0.5)
+    return s3_store(s3_tier.uri, proxy.port)
 
 
 def _store_all(store: SetStore) -> None:
@@ -48,8 +48,10 @@ def _store_all(store: SetStore) -> None:
 
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: fault.name)
 def test_every_request_is_sent_again_when_it_fails_once(
-    store: SetStore, proxy: FaultProxy, fault: Fault
+    s3_tier: TierUnderTest, proxy: FaultProxy, fault: Fault
 ) -> None:
+    waits = fault is Fault.SILENCE
+    store = s3_store(s3_tier.uri, proxy.port, read_timeout_s=0.5 if waits else 20.0)
     failed: set[str] = set()
 
     def once_of_each(request: Request) -> Fault:
@@ -74,7 +76,7 @@ def test_a_part_that_failed_is_sent_again_and_not_the_rank(
     proxy.play(second_part_twice)
     _store_all(store)
     parts = [r.target.partition("partNumber=")[2][0] for r in proxy.requests if "part" in r.target]
-    assert sorted(parts) == ["1", "2", "2", "2", "3"]
+    assert sorted(parts) == ["1", "2", "2", "2"]
 
 
 @pytest.mark.parametrize("what", [what for what in EVERY if what != "GET list"])

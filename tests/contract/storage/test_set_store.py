@@ -95,6 +95,19 @@ def test_an_older_commit_does_not_turn_the_hint_back(tier: TierUnderTest) -> Non
     assert msgspec.json.decode(tier.get("latest.json"))["generation"] == "2.11"
 
 
+def test_a_hint_that_a_late_writer_turned_back_is_mended_before_its_set_is_removed(
+    tier: TierUnderTest,
+) -> None:
+    store = tier.store()
+    store_set(store, OLD)
+    late = tier.get("latest.json")
+    store_set(store, NEW)
+    tier.put("latest.json", late)
+    store.clean(keep=1, keep_every=0)
+    assert [one.generation for one in store.complete()] == [NEW]
+    assert msgspec.json.decode(tier.get("latest.json"))["generation"] == "2.10"
+
+
 def test_a_wrong_byte_is_not_stored(tier: TierUnderTest) -> None:
     store, one = tier.store(), snapshot(1, NEW)
     wrong = bytearray(one.payload)

@@ -99,7 +99,7 @@ def test_any_bytes_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": "holdfast-set/2"}, "of format 'holdfast-set/2'"),
+        ({"format": "holdfast-set/3"}, "of format 'holdfast-set/3'"),
         ({"job": "other"}, "is of 3.400 of other"),
         ({"generation": "3.401"}, r"is of 3\.401 of job"),
         ({"world_size": 3}, "each of 3 ranks once"),
@@ -143,12 +143,12 @@ def test_a_file_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
 
 def test_files_of_a_set_are_those_of_each_rank_once() -> None:
     files = [_file(2), _file(0), _file(1)]
-    assert [file.rank for file in checked_files(files)] == [0, 1, 2]
+    assert [file.rank for file in checked_files(files, GENERATION)] == [0, 1, 2]
     for wrong in ([], files[:2], [*files, _file(0)], [_file(1)]):
         with pytest.raises(CorruptError, match="each rank once"):
-            checked_files(wrong)
+            checked_files(wrong, GENERATION)
     with pytest.raises(CorruptError, match="as cannot be"):
-        checked_files([replace(_file(0), file="../x")])
+        checked_files([replace(_file(0), file="../x")], GENERATION)
 
 
 @given(st.integers(0, 99_999_999), st.integers(0, 999_999_999_999))

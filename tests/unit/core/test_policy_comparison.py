@@ -244,3 +244,28 @@ def test_zero_budgets_are_refused(field: str) -> None:
 def test_a_k_below_1_is_refused() -> None:
     with pytest.raises(InvalidJobError, match="first_k=0"):
         replace(ASSUMED, first_k=0)
+
+
+def replicated(**policy: Any) -> MoETrainingJob:
+    given: dict[str, Any] = {"snapshot": {"policy": policy}} if policy else {}
+    return job(redundancy={"type": "Replication", "replication": {"replicas": 1}}, **given)
+
+
+def test_gradients_cross_the_network_as_a_seventh_of_the_experts_state() -> None:
+    cost = selective(compared(of=replicated()))
+    experts = cost.job_bytes - SMALL.other_bytes
+    assert cost.network_bytes == cost.job_bytes
+    assert cost.recomputed_bytes == SMALL.other_bytes + experts // 7
+
+
+def test_memory_counts_the_gradients_of_a_job_that_asks_for_them() -> None:
+    without = selective(compared(of=replicated()))
+    asked = selective(compared(of=replicated(type="Selective", selective={"recompute": True})))
+    assert asked.memory_bytes == without.memory_bytes + without.gradient_bytes
+    # Of 32 experts of a GB, 8 are on each node: in 3 slots and, for one replica, 2 blocks.
+    assert without.gradient_bytes == pytest.approx(5 * 8 * GB / 7, rel=0.01)
+
+
+def test_parity_and_full_snapshots_have_no_use_for_gradients() -> None:
+    for cost in (*compared().costs, compared(of=replicated()).costs[0]):
+        assert (cost.recomputed_bytes, cost.gradient_bytes) == (cost.network_bytes, 0)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 from expert_worlds import (
-    after_full_snapshot,
     any_worlds,
     generation,
     taken_by_layer,
@@ -13,26 +12,15 @@ from expert_worlds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_core.errors import InvalidJobError, NoRecoveryLineError
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts import ExpertTable
 from holdfast_core.selection_pec import select_sequential
 from holdfast_core.two_level import (
-    TwoLevelK,
-    UnitSource,
     persist_bound,
-    plan_unit_sources,
     select_persisted,
 )
 from holdfast_core.units import UnitKey
 from holdfast_core.values import Generation
-
-DENSE = UnitKey.parse("layer0/dense")
-
-
-@pytest.mark.parametrize(("snapshot", "persist"), [(1, 2), (3, 0), (0, 0)])
-def test_persistence_takes_no_more_than_snapshots(snapshot: int, persist: int) -> None:
-    with pytest.raises(InvalidJobError, match="give 1 or more for persistence"):
-        TwoLevelK(snapshot=snapshot, persist=persist)
 
 
 def test_the_oldest_in_storage_is_persisted_first_and_what_is_not_there_before_it() -> None:
@@ -95,95 +83,3 @@ def test_no_expert_waits_for_storage_longer_than_the_bound(
             waited[u] = 0 if u in chosen or not behind else waited[u] + 1
             assert waited[u] < bound[u]
         persisted.update({u: memory[u] for u in chosen})
-
-
-def test_figure_4_the_lost_node_loads_experts_from_storage_and_the_others_from_memory() -> None:
-    """Experts 0 and 1 lived on the lost node. Snapshots 0 and 1 captured all, 2 captured 1 and 2.
-    Snapshot 0 is in storage, and of snapshot 1 expert 0."""
-    table = world([4], shares=2)
-    units = table.units
-    ledger = after_full_snapshot(table).routed({units[0]: 10, units[1]: 20, units[2]: 30})
-    ledger = ledger.captured(generation(1), units).routed(dict.fromkeys(units, 5))
-    ledger = ledger.captured(generation(2), units[1:3])
-    line = generation(2)
-    plan = plan_unit_sources(
-        [DENSE, *units],
-        line,
-        memory={
-            DENSE: [generation(1), line],
-            units[2]: [generation(1), line],
-            units[3]: [generation(1)],
-        },
-        persisted={
-            DENSE: [generation(0)],
-            **{u: [generation(0)] for u in units[1:]},
-            units[0]: [generation(0), generation(1)],
-        },
-        ledger=ledger,
-    )
-    found = {u: (r.source, r.generation.step, r.lost_tokens) for u, r in plan.units.items()}
-    assert found == {
-        DENSE: (UnitSource.MEMORY, 2, 0),
-        units[0]: (UnitSource.PERSISTED, 1, 5),
-        units[1]: (UnitSource.PERSISTED, 0, 25),
-        units[2]: (UnitSource.MEMORY, 2, 0),
-        units[3]: (UnitSource.MEMORY, 1, 5),
-    }
-    assert plan.not_in_memory == {units[0], units[1]}
-    assert plan.reason == (
-        "generation 0.2: 3 units from memory, 2 from storage; 3 experts are of older steps and "
-        "lost 35 tokens"
-    )
-    _, lost = ledger.recovered(plan.experts)
-    assert lost == {u: plan.units[u].lost_tokens for u in units}
-
-
-def test_memory_goes_before_storage_and_nothing_newer_than_the_line_is_used() -> None:
-    table = world([2])
-    first, second = table.units
-    ledger = after_full_snapshot(table)
-    plan = plan_unit_sources(
-        table.units,
-        generation(0),
-        memory={first: [generation(0), generation(1)], second: [generation(1)]},
-        persisted={first: [generation(0)], second: [generation(0)]},
-        ledger=ledger,
-    )
-    assert [plan.units[u].source for u in table.units] == [UnitSource.MEMORY, UnitSource.PERSISTED]
-    assert set(plan.experts.values()) == {generation(0)}
-
-
-@pytest.mark.parametrize("where", [DENSE, unit(0, 0)])
-def test_a_unit_without_any_version_is_named(where: UnitKey) -> None:
-    with pytest.raises(
-        NoRecoveryLineError, match=rf"unit {where} cannot be restored in generation 0\.4: .*0\.5"
-    ):
-        plan_unit_sources(
-            [where],
-            generation(4),
-            memory={where: [generation(5)]},
-            persisted={},
-            ledger=after_full_snapshot(world([1])),
-        )
-
-
-def test_what_is_no_expert_is_never_of_an_older_step() -> None:
-    with pytest.raises(NoRecoveryLineError, match="unit layer0/dense"):
-        plan_unit_sources(
-            [DENSE],
-            generation(4),
-            memory={DENSE: [generation(3)]},
-            persisted={},
-            ledger=after_full_snapshot(world([1])),
-        )
-
-
-def test_a_version_that_the_ledger_does_not_know_is_refused() -> None:
-    with pytest.raises(InvalidJobError, match=r"does not know version 0\.3 of unit layer0/expert0"):
-        plan_unit_sources(
-            [unit(0, 0)],
-            generation(4),
-            memory={unit(0, 0): [generation(3)]},
-            persisted={},
-            ledger=after_full_snapshot(world([1])),
-        )

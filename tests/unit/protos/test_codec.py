@@ -20,7 +20,7 @@ from holdfast_core.errors import (
     VersionMismatchError,
 )
 from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
-from holdfast_core.persisted import RankFile
+from holdfast_core.persisted import RankFile, StoredUnit
 from holdfast_core.values import (
     Directive,
     FailedLoad,
@@ -90,6 +90,7 @@ INVENTORIES = _whole(
     passed=RANK_GENERATIONS,
 )
 ORDERS = _whole(PersistOrder, number=U64, ended=st.booleans(), generation=GENERATIONS)
+UNITS = _whole(StoredUnit, unit=TEXT, version=GENERATIONS, held_in=GENERATIONS)
 FILES = _whole(
     RankFile,
     rank=U32,
@@ -100,6 +101,7 @@ FILES = _whole(
     payload_bytes=U64,
     layout_id=TEXT,
     manifest_digest=U64,
+    units=st.lists(UNITS, max_size=3).map(tuple),
 )
 FAILED_LOADS = _whole(FailedLoad, rank=U32, generation=GENERATIONS, reason=TEXT)
 REPORTS = _whole(
@@ -178,6 +180,7 @@ TIERS = st.builds(
     keep=U32,
     keep_every=U64,
     bytes_per_s=U64,
+    experts=U32,
     restore_from=TEXT,
 )
 

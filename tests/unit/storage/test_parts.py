@@ -1,10 +1,9 @@
-"""What bytes pass through on their way: verification, pace, retries, and parts of uploads."""
+"""What bytes pass through on their way: verification, retries, and parts of uploads."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 
 import pytest
 from hypothesis import given
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
 from holdfast_core.layouts import piece_digests
 from holdfast_core.values import Generation, Manifest
-from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.opening import open_place
-from holdfast_storage.pacing import Pace
 from holdfast_storage.retrying import Retry
 from holdfast_storage.s3 import _batches
 from holdfast_storage.s3_calls import PartBody
@@ -69,55 +66,6 @@ def test_another_number_of_bytes_is_refused(data: bytes, cuts: list[int], more: 
     if len(other) != len(data):
         with pytest.raises(CorruptError, match="bytes than the"):
             list(verified(_cut(other, cuts), _manifest(data), "file"))
-
-
-class _Time:
-    """Passes only when somebody waits."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    def wait(self, seconds: float, stop: threading.Event) -> None:
-        assert seconds > 0
-        if not stop.is_set():
-            self.seconds += seconds
-
-
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=50), st.integers(1, 1000))
-def test_no_more_goes_than_the_limit_and_one_burst(sizes: list[int], rate: int) -> None:
-    time = _Time()
-    pace = Pace(rate, time, threading.Event())
-    gone = 0
-    for size in sizes:
-        pace.take(size)
-        gone += size
-        assert gone <= rate * (time.seconds + 0.1) + 1e-6
-    assert time.seconds <= gone / rate + 1e-6
-
-
-def test_time_that_was_not_used_is_not_saved_up() -> None:
-    time = _Time()
-    pace = Pace(100, time, threading.Event())
-    time.seconds = 60.0
-    pace.take(110)
-    assert time.seconds == pytest.approx(61.0)
-
-
-def test_without_a_limit_nobody_waits() -> None:
-    time = _Time()
-    Pace(0, time, threading.Event()).take(1 << 40)
-    assert time.seconds == 0.0
-
-
-@pytest.mark.parametrize("rate", [0, 1])
-def test_nothing_goes_after_the_stop(rate: int) -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(WriteStoppedError):
-        Pace(rate, _Time(), stop).take(1 << 40)
 
 
 def test_waits_grow_to_a_limit_and_are_spread() -> None:

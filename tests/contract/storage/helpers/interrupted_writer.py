@@ -23,8 +23,8 @@ from holdfast_storage.local import Files, LocalPlace
 from holdfast_storage.sets import SetStore
 
 OLD, NEW = Generation(1, 1), Generation(1, 2)
-LARGE = 11 * 1024 * 1024
-"""More than two parts of the least size that S3 allows."""
+LARGE = 11 * 1024 * 1024 // 2
+"""A part of the least size that S3 allows, and a rest."""
 
 
 class CountedFiles(Files):

@@ -1,0 +1,109 @@
+"""A rank's snapshot that lies in several files, and in memory: read as one, piece by piece.
+
+An expert that a set does not hold is in the file of an older set. What is put together here has a
+manifest and digests of its own, made of those that its sources carry, and is read, verified and
+sealed like any other snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast_core.layouts import encode_manifest, piece_count
+from holdfast_core.sparse_files import Composition
+from holdfast_core.values import Manifest
+
+
+class Pieces(Protocol):
+    """One source of pieces."""
+
+    @property
+    def content(self) -> Manifest: ...
+
+    def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
+        """Fill `buffer` with pieces [first_piece, end), verified. Raises HoldfastError."""
+
+
+class RankSnapshot(Pieces, Protocol):
+    """One rank's snapshot in storage, wherever its pieces lie."""
+
+    @property
+    def layout(self) -> bytes:
+        """Encoded (`decode_layout`)."""
+
+    @property
+    def manifest(self) -> bytes:
+        """Encoded (`decode_manifest`)."""
+
+    @property
+    def topology(self) -> str: ...
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces the payload has."""
+
+    @property
+    def mixture(self) -> str:
+        """Where the experts come from, in words; empty when all are of the set's own file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComposedRank:
+    """A snapshot of several sources."""
+
+    layout: bytes
+    topology: str
+    manifest: bytes
+    """Encoded."""
+    composition: Composition
+    sources: Sequence[Pieces]
+    """The set's own file first."""
+
+    @classmethod
+    def of(
+        cls, layout: bytes, topology: str, composition: Composition, sources: Sequence[Pieces]
+    ) -> ComposedRank:
+        """Of these sources, as `composition` says."""
+        return cls(
+            layout=layout,
+            topology=topology,
+            manifest=encode_manifest(composition.manifest),
+            composition=composition,
+            sources=sources,
+        )
+
+    @property
+    def content(self) -> Manifest:
+        return self.composition.manifest
+
+    @property
+    def pieces(self) -> int:
+        return piece_count(self.content.payload_bytes, self.content.piece_bytes)
+
+    @property
+    def mixture(self) -> str:
+        found = self.composition
+        return (
+            f"{found.from_memory} experts from memory, {found.from_storage} from storage, "
+            f"{found.older} of them older than the snapshot"
+        )
+
+    def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
+        """As `StoredRank.read_into`."""
+        size = self.content.piece_bytes
+        start = first_piece * size
+        for source, low, high in self._runs(first_piece, end):
+            stop = min(high * size, self.content.payload_bytes)
+            source.read_into(low, high, buffer[low * size - start : stop - start])
+
+    def _runs(self, first: int, end: int) -> Iterator[tuple[Pieces, int, int]]:
+        source_of = self.composition.source_of
+        low = first
+        while low < end:
+            index, high = source_of.get(low, 0), low + 1
+            while high < end and source_of.get(high, 0) == index:
+                high += 1
+            yield self.sources[index], low, high
+            low = high
