@@ -53,6 +53,9 @@ class ParityRecord:
             )
 
 
+_PARITY_RECORD = msgspec.json.Decoder(ParityRecord)
+
+
 def encode_record(record: ParityRecord) -> bytes:
     return sign(msgspec.json.encode(record, order="deterministic"))
 
@@ -61,7 +64,7 @@ def decode_record(data: bytes) -> ParityRecord:
     """The record that `encode_record` wrote; raises CorruptError for anything else."""
     body = signed_body(data, "parity entry")
     try:
-        return msgspec.json.decode(body, type=ParityRecord)
+        return _PARITY_RECORD.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"parity entry cannot be read: {error}") from error
 

@@ -1,14 +1,20 @@
 """Combines ranges of several members' bytes into one destination while they are in cache.
 
 Stride by stride: every input's bytes are received (the first input's straight into the destination,
-the others' into a scratch of one stride a thread), verified against the source's manifest before
-they are used (invariant 1), XORed into the destination and hashed, all while they are in cache.
-Nothing is read a second time. Where inputs are multiplied first, all go through the scratch.
+the others' into a scratch of one stride a thread), verified (invariant 1), XORed into the
+destination and hashed, all while they are in cache. Nothing is read a second time. Where inputs are
+multiplied first, all go through the scratch.
+
+What is verified depends on what comes out. Parity has no digests yet, so each input is verified
+against its source's manifest before it is used. A payload that is rebuilt has: when it matches its
+manifest, every input was right, and only when it does not are they fetched again and looked at one
+by one, to say whose is wrong.
 
 A piece that does not match is fetched once more: a byte that flipped on the wire costs one round
 trip. A piece that does not match twice is the source's fault, and the error names its rank.
 
-Memory beside the destination: `threads * stride_bytes`. This module knows no network and no files.
+Memory beside the destination: twice `threads * stride_bytes`. This module knows no network and no
+files.
 """
 
 from __future__ import annotations
@@ -41,6 +47,15 @@ class SourceCorruptError(CorruptError):
         super().__init__(message)
         self.rank = rank
         """Whose snapshot is damaged."""
+
+
+class ParityCorruptError(CorruptError):
+    """What comes out of parity blocks is wrong although every source is right."""
+
+    def __init__(self, message: str, *, owners: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.owners = owners
+        """Positions in the group of those who own the blocks: one of the blocks is damaged."""
 
 
 class Stream(Protocol):
@@ -103,8 +118,10 @@ class Work:
     check: Callable[[], None]
     """Raises HoldfastError when the work is no longer wanted."""
     effort: Effort
-    blame: str = ""
-    """What is damaged when `finish` still says False after a second try."""
+    proves: bool = False
+    """Whether `finish` verifies what came out, so that inputs need not be before."""
+    owners: tuple[int, ...] = ()
+    """Whose parity is damaged when `finish` still says False after a second try."""
 
     @property
     def in_place(self) -> bool:
@@ -140,6 +157,9 @@ class _Segment:
         self._scratch = memoryview(bytearray(0 if alone else stride_bytes))
         self._sum = memoryview(bytearray(0 if self._in_place else work.piece_bytes))
         """The last piece, where the destination ends in the middle of it."""
+        self._private = memoryview(bytearray(0 if work.proves else stride_bytes))
+        """Where a stride is made whose digests come from what is made: a bit that flips in the
+        destination meanwhile must not be among what they are of."""
 
     def run(self, start: int, end: int) -> None:
         work = self._work
@@ -155,7 +175,7 @@ class _Segment:
                     return
                 work.check()
                 stop = min(at + self._stride_bytes, end)
-                if not self._stride(at, stop, streams):
+                if not self._stride(at, stop, streams, verify=not work.proves):
                     self._stride_again(at, stop)
 
     def _open(self, item: Input, start: int, stop: int) -> Stream | None:
@@ -169,27 +189,50 @@ class _Segment:
         last one can be verified even when the destination ends in the middle of it."""
         return min(item.nbytes, round_up(stop, self._work.piece_bytes)) - start
 
-    def _stride(self, at: int, stop: int, streams: Sequence[Stream | None]) -> bool:
+    def _stride(
+        self, at: int, stop: int, streams: Sequence[Stream | None], *, verify: bool
+    ) -> bool:
         """Combine [at, stop) of the destination; whether what came out is right."""
         destination = self._work.destination[at:stop]
-        if not self._in_place:
-            self._sum_up(destination, at, stop, streams)
+        if self._work.proves:
+            self._make(destination, at, stop, streams, verify=verify)
             return self._work.finish(at, destination)
+        made = self._private[: stop - at]
+        self._make(made, at, stop, streams, verify=verify)
+        right = self._work.finish(at, made)
+        destination[:] = made
+        return right
+
+    def _make(
+        self,
+        destination: memoryview,
+        at: int,
+        stop: int,
+        streams: Sequence[Stream | None],
+        *,
+        verify: bool,
+    ) -> None:
+        if not self._in_place:
+            self._sum_up(destination, at, stop, streams, verify=verify)
+            return
         for item, stream in zip(self._work.inputs, streams, strict=True):
             if stream is None or (nbytes := self._readable(item, at, stop)) <= 0:
                 continue
             direct = item is self._work.inputs[0]
             view = destination if direct else self._scratch[:nbytes]
-            stream.read_into(view)
-            if item.manifest is not None:
-                self._ensure(item, item.manifest, at, view)
+            self._receive(item, stream, at, view, verify=verify)
             if not direct:
                 used = min(nbytes, len(destination))
                 xor_into(destination[:used], view[:used])
-        return self._work.finish(at, destination)
 
     def _sum_up(
-        self, destination: memoryview, at: int, stop: int, streams: Sequence[Stream | None]
+        self,
+        destination: memoryview,
+        at: int,
+        stop: int,
+        streams: Sequence[Stream | None],
+        *,
+        verify: bool,
     ) -> None:
         """Fill [at, stop) of the destination with the sum of all inputs times their factors."""
         size = self._work.piece_bytes
@@ -200,9 +243,7 @@ class _Segment:
             if stream is None or (nbytes := self._readable(item, at, stop)) <= 0:
                 continue
             view = self._scratch[:nbytes]
-            stream.read_into(view)
-            if item.manifest is not None:
-                self._ensure(item, item.manifest, at, view)
+            self._receive(item, stream, at, view, verify=verify)
             end = round_up(nbytes, size)
             fill_zeros(self._scratch[nbytes:end])
             for into, source in (
@@ -218,8 +259,21 @@ class _Segment:
             for stream in streams:
                 if stream is not None:
                     open_streams.callback(stream.close)
-            if not self._stride(at, stop, streams):
-                raise CorruptError(f"{self._work.blame}: bytes {at} to {stop} come out wrong")
+            if not self._stride(at, stop, streams, verify=True):
+                owners = self._work.owners
+                raise ParityCorruptError(
+                    f"the parity block of position {' or '.join(map(str, owners))} of the group is "
+                    f"damaged: bytes {at} to {stop} come out wrong",
+                    owners=owners,
+                )
+
+    def _receive(
+        self, item: Input, stream: Stream, at: int, view: memoryview, *, verify: bool
+    ) -> None:
+        """Fill `view` with the next bytes of the input, which begin at `at` of it."""
+        stream.read_into(view)
+        if verify and item.manifest is not None:
+            self._ensure(item, item.manifest, at, view)
 
     def _ensure(self, item: Input, manifest: Manifest, at: int, view: memoryview) -> None:
         """Let `view`, at `at` of the input, match the manifest, fetching bad pieces once more."""

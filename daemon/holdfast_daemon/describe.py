@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from holdfast_core.loss_reports import LossReport, merged
 from holdfast_core.values import Generation, Redundancy
-from holdfast_daemon.engine.state import JobMemory, RankRecord, SlotState
+from holdfast_daemon.engine.slots import SlotState
+from holdfast_daemon.engine.state import JobMemory, RankRecord
 from holdfast_daemon.host import JobHost
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.losses import loss_to_proto
@@ -59,6 +60,8 @@ def problem(memory: JobMemory) -> str:
     failures = [r.failure for r in memory.ranks.values() if r.failure]
     if failures:
         return failures[0]
+    if memory.parity_failure:
+        return f"the newest snapshots have no parity: {memory.parity_failure}"
     if memory.membership.redundancy is Redundancy.NONE:
         return "the job has no redundancy: a lost node loses its snapshots"
     if directive.protected is None:
@@ -88,7 +91,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
     """The heartbeat's word on one job."""
     memory = host.engine.memory
     directive = memory.directive
-    line = directive.line if directive else None
+    line = memory.line
     loss = current_loss(memory)
     return control_pb2.JobState(
         job=memory.job,
@@ -173,7 +176,7 @@ def as_json(host: JobHost) -> dict[str, object]:
     memory = host.engine.memory
     loss = loss_report(memory)
     directive = memory.directive
-    line = directive.line if directive else None
+    line = memory.line
     return {
         "job": memory.job,
         "epoch": memory.epoch,

@@ -15,6 +15,7 @@ from holdfast_core.persisted import RankFile
 from holdfast_core.stored_line import Found
 from holdfast_core.values import (
     Directive,
+    ExpertVersion,
     Generation,
     Line,
     Manifest,
@@ -36,6 +37,17 @@ class Source:
     place: MemberPlace
     manifest_digest: int
     payload_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldSlot:
+    """A sealed snapshot of a rank in this node's memory, older or newer than the one to load."""
+
+    slot: int
+    manifest: Manifest
+    digest: int
+    """Of the manifest."""
+    places: bytes
 
 
 # --- effects carried out at once -----------------------------------------------------------------
@@ -192,6 +204,8 @@ class OpenStored:
     tier: Tier
     rank: int
     generation: Generation
+    held: tuple[HeldSlot, ...] = ()
+    """Experts that these hold in the right version are not read from storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +220,8 @@ class LoadStored:
     encoded: bytes
     places: bytes = b""
     """Where its pieces go."""
+    held: tuple[HeldSlot, ...] = ()
+    """As when it was opened; they stay as they are until this ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,6 +259,8 @@ class PersistRank:
     """Encoded."""
     places: bytes
     tier: Tier
+    base: Generation | None = None
+    """The complete set that this one may name sets of, where copies leave experts out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,30 +301,20 @@ class SendSuspect:
     generation: Generation
 
 
-Effect = (
-    SaveEpoch
-    | Seal
-    | FreeSlot
-    | RemoveArena
-    | FreeParity
-    | ForgetPeers
-    | StopPersisting
-    | Note
-    | AllocateArena
+AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers | StopPersisting
+Loading = FindStored | OpenStored | LoadStored
+Background = (
+    AllocateArena
     | BuildParity
     | FetchManifest
     | Rebuild
-    | FindStored
-    | OpenStored
-    | LoadStored
+    | Loading
     | VerifySnapshot
     | VerifyParity
     | PersistRank
     | CommitSet
-    | SendReport
-    | SendDirective
-    | SendSuspect
 )
+Effect = AtOnce | Background | Note | SendReport | SendDirective | SendSuspect
 
 
 # --- events that end effects ---------------------------------------------------------------------
@@ -359,6 +367,11 @@ class Rebuilt:
     """Empty when the slot is sealed."""
     corrupt: bool = False
     """Bytes from storage do not match their manifest."""
+    damaged: int | None = None
+    """Position in the group of the owner of the parity block that it came out wrong of, although
+    every other source was right."""
+    mixture: str = ""
+    """Where the experts came from, in words, where it was not one file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -396,6 +409,8 @@ class RankPersisted:
     slot: int
     generation: Generation
     file: RankFile | None
+    older: tuple[ExpertVersion, ...] = ()
+    """Versions of experts that the set may give back to other ranks; see `Manifest.older`."""
     error: str = ""
     corrupt: bool = False
     """The snapshot did not match its manifest."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast_core.errors import CorruptError, HoldfastError
 from holdfast_core.layouts import decode_manifest, layout_id
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.values import Generation
 from holdfast_daemon.files import TEMPORARY, Files, replace
 
 _MANIFEST_NAME = re.compile(r"([0-9]+)-([0-9]+\.[0-9]+)\.manifest")
@@ -35,7 +35,7 @@ class KeptManifests:
                 layout: a file is named after what it says.
         """
         decoded = decode_manifest(manifest)
-        if layout_id(layout) != decoded.layout_id or _counts_below_zero(decoded):
+        if layout_id(layout) != decoded.layout_id:
             raise CorruptError(
                 f"a manifest of layout {decoded.layout_id[:80]!r} came with layout "
                 f"{layout_id(layout)}"
@@ -91,7 +91,3 @@ class KeptManifests:
 
     def _layout_path(self, identity: str) -> Path:
         return self._directory / f"{identity}.layout"
-
-
-def _counts_below_zero(manifest: Manifest) -> bool:
-    return min(manifest.rank, manifest.generation.epoch, manifest.generation.step) < 0

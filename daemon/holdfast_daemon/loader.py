@@ -8,14 +8,16 @@ every piece was right.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from holdfast_core.errors import CorruptError, HoldfastError
-from holdfast_core.layouts import piece_count
+from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.layouts import first_bad_piece, piece_count
 from holdfast_core.places import Lying
 from holdfast_core.stored_line import Found
-from holdfast_core.values import Generation
+from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.effects import (
     FindStored,
@@ -42,8 +44,35 @@ class StoredRank(Protocol):
     def manifest(self) -> bytes:
         """Encoded."""
 
+    @property
+    def mixture(self) -> str:
+        """Where the experts come from, in words; empty when all of it is in one file."""
+
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
         """Pieces [first_piece, end) of the payload. Raises CorruptError, StorageError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotPieces:
+    """A sealed snapshot in memory as a source of pieces."""
+
+    content: Manifest
+    views: Callable[[int, int], Iterator[tuple[int, memoryview]]]
+    """`arenas.Arena.views` of its payload."""
+
+    def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
+        """Pieces [first_piece, end), verified. Raises StorageError: not CorruptError, which would
+        say of storage that it is wrong."""
+        size = self.content.piece_bytes
+        start = first_piece * size
+        for offset, view in self.views(start, len(buffer)):
+            buffer[offset - start : offset - start + len(view)] = view
+        bad = first_bad_piece(buffer, self.content.digests, size, first_piece=first_piece)
+        if bad is not None:
+            raise StorageError(
+                f"piece {bad} of generation {self.content.generation} in memory does not match its "
+                f"digest: it is looked at again"
+            )
 
 
 class StoredSets(Protocol):
@@ -51,7 +80,9 @@ class StoredSets(Protocol):
 
     def find(self) -> Found: ...
 
-    def open_rank(self, generation: Generation, rank: int) -> StoredRank:
+    def open_rank(
+        self, generation: Generation, rank: int, memory: Sequence[SlotPieces] = ()
+    ) -> StoredRank:
         """Raises CorruptError when what is there is not what a whole set has."""
 
 
@@ -75,6 +106,8 @@ class Loader:
         self._stride_bytes = stride_bytes
         self._lock = threading.Lock()
         self._read_bytes: dict[int, int] = {}
+        self._opened: dict[str, StoredSets] = {}
+        """By URI: a client of object storage costs more than a read."""
 
     def read_bytes(self, rank: int) -> int:
         """How much of the rank's snapshot the load that runs, or ran last, has read."""
@@ -83,15 +116,15 @@ class Loader:
 
     def find(self, effect: FindStored) -> StoredFound:
         """Raises HoldfastError when storage cannot be read."""
-        found = self._open_sets(effect.tier.uri, self._job).find()
+        found = self._sets(effect.tier.uri).find()
         return StoredFound(epoch=effect.epoch, found=found)
 
     def open(self, effect: OpenStored, scope: EpochScope) -> ManifestFetched:
         """Raises HoldfastError."""
         scope.check()
         self._set_read(effect.rank, 0)
-        sets = self._open_sets(effect.tier.uri, self._job)
-        stored = sets.open_rank(effect.generation, effect.rank)
+        sets = self._sets(effect.tier.uri)
+        stored = sets.open_rank(effect.generation, effect.rank, self._memory(effect))
         return ManifestFetched(
             rank=effect.rank,
             generation=effect.generation,
@@ -106,8 +139,8 @@ class Loader:
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         lying = Lying(slot=effect.slot, places=effect.places)
-        sets = self._open_sets(effect.tier.uri, self._job)
-        stored = sets.open_rank(generation, effect.rank)
+        sets = self._sets(effect.tier.uri)
+        stored = sets.open_rank(generation, effect.rank, self._memory(effect))
         if stored.manifest != effect.encoded:
             raise CorruptError(
                 f"the copy of rank {effect.rank}, generation {generation}, changed while it was "
@@ -125,35 +158,24 @@ class Loader:
         scope.check()
         sealed = Sealed(manifest=manifest, encoded=effect.encoded, places=effect.places)
         self._storage.seal(effect.rank, manifest.layout_id, effect.slot, sealed)
-        return Rebuilt(rank=effect.rank, slot=effect.slot, generation=generation)
+        return Rebuilt(
+            rank=effect.rank, slot=effect.slot, generation=generation, mixture=stored.mixture
+        )
+
+    def _memory(self, effect: OpenStored | LoadStored) -> list[SlotPieces]:
+        found = []
+        for held in effect.held:
+            arena = self._storage.arena(effect.rank, held.manifest.layout_id)
+            views = partial(arena.views, Lying(slot=held.slot, places=held.places))
+            found.append(SlotPieces(content=held.manifest, views=views))
+        return found
+
+    def _sets(self, uri: str) -> StoredSets:
+        with self._lock:
+            if uri not in self._opened:
+                self._opened[uri] = self._open_sets(uri, self._job)
+            return self._opened[uri]
 
     def _set_read(self, rank: int, nbytes: int) -> None:
         with self._lock:
             self._read_bytes[rank] = nbytes
-
-
-def load_failure(
-    effect: FindStored | OpenStored | LoadStored, error: HoldfastError
-) -> StoredFound | ManifestFetched | Rebuilt:
-    """The completion event of `effect` that says that it failed, and why."""
-    corrupt, why = isinstance(error, CorruptError), str(error)
-    match effect:
-        case FindStored():
-            return StoredFound(epoch=effect.epoch, found=None, error=why)
-        case OpenStored():
-            return ManifestFetched(
-                rank=effect.rank,
-                generation=effect.generation,
-                manifest=b"",
-                layout=b"",
-                error=why,
-                corrupt=corrupt,
-            )
-        case LoadStored():
-            return Rebuilt(
-                rank=effect.rank,
-                slot=effect.slot,
-                generation=effect.manifest.generation,
-                error=why,
-                corrupt=corrupt,
-            )

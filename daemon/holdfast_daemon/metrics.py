@@ -9,12 +9,13 @@ Must not: hold what anything decides by. Metrics are written, and read by people
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from holdfast_core.metric_definitions import Definition, MetricType
+from holdfast_protos.identity import ENDS
 
 _DURATION_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -118,10 +119,20 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("arena_bytes", "Memory allocated for arenas.", "job", unit="bytes"),
     _gauge("parity_bytes", "Memory allocated for parity blocks.", "job", unit="bytes"),
     _gauge("insecure", "1 while daemons and the control loop prove nothing to each other."),
+    _gauge(
+        "certificate_expires_timestamp_seconds",
+        "When the daemon's certificate ends, or the last of its CAs, in Unix time.",
+        unit="seconds",
+        certificate=ENDS,
+    ),
     _gauge("memory_budget_bytes", "Memory that this daemon may use.", unit="bytes"),
     _gauge("memory_used_bytes", "Memory that this daemon has allocated.", unit="bytes"),
     _counter("sent_bytes", "Bytes served to peers.", unit="bytes"),
     _counter("received_bytes", "Bytes pulled from peers.", unit="bytes"),
+    _counter("recomputed_units", "Experts of a replica that were computed from their gradients."),
+    _counter("recomputed_bytes", "Bytes of replicas computed instead of pulled.", unit="bytes"),
+    _counter("recomputed_pieces_sent", "Pieces computed otherwise than the owner did, and pulled."),
+    _counter("parity_failures", "Parity blocks that could not be made, each try of them.", "job"),
     _durations("encode_seconds", "Making one parity block, transfers included.", "job"),
     _durations("rebuild_seconds", "Rebuilding one lost snapshot.", "job"),
     _durations("verify_seconds", "Verifying one sealed snapshot or parity block.", "job"),
@@ -174,6 +185,12 @@ class Metrics:
         gauge = self._find(name, MetricType.GAUGE, labels)
         assert isinstance(gauge, Gauge)
         gauge.set(value)
+
+    def follow(self, name: str, read: Callable[[], float], /, **labels: str) -> None:
+        """From now on the gauge `name` is what `read` returns at each exposition, on any thread."""
+        gauge = self._find(name, MetricType.GAUGE, labels)
+        assert isinstance(gauge, Gauge)
+        gauge.set_function(read)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
         """Adds an observation, in the definition's unit, to the histogram `name`."""

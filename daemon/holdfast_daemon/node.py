@@ -32,6 +32,7 @@ from holdfast_daemon.http import HttpServer
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.loader import Loader
 from holdfast_daemon.logs import bind
+from holdfast_daemon.marked_sets import MarkedSets
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
 from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
@@ -39,12 +40,12 @@ from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.stored_sets import TierSets
 from holdfast_daemon.traffic import Traffic
 from holdfast_daemon.trainer_service import TrainerService
 from holdfast_daemon.wires import Wiring
 from holdfast_daemon.worker import EffectWorker
 from holdfast_protos import codec, control_pb2
+from holdfast_protos.identity_gauges import show_identity
 
 PULSE_S = 1.0
 BULK_TIMEOUT_S = 5.0
@@ -64,7 +65,7 @@ class Node:
         self._settings = settings
         self.storage = NodeStorage(settings.root, settings.budget_bytes)
         self.metrics = Metrics()
-        self.metrics.set("insecure", settings.identity is None)
+        show_identity(settings.identity, self.metrics)
         self.hosts: dict[str, JobHost] = {}
         self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
@@ -281,7 +282,8 @@ class Node:
             executor=self._executor,
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
-            loader=Loader(storage, storage.job, TierSets),
+            loader=Loader(storage, storage.job, MarkedSets),
+            recomputed=self._traffic.recomputed,
         )
         return JobHost(
             engine=engine,

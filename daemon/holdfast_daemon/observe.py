@@ -236,6 +236,8 @@ class NodeObserver:
                 metrics.add("saves_failed", job=job, cause="storage")
             case "arena_refused":
                 metrics.add("saves_failed", job=job, cause="memory_budget")
+            case "parity_failed":
+                metrics.add("parity_failures", job=job)
             case "corrupt":
                 metrics.add("corrupt", job=job, kind="arena")
             case "suspect":

@@ -133,8 +133,8 @@ def rebuild(
 
     Raises:
         SourceCorruptError: a source does not match its manifest.
-        CorruptError: what came out does not match `manifest`, so a parity block is damaged; or
-            more is gone than the code makes up for.
+        ParityCorruptError: what came out does not match `manifest`: a parity block is damaged.
+        CorruptError: more is gone than the code makes up for.
         InvalidJobError: the manifests do not belong together.
         HoldfastError: what `fetch` raised.
     """
@@ -161,7 +161,8 @@ def rebuild(
                     finish=is_right,
                     check=check,
                     effort=effort or Effort(),
-                    blame=_blame(step),
+                    proves=True,
+                    owners=tuple(block.owner for block, _ in step.blocks),
                 )
             )
 
@@ -196,11 +197,6 @@ def common_piece_bytes(manifests: Mapping[int, Manifest]) -> int:
             f"snapshots of a parity group must be checksummed on one grid, not on {sorted(sizes)}"
         )
     return sizes.pop()
-
-
-def _blame(step: ChunkRecovery) -> str:
-    owners = " or ".join(str(block.owner) for block, _ in step.blocks)
-    return f"the parity block of position {owners} of the group is damaged"
 
 
 def _recovery_inputs(

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Protocol
 
-from holdfast_core.errors import CorruptError, HoldfastError
+from holdfast_core.errors import HoldfastError
 from holdfast_core.persisted import RankFile
 from holdfast_core.places import Lying
-from holdfast_core.values import Generation, Membership
+from holdfast_core.sparse_files import RankPlan
+from holdfast_core.values import Generation, Manifest, Membership
 from holdfast_daemon.effects import CommitSet, PersistRank, RankPersisted, SetCommitted
 from holdfast_daemon.group import EpochScope
 from holdfast_daemon.holding import Holding
@@ -36,12 +37,18 @@ class Store(Protocol):
         manifest: bytes,
         read: Callable[[int, int], Iterable[memoryview]],
         stop: threading.Event | None = None,
+        plan: RankPlan | None = None,
     ) -> RankFile:
         """Write a rank's file, verified on the way. `read(first_byte, end)`: that of the payload.
 
         Raises:
             StorageError, CorruptError.
         """
+
+    def plan_rank(
+        self, layout: bytes, manifest: Manifest, experts: int, base: Generation | None
+    ) -> RankPlan | None:
+        """What the file is to hold, when copies leave experts out. Raises StorageError."""
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
         """Make the set complete. Raises StorageError."""
@@ -142,13 +149,16 @@ class Persister:
         self._count(rank, 0, manifest.payload_bytes)
         try:
             scope.check()
-            file = self._store(effect.tier.uri).write_rank(
+            store = self._store(effect.tier.uri)
+            plan = store.plan_rank(effect.layout, manifest, effect.tier.experts, effect.base)
+            file = store.write_rank(
                 manifest.generation,
                 rank,
                 layout=effect.layout,
                 manifest=effect.encoded,
                 read=read,
                 stop=scope.ended,
+                plan=plan,
             )
         finally:
             with self._lock:
@@ -163,6 +173,7 @@ class Persister:
             slot=effect.slot,
             generation=manifest.generation,
             file=file,
+            older=plan.older if plan is not None else (),
         )
 
     def commit(self, effect: CommitSet, scope: EpochScope) -> SetCommitted:
@@ -192,28 +203,3 @@ class Persister:
     def _count(self, rank: int, done: int, total: int) -> None:
         with self._lock:
             self._progress[rank] = done, total
-
-
-def write_failed(effect: PersistRank, error: HoldfastError) -> RankPersisted:
-    """The end of a writer that did not succeed."""
-    return RankPersisted(
-        epoch=effect.epoch,
-        number=effect.number,
-        rank=effect.rank,
-        layout_id=effect.manifest.layout_id,
-        slot=effect.slot,
-        generation=effect.manifest.generation,
-        file=None,
-        error=str(error),
-        corrupt=isinstance(error, CorruptError),
-    )
-
-
-def commit_failed(effect: CommitSet, error: HoldfastError) -> SetCommitted:
-    """The end of a commit that did not succeed."""
-    return SetCommitted(
-        epoch=effect.epoch,
-        number=effect.number,
-        generation=effect.generation,
-        error=str(error),
-    )

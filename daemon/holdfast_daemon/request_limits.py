@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast_core.errors import ProtocolError
+from holdfast_core.errors import InvalidJobError, ProtocolError
+from holdfast_core.units import UnitKey, UnitKind
+from holdfast_core.values import ExpertVersion
+from holdfast_protos import persisting, values_pb2
 
 FAILURE_CHARACTERS_MAX = 2000
 """Of why a save failed, in a trainer's words; the rest is cut off."""
@@ -21,6 +24,9 @@ ADDRESS_CHARACTERS_MAX = 300
 
 NAN_UNITS_MAX = 65_536
 """Units of a snapshot that held a NaN: named in its manifest."""
+
+EXPERTS_MAX = 65_536
+"""Experts of a job, of which a manifest says the versions."""
 
 UNIT_CHARACTERS_MAX = 64
 """Of a unit's name, such as `layer3/expert5`."""
@@ -61,3 +67,22 @@ def check_units(names: Collection[str]) -> tuple[str, ...]:
             f"use at most {NAN_UNITS_MAX} of {UNIT_CHARACTERS_MAX}"
         )
     return tuple(names)
+
+
+def check_experts(versions: Collection[values_pb2.ExpertVersion]) -> tuple[ExpertVersion, ...]:
+    """The versions of experts, as they came.
+
+    Raises:
+        ProtocolError: there are more of them than a model has, or one is of no expert, or there
+            twice.
+    """
+    if len(versions) > EXPERTS_MAX:
+        raise ProtocolError(f"a commit names {len(versions)} experts; use at most {EXPERTS_MAX}")
+    found = tuple(map(persisting.expert_from_proto, versions))
+    try:
+        kinds = {UnitKey.parse(version.unit).kind for version in found}
+    except InvalidJobError as error:
+        raise ProtocolError(str(error)) from error
+    if kinds - {UnitKind.EXPERT} or len({version.unit for version in found}) != len(found):
+        raise ProtocolError("a commit names a unit that is no expert, or one expert twice")
+    return found

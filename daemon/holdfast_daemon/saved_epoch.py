@@ -22,10 +22,13 @@ class SavedEpoch:
     retained: Generation | None
 
 
+_SAVED_EPOCH = msgspec.json.Decoder(SavedEpoch)
+
+
 def decode_epoch(data: bytes) -> SavedEpoch:
     """What an epoch.json says; raises CorruptError for anything else."""
     body = signed_body(data, EPOCH_FILE)
     try:
-        return msgspec.json.decode(body, type=SavedEpoch)
+        return _SAVED_EPOCH.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidJobError) as error:
         raise CorruptError(f"{EPOCH_FILE} cannot be read: {error}") from error

@@ -12,7 +12,8 @@ from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.values import Generation
-from holdfast_daemon.engine.state import JobMemory, ParityState, SlotState
+from holdfast_daemon.engine.slots import ParityState, SlotState
+from holdfast_daemon.engine.state import JobMemory
 
 
 class TargetKind(StrEnum):

@@ -14,9 +14,9 @@ import threading
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError
+from holdfast_core.job_names import job_file_name, job_of_file_name
 from holdfast_daemon.files import Files, RealFiles, replace, storage_errors
 
 JOB_NAME_BYTES_MAX = 255
@@ -102,9 +102,7 @@ class NodeStorage:
         Raises:
             InvalidJobError: when the name is empty or too long for a file name.
         """
-        name = quote(job, safe="")
-        if name.startswith("."):
-            name = "%2E" + name[1:]
+        name = job_file_name(job)
         if not name or len(name) > JOB_NAME_BYTES_MAX:
             raise InvalidJobError(
                 f"job name {job[:80]!r} has {len(name)} bytes as a file name; it must have 1 to "
@@ -115,7 +113,7 @@ class NodeStorage:
     def jobs(self) -> list[str]:
         """Names of the jobs that have files here, sorted."""
         with storage_errors(f"listing {self.root}/jobs"):
-            return sorted(unquote(path.name) for path in (self.root / "jobs").iterdir())
+            return sorted(job_of_file_name(path.name) for path in (self.root / "jobs").iterdir())
 
     def free_bytes(self) -> int:
         """Bytes that the file system could still give."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from holdfast_core.errors import CorruptError, StorageError
+from collections.abc import Sequence
+
+from holdfast_core.errors import StorageError
 from holdfast_core.persisted_retention import SetState
-from holdfast_core.persisted_sets import (
-    MANIFEST_BYTES_MAX,
-    MANIFEST_FILE,
-    StoredSet,
-    decode_set,
-    set_name,
-)
 from holdfast_core.stored_line import Found, StoredCopy
 from holdfast_core.values import Generation
-from holdfast_storage.finding import find_sets
+from holdfast_storage.composed import Pieces, RankSnapshot
+from holdfast_storage.finding import find_sets, read_manifest
 from holdfast_storage.opening import open_place
 from holdfast_storage.places import Place
-from holdfast_storage.ranks import StoredRank
 from holdfast_storage.retrying import Retry
 from holdfast_storage.sets import SetStore
 
@@ -55,32 +50,14 @@ class TierSets:
             ),
         )
 
-    def open_rank(self, generation: Generation, rank: int) -> StoredRank:
-        """One rank's snapshot of a whole set.
+    def open_rank(
+        self, generation: Generation, rank: int, memory: Sequence[Pieces] = ()
+    ) -> RankSnapshot:
+        """One rank's snapshot of a whole set; see `SetStore.open_rank`.
 
         Raises:
-            CorruptError: the set is not whole any more, or the file is not the one that it names.
+            CorruptError: the set is not whole any more, or a file is not the one that it names.
             StorageError: the storage failed.
         """
-        directory = f"{self._job}/{set_name(generation)}"
-        stored = self._read_manifest(f"{directory}/{MANIFEST_FILE}", generation)
-        if rank < stored.world_size:
-            named = stored.files[rank]
-            size = self._place.size(f"{directory}/{named.file}")
-            if size != named.bytes:
-                there = "missing" if size is None else f"{size} bytes long"
-                raise CorruptError(
-                    f"{directory}/{named.file} in {self._uri} is {there} and should have "
-                    f"{named.bytes} bytes"
-                )
-        return self._store.open_rank(stored, rank)
-
-    def _read_manifest(self, path: str, generation: Generation) -> StoredSet:
-        size = self._place.size(path)
-        if size is None:
-            raise CorruptError(f"generation {generation} is no longer in {self._uri}")
-        if size > MANIFEST_BYTES_MAX:
-            raise CorruptError(f"{path} has {size} bytes, more than {MANIFEST_BYTES_MAX}")
-        data = bytearray(size)
-        self._place.read(path, 0, memoryview(data))
-        return decode_set(bytes(data), job=self._job, generation=generation)
+        stored = read_manifest(self._place, self._job, generation)
+        return self._store.open_rank(stored, rank, memory)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import quote
 
 from holdfast_core.errors import AccessDeniedError, UnauthenticatedError
+from holdfast_core.job_names import job_file_name
 
 
 class FileAuthenticator:
@@ -39,8 +39,8 @@ class FileAuthenticator:
         """There is nothing to end."""
 
     def _opens(self, token: str, job: str) -> bool:
-        name = quote(job, safe="")
-        if not name or name.startswith("."):
+        name = job_file_name(job)
+        if not name:
             return False
         try:
             wanted = (self._directory / name).read_bytes().strip()

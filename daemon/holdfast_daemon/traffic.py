@@ -1,4 +1,5 @@
-"""Counts for /metrics what the daemon's servers count for themselves, in threads of their own."""
+"""Counts for /metrics what the daemon's servers, and the work on replicas, count for themselves, in
+threads of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from holdfast_daemon.bulk_server import BulkServer
 from holdfast_daemon.descriptors import DescriptorServer
 from holdfast_daemon.http import HttpServer
 from holdfast_daemon.metrics import Metrics
+from holdfast_daemon.recomputing import Recomputed
 
 
 class Traffic:
@@ -15,6 +17,8 @@ class Traffic:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._before: dict[str, int] = {}
+        self.recomputed = Recomputed()
+        """Where all jobs of this daemon count what they compute instead of fetching it."""
 
     def count(
         self,
@@ -26,6 +30,10 @@ class Traffic:
         """Bring the counters up to date; `http` when there is one."""
         self._metrics.add("sent_bytes", self._more("sent", bulk.sent_bytes))
         self._metrics.add("received_bytes", self._more("received", client.received_bytes))
+        done = self.recomputed
+        self._metrics.add("recomputed_units", self._more("units", done.units))
+        self._metrics.add("recomputed_bytes", self._more("computed", done.nbytes))
+        self._metrics.add("recomputed_pieces_sent", self._more("differed", done.pieces_differed))
         shed = {
             "arena": descriptors.shed,
             "bulk": bulk.shed + bulk.refused,

@@ -29,6 +29,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.layouts import SLOTS_PER_ARENA
 from holdfast_core.values import Generation, Redundancy
+from holdfast_daemon import request_limits
 from holdfast_daemon.auth import Authenticator
 from holdfast_daemon.claims import Claims, SessionSeal
 from holdfast_daemon.engine import RestoreState
@@ -37,7 +38,6 @@ from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.rates import JOB_RATE, SESSION_RATE, STRANGERS, Accounts
 from holdfast_daemon.refusals import Context, refuse
-from holdfast_daemon.request_limits import check_address, check_units, counted, shortened
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import rank_loss_from_proto
 
@@ -94,7 +94,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
         host = await self._authorized(request.job, context)
-        check_address(request.store_address)
+        request_limits.check_address(request.store_address)
         epoch = host.engine.hello(request.rank, request.store_address)
         membership = host.engine.memory.membership
         return trainer_pb2.HelloReply(
@@ -136,7 +136,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         )
         if state.arena is not None and state.slot is not None:
             arena = host.storage.arena(state.arena.rank, state.arena.layout_id)
-            decision.manifest = state.slot.encoded
+            decision.manifest = state.slot.told
             decision.layout = state.arena.encoded
             decision.slot = state.slot.index
             decision.places = state.slot.places
@@ -206,7 +206,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 payload_bytes=request.payload_bytes,
                 extras_bytes=request.extras_bytes,
                 digests=request.digests,
-                nan_units=check_units(request.nan_units),
+                nan_units=request_limits.check_units(request.nan_units),
+                experts=request_limits.check_experts(request.experts),
                 now=host.now,
             )
         )
@@ -276,9 +277,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         host.engine.progress(
             session,
             step=request.step,
-            skipped=counted(request.skipped),
-            failed=counted(request.failed),
-            failure=shortened(request.failure),
+            skipped=request_limits.counted(request.skipped),
+            failed=request_limits.counted(request.failed),
+            failure=request_limits.shortened(request.failure),
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             now=host.now,
         )
@@ -324,7 +325,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
         host = await self._authorized(request.job, context)
-        check_address(request.store_address)
+        request_limits.check_address(request.store_address)
         host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
         return trainer_pb2.PublishStoreReply()
 

@@ -8,15 +8,17 @@ is the only way to anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from holdfast_core.codes import Block, Code
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.layouts import first_bad_piece, piece_digests, round_up
 from holdfast_core.places import DIGEST_BYTES
-from holdfast_core.values import Manifest
+from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.changes import ChangeFetch, ChangeStream, changed_pieces
 from holdfast_daemon.combining import Effort
 from holdfast_daemon.multiplying import fill_zeros, multiply_into
+from holdfast_daemon.recomputing import Forward
 
 
 def update(
@@ -31,6 +33,7 @@ def update(
     fetch: ChangeFetch,
     check: Callable[[], None] = lambda: None,
     effort: Effort | None = None,
+    forward: Mapping[int, Forward] | None = None,
 ) -> tuple[int, bytes]:
     """Fill `block` with the parity of `after`, given that of `before` (REFT §4.3).
 
@@ -41,6 +44,8 @@ def update(
         before, after: By position, the manifests of the members whose chunks go into it.
         check: Called before each transfer; raises HoldfastError to give up.
         effort: Memory beside the block: its `stride_bytes`.
+        forward: By position, how changes can be computed instead of fetched; only where the block
+            is one member's whole payload.
 
     Returns:
         The bytes of `block` that are in use, and their digests on the grid of pieces.
@@ -61,7 +66,7 @@ def update(
     if span > len(block):
         raise InvalidJobError(f"parity of {span} bytes does not fit the block of {len(block)}")
     stride = round_up(max((effort or Effort()).stride_bytes, 1), size)
-    touched = _start_from(block, older, older_digests, span, size, stride)
+    made = _Made(block[:span], older, older_digests, size, stride)
     of_old, of_new = (code.contributions(which, sizes, size) for sizes in (old_bytes, new_bytes))
     for was, now in zip(of_old, of_new, strict=True):
         nbytes = max(was.range.nbytes, now.range.nbytes)
@@ -69,19 +74,121 @@ def update(
             continue
         # An empty chunk is said to start where its payload ends, not where the chunk would.
         start = max(was.range.start, now.range.start)
-        base = before[now.position]
-        for first, end in _joined(changed_pieces(base, after[now.position], start, nbytes)):
-            check()
-            low, high = first * size, min(end * size, start + nbytes)
-            stream = ChangeStream(
-                fetch.open_change(now.position, base.generation, low, high - low, size), size
-            )
+        base = before[now.position].generation
+        way = _Way(now.position, base, start, nbytes, now.factor, fetch, check)
+        changed = [*changed_pieces(before[now.position], after[now.position], start, nbytes)]
+        if (how := (forward or {}).get(now.position)) is not None:
+            withheld = how.withheld(changed)
+            way.bring(made, [piece for piece in changed if piece not in withheld])
+            changed = how.compute(block, older, withheld, check)
+            made.adopt(withheld.difference(changed), after[now.position].digests)
+        way.bring(made, changed)
+    return used, made.digests_of(used)
+
+
+class _Made:
+    """A block on its way from one generation to the next, with the digests of what it should hold.
+
+    They are never taken from the block itself. A piece that changes is copied, verified, changed
+    and hashed aside, and put back: so a bit that flips in the block at any time does not match, and
+    is found, here or by whoever verifies the block next.
+
+    Raises:
+        CorruptError: on construction, when the older block does not match its digests.
+    """
+
+    def __init__(
+        self, block: memoryview, older: memoryview, digests: bytes, size: int, stride: int
+    ) -> None:
+        self.size, self.stride = size, stride
+        self._block = block
+        self._aside = memoryview(bytearray(min(stride, round_up(len(block), size))))
+        whole = len(older) - len(older) % size
+        self._digests = bytearray(digests[: DIGEST_BYTES * (whole // size)])
+        for at in range(0, len(block), stride):
+            part = self._aside[: min(stride, len(block) - at)]
+            known = older[at : at + len(part)]
+            part[: len(known)] = known
+            bad = first_bad_piece(part[: len(known)], digests, size, first_piece=at // size)
+            if bad is not None:
+                raise CorruptError(
+                    f"piece {bad} of the older parity block does not match its entry"
+                )
+            fill_zeros(part[len(known) :])
+            self._digests += piece_digests(part[max(whole - at, 0) :], size)
+            block[at : at + len(part)] = part
+
+    def add(self, start: int, change: memoryview, factor: int) -> None:
+        """Add `change` times `factor` at `start`, which is on the grid; a whole number of pieces
+        where it is multiplied. Raises CorruptError."""
+        end = min(round_up(start + len(change), self.size), len(self._block))
+        part = self._aside[: end - start]
+        part[:] = self._block[start:end]
+        self._verify(part, start)
+        multiply_into(part[: len(change)], change, factor, self.size)
+        self._digests[self._of(start, end)] = piece_digests(part, self.size)
+        self._block[start:end] = part
+
+    def adopt(self, pieces: Iterable[int], digests: bytes) -> None:
+        """Whole pieces were made that have these digests of a payload that the block is."""
+        for piece in pieces:
+            of = slice(DIGEST_BYTES * piece, DIGEST_BYTES * (piece + 1))
+            self._digests[of] = digests[of]
+
+    def digests_of(self, nbytes: int) -> bytes:
+        """Digests of the block's first bytes. Raises CorruptError."""
+        start = nbytes - nbytes % self.size
+        end = min(start + self.size, len(self._block))
+        if nbytes not in (start, end):  # it ends in the middle of what was a longer piece
+            part = self._aside[: end - start]
+            part[:] = self._block[start:end]
+            self._verify(part, start)
+            self._digests[self._of(start, end)] = piece_digests(part[: nbytes - start], self.size)
+        return bytes(self._digests[: DIGEST_BYTES * -(-nbytes // self.size)])
+
+    def _verify(self, part: memoryview, start: int) -> None:
+        digests = bytes(self._digests[self._of(start, start + len(part))])
+        bad = first_bad_piece(part, digests, self.size)
+        if bad is not None:
+            bad += start // self.size
+            raise CorruptError(f"piece {bad} of the parity block changed while it was updated")
+
+    def _of(self, start: int, end: int) -> slice:
+        return slice(DIGEST_BYTES * (start // self.size), DIGEST_BYTES * -(-end // self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How the changes of one member's chunk get into the block."""
+
+    position: int
+    base: Generation
+    start: int
+    """With `nbytes`, where the chunk lies in the member's payload."""
+    nbytes: int
+    factor: int
+    fetch: ChangeFetch
+    check: Callable[[], None]
+
+    def bring(self, made: _Made, pieces: Iterable[int]) -> None:
+        """Add the changes of these pieces of the payload. What is multiplied is whole pieces: where
+        the change ends in the middle of one, the rest is zeros."""
+        size = made.size
+        for first, end in _joined(pieces):
+            self.check()
+            low, high = first * size, min(end * size, self.start + self.nbytes)
+            opened = self.fetch.open_change(self.position, self.base, low, high - low, size)
+            stream = ChangeStream(opened, size)
+            scratch = memoryview(bytearray(min(made.stride, round_up(high - low, size))))
             try:
-                _apply(block, low - start, high - start, stream, stride, now.factor, size)
+                for at in range(low, high, made.stride):
+                    nbytes = min(made.stride, high - at)
+                    stream.read_into(scratch[:nbytes])
+                    needed = nbytes if self.factor == 1 else round_up(nbytes, size)
+                    fill_zeros(scratch[nbytes:needed])
+                    made.add(at - self.start, scratch[:needed], self.factor)
             finally:
                 stream.close()
-            touched.update(range((low - start) // size, -(-(high - start) // size)))
-    return used, _digests(block[:used], older_digests, touched, size)
 
 
 def _check_alike(
@@ -98,20 +205,6 @@ def _check_alike(
             raise InvalidJobError(f"the chunks of position {position} do not lie as they did")
 
 
-def _start_from(
-    block: memoryview, older: memoryview, digests: bytes, span: int, size: int, stride: int
-) -> set[int]:
-    """Copy the older block, verified, and zeros after it; the pieces that have no digest yet."""
-    for at in range(0, len(older), stride):
-        end = min(at + stride, len(older))
-        block[at:end] = older[at:end]
-        bad = first_bad_piece(block[at:end], digests, size, first_piece=at // size)
-        if bad is not None:
-            raise CorruptError(f"piece {bad} of the older parity block does not match its entry")
-    block[len(older) : span] = bytes(span - len(older))
-    return set(range(len(older) // size, -(-span // size)))
-
-
 def _joined(pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Pieces [first, end) that follow each other."""
     first = end = -1
@@ -123,32 +216,3 @@ def _joined(pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
         end = piece + 1
     if first >= 0:
         yield first, end
-
-
-def _apply(
-    block: memoryview,
-    start: int,
-    end: int,
-    stream: ChangeStream,
-    stride: int,
-    factor: int,
-    size: int,
-) -> None:
-    """Add a change times `factor` to [start, end) of the block. What is multiplied is whole pieces,
-    and so is the block then: where the change ends in the middle of one, the rest is zeros."""
-    scratch = memoryview(bytearray(min(stride, round_up(end - start, size))))
-    for at in range(start, end, stride):
-        nbytes = min(stride, end - at)
-        stream.read_into(scratch[:nbytes])
-        needed = nbytes if factor == 1 else round_up(nbytes, size)
-        fill_zeros(scratch[nbytes:needed])
-        multiply_into(block[at : at + needed], scratch[:needed], factor, size)
-
-
-def _digests(block: memoryview, older: bytes, touched: set[int], size: int) -> bytes:
-    pieces = -(-len(block) // size)
-    digests = bytearray(older[: DIGEST_BYTES * pieces].ljust(DIGEST_BYTES * pieces, b"\0"))
-    for piece in {p for p in (*touched, pieces - 1) if 0 <= p < pieces}:
-        part = block[piece * size : (piece + 1) * size]
-        digests[DIGEST_BYTES * piece : DIGEST_BYTES * (piece + 1)] = piece_digests(part, size)
-    return bytes(digests)

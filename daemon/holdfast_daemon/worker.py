@@ -27,6 +27,8 @@ from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import (
     AllocateArena,
     ArenaReady,
+    AtOnce,
+    Background,
     BuildParity,
     CommitSet,
     Completion,
@@ -35,6 +37,7 @@ from holdfast_daemon.effects import (
     ForgetPeers,
     FreeParity,
     FreeSlot,
+    Loading,
     LoadStored,
     ManifestFetched,
     OpenStored,
@@ -57,21 +60,8 @@ from holdfast_daemon.holding import Holding
 from holdfast_daemon.loader import Loader
 from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
 from holdfast_daemon.persister import Persister
+from holdfast_daemon.recomputing import Recomputed, forwards
 from holdfast_daemon.updating import update
-
-AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers | StopPersisting
-Loading = FindStored | OpenStored | LoadStored
-Background = (
-    AllocateArena
-    | BuildParity
-    | FetchManifest
-    | Rebuild
-    | Loading
-    | VerifySnapshot
-    | VerifyParity
-    | PersistRank
-    | CommitSet
-)
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +80,7 @@ class EffectWorker:
         membership: Membership | None = None,
         effort: Effort | None = None,
         loader: Loader | None = None,
+        recomputed: Recomputed | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +90,7 @@ class EffectWorker:
             membership: What was adopted, so that work can begin before the next `SaveEpoch`.
             effort: Threads and memory of one build, rebuild or check.
             loader: What reads storage; None where there is none.
+            recomputed: Counts what of replicas is computed rather than fetched.
         """
         self._storage = storage
         self._group = Group(storage=storage, bulk=bulk, peers=peers)
@@ -106,6 +98,7 @@ class EffectWorker:
         self._effort = effort or Effort()
         self._scope = EpochScope(membership=membership)
         self.loader = loader
+        self._recomputed = recomputed or Recomputed()
 
     def apply(self, effect: AtOnce) -> None:
         """Carry out an effect that is finished before the next one begins.
@@ -209,7 +202,8 @@ class EffectWorker:
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
         fetch = self._group.fetch_from(effect.sources, scope, effect.generation)
-        made = self._update(effect, block, manifests, fetch, scope)
+        layouts = {position: layout for position, (_, layout) in described.items()}
+        made = self._update(effect, block, manifests, layouts, fetch, scope)
         nbytes, digests = made or build(
             block,
             code=effect.code,
@@ -246,6 +240,7 @@ class EffectWorker:
         effect: BuildParity,
         block: memoryview,
         manifests: Mapping[int, Manifest],
+        layouts: Mapping[int, bytes],
         fetch: GroupFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
@@ -256,6 +251,7 @@ class EffectWorker:
         positions = {source.rank: source.position for source in effect.sources}
         if older.manifests.keys() != positions.keys():
             return None
+        before = {positions[rank]: manifest for rank, manifest in older.manifests.items()}
         try:
             return update(
                 block,
@@ -263,11 +259,12 @@ class EffectWorker:
                 older.record.digests,
                 code=effect.code,
                 which=effect.block,
-                before={positions[rank]: m for rank, m in older.manifests.items()},
+                before=before,
                 after=manifests,
                 fetch=fetch,
                 check=scope.check,
                 effort=self._effort,
+                forward=forwards(effect.code, layouts, before, manifests, self._recomputed),
             )
         except HoldfastError as error:
             scope.check()

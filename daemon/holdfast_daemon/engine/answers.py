@@ -12,7 +12,8 @@ from holdfast_core import recovery
 from holdfast_core.errors import NoRecoveryLineError
 from holdfast_core.values import Generation, Line, Membership
 from holdfast_daemon.engine import loading
-from holdfast_daemon.engine.state import ArenaView, JobMemory, Session, Slot
+from holdfast_daemon.engine.slots import ArenaView, Slot
+from holdfast_daemon.engine.state import JobMemory, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +72,13 @@ def restore_state(memory: JobMemory, rank: int) -> RestoreState:
         NoRecoveryLineError: training has gone on without this rank's restore, or the rank's
             snapshot was lost after the line was decided.
     """
-    membership, line = memory.membership, memory.directive.line if memory.directive else None
+    membership, line = memory.membership, memory.line
     assert membership is not None
     if line is None:
         return _before_the_line(memory, membership, rank)
     if line.generation is None:
         return RestoreState(phase="ready", detail=line.reason, line=line)
-    retained = memory.directive.retained if memory.directive else None
+    retained = memory.retained
     if retained is not None and retained > line.generation:
         raise NoRecoveryLineError(
             f"rank {rank} restores too late: the line {line.generation} of epoch {memory.epoch} "

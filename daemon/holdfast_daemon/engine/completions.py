@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
+from holdfast_core.values import Generation
 from holdfast_daemon.effects import (
     ArenaReady,
     Completion,
@@ -19,14 +20,12 @@ from holdfast_daemon.effects import (
     StoredFound,
 )
 from holdfast_daemon.engine import loading, persist_leader, persisting, upkeep
-from holdfast_daemon.engine.state import (
-    ArenaView,
-    JobMemory,
-    ParityState,
-    RebuildJob,
-    Slot,
-    SlotState,
-)
+from holdfast_daemon.engine.slots import ArenaView, ParityState, RebuildJob, Slot, SlotState
+from holdfast_daemon.engine.state import JobMemory
+
+WRONG_REBUILDS = 3
+"""A rebuild is tried so often before its parity is given up: the first may be wrong for a reason of
+this node."""
 
 
 def apply(memory: JobMemory, event: Completion, *, retry_at: float) -> None:
@@ -111,10 +110,12 @@ def _parity_built(memory: JobMemory, event: ParityBuilt, retry_at: float) -> Non
         return
     if event.entry is not None:
         parity.state, parity.entry, parity.verified = ParityState.READY, event.entry, True
+        memory.parity_failure = ""
         memory.note("parity_built", generation=event.generation)
         return
     parity.clear()
     memory.retry_at[f"parity{event.lane}"] = retry_at
+    memory.parity_failure = event.error
     memory.note("parity_failed", generation=event.generation, detail=event.error)
     if event.suspect is not None and memory.membership is not None:
         place = memory.membership.place(memory.membership.member_of(event.suspect))
@@ -177,6 +178,8 @@ def _rebuilt(memory: JobMemory, event: Rebuilt, retry_at: float) -> None:
         found[1].clear()
         if job is not None:
             _give_up(memory, event.rank, job, event.error, retry_at, corrupt=event.corrupt)
+        if event.damaged is not None:
+            _blame_parity(memory, event.rank, event.generation, event.damaged)
         return
     memory.rebuilds.pop(event.rank, None)
     if found is None:
@@ -186,13 +189,27 @@ def _rebuilt(memory: JobMemory, event: Rebuilt, retry_at: float) -> None:
     slot.state, slot.verified = SlotState.SEALED, True
     if stored:
         slot.loaded_in = memory.epoch
-        loading.loaded(memory, event.rank)
+        loading.loaded(memory, event.rank, event.generation)
     else:
         slot.rebuilt_in = memory.epoch
     record = memory.rank(event.rank)
     record.passed = max(record.passed or event.generation, event.generation)
     if job is not None:
-        memory.note("loaded" if stored else "rebuilt", rank=event.rank, generation=event.generation)
+        memory.note(
+            "loaded" if stored else "rebuilt",
+            rank=event.rank,
+            generation=event.generation,
+            detail=event.mixture,
+        )
+
+
+def _blame_parity(memory: JobMemory, rank: int, generation: Generation, position: int) -> None:
+    """Tell the owner of a block that it is wrong, once that does not look like our own fault."""
+    memory.wrong_rebuilds[rank] = memory.wrong_rebuilds.get(rank, 0) + 1
+    if memory.wrong_rebuilds[rank] >= WRONG_REBUILDS and memory.membership is not None:
+        group = memory.membership.group_of(memory.membership.member_of(rank))
+        place = memory.membership.place(group[position])
+        memory.out.append(SendSuspect(to=place, rank=rank, generation=generation))
 
 
 def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:

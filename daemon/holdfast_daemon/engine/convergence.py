@@ -7,7 +7,7 @@ leader and parity group what is new. The requests of trainers are in `job`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from holdfast_core.errors import InvalidJobError
@@ -34,10 +34,12 @@ from holdfast_daemon.engine import (
     persist_leader,
     persisting,
     rebuilding,
+    reporting,
     upkeep,
 )
 from holdfast_daemon.engine.loading_state import Loading
-from holdfast_daemon.engine.state import ArenaView, JobMemory, ParityState, SlotState
+from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState
+from holdfast_daemon.engine.state import JobMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +62,12 @@ class Convergence:
     ) -> None:
         self.memory = JobMemory(job=job, node=node, memory_id=memory_id, incarnation=incarnation)
         self._settings = settings
-        self._sent: Report | None = None
         self._sent_directive: Directive | None = None
-        self._sent_at = self._latest = float("-inf")
+        self._repeated_at = self._latest = float("-inf")
+        self._said: reporting.News | None = None
+        """In the newest report; None when it must be said again."""
+        self._led: tuple[Membership, Directive, list[Report]] | None = None
+        """From what a leader concluded nothing new the last time."""
 
     # --- what happened: membership and peers ------------------------------------------------------
 
@@ -140,9 +145,9 @@ class Convergence:
                 memory.rank(rank).last_sign = now
         elif membership.epoch == known.epoch and membership.revision > known.revision:
             memory.membership = membership
-            self._sent = self._sent_directive = None
+            self._said = self._sent_directive = None
             memory.out.append(
-                SaveEpoch(membership=membership, line=self._line(), retained=self._retained())
+                SaveEpoch(membership=membership, line=memory.line, retained=memory.retained)
             )
         return self._settle(now)
 
@@ -181,10 +186,14 @@ class Convergence:
         return self._settle(now) if self._see_epoch(epoch) else []
 
     def on_suspect(self, epoch: int, rank: int, generation: Generation, now: float) -> list[Effect]:
-        """A parity owner received bytes of ours that do not match their manifest: look again."""
+        """A member received bytes of ours that are wrong. Of our own snapshot: look again. Of
+        another's, which comes out wrong of our parity although that matches its digests: give the
+        parity up, so that the next epoch goes on from something else."""
         held = self.memory.sealed(rank, generation)
         if epoch == self.memory.epoch and held is not None:
             upkeep.verify_slot(self.memory, *held)
+        elif epoch == self.memory.epoch:
+            upkeep.give_up_parity_of(self.memory, rank, generation)
         return self._settle(now)
 
     def scrub(self, now: float, *, snapshot: bool, index: int, slot: int) -> list[Effect]:
@@ -217,8 +226,9 @@ class Convergence:
         """Time passed: retry, and repeat reports and directives that may have been lost."""
         settled = self.settled
         pause = self._settings.idle_resend_s if settled else self._settings.resend_s
-        if now - self._sent_at >= pause:
-            self._sent = self._sent_directive = None
+        if now - self._repeated_at >= pause:  # however much else was said since, to some
+            self._said = self._sent_directive = None
+            self._repeated_at = now
         return self._settle(now)
 
     # --- inside -----------------------------------------------------------------------------------
@@ -245,6 +255,7 @@ class Convergence:
         memory.reports = {}
         memory.retry_at = {}
         memory.loading = Loading()
+        memory.wrong_rebuilds, memory.parity_failure = {}, ""
         memory.agent_waiting = False
         for _, slot in memory.slots():
             slot.verified = slot.verifying = False
@@ -264,7 +275,7 @@ class Convergence:
         if now < self._latest:  # a clock that jumped back must not stretch a pause
             memory.retry_at.clear()
             memory.persist.clock_went_back(now)
-            self._sent_at = float("-inf")
+            self._repeated_at = float("-inf")
         self._latest = now
         if memory.membership is None:
             return
@@ -272,13 +283,12 @@ class Convergence:
             self._leave()
             return
         for _ in range(4):
-            before = (memory.directive, len(memory.out))
             upkeep.verify(memory)
             loading.forget_failures(memory, now)
-            self._report(now)
+            self._report()
+            before = (memory.directive, len(memory.out))  # what was said so far changes nothing
             if memory.leads and memory.directive is not None:
-                look = partial(loading.consult, memory, now=now)
-                self._direct(leader.lead(memory.membership, memory.reports, memory.directive, look))
+                self._lead(memory.membership, memory.directive, now)
                 self._direct(persist_leader.lead(memory, now))
             persisting.write(memory, now)
             upkeep.release(memory)
@@ -287,6 +297,16 @@ class Convergence:
             if before == (memory.directive, len(memory.out)):
                 break
         self._send_directive()
+
+    def _lead(self, membership: Membership, directive: Directive, now: float) -> None:
+        """Conclude what follows from the reports; from the same reports nothing new does."""
+        memory = self.memory
+        known = (membership, directive, list(memory.reports.values()))
+        if directive.line is not None and known == self._led:
+            return
+        look = partial(loading.consult, memory, now=now)
+        self._direct(leader.lead(membership, memory.reports, directive, look))
+        self._led = known if memory.directive is directive else None
 
     def _leave(self) -> None:
         """This node is no longer a member: what it holds serves nobody."""
@@ -323,32 +343,22 @@ class Convergence:
             memory.note("dead", generation=generation)
         persisting.tell(memory, known)
 
-    def _report(self, now: float) -> None:
-        """Tell the leader and the parity group what is held, when it changed."""
+    def _report(self) -> None:
+        """Tell the leader and the parity group what changed, each what it acts on."""
         memory = self.memory
         membership, me = memory.membership, memory.me
         if membership is None or me is None:
             return
-        report = Report(
-            job=memory.job,
-            epoch=memory.epoch,
-            member=me,
-            incarnation=memory.incarnation,
-            sequence=self._sent.sequence if self._sent else memory.sequence,
-            verified=memory.verified,
-            inventory=memory.inventory(),
-            line=self._line(),
-            retained=self._retained(),
-            **persisting.reported(memory),
-            unloadable=loading.unloadable(memory),
-        )
-        if report == self._sent:
+        said, known = reporting.news(memory), self._said
+        if said == known:
             return
-        memory.sequence += 1
-        report = replace(report, sequence=memory.sequence)
-        self._sent, self._sent_at = report, now
+        report = reporting.report(memory, me, said)
+        self._said = said
         memory.reports[me] = report
-        for member in sorted({membership.leader, *membership.group_of(me)} - {me}):
+        members = {membership.leader}
+        if known is None or said.told_to_group() != known.told_to_group():
+            members |= set(membership.group_of(me))
+        for member in sorted(members - {me}):
             memory.out.append(SendReport(to=membership.place(member), report=report))
 
     def _send_directive(self) -> None:
@@ -364,12 +374,6 @@ class Convergence:
         for place in memory.membership.members:
             if place.index != memory.me:
                 memory.out.append(SendDirective(to=place, directive=directive))
-
-    def _retained(self) -> Generation | None:
-        return self.memory.directive.retained if self.memory.directive else None
-
-    def _line(self) -> Line | None:
-        return self.memory.directive.line if self.memory.directive else None
 
     def _see_epoch(self, epoch: int) -> bool:
         """Whether `epoch` is newer than ours, which fences us."""

@@ -27,12 +27,13 @@ from holdfast_core.layouts import (
     piece_count,
 )
 from holdfast_core.loss_reports import LossReport
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.values import ExpertVersion, Generation, Manifest
 from holdfast_daemon.effects import Effect, Seal
 from holdfast_daemon.engine import answers, upkeep
 from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, WorldState
 from holdfast_daemon.engine.convergence import Convergence
-from holdfast_daemon.engine.state import RankRecord, Session, SlotState
+from holdfast_daemon.engine.slots import SlotState
+from holdfast_daemon.engine.state import RankRecord, Session
 
 
 class JobEngine(Convergence):
@@ -167,7 +168,7 @@ class JobEngine(Convergence):
         record.passed = generation
         record.last_step, record.last_sign = step, now
         arena = memory.arenas[(session.rank, session.layout_id)]
-        slot = arena.free_slot()
+        slot = upkeep.slot_to_write(memory, arena)
         if slot is None:
             memory.note("skipped", rank=session.rank, generation=generation, detail="slots")
             self._settle_into(now)
@@ -193,6 +194,7 @@ class JobEngine(Convergence):
         extras_bytes: int,
         digests: bytes,
         nan_units: tuple[str, ...],
+        experts: tuple[ExpertVersion, ...] = (),
         now: float,
     ) -> list[Effect]:
         """The slot is filled: seal it. `committed` tells when; repeating it is harmless."""
@@ -214,10 +216,7 @@ class JobEngine(Convergence):
         if target.state is not SlotState.GRANTED:
             return []
         layout = arena.layout
-        if (
-            payload_bytes != layout.extras_offset + extras_bytes
-            or payload_bytes > layout.slot_bytes
-        ):
+        if not layout.extras_offset + extras_bytes == payload_bytes <= layout.slot_bytes:
             raise CorruptError(
                 f"rank {session.rank} commits {payload_bytes} bytes with {extras_bytes} of extras; "
                 f"its layout has tensors of {layout.extras_offset} and slots of {layout.slot_bytes}"
@@ -235,6 +234,7 @@ class JobEngine(Convergence):
             piece_bytes=layout.piece_bytes,
             digests=target.all_digests(digests),
             nan_units=nan_units,
+            experts=experts,
         )
         target.state, target.manifest = SlotState.SEALING, manifest
         target.encoded = encode_manifest(manifest)

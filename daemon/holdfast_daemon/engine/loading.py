@@ -12,11 +12,13 @@ try, up to `PAUSE_S_MAX`.
 
 from __future__ import annotations
 
-from holdfast_core.layouts import piece_count
+from collections.abc import Iterable
+
 from holdfast_core.stored_line import choose_copy
 from holdfast_core.values import FailedLoad, Generation, Line, Tier
-from holdfast_daemon.effects import FindStored, LoadStored, OpenStored, StoredFound
-from holdfast_daemon.engine.state import ArenaView, JobMemory, RebuildJob, SlotState
+from holdfast_daemon.effects import FindStored, HeldSlot, LoadStored, OpenStored, StoredFound
+from holdfast_daemon.engine.slots import ArenaView, RebuildJob, Slot, SlotState
+from holdfast_daemon.engine.state import JobMemory
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 60.0
 """Before what failed is tried again; doubled with each failure in a row."""
@@ -156,21 +158,66 @@ def start(memory: JobMemory, rank: int, generation: Generation) -> None:
     if not may_load(memory, generation) or is_failed(memory, rank, generation):
         return
     assert memory.membership is not None and memory.membership.tier is not None
-    memory.rebuilds[rank] = RebuildJob(generation=generation, digest=0, stored=True)
+    tier = memory.membership.tier
+    held = tuple(
+        HeldSlot(slot=slot.index, manifest=slot.manifest, digest=slot.digest, places=slot.places)
+        for _, slot in memory.slots()
+        if tier.experts and slot.manifest is not None and _is_source(slot, rank, generation)
+    )
+    memory.rebuilds[rank] = RebuildJob(generation=generation, digest=0, stored=True, held=held)
     memory.note("load_started", rank=rank, generation=generation)
-    memory.out.append(OpenStored(tier=memory.membership.tier, rank=rank, generation=generation))
+    memory.out.append(OpenStored(tier=tier, rank=rank, generation=generation, held=held))
+
+
+def sources(memory: JobMemory, generation: Generation) -> list[Slot]:
+    """The slots that experts are taken from when `generation` is loaded: of each rank the oldest
+    snapshot after it, which has most of what `generation` had. Where copies hold all experts, none:
+    what is read from storage anyway is read from there."""
+    membership = memory.membership
+    if membership is None or membership.tier is None or not membership.tier.experts:
+        return []
+    found: dict[int, Slot] = {}
+    for arena, slot in memory.slots():
+        job = memory.rebuilds.get(arena.rank)
+        other = job is not None and job.manifest is not None and job.layout_id != arena.layout_id
+        if other or not _is_source(slot, arena.rank, generation):
+            continue
+        known = found.get(arena.rank)
+        if known is None or _age(slot) < _age(known):
+            found[arena.rank] = slot
+    return list(found.values())
+
+
+def _is_source(slot: Slot, rank: int, generation: Generation) -> bool:
+    manifest = slot.manifest
+    sealed = slot.state is SlotState.SEALED and slot.verified
+    return sealed and manifest is not None and manifest.rank == rank and _age(slot) > generation
+
+
+def _age(slot: Slot) -> Generation:
+    assert slot.manifest is not None
+    return slot.manifest.generation
+
+
+def _are_there(memory: JobMemory, rank: int, held: Iterable[HeldSlot]) -> bool:
+    sealed = {
+        (slot.index, slot.digest)
+        for arena, slot in memory.slots()
+        if arena.rank == rank and slot.state is SlotState.SEALED and slot.verified
+    }
+    return all((each.slot, each.digest) in sealed for each in held)
 
 
 def go_on(memory: JobMemory, rank: int, job: RebuildJob, arena: ArenaView) -> None:
     """With the manifest and the arena at hand: a free slot, then the bytes."""
+    if not _are_there(memory, rank, job.held):
+        del memory.rebuilds[rank]  # the next look begins anew, with what is there
+        return
     slot = arena.free_slot()
     if slot is None or job.manifest is None or not may_load(memory, job.generation):
         return
     assert memory.membership is not None and memory.membership.tier is not None
-    pieces = piece_count(job.manifest.payload_bytes, job.manifest.piece_bytes)
-    slot.places = arena.places_for(slot)[:pieces]
-    slot.state, slot.generation = SlotState.REBUILDING, job.generation
-    slot.manifest, slot.encoded, slot.digest = job.manifest, job.encoded, job.digest
+    arena.begin_recovery(slot, job, job.manifest)
     memory.out.append(
         LoadStored(
             tier=memory.membership.tier,
@@ -179,6 +226,7 @@ def go_on(memory: JobMemory, rank: int, job: RebuildJob, arena: ArenaView) -> No
             manifest=job.manifest,
             encoded=job.encoded,
             places=slot.places,
+            held=job.held,
         )
     )
 
@@ -189,6 +237,8 @@ def failed(
     """A rank's snapshot could not be loaded: not usable at all, or not now."""
     why = why[:_REASON_CHARS_MAX]
     memory.note("load_failed", rank=rank, generation=generation, detail=why)
+    for slot in sources(memory, generation):
+        slot.verified = slot.verified and corrupt  # what was read of it may have been wrong
     if corrupt:
         key = _failed_key(rank, generation)
         memory.loading.failed[rank, generation] = why
@@ -202,8 +252,13 @@ def failed(
     )
 
 
-def loaded(memory: JobMemory, rank: int) -> None:
-    """A rank's snapshot is in memory."""
+def loaded(memory: JobMemory, rank: int, generation: Generation) -> None:
+    """A rank's snapshot is in memory. Where copies leave experts out, it is not written to storage
+    again: that could not be byte for byte, because experts came back in other versions."""
+    tier = memory.membership.tier if memory.membership is not None else None
+    if tier is not None and tier.experts:
+        known = memory.persist.stored
+        memory.persist.stored = generation if known is None else max(known, generation)
     memory.loading.tries.pop(f"rebuild{rank}", None)
     memory.loading.problem = ""
 

@@ -88,6 +88,7 @@ def facts_of(memory: JobMemory, candidate: Generation, now: float) -> persist_pl
         loss_rate_per_s=persist_plan.loss_rate_per_s(
             membership.groups,
             membership.redundancy,
+            replicas=membership.replicas,
             lost_nodes=persist.lost_nodes,
             watched_s=now - persist.watched_since,
         ),
@@ -117,16 +118,17 @@ def _candidate(
     holdings = memory.holdings(membership)
     kept = [
         g
-        for g in holdings.generations()
+        for g in holdings.generations()  # newest first
         if (g.epoch == membership.epoch or g == directive.line.generation)
         and (directive.retained is None or g >= directive.retained)
         and g not in directive.dead
     ]
     redundant = membership.redundancy is not Redundancy.NONE
-    complete = [g for g in kept if recovery.is_complete(membership, holdings, g)]
-    whole = [g for g in complete if not redundant or recovery.is_protected(membership, holdings, g)]
-    lost = redundant and not whole and _was_protected(memory, membership, directive)
-    newest = max(complete if lost else whole, default=None)
+    is_whole = recovery.is_protected if redundant else recovery.is_complete
+    newest = next((g for g in kept if is_whole(membership, holdings, g)), None)
+    lost = newest is None and redundant and _was_protected(memory, membership, directive)
+    if lost:
+        newest = next((g for g in kept if recovery.is_complete(membership, holdings, g)), None)
     if newest is None or (directive.persisted is not None and newest <= directive.persisted):
         return None
     return newest, lost

@@ -27,11 +27,13 @@ from typing import TypedDict
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.persisted import RankFile
+from holdfast_core.sparse_files import may_build_on
 from holdfast_core.values import Directive, Generation, Membership, PersistOrder, Tier
 from holdfast_daemon.effects import PersistRank, RankPersisted, StopPersisting
 from holdfast_daemon.engine import upkeep
 from holdfast_daemon.engine.persist_memory import NEVER
-from holdfast_daemon.engine.state import JobMemory, SlotState
+from holdfast_daemon.engine.slots import SlotState
+from holdfast_daemon.engine.state import JobMemory
 
 
 class Reported(TypedDict):
@@ -109,6 +111,9 @@ def _write_rank(memory: JobMemory, order: PersistOrder, tier: Tier, rank: int) -
     if not slot.verified or slot.manifest is None:
         return
     slot.persisting = order.generation
+    base = memory.persist.stored
+    if base is None or not may_build_on(base, order.generation, memory.line):
+        base = None
     memory.out.append(
         PersistRank(
             epoch=memory.epoch,
@@ -120,6 +125,7 @@ def _write_rank(memory: JobMemory, order: PersistOrder, tier: Tier, rank: int) -
             layout=arena.encoded,
             places=slot.places,
             tier=tier,
+            base=base,
         )
     )
 
@@ -147,6 +153,8 @@ def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
     if arena is not None:
         slot = arena.slots[event.slot]
         slot.persisted()
+        if slot.generation == event.generation:
+            slot.older = event.older
         if event.corrupt and slot.state is SlotState.SEALED:
             upkeep.verify_slot(memory, arena, slot)
     persist = memory.persist

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from holdfast_core import recovery
 from holdfast_core.codes import code_of
-from holdfast_core.layouts import piece_count
 from holdfast_core.values import Generation, Membership
 from holdfast_daemon.effects import FetchManifest, Rebuild
 from holdfast_daemon.engine import loading, upkeep
-from holdfast_daemon.engine.state import JobMemory, RebuildJob, SlotState
+from holdfast_daemon.engine.slots import RebuildJob, SlotState
+from holdfast_daemon.engine.state import JobMemory
 
 
 def rebuild(memory: JobMemory, now: float) -> None:
@@ -78,11 +78,7 @@ def _continue_rebuild(
     sources = upkeep.sources_of(memory, membership, lane, job.generation, means.positions)
     if sources is None:
         return
-    slot.places = arena.places_for(slot)[
-        : piece_count(job.manifest.payload_bytes, job.manifest.piece_bytes)
-    ]
-    slot.state, slot.generation = SlotState.REBUILDING, job.generation
-    slot.manifest, slot.encoded, slot.digest = job.manifest, job.encoded, job.digest
+    arena.begin_recovery(slot, job, job.manifest)
     memory.out.append(
         Rebuild(
             rank=rank,

@@ -1,184 +1,37 @@
-"""The engine's memory of one job on this node: arenas, slots, parity blocks, sessions, reports.
+"""The engine's memory of one job on this node: arenas, parity blocks, sessions, reports.
 
-Plain mutable records with the questions that follow from their own fields. What changes them, and
-why, is in the modules beside this one; what is on disk behind them is the adapters' business.
+Plain mutable records, like those of `slots`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from holdfast_core.budget import PARITY_SLOTS
-from holdfast_core.errors import CorruptError, HoldfastError
-from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
+from holdfast_core.errors import HoldfastError
 from holdfast_core.loss_reports import LossReport
-from holdfast_core.places import DIGEST_BYTES, Lying, choose, merge_digests
 from holdfast_core.recovery import Holdings
 from holdfast_core.values import (
     Directive,
     Generation,
     Inventory,
-    Manifest,
+    Line,
     Membership,
-    ParityEntry,
     Report,
     SnapshotEntry,
 )
 from holdfast_daemon.effects import Effect, Note
 from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.persist_memory import PersistMemory
-
-
-class SlotState(Enum):
-    """What a slot of an arena is used for."""
-
-    FREE = "free"
-    GRANTED = "granted"
-    """A trainer may be writing into it; only the end of that trainer frees it."""
-    SEALING = "sealing"
-    SEALED = "sealed"
-    REBUILDING = "rebuilding"
-    LEFT = "left"
-    """Freed while it was being persisted: it is free when that ends."""
-
-
-@dataclass(slots=True)
-class Slot:
-    index: int
-    state: SlotState = SlotState.FREE
-    generation: Generation | None = None
-    manifest: Manifest | None = None
-    encoded: bytes = b""
-    digest: int = 0
-    verified: bool = False
-    verifying: bool = False
-    rebuilt_in: int = 0
-    """Epoch in which this daemon rebuilt it from parity; 0 when a trainer wrote it."""
-    loaded_in: int = 0
-    """Epoch in which this daemon loaded it from storage; likewise."""
-    places: bytes = b""
-    """Where its pieces lie, or are being written; see `holdfast_core.places`."""
-    unchanged: bytes = b""
-    """While it is granted: bit map of the pieces that are carried over."""
-    base_digests: bytes = b""
-    """While it is granted: the digests of the snapshot that they are carried over from."""
-    persisting: Generation | None = None
-    """What is being written from it to the durable tier. Until that ends, which may be long after
-    the set was given up, its pieces stay as they are."""
-
-    def all_digests(self, written: bytes) -> bytes:
-        """The digests of what was written, and of what is carried over. Raises CorruptError."""
-        if len(written) % DIGEST_BYTES:
-            raise CorruptError(
-                f"{len(written)} bytes of digests: each has {DIGEST_BYTES}; save this step again"
-            )
-        if not self.unchanged:
-            return written
-        return merge_digests(written, self.base_digests, self.unchanged)
-
-    @property
-    def lying(self) -> Lying:
-        return Lying(slot=self.index, places=self.places)
-
-    def clear(self) -> None:
-        """Forget the snapshot. The slot can be used again, once nobody reads it."""
-        self.state = SlotState.LEFT if self.persisting else SlotState.FREE
-        self.generation = self.manifest = None
-        self.encoded, self.digest = b"", 0
-        self.verified = self.verifying = False
-        self.rebuilt_in = self.loaded_in = 0
-        self.unchanged = self.base_digests = b""
-        if self.persisting is None:
-            self.places = b""
-
-    def persisted(self) -> None:
-        """Nobody reads it any more."""
-        self.persisting = None
-        if self.state is SlotState.LEFT:
-            self.clear()
-
-
-@dataclass(slots=True)
-class ArenaView:
-    rank: int
-    layout_id: str
-    layout: Layout
-    encoded: bytes
-    ready: bool = False
-    slots: list[Slot] = field(default_factory=lambda: [Slot(i) for i in range(SLOTS_PER_ARENA)])
-
-    def free_slot(self) -> Slot | None:
-        """A slot to write into; none while a trainer of an earlier daemon may write into places
-        that nobody knows."""
-        if self.has_unknown_writer:
-            return None
-        return next((s for s in self.slots if s.state is SlotState.FREE), None)
-
-    @property
-    def uses(self) -> str:
-        """What the slots are used for, in words."""
-        return ", ".join(f"{s.state.value} {s.generation}" for s in self.slots)
-
-    def whole(self, generation: Generation | None) -> Slot | None:
-        """The sealed snapshot of `generation`, when it was verified in this epoch."""
-        return next(
-            (
-                s
-                for s in self.slots
-                if s.state is SlotState.SEALED and s.verified and s.generation == generation
-            ),
-            None,
-        )
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether snapshots may share pieces."""
-        return any(slot.places for slot in self.slots)
-
-    @property
-    def has_unknown_writer(self) -> bool:
-        """Whether a trainer of an earlier daemon holds the claim, for all that is known."""
-        return any(s.state is SlotState.GRANTED and s.generation is None for s in self.slots)
-
-    def places_for(self, slot: Slot, base: Slot | None = None, unchanged: bytes = b"") -> bytes:
-        """Where the pieces of a snapshot in the free `slot` go; see `places.choose`."""
-        return choose(
-            slot.index,
-            piece_count(self.layout.slot_bytes, self.layout.piece_bytes),
-            [s.lying for s in self.slots if s is not slot and s.state is not SlotState.FREE],
-            base=base.lying if base else None,
-            unchanged=unchanged,
-        )
-
-    @property
-    def idle(self) -> bool:
-        return all(slot.state is SlotState.FREE for slot in self.slots)
-
-
-class ParityState(Enum):
-    """What one of a lane's two parity blocks is used for."""
-
-    FREE = "free"
-    BUILDING = "building"
-    READY = "ready"
-
-
-@dataclass(slots=True)
-class ParitySlot:
-    lane: int
-    index: int
-    state: ParityState = ParityState.FREE
-    generation: Generation | None = None
-    entry: ParityEntry | None = None
-    verified: bool = False
-    verifying: bool = False
-
-    def clear(self) -> None:
-        self.state = ParityState.FREE
-        self.generation = self.entry = None
-        self.verified = self.verifying = False
+from holdfast_daemon.engine.slots import (
+    ArenaView,
+    ParitySlot,
+    ParityState,
+    RebuildJob,
+    Slot,
+    SlotState,
+)
 
 
 @dataclass(slots=True)
@@ -220,19 +73,6 @@ class RankRecord:
 
 
 @dataclass(slots=True)
-class RebuildJob:
-    """A rebuild under way for one rank: manifest, then arena, then bytes."""
-
-    generation: Generation
-    digest: int
-    manifest: Manifest | None = None
-    encoded: bytes = b""
-    layout_id: str = ""
-    stored: bool = False
-    """It comes from storage; the digest is not known before the manifest is there."""
-
-
-@dataclass(slots=True)
 class JobMemory:
     """Everything the engine knows of one job."""
 
@@ -252,6 +92,10 @@ class JobMemory:
     ranks: dict[int, RankRecord] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     rebuilds: dict[int, RebuildJob] = field(default_factory=dict)
+    wrong_rebuilds: dict[int, int] = field(default_factory=dict)
+    """Rank → how often, in this epoch, parity gave other bytes than its manifest says."""
+    parity_failure: str = ""
+    """Why the newest parity block could not be made; empty once one could be, or in a new epoch."""
     retry_at: dict[str, float] = field(default_factory=dict)
     agent_waiting: bool = False
     dropped: bool = False
@@ -287,6 +131,15 @@ class JobMemory:
         detail: str = "",
     ) -> None:
         self.out.append(Note(event=event, rank=rank, generation=generation, detail=detail))
+
+    @property
+    def line(self) -> Line | None:
+        """As the leader has told it in this epoch."""
+        return self.directive.line if self.directive else None
+
+    @property
+    def retained(self) -> Generation | None:  # what the leader has promised to keep
+        return self.directive.retained if self.directive else None
 
     def my_ranks(self) -> range:
         if self.membership is None or self.me is None:

@@ -24,14 +24,8 @@ from holdfast_daemon.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.engine import loading
-from holdfast_daemon.engine.state import (
-    ArenaView,
-    JobMemory,
-    ParitySlot,
-    ParityState,
-    Slot,
-    SlotState,
-)
+from holdfast_daemon.engine.slots import ArenaView, ParitySlot, ParityState, Slot, SlotState
+from holdfast_daemon.engine.state import JobMemory
 
 
 def verify(memory: JobMemory) -> None:
@@ -40,8 +34,9 @@ def verify(memory: JobMemory) -> None:
         (slot.generation, arena, slot)
         for arena, slot in memory.slots()
         if slot.state is SlotState.SEALED and not slot.verified and not slot.verifying
+        if slot.generation is not None
     ]
-    for _, arena, slot in sorted(waiting, key=lambda item: str(item[0]), reverse=True):
+    for _, arena, slot in sorted(waiting, key=lambda item: item[0], reverse=True):
         verify_slot(memory, arena, slot)
     for parity in memory.parities.values():
         if parity.state is ParityState.READY and not parity.verified and not parity.verifying:
@@ -77,6 +72,16 @@ def free_parity(memory: JobMemory, parity: ParitySlot) -> None:
     parity.clear()
 
 
+def give_up_parity_of(memory: JobMemory, rank: int, generation: Generation) -> None:
+    """Free the blocks that were made from the rank's snapshot: it comes out wrong of them."""
+    for parity in memory.parities.values():
+        made = parity.entry is not None and rank in dict(parity.entry.sources)
+        if parity.state is ParityState.READY and parity.generation == generation and made:
+            why = f"rank {rank} comes out wrong of it, although all else that it is of is right"
+            memory.note("corrupt_parity", generation=generation, detail=why)
+            free_parity(memory, parity)
+
+
 def release(memory: JobMemory) -> None:
     """Free what the directive allows, and nothing else (invariant 2)."""
     if memory.membership is None or memory.directive is None:
@@ -89,7 +94,9 @@ def release(memory: JobMemory) -> None:
         if slot.state is not SlotState.SEALED or slot.generation is None:
             continue
         if arena.rank not in mine or not (
-            _is_kept(memory, slot.generation) or _is_awaited(memory, arena.rank, slot)
+            _is_kept(memory, slot.generation)
+            or _is_awaited(memory, arena.rank, slot)
+            or _is_spare(memory, slot)
         ):
             free_slot(memory, arena, slot)
     for parity in memory.parities.values():
@@ -109,8 +116,10 @@ def _make_room_to_load(memory: JobMemory) -> None:
     wanted = loading.wanted(memory)
     if wanted is None:
         return
+    kept = loading.sources(memory, wanted)
     for arena, slot in list(memory.slots()):
-        if slot.state is SlotState.SEALED and slot.generation != wanted:
+        serves = slot.generation == wanted or any(slot is each for each in kept)
+        if slot.state is SlotState.SEALED and not serves:
             free_slot(memory, arena, slot)
     for parity in memory.parities.values():
         if parity.state is ParityState.READY and parity.generation != wanted:
@@ -141,6 +150,23 @@ def _is_awaited(memory: JobMemory, rank: int, slot: Slot) -> bool:
     return (
         slot.generation == memory.persisting and rank not in persist.files and not persist.failure
     )
+
+
+def _is_spare(memory: JobMemory, slot: Slot) -> bool:
+    """Whether the snapshot is the newest in storage, where copies leave experts out: memory has all
+    of them, and storage older ones (PEC §3.2). It stays until its slot is needed."""
+    tier = memory.membership.tier if memory.membership is not None else None
+    return tier is not None and bool(tier.experts) and slot.generation == memory.persist.stored
+
+
+def slot_to_write(memory: JobMemory, arena: ArenaView) -> Slot | None:
+    """A slot for a trainer: a free one, or else one that is only kept while nobody needs it."""
+    if arena.free_slot() is None and not arena.has_unknown_writer:
+        for slot in arena.slots:
+            sealed = slot.state is SlotState.SEALED and slot.persisting is None
+            if sealed and not _is_kept(memory, slot.generation) and _is_spare(memory, slot):
+                free_slot(memory, arena, slot)
+    return arena.free_slot()
 
 
 def _remove_idle_arenas(memory: JobMemory) -> None:
@@ -213,7 +239,7 @@ def _make_room(
 ) -> ParitySlot | None:
     """A block that nobody was promised, freed: of a generation younger than `wanted`, or of one
     that nobody can go back to any more; None when there is none."""
-    promised = memory.directive.retained if memory.directive else None
+    promised = memory.retained
     for parity in slots:
         held = parity.generation
         if held is None or held == promised:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from holdfast_core.values import Redundancy
 from holdfast_daemon.simulation.cluster import Cluster
@@ -30,23 +33,39 @@ def run_schedules(
         AssertionError: an invariant broke; the message begins with the seed.
     """
     total: Counter[str] = Counter()
-    for seed in range(first_seed, first_seed + count):
-        cluster = Cluster(
-            Options(
-                seed=seed,
-                steps=steps,
-                faults=faults,
-                redundancy=redundancy,
-                losses=losses,
-                tier=tier,
+    with _collecting_seldom():
+        for seed in range(first_seed, first_seed + count):
+            cluster = Cluster(
+                Options(
+                    seed=seed,
+                    steps=steps,
+                    faults=faults,
+                    redundancy=redundancy,
+                    losses=losses,
+                    tier=tier,
+                )
             )
-        )
-        try:
-            cluster.run()
-        except Exception as error:
-            raise AssertionError(f"seed {seed} failed: {error!r}\n{cluster.describe()}") from error
-        total.update(cluster.counts)
+            try:
+                cluster.run()
+            except Exception as error:
+                why = f"seed {seed} failed: {error!r}\n{cluster.describe()}"
+                raise AssertionError(why) from error
+            total.update(cluster.counts)
     return total
+
+
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """A schedule makes many objects, and few cycles."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def main() -> int:

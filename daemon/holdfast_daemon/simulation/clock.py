@@ -6,6 +6,9 @@ import heapq
 import random
 from collections.abc import Callable
 
+HAPPENINGS_MAX = 300_000
+"""In one schedule, callbacks and effects of daemons; the longest ones have some ten thousand."""
+
 
 class Clock:
     """Runs callbacks in the order of virtual time; equal times in the order they were asked for."""
@@ -15,6 +18,7 @@ class Clock:
         self.rng = rng
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._happened = 0
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         self._count += 1
@@ -24,9 +28,16 @@ class Clock:
         """Run the next callback; False when there is none."""
         if not self._queue:
             return False
+        self.happens()
         self.now, _, action = heapq.heappop(self._queue)
         action()
         return True
+
+    def happens(self) -> None:
+        """Count one more happening: also daemons that keep each other busy at one and the same
+        moment must come to an end. Raises AssertionError."""
+        self._happened += 1
+        assert self._happened <= HAPPENINGS_MAX, f"no end: busy at {self.now:.3f} s"
 
 
 class Network:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast_core.errors import HoldfastError
 from holdfast_core.places import Lying
 from holdfast_daemon.effects import (
+    Background,
     BuildParity,
     CommitSet,
     Completion,
@@ -16,6 +17,7 @@ from holdfast_daemon.effects import (
     ForgetPeers,
     FreeParity,
     FreeSlot,
+    Loading,
     LoadStored,
     Note,
     ParityBuilt,
@@ -35,7 +37,6 @@ from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.simulation.disk import Disk
 from holdfast_daemon.simulation.fibers import Fiber, Killed
 from holdfast_daemon.simulation.transfers import VirtualWorker
-from holdfast_daemon.worker import Background, Loading
 
 if TYPE_CHECKING:
     from holdfast_daemon.simulation.cluster import Cluster
@@ -139,6 +140,7 @@ class VirtualDaemon:
         self._busy = True
         while self._queue and self.alive:
             effect = self._queue.popleft()
+            self.cluster.clock.happens()
             name = type(effect).__name__
             self.cluster.strike(self.node, f"before {name}")
             if self.alive:

@@ -17,7 +17,7 @@ from holdfast_core.values import Generation, Manifest, MemberPlace
 from holdfast_daemon.bulk import Kind, Request
 from holdfast_daemon.changes import change_of
 from holdfast_daemon.combining import Effort
-from holdfast_daemon.effects import BuildParity, Completion
+from holdfast_daemon.effects import Background, BuildParity, Completion
 from holdfast_daemon.group import EpochScope, GroupFetch
 from holdfast_daemon.loader import Loader, StoredSets
 from holdfast_daemon.persister import Persister
@@ -26,7 +26,7 @@ from holdfast_daemon.simulation.disk import Disk
 from holdfast_daemon.simulation.fibers import Broken
 from holdfast_daemon.simulation.vault import VaultSets
 from holdfast_daemon.stored_sets import TierSets
-from holdfast_daemon.worker import Background, EffectWorker
+from holdfast_daemon.worker import EffectWorker
 
 if TYPE_CHECKING:
     from holdfast_daemon.simulation.cluster import Cluster
@@ -76,10 +76,11 @@ class VirtualWorker(EffectWorker):
         effect: BuildParity,
         block: memoryview,
         manifests: Mapping[int, Manifest],
+        layouts: Mapping[int, bytes],
         fetch: GroupFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
-        made = super()._update(effect, block, manifests, fetch, scope)
+        made = super()._update(effect, block, manifests, layouts, fetch, scope)
         self._counts["parity_updated" if made else "parity_built"] += 1
         return made
 

@@ -6,13 +6,14 @@ does not match its digest is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.layouts import piece_digests
 from holdfast_core.stored_line import Found, StoredCopy
 from holdfast_core.values import Generation, Manifest
+from holdfast_daemon.loader import SlotPieces
 
 URI = "sim://storage"
 
@@ -72,7 +73,9 @@ class VaultSets:
             )
         )
 
-    def open_rank(self, generation: Generation, rank: int) -> VaultRank:
+    def open_rank(
+        self, generation: Generation, rank: int, memory: Sequence[SlotPieces] = ()
+    ) -> VaultRank:
         self.vault.check()
         return VaultRank(self, self.vault.sets[generation][rank])
 
@@ -91,6 +94,10 @@ class VaultRank:
     @property
     def manifest(self) -> bytes:
         return self.stored.manifest
+
+    @property
+    def mixture(self) -> str:
+        return ""
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
         self.sets.wait()

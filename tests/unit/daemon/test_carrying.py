@@ -30,7 +30,7 @@ from holdfast_daemon.effects import (
 from holdfast_daemon.effects import Sealed as SealedEvent
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.answers import Granted
-from holdfast_daemon.engine.state import SlotState
+from holdfast_daemon.engine.slots import SlotState
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.storage import NodeStorage
 
@@ -204,6 +204,24 @@ def test_nothing_is_granted_while_an_earlier_trainer_may_write_anywhere() -> Non
     assert arena.free_slot() is None
     again.claim_ended(arena, 0.0)
     assert arena.free_slot() is not None
+
+
+def test_what_an_earlier_daemon_left_is_verified_newest_first() -> None:
+    first = Engine()
+    first.save(9)
+    first.save(10)
+    sealed = {seal.slot: (seal.encoded, seal.places) for seal in first.seals}
+    again = JobEngine(job="job", node="n0", memory_id="m", incarnation=2, settings=EngineSettings())
+    effects = again.adopt(
+        membership=MEMBERSHIP,
+        line=None,
+        retained=None,
+        arenas=[(0, LAYOUT, sealed, False)],
+        parities=[],
+        now=0.0,
+    )
+    verified = [e.manifest.generation for e in effects if isinstance(e, VerifySnapshot)]
+    assert verified == [Generation(1, 10), Generation(1, 9)]
 
 
 def test_places_are_kept_on_disk_and_bytes_are_found_there(tmp_path: Path) -> None:

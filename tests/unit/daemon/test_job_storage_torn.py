@@ -2,113 +2,32 @@ import itertools
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import small_jobs
+from small_jobs import (
+    LAYOUT,
+    LAYOUT_ID,
+    PIECE,
+    held_bytes,
+    layout_of,
+    manifest_of,
+    membership_of,
+    opened,
+    record_of,
+    seal,
+)
 
 from holdfast_core.layouts import (
-    Layout,
-    encode_layout,
     encode_manifest,
     layout_id,
-    piece_digests,
 )
-from holdfast_core.values import Generation, Line, Manifest, MemberPlace, Membership, ParityEntry
-from holdfast_daemon.arenas import Sealed
-from holdfast_daemon.blocks import ParityRecord
+from holdfast_core.values import Generation, Line
 from holdfast_daemon.files import RealFiles
-from holdfast_daemon.job_storage import AdoptedJob, JobStorage
-from holdfast_daemon.storage import NodeStorage
-
-PIECE = 4096
-JOB = "team/job"
-
-
-def layout_of(rank: int, capacity: int = 3 * PIECE) -> bytes:
-    layout = Layout(
-        rank=rank,
-        world_size=2,
-        topology="dp2",
-        entries=(),
-        extras_offset=0,
-        extras_capacity=capacity,
-        piece_bytes=PIECE,
-    )
-    return encode_layout(layout)
-
-
-LAYOUT = layout_of(0)
-LAYOUT_ID = layout_id(LAYOUT)
-
-
-def manifest_of(payload: bytes, step: int, rank: int = 0) -> Manifest:
-    return Manifest(
-        job=JOB,
-        rank=rank,
-        world_size=2,
-        generation=Generation(1, step),
-        layout_id=layout_id(layout_of(rank)),
-        payload_bytes=len(payload),
-        extras_offset=0,
-        extras_bytes=len(payload),
-        piece_bytes=PIECE,
-        digests=piece_digests(payload, PIECE),
-    )
-
-
-def seal(job: JobStorage, slot: int, step: int) -> None:
-    manifest = manifest_of(bytes([step]) * 5000, step)
-    job.seal(0, LAYOUT_ID, slot, Sealed(manifest=manifest, encoded=encode_manifest(manifest)))
-
-
-def record_of(step: int, nbytes: int = 5000) -> ParityRecord:
-    entry = ParityEntry(
-        lane=0, generation=Generation(1, step), group=(0, 1), sources=((1, 0xFFFF_FFFF_FFFF_FFFF),)
-    )
-    return ParityRecord(
-        entry=entry,
-        nbytes=nbytes,
-        piece_bytes=PIECE,
-        digests=piece_digests(bytes(nbytes), PIECE),
-        payload_bytes=((1, nbytes),),
-    )
-
-
-def membership_of(epoch: int) -> Membership:
-    places = tuple(
-        MemberPlace(
-            index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="h:1", bulk_address="h:2"
-        )
-        for i in range(2)
-    )
-    return Membership(job=JOB, epoch=epoch, members=places, nproc_per_node=1, groups=((0, 1),))
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name) / "node"
-
-
-@contextmanager
-def opened(
-    root: Path, files: RealFiles | None = None
-) -> Iterator[tuple[JobStorage, AdoptedJob, NodeStorage]]:
-    node = NodeStorage(root, 64 * 1024 * 1024, files)
-    job = JobStorage(node, JOB)
-    try:
-        yield job, job.adopt(), node
-    finally:
-        node.close()
-
-
-def held_bytes(directory: Path) -> int:
-    big = ("arena", ".block")
-    return sum(p.stat().st_size for p in directory.rglob("*") if p.name.endswith(big))
+from holdfast_daemon.job_storage import JobStorage
 
 
 class Stopped(BaseException):
@@ -238,7 +157,7 @@ def test_death_at_any_step_leaves_the_old_state_or_the_new(root: Path, name: str
         before = before or state(here)
         finished = False
         files = StoppingFiles()
-        with opened(here, files) as (job, _, _):
+        with opened(here, files=files) as (job, _, _):
             files.stop(stop_at, by_half)
             try:
                 OPERATIONS[name](job)
@@ -259,7 +178,7 @@ CHILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-import test_job_storage_torn as t
+import small_jobs as t
 with t.opened(Path(sys.argv[1])) as (job, _, _):
     job.allocate(0, t.LAYOUT, parity_lanes=(0,), parity_bytes=2 * t.PIECE)
     for step in range(1, 1_000_000):
@@ -275,7 +194,7 @@ with t.opened(Path(sys.argv[1])) as (job, _, _):
 def test_a_killed_daemon_leaves_only_whole_things(root: Path) -> None:
     for _ in range(2):
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent)],
+            [sys.executable, "-c", CHILD, str(root), str(Path(small_jobs.__file__).parent)],
             stdout=subprocess.PIPE,
         )
         assert child.stdout is not None

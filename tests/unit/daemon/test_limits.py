@@ -20,6 +20,7 @@ from holdfast_daemon.descriptors import ClaimRequest, DescriptorServer
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.rates import Accounts, Rate
 from holdfast_daemon.storage import NodeStorage
+from holdfast_protos import values_pb2
 
 RATE = Rate(per_s=10.0, burst=5)
 
@@ -92,6 +93,17 @@ def test_what_a_trainer_says_is_cut_or_refused() -> None:
     assert request_limits.check_units(["layer0/gate"]) == ("layer0/gate",)
     with pytest.raises(ProtocolError, match="units with a NaN"):
         request_limits.check_units(["u" * 65])
+
+
+@pytest.mark.parametrize(
+    "units", [["layer0/gate"], ["layer0/expert1", "layer0/expert1"], ["../x"], None]
+)
+def test_versions_of_what_cannot_be_experts_are_refused(units: list[str] | None) -> None:
+    (known,) = request_limits.check_experts([values_pb2.ExpertVersion(unit="layer0/expert1")])
+    assert known.unit == "layer0/expert1"
+    names = units or ["layer0/expert1"] * (request_limits.EXPERTS_MAX + 1)
+    with pytest.raises(ProtocolError):
+        request_limits.check_experts([values_pb2.ExpertVersion(unit=name) for name in names])
 
 
 def _layout(nbytes: int) -> bytes:

@@ -7,8 +7,8 @@ import random
 from itertools import combinations
 
 import pytest
+import two_generations as updating
 from tests.unit.daemon import test_parity as parity
-from tests.unit.daemon import test_updating as updating
 from tests.unit.daemon.test_parity import PIECE
 
 from holdfast_core.codes import Block, Code

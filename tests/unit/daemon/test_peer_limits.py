@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from member_engines import engine_of, membership_of
 
-from holdfast_core.values import MemberPlace, Membership, Redundancy, Report
+from holdfast_core.values import Report
 from holdfast_daemon import rates
-from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.peers import PeerService
 from holdfast_protos import codec, peer_pb2
 
@@ -27,21 +28,7 @@ class Context:
 
 
 def _engine() -> JobEngine:
-    engine = JobEngine(job=JOB, node="n0", memory_id="m0", incarnation=1, settings=EngineSettings())
-    places = tuple(
-        MemberPlace(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
-        for i in range(2)
-    )
-    members = Membership(
-        job=JOB,
-        epoch=1,
-        members=places,
-        nproc_per_node=1,
-        groups=((0, 1),),
-        redundancy=Redundancy.RAIM5,
-    )
-    engine.set_membership(members, 0.0)
-    return engine
+    return engine_of(membership_of((0, 1), job=JOB), 0)
 
 
 def _service(engine: JobEngine, limited: list[int]) -> PeerService:

@@ -25,7 +25,8 @@ from holdfast_core.values import (
 )
 from holdfast_daemon.effects import CommitSet, RankPersisted, SetCommitted, StopPersisting
 from holdfast_daemon.engine import persist_leader, persisting
-from holdfast_daemon.engine.state import ArenaView, JobMemory, Slot, SlotState
+from holdfast_daemon.engine.slots import ArenaView, Slot, SlotState
+from holdfast_daemon.engine.state import JobMemory
 
 OLD, NEW = Generation(1, 10), Generation(1, 20)
 ORDER = PersistOrder(number=1, ended=False, generation=NEW)

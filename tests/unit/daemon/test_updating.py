@@ -3,142 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_generations import NEW, OLD, PIECE, Members, changed, manifest_of, whole
 
-from holdfast_core.codes import Block, Code
+from holdfast_core.codes import Block
 from holdfast_core.errors import CorruptError, InvalidJobError
-from holdfast_core.layouts import piece_digests
 from holdfast_core.places import DIGEST_BYTES
-from holdfast_core.values import Generation, Manifest
-from holdfast_daemon.bulk import Kind
 from holdfast_daemon.changes import _changes
-from holdfast_daemon.combining import Effort, Stream
 from holdfast_daemon.holding import Held
-from holdfast_daemon.parity import build
 from holdfast_daemon.updating import update
-
-PIECE = 64
-OLD, NEW = Generation(1, 1), Generation(1, 2)
-
-
-def manifest_of(rank: int, payload: bytes, generation: Generation) -> Manifest:
-    return Manifest(
-        job="job",
-        rank=rank,
-        world_size=4,
-        generation=generation,
-        layout_id="0" * 32,
-        payload_bytes=len(payload),
-        extras_offset=0,
-        extras_bytes=len(payload),
-        piece_bytes=PIECE,
-        digests=piece_digests(payload, PIECE),
-    )
-
-
-@dataclass
-class Bytes:
-    """A stream of known bytes."""
-
-    data: bytes
-    at: int = 0
-
-    def read_into(self, view: memoryview) -> None:
-        assert self.at + len(view) <= len(self.data)
-        view[:] = self.data[self.at : self.at + len(view)]
-        self.at += len(view)
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
-class Members:
-    """Payloads of a group in two generations."""
-
-    old: list[bytes]
-    new: list[bytes]
-    flip: bool = False
-    sent_bytes: int = 0
-    opened: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def manifests(self, generation: Generation, owner: int) -> dict[int, Manifest]:
-        payloads = self.old if generation == OLD else self.new
-        return {i: manifest_of(i, p, generation) for i, p in enumerate(payloads) if i != owner}
-
-    def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
-        assert kind is Kind.SNAPSHOT
-        return Bytes(self.source[position][offset : offset + nbytes])
-
-    source: list[bytes] = field(default_factory=list)
-
-    @property
-    def code(self) -> Code:
-        return Code(len(self.old), len(self.old) - 1, 1)
-
-    def block(self, generation: Generation, owner: int) -> tuple[bytes, bytes]:
-        """(block, digests) as they are built from whole chunks."""
-        self.source = self.old if generation == OLD else self.new
-        room = memoryview(bytearray(4096))
-        used, digests = build(
-            room,
-            code=self.code,
-            which=Block(owner),
-            sources=self.manifests(generation, owner),
-            fetch=self,
-        )
-        return bytes(room[:used]), digests
-
-    def open_change(
-        self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
-    ) -> Stream:
-        assert base == OLD
-        held = [
-            Held(manifest=manifest_of(position, p, g), views=whole(p))
-            for p, g in ((self.old[position], OLD), (self.new[position], NEW))
-        ]
-        data = bytearray(b"".join(_changes(held, offset, nbytes, piece_bytes)))
-        self.sent_bytes += len(data)
-        self.opened.append((position, offset, nbytes))
-        if self.flip:
-            data[len(data) // 2] ^= 1
-        return Bytes(bytes(data))
-
-    def update(self, owner: int, room: int = 4096, stride: int = PIECE) -> tuple[bytes, bytes]:
-        older, digests = self.block(OLD, owner)
-        block = memoryview(bytearray(b"\x77" * room))
-        used, found = update(
-            block,
-            memoryview(older),
-            digests,
-            code=self.code,
-            which=Block(owner),
-            before=self.manifests(OLD, owner),
-            after=self.manifests(NEW, owner),
-            fetch=self,
-            effort=Effort(stride_bytes=stride),
-        )
-        return bytes(block[:used]), found
-
-
-def whole(payload: bytes):  # type: ignore[no-untyped-def]  # a closure of one line
-    def views(start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-        yield start, memoryview(payload)[start : start + nbytes]
-
-    return views
-
-
-def changed(payload: bytes, pieces: set[int], rng: random.Random) -> bytes:
-    data = bytearray(payload)
-    for piece in pieces:
-        part = data[piece * PIECE : (piece + 1) * PIECE]
-        data[piece * PIECE : (piece + 1) * PIECE] = rng.randbytes(len(part))
-    return bytes(data)
 
 
 @settings(deadline=None, max_examples=150)

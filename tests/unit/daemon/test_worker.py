@@ -32,6 +32,7 @@ from holdfast_daemon.combining import Effort
 from holdfast_daemon.durable import DurableTier
 from holdfast_daemon.effects import (
     AllocateArena,
+    Background,
     BuildParity,
     Completion,
     FetchManifest,
@@ -49,7 +50,7 @@ from holdfast_daemon.effects import (
 )
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.worker import Background, EffectWorker
+from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
 JOB = "job"

@@ -25,6 +25,7 @@ from holdfast_daemon.durable import DurableTier
 from holdfast_daemon.effects import (
     AllocateArena,
     ArenaReady,
+    Background,
     BuildParity,
     FetchManifest,
     ForgetPeers,
@@ -45,7 +46,7 @@ from holdfast_daemon.effects import (
 )
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.worker import Background, EffectWorker
+from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
 JOB = "job"

@@ -1,0 +1,58 @@
+"""What a daemon tells its leader and its parity group."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast_core.values import FailedLoad, Generation, Inventory, Line, Report
+from holdfast_daemon.engine import loading, persisting
+from holdfast_daemon.engine.state import JobMemory
+
+
+class News(NamedTuple):
+    """What a report says, apart from who says it and when: engines compare it all the time."""
+
+    epoch: int
+    verified: bool
+    inventory: Inventory
+    line: Line | None
+    retained: Generation | None
+    persisted: persisting.Reported
+    unloadable: tuple[FailedLoad, ...]
+
+    def told_to_group(self) -> tuple[object, ...]:
+        """What the parity group acts on. The rest, such as which saves have begun, only the leader
+        has a use for."""
+        held = self.inventory
+        return self.epoch, self.verified, held.snapshots, held.parities
+
+
+def news(memory: JobMemory) -> News:
+    """What there is to tell now."""
+    return News(
+        epoch=memory.epoch,
+        verified=memory.verified,
+        inventory=memory.inventory(),
+        line=memory.line,
+        retained=memory.retained,
+        persisted=persisting.reported(memory),
+        unloadable=loading.unloadable(memory),
+    )
+
+
+def report(memory: JobMemory, member: int, said: News) -> Report:
+    """The next report of `member`, which is this daemon."""
+    memory.sequence += 1
+    return Report(
+        job=memory.job,
+        epoch=said.epoch,
+        member=member,
+        incarnation=memory.incarnation,
+        sequence=memory.sequence,
+        verified=said.verified,
+        inventory=said.inventory,
+        line=said.line,
+        retained=said.retained,
+        **said.persisted,
+        unloadable=said.unloadable,
+    )

@@ -1,0 +1,29 @@
+"""Engines of the members of a job without ranks at work, one on each node."""
+
+from __future__ import annotations
+
+from holdfast_core.values import MemberPlace, Membership
+from holdfast_daemon.engine import EngineSettings, JobEngine
+
+
+def membership_of(*groups: tuple[int, ...], job: str = "job", epoch: int = 1) -> Membership:
+    """One member on each of the nodes n0, n1, … with one rank each, in these parity groups."""
+    places = tuple(
+        MemberPlace(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
+        for i in range(sum(map(len, groups)))
+    )
+    return Membership(job=job, epoch=epoch, members=places, nproc_per_node=1, groups=groups)
+
+
+def engine_of(membership: Membership, member: int) -> JobEngine:
+    """That of the member's daemon, once it has heard of the membership."""
+    place = membership.place(member)
+    engine = JobEngine(
+        job=membership.job,
+        node=place.node,
+        memory_id=place.memory_id,
+        incarnation=1,
+        settings=EngineSettings(),
+    )
+    engine.set_membership(membership, 0.0)
+    return engine
