@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
@@ -156,8 +157,9 @@ class ByteLM(nn.Module):
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW on float32 master weights; the parameters are their bfloat16 copies."""
 
-    def __init__(self, params: Any, lr: float, decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "decay": decay})
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.01) -> None:
+        defaults = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
         for p in (p for group in self.param_groups for p in group["params"]):
             master = p.detach().float().clone()
             self.state[p] = {
@@ -170,17 +172,27 @@ class MasterAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                s, grad = self.state[p], p.grad.float()
-                s["step"] += 1
-                s["exp_avg"].lerp_(grad, 1 - beta1)
-                s["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                mean = s["exp_avg"] / (1 - beta1 ** s["step"])
-                spread = (s["exp_avg_sq"] / (1 - beta2 ** s["step"])).sqrt_().add_(group["eps"])
-                s["master"].mul_(1 - group["lr"] * group["decay"])
-                s["master"].addcdiv_(mean, spread, value=-group["lr"])
-                p.copy_(s["master"])
+            states = [self.state[p] for p in group["params"]]
+            keys = ("master", "exp_avg", "exp_avg_sq", "step")
+            masters, means, spreads, steps = ([s[key] for s in states] for key in keys)
+            adamw(
+                masters,
+                [p.grad.float() for p in group["params"]],
+                means,
+                spreads,
+                [],
+                steps,
+                fused=True,  # its arithmetic is known to daemons (snapshot.policy…recompute)
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for p, master in zip(group["params"], masters, strict=True):
+                p.copy_(master)
 
 
 class Passages(Dataset[Tensor]):

@@ -22,12 +22,10 @@ from holdfast._conventions import Place, UnitNamer, place_tensor
 from holdfast._dtensors import global_box, is_dtensor
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
+from holdfast_core.recompute import MASTER_KEYS
 from holdfast_core.topology import Topology
 from holdfast_core.units import UnitKey, UnitKind
 
-_MASTER_KEYS = frozenset(
-    {"master", "master_weight", "master_weights", "master_param", "fp32_param", "main_param"}
-)
 _ORPHAN = "optimizer/"
 """Begins the names of parameters that only an optimizer holds."""
 
@@ -114,6 +112,7 @@ class LiveState:
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
         self._kept: list[object] = []
         self._ids: list[int] | None = None
+        self._found: tuple[Source, ...] = ()
         self._known: list[torch.Tensor] = []
         self._sharded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._addresses: list[int] = []
@@ -159,6 +158,10 @@ class LiveState:
         self._addresses = [tensor.data_ptr() for tensor in self._known]
         self._lengths = [tensor.numel() for tensor in self._known]
 
+    def sources(self) -> tuple[Source, ...]:
+        """What `discover` found, which looks again only when something changed since."""
+        return self.discover() if self._ids is None or self.changed() else self._found
+
     def discover(self) -> tuple[Source, ...]:
         """All tensors, by name of the model's order.
 
@@ -184,7 +187,8 @@ class LiveState:
                 )
             seen.add(source.name)
         self._remember()
-        return tuple(found)
+        self._found = tuple(found)
+        return self._found
 
     def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[Source]:
         owner = {
@@ -255,7 +259,7 @@ class LiveState:
     def _state(
         self, parameter: torch.Tensor, place: Place, key: str, value: torch.Tensor
     ) -> Iterator[Source]:
-        role = TensorRole.MASTER if key in _MASTER_KEYS else TensorRole.OPTIMIZER
+        role = TensorRole.MASTER if key in MASTER_KEYS else TensorRole.OPTIMIZER
         local = local_of(value)
         first = local_of(parameter).shape[:1]
         if place.stacked and local.ndim and local.shape[:1] == first:

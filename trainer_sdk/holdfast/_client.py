@@ -22,8 +22,8 @@ from holdfast._partial import NO_LOSS, Loss
 from holdfast._token import Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
-from holdfast_core.values import Generation, Line, Manifest
-from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_core.values import ExpertVersion, Generation, Line, Manifest
+from holdfast_protos import channels, codec, persisting, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import loss_to_proto
 
 _RECONNECT_MS_MAX = 1000
@@ -108,6 +108,9 @@ class Commit:
     extras_bytes: int
     digests: bytes
     nan_units: tuple[str, ...] = ()
+    experts: tuple[ExpertVersion, ...] = ()
+    """Where snapshots leave experts out: the versions that this one holds, and those that the rank
+    knows of the experts of others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,6 +283,7 @@ class GrpcClient:
             extras_bytes=commit.extras_bytes,
             digests=commit.digests,
             nan_units=commit.nan_units,
+            experts=map(persisting.expert_to_proto, commit.experts),
         )
         self._ask(self._stub.Commit, request)
 

@@ -16,6 +16,8 @@ import msgspec
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_snapshots import Policy
 
+_POLICY = msgspec.json.Decoder(Policy)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
@@ -87,7 +89,7 @@ def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:
 
 def _policy(text: str) -> Policy:
     try:
-        return msgspec.json.decode(text, type=Policy) if text else Policy()
+        return _POLICY.decode(text) if text else Policy()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJobError(
             f"HOLDFAST_POLICY={text!r} is not a job's snapshot.policy: {error}"

@@ -17,6 +17,7 @@ from holdfast._dtensors import is_dtensor
 from holdfast._extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.layouts import Entry, Layout
+from holdfast_core.recompute import state_entries
 from holdfast_core.topology import Topology
 from holdfast_core.units import UnitKey, UnitKind
 
@@ -43,9 +44,9 @@ class Wanted(msgspec.Struct, kw_only=True):
 
 def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -> tuple[Offer, ...]:
     """What this rank's snapshot has for others, by tensor and start."""
-    live.discover()
+    live.sources()
     offers = []
-    for entry in layout.entries:
+    for entry in state_entries(layout):
         expert = UnitKey.parse(entry.unit).kind is UnitKind.EXPERT
         replicas = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
         if len(replicas) > 1 and not live.is_private(entry.tensor):
@@ -84,7 +85,7 @@ def wanted_by(
             )
         known.ranges.append((item.start, item.nbytes))
 
-    for entry in layout.entries:
+    for entry in state_entries(layout):
         add(entry)
     for offers in all_offers:
         for offer in offers:
@@ -126,7 +127,7 @@ def make_room(
     Raises:
         LayoutMismatchError: naming the tensor that differs.
     """
-    sources = {source.name: source for source in live.discover()}
+    sources = {source.name: source for source in live.sources()}
     missing = [name for name in wanted if name not in sources]
     for name in missing:
         base, colon, _ = name.partition(":")
@@ -151,7 +152,7 @@ def make_room(
         _allocate(live, live.anchors[base], key, wanted[name], devices)
     if not (missing or extra):
         return sources
-    return {source.name: source for source in live.discover()}
+    return {source.name: source for source in live.sources()}
 
 
 def _check(wanted: Wanted, source: Source) -> None:

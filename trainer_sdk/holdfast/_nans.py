@@ -12,6 +12,7 @@ import torch
 
 from holdfast._extras import dtype_named
 from holdfast._placed import Placed
+from holdfast_core.recompute import BESIDE_STATE
 
 _AT_ONCE = 1 << 20
 """Elements looked at in one go: bounds the temporary memory."""
@@ -22,7 +23,7 @@ def units_with_nan(placed: Placed, carried: Collection[str] = ()) -> tuple[str, 
     carried over."""
     found: dict[str, None] = {}
     for entry in placed.layout.entries:
-        if entry.unit in carried:
+        if entry.unit in carried or entry.role in BESIDE_STATE:
             continue
         dtype = dtype_named(entry.dtype)
         if entry.unit in found or not (dtype.is_floating_point or dtype.is_complex):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from holdfast._counting import Counting
 from holdfast._exchange import Exchange
+from holdfast._gradients import Gradients
 from holdfast._measuring import Measuring
 from holdfast._partial_state import PartialState
 from holdfast._settings import Settings
@@ -25,6 +26,7 @@ from holdfast_core.experts import ExpertTable
 from holdfast_core.job_snapshots import Selective
 from holdfast_core.layouts import Layout
 from holdfast_core.loss_reports import LossReport, RecoveryLoss
+from holdfast_core.recompute import gradient_pieces
 from holdfast_core.replenish import Replenishing
 from holdfast_core.selection_pec import select_sequential, sequential_bound
 from holdfast_core.token_loss import LossAccount
@@ -59,12 +61,17 @@ NO_LOSS = Loss()
 
 
 def partial_capture(
-    settings: Settings, counting: Exchange | None, rank: int, ranks: int
+    settings: Settings,
+    counting: Exchange | None,
+    rank: int,
+    ranks: int,
+    gradients: Gradients | None = None,
 ) -> PartialCapture | None:
     """What the settings' policy needs; None when every snapshot captures everything.
 
     Args:
         counting: between all ranks, for nothing else; needed where tokens decide.
+        gradients: where peers compute the state of experts that stay chosen.
     """
     policy = settings.experts
     if policy is None:
@@ -72,14 +79,22 @@ def partial_capture(
     # No longer: the training thread gives up a save that does not begin in the whole of it.
     wait_s = settings.start_wait_s / 2
     adds = Counting(counting, rank, ranks) if counting is not None else None
-    return PartialCapture(policy, adds, wait_s)
+    return PartialCapture(policy, adds, wait_s, gradients)
 
 
 class PartialCapture:
     """The saver's side: used by one thread after `agreed`, except where noted."""
 
-    def __init__(self, policy: ExpertPolicy, counting: Counting | None, wait_s: float) -> None:
+    def __init__(
+        self,
+        policy: ExpertPolicy,
+        counting: Counting | None,
+        wait_s: float,
+        gradients: Gradients | None = None,
+    ) -> None:
         self._policy = policy
+        self._gradients = gradients
+        self._pieces = Pieces()
         self._counting = counting
         """None when experts take turns."""
         self._wait_s = wait_s
@@ -158,6 +173,22 @@ class PartialCapture:
             self._counts = self._counts if found is None else found.counts
         self._captured = len(chosen)
         return frozenset(self._table.units).difference(chosen, missing)
+
+    def opened(self, layout: Layout) -> None:
+        """Snapshots have this layout from now on."""
+        self._pieces = Pieces(layout)
+
+    def pieces(self, left_out: Collection[UnitKey], newest: Generation | None) -> frozenset[int]:
+        """What a snapshot that captures all experts but these leaves as it is in `newest`."""
+        wanted: Collection[UnitKey] = ()
+        if self._gradients is not None:
+            wanted = self._gradients.ready(newest, self.own.difference(left_out))
+        return self._pieces.left(left_out, wanted)
+
+    def staged(self, generation: Generation, left_out: Collection[UnitKey]) -> None:
+        """All bytes of a snapshot are copied; training has not gone on."""
+        if self._gradients is not None:
+            self._gradients.captured(generation, self.own.difference(left_out))
 
     def _overdue(self, table: ExpertTable, ledger: ExpertLedger, number: int) -> set[UnitKey]:
         """The experts of this rank whose turn was in a save that it skipped. Saves that are skipped
@@ -259,6 +290,27 @@ class PartialCapture:
             k=k,
             report=report,
         )
+
+
+class Pieces:
+    """The pieces that a snapshot may leave as they are."""
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        """None where every snapshot captures everything."""
+        self._of = {} if layout is None else expert_pieces(layout)
+        self._gradients = {} if layout is None else gradient_pieces(layout)
+
+    def left(
+        self, left_out: Collection[UnitKey], with_gradients: Collection[UnitKey]
+    ) -> frozenset[int]:
+        """Those of the experts that are left out, and of gradients that are not wanted."""
+        found: set[int] = set()
+        for unit in left_out:
+            found |= self._of.get(unit, frozenset())
+        for unit, pieces in self._gradients.items():
+            if unit not in with_gradients:
+                found |= pieces
+        return frozenset(found)
 
 
 def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:

@@ -15,14 +15,14 @@ from typing import Any
 from holdfast_core.agreed_counts import Mark, Measures
 from holdfast_core.dynamic_k import next_k
 from holdfast_core.errors import CorruptError
-from holdfast_core.expert_ledger import ExpertLedger, merge_counts
+from holdfast_core.expert_ledger import ExpertLedger, Version, merge_counts
 from holdfast_core.expert_policies import ExpertPolicy, first_k, k_for_all
 from holdfast_core.layouts import Layout
 from holdfast_core.loss_reports import RECOVERIES_KEPT, RecoveryLoss
 from holdfast_core.replenish import Replenishing
 from holdfast_core.token_loss import LossAccount, recovery_loss
 from holdfast_core.units import UnitKey, UnitKind
-from holdfast_core.values import Generation
+from holdfast_core.values import ExpertVersion, Generation
 
 _log = logging.getLogger("holdfast")
 
@@ -75,11 +75,39 @@ class PartialState:
 
     # --- a recovery, agreed by all ranks ----------------------------------------------------------
 
-    def own_versions(self, layout: Layout) -> dict[str, str]:
-        """The version of each expert that this rank's snapshot holds."""
+    @property
+    def known_versions(self) -> tuple[ExpertVersion, ...]:
+        """The newest version of each expert, as this rank knows it."""
+        return tuple(
+            ExpertVersion(
+                unit=str(unit),
+                generation=held[-1].generation,
+                number=held[-1].number,
+                tokens=held[-1].tokens,
+            )
+            for unit, held in sorted(self.ledger.versions.items())
+            if held
+        )
+
+    def with_versions(self, told: Iterable[ExpertVersion]) -> PartialState:
+        """The state with versions that its ledger has forgotten and storage has not."""
+        found: dict[UnitKey, list[Version]] = {}
+        for each in told:
+            version = Version(each.generation, each.number, each.tokens)
+            found.setdefault(UnitKey.parse(each.unit), []).append(version)
+        return replace(self, ledger=self.ledger.reminded(found))
+
+    def own_versions(self, layout: Layout, told: Iterable[ExpertVersion] = ()) -> dict[str, str]:
+        """The version of each expert that this rank's snapshot holds.
+
+        Args:
+            told: what its manifest says: a snapshot from storage may hold older ones than it held
+                when it was captured, which is what the ledger knows.
+        """
+        held = {each.unit: str(each.generation) for each in told}
         mine = {UnitKey.parse(unit) for unit in dict.fromkeys(e.unit for e in layout.entries)}
         return {
-            str(unit): str(self.ledger.versions[unit][-1].generation)
+            str(unit): held.get(str(unit), str(self.ledger.versions[unit][-1].generation))
             for unit in sorted(mine)
             if unit.kind is UnitKind.EXPERT and self.ledger.versions.get(unit)
         }
@@ -88,17 +116,25 @@ class PartialState:
         """The state with experts at these versions, and which of this rank's tokens they lost.
 
         A rank whose save was skipped may not know a version that another rank captured; then the
-        newest older one that it knows says what was lost, which is rather too much.
+        newest older one that it knows says what was lost, which is rather too much. Without one,
+        all tokens of the expert count as lost.
         """
-        restored = {}
+        restored: dict[UnitKey, Generation] = {}
+        forgotten: dict[UnitKey, list[Version]] = {}
         for unit, held in self.ledger.versions.items():
             told = versions.get(str(unit))
             wanted = Generation.parse(told) if told else held[-1].generation
             known = [version.generation for version in held if version.generation <= wanted]
-            restored[unit] = known[-1] if known else held[0].generation
-        ledger, lost = self.ledger.recovered(restored)
+            if not known:
+                forgotten[unit] = [Version(wanted, 0, 0)]
+            restored[unit] = known[-1] if known else wanted
+        ledger, lost = self.ledger.reminded(forgotten).recovered(restored)
         replenishing = self.replenishing.after_recovery(lost)
-        returned = replace(self, ledger=ledger, replenishing=replenishing)
+        # What all ranks had routed to an older version is not known: such experts go first.
+        back = {u for u in self.marks if restored[u] < self.ledger.versions[u][-1].generation}
+        older = {unit: Mark(ledger.versions[unit][-1].number, 0) for unit in back}
+        marks = {**self.marks, **older}
+        returned = replace(self, ledger=ledger, replenishing=replenishing, marks=marks)
         return returned, {str(unit): tokens for unit, tokens in lost.items() if tokens}
 
     def recovered(

@@ -30,6 +30,7 @@ from holdfast_core.layouts import (
     Layout,
     round_up,
 )
+from holdfast_core.recompute import BESIDE_STATE
 from holdfast_core.sharding import Grain, Shard, ShardStrategy, plan_shards
 from holdfast_core.topology import Topology
 from holdfast_core.units import TensorSize, UnitKey
@@ -229,19 +230,25 @@ def layout_of(
 
     `sources` say what the tensors are parts of, which makes no difference to where they lie.
 
-    Experts that snapshots may leave out come last, each on pieces of its own.
+    Experts that snapshots may leave out come last, each on pieces of its own; so do the gradients
+    of each of them, behind its state.
     """
     rank, topology, apart = base.rank, base.topology, base.apart
     sizes = {size.tensor: size for size in table}
     wholes = {source.name: source.whole for source in sources}
     entries: list[Entry] = []
     end = 0
-    unit: UnitKey | None = None
-    for shard in sorted(shards, key=lambda shard: shard.unit in apart):
+    beside = {size.tensor for size in table if size.role in BESIDE_STATE}
+    part: tuple[UnitKey, bool] | None = None
+
+    def order(shard: Shard) -> tuple[bool, UnitKey, bool]:
+        return shard.unit in apart, shard.unit, shard.tensor in beside
+
+    for shard in sorted(shards, key=order):
         size, whole = sizes[shard.tensor], wholes.get(shard.tensor, Whole())
-        alone = shard.unit in apart and shard.unit != unit
+        before, part = part, (shard.unit, shard.tensor in beside)
+        alone = shard.unit in apart and part != before
         offset = round_up(end, base.piece_bytes if alone else TENSOR_ALIGNMENT)
-        unit = shard.unit
         end = offset + shard.nbytes
         entries.append(
             Entry(

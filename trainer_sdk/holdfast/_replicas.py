@@ -33,6 +33,9 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     """Unit → xxh3-64 over its shared tensors by name; empty when not checked."""
 
 
+_STATEMENT = msgspec.json.Decoder(Statement)
+
+
 def state_of(
     step: int,
     sources: Sequence[Source],
@@ -66,7 +69,7 @@ def agree(
     if not exchange.together:
         return plan_alone(rank, topology, statement.table, partial=partial)
     texts = exchange.gather(msgspec.json.encode(statement))
-    statements = [msgspec.json.decode(text, type=Statement) for text in texts]
+    statements = [_STATEMENT.decode(text) for text in texts]
     tables = {r: said.table for r, said in enumerate(statements)}
     extras = {r: said.extras_bytes for r, said in enumerate(statements)}
     plan = plan_together(rank, topology, tables, extras, strategy, partial=partial)

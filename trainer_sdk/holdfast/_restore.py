@@ -38,6 +38,7 @@ from holdfast_core.errors import (
     by_code,
 )
 from holdfast_core.layouts import Layout, first_bad_piece
+from holdfast_core.recompute import state_entries
 from holdfast_core.topology import Topology
 from holdfast_core.values import Generation, Manifest
 
@@ -65,6 +66,9 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of this rank in each layer, times their experts."""
     replenishes: bool = False
     """Whether this rank has lost tokens to make up for."""
+
+
+_STANDING = msgspec.json.Decoder(Standing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +114,10 @@ class Restore:
 
     def run(self) -> Restored:
         """See `Session.restore`."""
+        with without_collector():
+            return self._run()
+
+    def _run(self) -> Restored:
         found: _Found | None = None
         epoch = 0
         offers: tuple[Offer, ...] = ()
@@ -123,8 +131,7 @@ class Restore:
         except HoldfastError as raised:
             error = raised
         try:
-            with without_collector():
-                return self._together(epoch, found, offers, error)
+            return self._together(epoch, found, offers, error)
         finally:
             if found is not None:
                 found.arena.close()
@@ -138,7 +145,11 @@ class Restore:
     ) -> Restored:
         generation = "" if found is None else str(found.manifest.generation)
         partial = found.partial if found is not None else None
-        versions = partial.own_versions(found.layout) if found is not None and partial else {}
+        versions: dict[str, str] = {}
+        if found is not None and partial is not None:
+            manifest = found.manifest
+            partial = partial.with_versions((*manifest.experts, *manifest.older))
+            versions = partial.own_versions(found.layout, manifest.experts)
         own = Standing(generation=generation, offers=offers, versions=versions)
         standings = self._agree(error, own)
         if found is None:
@@ -280,7 +291,7 @@ class Restore:
         sources = make_room(self.live, wanted, devices_of(found.extras))
         ranges = [
             (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
-            for entry in found.layout.entries
+            for entry in state_entries(found.layout)
         ]
         manifest = found.manifest
         plan = plan_copy(ranges, (), manifest.piece_bytes)
@@ -318,7 +329,7 @@ class Restore:
         if error is not None:
             own = msgspec.structs.replace(own, code=error.code, message=str(error))
         texts = self.exchange.gather(msgspec.json.encode(own))
-        standings = [msgspec.json.decode(text, type=Standing) for text in texts]
+        standings = [_STANDING.decode(text) for text in texts]
         failed = {r: said for r, said in enumerate(standings) if said.code}
         if failed:
             if len(standings) == 1 and error is not None:

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from holdfast._awaiting import Awaiting
@@ -24,10 +24,11 @@ from holdfast._copy import CopyEngine, Digests
 from holdfast._devices import Device
 from holdfast._exchange import Exchange
 from holdfast._extras import encode_extras, join_extras
+from holdfast._gradients import Gradients
 from holdfast._handles import SaveHandle
 from holdfast._link import Link
 from holdfast._nans import units_with_nan
-from holdfast._partial import expert_pieces, partial_capture
+from holdfast._partial import partial_capture
 from holdfast._partial_state import PartialState
 from holdfast._placed import Placed
 from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
@@ -42,7 +43,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StaleEpochError,
 )
-from holdfast_core.layouts import Layout, piece_count
+from holdfast_core.layouts import Layout
 from holdfast_core.places import bit_map
 from holdfast_core.topology import Topology
 from holdfast_core.units import UnitKey
@@ -64,6 +65,7 @@ class Saver:
         rank: int,
         settings: Settings,
         counting: Exchange | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         self._exchange = exchange
         self._engine = engine
@@ -77,9 +79,7 @@ class Saver:
         """Why no save of this session can succeed any more."""
         self._link = Link(client, device, settings, self._on_event)
         self._base: BasePlan | None = None
-        self.partial = partial_capture(settings, counting, rank, topology.world_size)
-        self._pieces_of: Mapping[UnitKey, frozenset[int]] = {}
-        """Expert → the pieces that a snapshot without it leaves as they are."""
+        self.partial = partial_capture(settings, counting, rank, topology.world_size, gradients)
         self._newest: Generation | None = None
         """The newest snapshot of this rank that is known to be committed."""
         self._restored: Layout | None = None
@@ -188,8 +188,8 @@ class Saver:
             self._give_up(task, error)
         except Exception as error:
             _log.debug("unexpected failure of a save", exc_info=True)
-            name = type(error).__name__
-            self._give_up(task, SnapshotSkippedError(f"the save failed with {name}: {error}"))
+            why = f"the save failed with {type(error).__name__}: {error}"
+            self._give_up(task, SnapshotSkippedError(why))
         finally:
             task.release(over=True)
             if self.partial is not None:
@@ -218,14 +218,11 @@ class Saver:
             task.handle._reach(task.handle.staged)
             return
         step, link = task.handle.step, self._link
-        assert link.layout is not None
-        left_out: frozenset[UnitKey] = frozenset()
+        left_out, pieces = frozenset[UnitKey](), frozenset[int]()
         if self.partial is not None:
             left_out = self.partial.left_out(task.number)
-        alone = (self._pieces_of[unit] for unit in left_out if unit in self._pieces_of)
-        pieces = frozenset[int]().union(*alone)
-        total = piece_count(link.layout.slot_bytes, link.layout.piece_bytes)
-        unchanged = bit_map(pieces, total) if pieces else b""
+            pieces = self.partial.pieces(left_out, self._newest)
+        unchanged = bit_map(pieces, max(pieces) + 1) if pieces else b""
         placed, carried = link.grant(step, self._newest if pieces else None, unchanged)
         if not task.hold():
             link.abort(step, "training went on before the copy began")
@@ -235,7 +232,7 @@ class Saver:
             self.partial.attempt(task.number, left_out)
         pieces = pieces if carried else frozenset()
         try:
-            digests = self._capture(task, placed, pieces)
+            digests = self._capture(task, placed, pieces, left_out)
             commit, state = self._finish(task, placed, left_out, digests)
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
@@ -296,13 +293,19 @@ class Saver:
         if again:
             self.tally.forgive()
         link.plan = moves_of(layout, self._sources)
-        self._pieces_of = {} if self.partial is None else expert_pieces(layout)
+        if self.partial is not None:
+            self.partial.opened(layout)
 
-    def _capture(self, task: Task, placed: Placed, pieces: frozenset[int]) -> Digests:
+    def _capture(
+        self, task: Task, placed: Placed, pieces: frozenset[int], left_out: Collection[UnitKey]
+    ) -> Digests:
         """Copy the tensors, and give them back to training."""
         plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
         digests = self._engine.capture(plan, placed, task.fence, pieces, self.bubbles)
+        generation = Generation(self._link.epoch or 0, task.handle.step)
+        if self.partial is not None:  # before training goes on
+            self.partial.staged(generation, left_out)
         task.release(over=True)
         task.handle._reach(task.handle.staged)
         now_s = time.monotonic()
@@ -310,7 +313,6 @@ class Saver:
         self.tally.counters.staged_s = now_s - task.began_s
         if self.partial is not None:
             nbytes = placed.layout.extras_offset - len(pieces) * placed.layout.piece_bytes
-            generation = Generation(self._link.epoch or 0, task.handle.step)
             self.partial.measuring.copied(generation, nbytes, began_s, now_s)
         return digests
 
@@ -338,6 +340,7 @@ class Saver:
             payload_bytes=link.layout.extras_offset + len(extras),
             extras_bytes=len(extras),
             digests=self._engine.finish(placed, extras, digests),
+            experts=state.known_versions if state is not None else (),
         )
         return commit, state
 

@@ -24,6 +24,7 @@ from holdfast._copy import CopyEngine
 from holdfast._devices import Device
 from holdfast._exchange import Exchange
 from holdfast._extras import encode_extras
+from holdfast._gradients import Gradients
 from holdfast._handles import SaveHandle
 from holdfast._restore import Restore
 from holdfast._saver import Saver
@@ -175,8 +176,19 @@ class ProtectedSession(Session):
         self._settings = settings
         self._device = device
         self._engine = CopyEngine(settings.copy_threads, device)
+        policy = settings.experts
+        recomputes = policy is not None and policy.recompute
+        self._gradients = Gradients(live) if recomputes else None
         self._saver = Saver(
-            client, exchange, device, self._engine, topology, rank, settings, counting
+            client,
+            exchange,
+            device,
+            self._engine,
+            topology,
+            rank,
+            settings,
+            counting,
+            self._gradients,
         )
         self._restore = Restore(
             client=client,
@@ -274,6 +286,8 @@ class ProtectedSession(Session):
         with torch.no_grad():
             if self._stale or self._live.changed():
                 self._sources = self._live.discover()
+                if self._gradients is not None:
+                    self._sources = (*self._sources, *self._gradients.sources())
                 self._eager = [
                     (source.staging, source.tensor)
                     for source in self._sources
@@ -282,6 +296,8 @@ class ProtectedSession(Session):
                 self._stale = False
             for staging, live in self._eager:
                 staging.copy_(live)
+        if self._gradients is not None:
+            self._gradients.settle()
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
         # Taken over by the saver's thread; kept here until a task has really carried them there.
         sources, self._sources = self._sources, None
@@ -331,8 +347,10 @@ class ProtectedSession(Session):
         self._saver.wait_staged()
 
     def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
+        del args, kwargs
         self.wait_staged()
+        if self._gradients is not None:
+            self._gradients.before_step(optimizer)
 
     def close(self) -> None:
         if self._closed:

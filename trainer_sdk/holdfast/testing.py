@@ -309,6 +309,7 @@ class FakeDaemon:
                 piece_bytes=self._layout.piece_bytes,
                 digests=digests,
                 nan_units=commit.nan_units,
+                experts=commit.experts,
             )
             path = self._home / f"slot-{commit.slot}.manifest"
             places = encode_places(granted.places[:pieces])

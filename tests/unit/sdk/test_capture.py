@@ -171,3 +171,13 @@ def test_changes_of_tensors_are_noticed(trainer: Any) -> None:
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(InvalidJobError, match="no parameters"):
         discover(nn.Identity())
+
+
+def test_the_sources_are_looked_for_again_only_when_something_changed(trainer: Any) -> None:
+    live = LiveState(trainer.model, [trainer.optimizer], Topology(dp=1), 0)
+    first = live.sources()
+    assert live.sources() is first
+    weight = trainer.model.head.weight
+    weight.data = weight.data.clone()
+    again = {source.name: source for source in live.sources()}
+    assert again["head.weight"].tensor.data_ptr() == weight.data_ptr()

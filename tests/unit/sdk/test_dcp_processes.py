@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_example import EXPERTS, Hashes, distributed_state, hashes, make_model, sha256, train_moe
+from ranks import run_ranks
 from stored import JOB, persist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 
 import holdfast
 from holdfast.dcp import HoldfastReader, load_into
@@ -141,12 +141,12 @@ def read(directory: Path, name: str, ranks: int) -> Hashes:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_four_ranks_state_loads_into_two_ranks_and_into_one(tmp_path: Path) -> None:
-    spawn(save_by_four, args=(str(tmp_path),), nprocs=WORLD)
+    run_ranks(save_by_four, (str(tmp_path),), WORLD)
     persist(tmp_path / "daemon", tmp_path / "tier", WORLD, Generation(1, 2))
     saved = read(tmp_path, "saved", WORLD)
     assert f"layers.1.moe.experts.w_out[{EXPERTS - 1}]:exp_avg_sq" in saved
 
-    spawn(load_by_two, args=(str(tmp_path),), nprocs=2)
+    run_ranks(load_by_two, (str(tmp_path),), 2)
     assert read(tmp_path, "into", 2) == saved
     assert read(tmp_path, "distributed", 2) == saved
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 import holdfast
 from holdfast.testing import FakeDaemon
@@ -270,7 +270,7 @@ def everything(rank: int, directory: str, init_file: str) -> None:
 @pytest.mark.timeout(300)
 def test_ranks_share_the_capture_and_restore_together_or_not_at_all(tmp_path: Path) -> None:
     """One pair of processes for all cases: starting torch takes longer than they do."""
-    spawn(everything, (str(tmp_path), str(tmp_path / "store")), nprocs=WORLD)
+    run_ranks(everything, (str(tmp_path), str(tmp_path / "store")), WORLD)
     halves = [FakeDaemon(tmp_path / "all-replicas", rank=rank).sealed() for rank in range(WORLD)]
     payloads = [sealed[Generation(1, 3)].manifest.payload_bytes for sealed in halves]
     whole = 3 * (700 * 701 + 2 * 300 * 300) * 4
