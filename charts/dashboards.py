@@ -41,6 +41,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Saves": (
         "holdfast_saves_skipped_total",
         "holdfast_saves_failed_total",
+        "holdfast_parity_failures_total",
         "holdfast_saves_skipped_reported",
         "holdfast_saves_failed_reported",
         "holdfast_encode_seconds",
@@ -74,6 +75,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Between daemons": (
         "holdfast_sent_bytes_total",
         "holdfast_received_bytes_total",
+        "holdfast_recomputed_bytes_total",
+        "holdfast_recomputed_units_total",
+        "holdfast_recomputed_pieces_sent_total",
         "holdfast_peer_messages_lost_total",
         "holdfast_operator_daemons_connected",
     ),
@@ -84,6 +88,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_token_reviews_total",
         "holdfast_insecure",
         "holdfast_operator_insecure",
+        "holdfast_certificate_expires_timestamp_seconds",
+        "holdfast_operator_certificate_expires_timestamp_seconds",
         "holdfast_rate_limited_total",
         "holdfast_connections_shed_total",
         "holdfast_jobs_refused_total",
@@ -252,6 +258,8 @@ def _gauge_query(name: str, by: str, chosen: str) -> str:
     gauge, routed = f"{name}{chosen}", f"holdfast_tokens_routed{chosen}"
     if name in _OF_TOKENS:
         return f"sum{by} ({gauge} * {routed}) / sum{by} ({routed})"
+    if name.endswith("_expires_timestamp_seconds"):
+        return f"min{by} ({gauge}) - time()"
     if name in _KNOWN_TO_ALL:
         return f"max{by} ({gauge})"
     return (

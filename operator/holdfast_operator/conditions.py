@@ -24,6 +24,15 @@ from holdfast_operator.views import (
 )
 from holdfast_operator.words import listed
 
+INSECURE = Condition(
+    type=ConditionType.INSECURE,
+    status=True,
+    reason="IdentityIsOff",
+    message="daemons and the operator prove nothing to each other: whoever reaches them may read "
+    "and change training state; set security.insecure to false in the chart's values",
+)
+"""Of every job of a cluster that does without identity; others do not have it."""
+
 UNSCHEDULABLE_SHOWN_S = 5.0
 """How long an agent may look for room before the job counts as not scheduled."""
 

@@ -165,6 +165,14 @@ class ControlServer:
         self._dropped[job] = None
         self._send_news(job)
 
+    def persist(self, job: str) -> None:
+        """Have the newest generation written to the durable tier: told to all daemons of the job
+        that are connected, of which one is enough."""
+        message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=job))
+        for node in self._nodes.values():
+            if node.connection is not None and job in node.jobs:
+                node.connection.outbox.put(message.SerializeToString())
+
     def forget(self, job: str) -> None:
         """Leave the job to its daemons: nothing of it was published or dropped."""
         self._unplace(job)
@@ -318,14 +326,6 @@ class ControlServer:
             node.view = replace(node.view, connected=False)
             _log.info("daemon on %s disconnected", connection.node)
             self._on_evidence(self.jobs_on(connection.node))
-
-    def persist(self, job: str) -> None:
-        """Have the newest generation written to the durable tier: told to all daemons of the job
-        that are connected, of which one is enough."""
-        message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=job))
-        for node in self._nodes.values():
-            if node.connection is not None and job in node.jobs:
-                node.connection.outbox.put(message.SerializeToString())
 
     def _bring_up_to_date(self, node: _Node, jobs: Iterable[str]) -> None:
         """Send the node what is newer of `jobs` than what it last said."""

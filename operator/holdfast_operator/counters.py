@@ -30,8 +30,11 @@ class Counters:
     counted: int = 0
     counted_epoch: int = 0
     saved: str = ""
+    stored: str = ""
+    stored_in: str = ""
     losses: JobLoss | None = None
     renewed: tuple[int, ...] = ()
+    noticed: tuple[str, ...] = ()
     suspended: bool = False
     active_since: float | None = None
     ran: bool = False
@@ -42,6 +45,9 @@ class Counters:
     outcome_reason: str = ""
     outcome_word: str = ""
     ended_at: float | None = None
+
+
+msgspec.json.Decoder(Counters)  # prepares the type for `convert`, before there are threads
 
 
 def counters(state: ControlState, *, now: float, wall: float) -> Counters:
@@ -57,8 +63,11 @@ def counters(state: ControlState, *, now: float, wall: float) -> Counters:
         counted=state.counted,
         counted_epoch=state.counted_epoch,
         saved="" if state.saved is None else str(state.saved),
+        stored="" if state.stored is None else str(state.stored),
+        stored_in=state.stored_in,
         losses=state.losses,
         renewed=tuple(sorted(state.renewed)),
+        noticed=tuple(sorted(state.noticed)),
         suspended=state.suspended,
         active_since=at_wall(state.active_since),
         ran=state.ran,
@@ -85,8 +94,11 @@ def remembered(counters: Counters, *, now: float, wall: float) -> ControlState:
         counted=counters.counted,
         counted_epoch=counters.counted_epoch,
         saved=Generation.parse(counters.saved) if counters.saved else None,
+        stored=Generation.parse(counters.stored) if counters.stored else None,
+        stored_in=counters.stored_in,
         losses=counters.losses,
         renewed=frozenset(counters.renewed),
+        noticed=frozenset(counters.noticed),
         suspended=counters.suspended,
         active_since=at_now(counters.active_since),
         ran=counters.ran,

@@ -339,13 +339,11 @@ async def _written(
     daemon: trainer_pb2_grpc.TrainerAsyncStub, directory: RunDirectory, rank: int
 ) -> str:
     """The generation that a rank is writing into its arena, as its daemon knows; empty for none."""
-    job, shown = directory.job_key, f"Bearer {directory.token_file.read_text()}"
+    request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
     try:
-        reply = await daemon.Status(
-            trainer_pb2.StatusRequest(), timeout=5.0, metadata=(("authorization", shown),)
-        )
+        reply = await daemon.Status(request, timeout=5.0, metadata=metadata)
     except grpc.aio.AioRpcError as error:
         raise UnreachableError(f"a daemon does not say what it holds: {error.details()}") from error
-    state = msgspec.json.decode(reply.json)["jobs"].get(job, {"slots": ()})
+    state = msgspec.json.decode(reply.json)["jobs"].get(directory.job_key, {"slots": ()})
     found = [s for s in state["slots"] if s["rank"] == rank and s["state"] == "granted"]
     return str(found[0]["generation"]) if found else ""

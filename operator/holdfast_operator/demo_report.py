@@ -43,6 +43,9 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Portion of all routed tokens that recoveries have lost to experts (PLT)."""
 
 
+_LOGGED_STEP = msgspec.json.Decoder(LoggedStep)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injected:
     """A fault that was done."""
@@ -108,7 +111,7 @@ def read_log(path: Path) -> list[LoggedStep]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [msgspec.json.decode(line, type=LoggedStep) for line in lines]
+    return [_LOGGED_STEP.decode(line) for line in lines]
 
 
 def account(

@@ -111,6 +111,9 @@ class Draft:
 
     def publish(self, membership: Membership) -> None:
         changed = membership.epoch != self.state.epoch
+        if changed and membership.tier is not None:
+            tier = replace(membership.tier, persisted=self._put_into(membership.tier.uri))
+            membership = replace(membership, tier=tier)
         self.state = replace(self.state, membership=membership, epoch=membership.epoch)
         if changed:
             self.state = replace(
@@ -127,6 +130,10 @@ class Draft:
                 ),
             )
         self.actions.append(PublishMembership(membership=membership))
+
+    def _put_into(self, uri: str) -> str:
+        stored = self.state.stored
+        return str(stored) if stored is not None and self.state.stored_in == uri else ""
 
     def _tier(self, membership: Membership) -> Tier | None:
         """As the job says now. The copy that it was to begin from counts until it has begun."""

@@ -6,18 +6,21 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
 from holdfast_core.values import Generation
+from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.local.status import NodeStatus, read_status
 from holdfast_operator.running import find_run
 from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
 POLL_S = 0.2
+
+T = TypeVar("T")
 
 
 def persist(options: argparse.Namespace) -> int:
@@ -27,14 +30,17 @@ def persist(options: argparse.Namespace) -> int:
     members = [node for node in found.nodes if node.role.startswith("member") and node.connected]
     if found.ended or not members:
         raise InvalidJobError(f"the run in {path} has no daemon to ask ({found.phase})")
-    limits = channels.channel_options()
+    directory, limits = RunDirectory(path, found.job), channels.channel_options()
     with grpc.insecure_channel(f"unix:{members[0].socket}", options=limits) as channel:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
-        before = _ask(members[0], lambda: _state(daemon, found.job))
-        request = trainer_pb2.PersistRequest(job=found.job)
-        _ask(members[0], lambda: daemon.Persist(request, timeout=CALL_TIMEOUT_S))
+
+        def state() -> dict[str, Any]:
+            return _ask(members[0], lambda: _state(daemon, directory))
+
+        before = state()
+        _ask(members[0], lambda: _persist(daemon, directory))
         stored = _follow(
-            lambda: _ask(members[0], lambda: _state(daemon, found.job)),
+            state,
             wanted=before.get("protected"),
             wait_s=options.wait,
         )
@@ -59,13 +65,19 @@ def _follow(state: Callable[[], dict[str, Any]], *, wanted: str | None, wait_s: 
         time.sleep(POLL_S)
 
 
-def _state(daemon: trainer_pb2_grpc.TrainerStub, job: str) -> dict[str, Any]:
-    reply = daemon.Status(trainer_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S)
-    found: dict[str, Any] = json.loads(reply.json)["jobs"].get(job, {})
+def _persist(daemon: trainer_pb2_grpc.TrainerStub, directory: RunDirectory) -> None:
+    request, metadata = trainer_pb2.PersistRequest(job=directory.job_key), directory.call_metadata()
+    daemon.Persist(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
+
+
+def _state(daemon: trainer_pb2_grpc.TrainerStub, directory: RunDirectory) -> dict[str, Any]:
+    request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
+    reply = daemon.Status(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
+    found: dict[str, Any] = json.loads(reply.json)["jobs"].get(directory.job_key, {})
     return found
 
 
-def _ask(node: NodeStatus, call: Callable[[], Any]) -> Any:
+def _ask(node: NodeStatus, call: Callable[[], T]) -> T:
     try:
         return call()
     except grpc.RpcError as error:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from holdfast_core.values import Membership, Tier
 from holdfast_operator.draft import Draft
+from holdfast_operator.notices import asked_because
 from holdfast_operator.recovering import begin_epoch
 from holdfast_operator.replacing import Moves
 from holdfast_operator.views import Condition, ConditionType, ControlState, JobView, Observed
@@ -37,6 +38,18 @@ def pass_stored_epochs(draft: Draft, membership: Membership) -> bool:
     return True
 
 
+def note_copies(draft: Draft, membership: Membership) -> None:
+    """Remember the newest copy and where it is, so that storage without any is known for the wrong
+    one (`holdfast_core.stored_line`). A copy that is not newer may be in the storage of before."""
+    if membership.tier is None:
+        return
+    views = draft.observed.views(membership)
+    told = [v.persisted for v in views if v is not None and v.persisted is not None]
+    newest, known = max(told, default=None), draft.state.stored
+    if newest is not None and (known is None or newest > known):
+        draft.state = replace(draft.state, stored=newest, stored_in=membership.tier.uri)
+
+
 def storage_conditions(observed: Observed, state: ControlState) -> tuple[Condition, ...]:
     """Whether copies can be read, and whether the newest could be written; nothing for jobs without
     durable storage."""
@@ -44,15 +57,16 @@ def storage_conditions(observed: Observed, state: ControlState) -> tuple[Conditi
     if membership is None or membership.tier is None:
         return ()
     views = [view for view in observed.views(membership) if view is not None]
-    return _reachable(views, membership.tier), _persisted(views, membership.tier)
+    return _reachable(views, membership.tier), _persisted(views, membership.tier, state)
 
 
-def _persisted(views: Sequence[JobView], tier: Tier) -> Condition:
+def _persisted(views: Sequence[JobView], tier: Tier, state: ControlState) -> Condition:
     kind = ConditionType.PERSISTED
     newest = max((view.persisted for view in views if view.persisted is not None), default=None)
     held = (
         "nothing is in storage yet" if newest is None else f"generation {newest} is in {tier.uri}"
     )
+    held += asked_because(state)
     failure = next((view.persist_failure for view in views if view.persist_failure), "")
     if failure:
         message = f"{held}; the newest copy was given up: {failure}"

@@ -9,17 +9,18 @@ import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 
 from holdfast_core.dynamic_k import PLT_LIMIT
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.expert_policies import first_k
+from holdfast_core.job_names import job_file_name
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.layouts import Layout, decode_layout
 from holdfast_core.model_sizes import ModelSizes
 from holdfast_core.policy_comparison import Assumptions
+from holdfast_core.recompute import state_entries
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.planning import COPY_BYTES_S, DAY_S
@@ -160,7 +161,7 @@ def sizes_of_run(path: Path, job: MoETrainingJob) -> ModelSizes:
         )
     newest: dict[int, tuple[int, Layout]] = {}
     for node in record.nodes.values():
-        arenas = Path(node.root) / "jobs" / quote(record.job, safe="") / "arenas"
+        arenas = Path(node.root) / "jobs" / job_file_name(record.job) / "arenas"
         for written_ns, layout in _layouts(arenas):
             if layout.rank not in newest or newest[layout.rank][0] < written_ns:
                 newest[layout.rank] = (written_ns, layout)
@@ -172,7 +173,7 @@ def sizes_of_run(path: Path, job: MoETrainingJob) -> ModelSizes:
         )
     experts: dict[UnitKey, int] = {}
     other_bytes = 0
-    for entry in (entry for _, layout in newest.values() for entry in layout.entries):
+    for entry in (entry for _, layout in newest.values() for entry in state_entries(layout)):
         unit = UnitKey.parse(entry.unit)
         if unit.kind is UnitKind.EXPERT:
             experts[unit] = experts.get(unit, 0) + entry.nbytes

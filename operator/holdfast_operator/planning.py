@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from holdfast_core.budget import fits, predict
+from holdfast_core.codes import code_for
 from holdfast_core.groups import form_groups
 from holdfast_core.intervals import group_loss_rate_per_s, snapshot_interval_s, steps_of
 from holdfast_core.jobs import MoETrainingJob
@@ -176,21 +177,27 @@ def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[st
         f"{nodes * lost_per_day * settings.days:.1f}",
         f"{settings.days:g} days, one loss per node in {settings.node_mtbf_days:g} days",
     )
-    if job.spec.redundancy.losses == 1 and job.group_size >= 2:
+    redundancy = job.spec.redundancy
+    code = code_for(redundancy.type, job.group_size, max(redundancy.losses, 1))
+    if code is not None:
         model = FailureModel(
             nodes=nodes,
             group_size=job.group_size,
             hardware_rate=lost_per_day,
             software_rate=1 / settings.process_mtbf_days,
+            losses=code.rows,
         )
         in_memory = time_to(lambda days: parity_survival(model, days), 0.9)
+        more = "" if code.rows == 1 else f" for {code.rows} losses of a group"
         without = time_to(lambda days: checkpoint_survival(model, days), 0.9)
         yield (
             "days until P(state lost) is 10 %, nothing replaced",
             f"{in_memory:.2f}",
-            f"REFT eq. 2; {without:.2f} without redundancy (eq. 3)",
+            f"REFT eq. 2{more}; {without:.2f} without redundancy (eq. 3)",
         )
-        rate = group_loss_rate_per_s(rate_per_s, job.group_size, exposure_s=settings.replace_s)
+        rate = group_loss_rate_per_s(
+            rate_per_s, job.group_size, exposure_s=settings.replace_s, losses=code.rows
+        )
         lost = -expm1(-rate * nodes / job.group_size * settings.days * DAY_S)
         yield (
             "P(a recovery line is lost in the training)",

@@ -66,6 +66,7 @@ def comparison_view(
         notes.append(
             "*          loses more tokens than its limit allows, so that it would grow (PEC §3.1)"
         )
+    notes += _network(found)
     if not any(cost.protect_s for cost in found.costs):
         notes.append("no redundancy: a lost node loses all snapshots, which is not counted here")
     return Group(
@@ -76,6 +77,22 @@ def comparison_view(
         "",
         *(Text(note, style="dim") for note in notes),
     )
+
+
+def _network(found: Comparison) -> list[str]:
+    """What Selective sends, with and without gradients in place of state."""
+    cost = next((c for c in found.costs if c.policy is PolicyType.SELECTIVE), None)
+    if cost is None or cost.recomputed_bytes == cost.network_bytes:
+        return []
+    unit, scale = unit_of([cost.network_bytes])
+    sent, gradients = (_number(n / scale) for n in (cost.network_bytes, cost.recomputed_bytes))
+    of_memory, memory_scale = unit_of([cost.gradient_bytes])
+    return [
+        f"network:   {name_of(cost)} sends {sent} {unit} a snapshot; with selective.recompute "
+        f"{gradients} {unit},",
+        f"           while the same experts stay chosen (MoEtion §5.2), for "
+        f"{_number(cost.gradient_bytes / memory_scale)} {of_memory} more memory on each node",
+    ]
 
 
 def _as_document(cost: PolicyCost) -> str:

@@ -23,7 +23,9 @@ The rules, in order:
    point a fresh start loses no promise, and happens; so it does when a person has changed the shape
    of a suspended job (`suspending`). An epoch that does not come after those in storage is followed
    by one that does (`persisted`).
-6. An ended job, well or not, frees its memory in the daemons, and is deleted when its time is over
+6. For each notice that a member's node will be taken away, a copy in durable storage is asked for,
+   whatever else is done about it (`notices`).
+7. An ended job, well or not, frees its memory in the daemons, and is deleted when its time is over
    (`deadlines`).
 """
 
@@ -45,7 +47,8 @@ from holdfast_operator.lookups import (
     ranks_in,
 )
 from holdfast_operator.losses import note_losses
-from holdfast_operator.persisted import pass_stored_epochs, storage_conditions
+from holdfast_operator.notices import ask_for_copy
+from holdfast_operator.persisted import note_copies, pass_stored_epochs, storage_conditions
 from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
 from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
@@ -71,6 +74,7 @@ def reconcile(job: MoETrainingJob, observed: Observed, state: ControlState, now:
     """What to do now, and the state to be given the next time."""
     draft = Draft(job, observed, state, now)
     waiting = _follow_rules(draft)
+    ask_for_copy(draft, state.membership)
     return Decision(
         state=draft.state,
         actions=tuple(draft.actions),
@@ -194,6 +198,7 @@ def _note_progress(draft: Draft, membership: Membership) -> None:
         saved = judge.newest_protected(draft.observed)
     if saved is not None and (draft.state.saved is None or saved > draft.state.saved):
         draft.state = replace(draft.state, saved=saved)
+    note_copies(draft, membership)
     note_losses(draft, membership)
     resumed = judge.training_runs(draft.observed, membership)
     if resumed and draft.state.resumed_epoch < membership.epoch:

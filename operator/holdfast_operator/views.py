@@ -215,6 +215,11 @@ class DropJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PersistNow:
+    """Have the newest protected generation copied to durable storage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Succeed:
     """The job has ended well."""
 
@@ -234,7 +239,15 @@ class DeleteJob:
 
 
 Action = (
-    PublishMembership | StartAgent | StopAgent | FenceNode | DropJob | Succeed | Fail | DeleteJob
+    PublishMembership
+    | StartAgent
+    | StopAgent
+    | FenceNode
+    | DropJob
+    | PersistNow
+    | Succeed
+    | Fail
+    | DeleteJob
 )
 
 
@@ -253,6 +266,7 @@ class ConditionType(StrEnum):
     FAILED = "Failed"
     STORAGE_REACHABLE = "StorageReachable"
     PERSISTED = "Persisted"
+    INSECURE = "Insecure"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,6 +342,8 @@ class ControlState:
     silent: frozenset[str] = frozenset()
     """Members' nodes whose silence was told."""
     no_replacement_since: float | None = None
+    noticed: frozenset[str] = frozenset()
+    """Nodes for whose notice of termination a copy in durable storage was asked for."""
     carried: frozenset[int] = frozenset()
     """Members whose agents were at work before the current epoch was published, and are still the
     same: until training runs, the end of one of them is a part of what ended the last epoch."""
@@ -337,6 +353,9 @@ class ControlState:
     """Step that the current epoch started from, once known."""
     saved: Generation | None = None
     """Newest generation that a recovery must not fall behind to a fresh start from."""
+    stored: Generation | None = None
+    """Newest copy in durable storage that a daemon has told of, and in `stored_in`, its URI."""
+    stored_in: str = ""
     losses: JobLoss | None = None
     """What recoveries have cost in tokens when all ranks last said so; of a job whose snapshots
     leave experts out."""

@@ -38,6 +38,7 @@ VALUE_SETS: dict[str, Document] = {
             "nodeSelector": {"pool": "system"},
             "tolerations": [{"key": "system", "operator": "Exists"}],
             "affinity": {"podAntiAffinity": {}},
+            "notices": ["VMEventScheduled", "example.com/leaving"],
             "extraArgs": ["--log-level=debug"],
         },
         "daemon": {
@@ -50,6 +51,17 @@ VALUE_SETS: dict[str, Document] = {
             "nodeSelector": {"pool": "gpu"},
             "tolerations": [{"operator": "Exists"}],
             "affinity": {"nodeAffinity": {}},
+            "storage": {
+                "envFrom": [{"secretRef": {"name": "s3"}}],
+                "volumes": [
+                    {"name": "tier", "nfs": {"server": "nfs.example", "path": "/training"}},
+                    {"name": "credentials", "secret": {"secretName": "gcs"}},
+                ],
+                "volumeMounts": [
+                    {"name": "tier", "mountPath": "/mnt/training"},
+                    {"name": "credentials", "mountPath": "/etc/storage", "readOnly": True},
+                ],
+            },
             "extraArgs": ["--log-format=text"],
         },
         "gangScheduling": {"volcano": True, "coscheduling": True},

@@ -48,6 +48,8 @@ class Daemon:
     lost: set[tuple[str, int, int]] = field(default_factory=set)
     """(job, epoch, rank) of ranks whose sessions ended."""
     dropped: list[str] = field(default_factory=list)
+    persisted: list[str] = field(default_factory=list)
+    """Jobs of which a copy in durable storage was asked for, once for each time."""
     heartbeat_s: float = 1.0
 
 
@@ -149,6 +151,8 @@ class ControlDaemons:
         elif message.HasField("drop"):
             daemon.memberships.pop(message.drop.job, None)
             daemon.dropped.append(message.drop.job)
+        elif message.HasField("persist"):
+            daemon.persisted.append(message.persist.job)
         elif message.HasField("welcome"):
             daemon.heartbeat_s = message.welcome.heartbeat_s
 

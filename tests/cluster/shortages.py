@@ -37,6 +37,9 @@ class FullMemory:
     """Its condition of that name."""
     failed_saves: float
     """What the node's daemon has counted."""
+    failed_parity: float
+    """Likewise, of parity blocks. Which of the two finds no room first is chance. The other may
+    then never fail: slots wait for their parity, and a save without a slot is skipped."""
     steps: int
     """That training went on for meanwhile."""
     recoveries: int
@@ -93,9 +96,11 @@ class Shortages:
             degraded = wait_for("the job to say it", lambda: _no_space(job), WAIT_S)
             step = job.status()["step"]
             after = _wait_steps(job, step)
+            metrics = run.holdfast.metrics_of(node)
             self.full = FullMemory(
                 degraded=degraded,
-                failed_saves=_failed_saves(run.holdfast.metrics_of(node)),
+                failed_saves=_sum_of(r'saves_failed_total\{cause="storage",', metrics),
+                failed_parity=_sum_of(r"parity_failures_total\{", metrics),
                 steps=after["step"] - step,
                 recoveries=after["recoveries"] - before["recoveries"],
             )
@@ -148,10 +153,8 @@ def _no_space(job: Job) -> dict[str, Any]:
     return condition if said else {}
 
 
-def _failed_saves(metrics: str) -> float:
-    found = re.findall(
-        r'^holdfast_saves_failed_total\{cause="storage",[^}]*\} (\S+)$', metrics, re.MULTILINE
-    )
+def _sum_of(series: str, metrics: str) -> float:
+    found = re.findall(rf"^holdfast_{series}[^}}]*\}} (\S+)$", metrics, re.MULTILINE)
     return sum(map(float, found))
 
 

@@ -165,7 +165,7 @@ def test_a_full_memory_is_counted_and_said_and_stops_nothing(short: Short) -> No
     seen = shortages.full
     assert seen is not None
     assert seen.degraded["reason"] == "ProtectionBehind"
-    assert seen.failed_saves >= STEPS_WITHOUT / 2
+    assert seen.failed_saves >= STEPS_WITHOUT / 2 or seen.failed_parity >= 1
     assert seen.steps >= STEPS_WITHOUT
     assert seen.recoveries == 0
 

@@ -55,6 +55,29 @@ _DNS_NAME = CelRule(
 )
 
 
+def _recompute(field: str) -> tuple[CelRule, ...]:
+    """Of the settings of one policy."""
+    policy = "self.snapshot.policy"
+    asked = f"has({policy}.{field}) && {policy}.{field}.recompute"
+    return (
+        CelRule(
+            rule=f"!({asked}) || self.redundancy.type == 'Replication'",
+            says="spec.redundancy.type %s keeps no replica to compute; remove it, or set the type "
+            "to Replication",
+            values=("self.redundancy.type",),
+            field=f".snapshot.policy.{field}.recompute",
+        ),
+        CelRule(
+            rule=f"!({asked}) || self.redundancy.type != 'Replication' || "
+            "self.snapshot.interval.steps == 1",
+            says="a gradient makes up for one step, not for spec.snapshot.interval.steps = %d; "
+            "remove it, or set the steps to 1",
+            values=("self.snapshot.interval.steps",),
+            field=f".snapshot.policy.{field}.recompute",
+        ),
+    )
+
+
 def _fixed(field: str) -> CelRule:
     """All members must agree on it, and those that run have begun with what it was."""
     return CelRule(
@@ -207,10 +230,35 @@ _MANAGED_BY = (
     ),
 )
 
+_CAPTURED = (
+    "(has(self.snapshot.policy.partialExperts) ? "
+    "self.snapshot.policy.partialExperts.expertsPerLayer : 1)"
+)
+_NO_EXPERTS = "!has(self.persistence) || !has(self.persistence.experts)"
+_PERSISTED_EXPERTS = (
+    CelRule(
+        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type == 'PartialExperts'",
+        says="the policy is %s; use snapshot.policy.type PartialExperts, or remove it",
+        values=("self.snapshot.policy.type",),
+        field=".persistence.experts",
+    ),
+    CelRule(
+        rule=f"{_NO_EXPERTS} || self.snapshot.policy.type != 'PartialExperts' || "
+        f"self.persistence.experts <= {_CAPTURED}",
+        says="%d is more than the %d that a snapshot captures of each layer; persist at most as "
+        "many, or raise snapshot.policy.partialExperts.expertsPerLayer",
+        values=("self.persistence.experts", _CAPTURED),
+        field=".persistence.experts",
+    ),
+)
+
 RULES: dict[str, tuple[CelRule, ...]] = {
     "": _NAME,
     "spec": (
         *_WORLD,
+        *_recompute("partialExperts"),
+        *_recompute("selective"),
+        *_PERSISTED_EXPERTS,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
     ),
     "spec.parallelism": (

@@ -23,6 +23,7 @@ from holdfast_operator.kube.operating import Operating
 from holdfast_operator.kube.options import Options, parse
 from holdfast_operator.kube.uninstalling import release_finalizers
 from holdfast_protos.identity import choose
+from holdfast_protos.identity_gauges import show_identity
 
 EXIT_LEASE_LOST, EXIT_CANNOT_START = 1, 2
 
@@ -58,7 +59,7 @@ async def _run(options: Options) -> bool:
     _spare_collector()
     identity = choose(options.tls, options.tls_domain, insecure=options.insecure)
     metrics = Metrics()
-    metrics.set("insecure", identity is None)
+    show_identity(identity, metrics)
     async with AsyncExitStack() as stack:
         api, lease_api = [
             await connect(metrics, options.kubeconfig, options.context) for _ in range(2)

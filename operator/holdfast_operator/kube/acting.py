@@ -30,6 +30,7 @@ from holdfast_operator.views import (
     FenceNode,
     Observed,
     Outcome,
+    PersistNow,
     PublishMembership,
     StartAgent,
     StopAgent,
@@ -103,6 +104,8 @@ class Acting:
                     starts.append(action)
                 case DropJob() if remembered:
                     self._world.server.drop(job.key)
+                case PersistNow():
+                    self._world.server.persist(job.key)
                 case DeleteJob():
                     later.append(partial(self._delete, job))
                 case _:

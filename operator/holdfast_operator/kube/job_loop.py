@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.jobs import MoETrainingJob, parse_job
+from holdfast_operator.conditions import INSECURE
 from holdfast_operator.counters import from_document, remembered
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError, Object
@@ -214,6 +215,8 @@ class JobLoop:
         pods = self._pods()
         observed = self._observe(job, wants, pods)
         decision = reconcile(job, observed, before, now)
+        if world.insecure:
+            decision = replace(decision, conditions=(*decision.conditions, INSECURE))
         self._state = decision.state
         world.metrics.observe("reconcile_seconds", world.clock() - self._woken_at)
         for event in decision.events:

@@ -7,7 +7,7 @@ rules. Must not hold what anything decides by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
@@ -37,6 +37,11 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Definition:
 DEFINITIONS: tuple[Definition, ...] = (
     _gauge("leader", "1 while this replica holds the Lease."),
     _gauge("insecure", "1 while daemons need not prove who they are."),
+    _gauge(
+        "certificate_expires_timestamp_seconds",
+        "When the operator's certificate ends, or the last of its CAs, in Unix time.",
+        "certificate",
+    ),
     _gauge("jobs", "Jobs in a phase.", "phase"),
     _gauge("ranks_desired", "Ranks of all jobs that have not ended."),
     _gauge("ranks_ready", "Ranks at work."),
@@ -80,6 +85,12 @@ class Metrics:
         gauge = self._find(name, labels)
         assert isinstance(gauge, Gauge)
         gauge.set(value)
+
+    def follow(self, name: str, read: Callable[[], float], /, **labels: str) -> None:
+        """From now on the gauge `name` is what `read` returns at each exposition."""
+        gauge = self._find(name, labels)
+        assert isinstance(gauge, Gauge)
+        gauge.set_function(read)
 
     def observe(self, name: str, seconds: float, /) -> None:
         """Adds an observation to the histogram `name`."""

@@ -6,7 +6,7 @@ node's own object and the pods of trainers tell; the scheduler has the last word
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,24 +15,11 @@ from msgspec.structs import replace
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.kube.amounts import Amounts, amount, amounts, lacking
 from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.notices import NOTICES, notice_of
 from holdfast_operator.views import NodeView
 
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 """An administrator's word that the node is down for good."""
-
-LEAVING = frozenset(
-    {
-        "ToBeDeletedByClusterAutoscaler",
-        "aws-node-termination-handler/asg-lifecycle-termination",
-        "aws-node-termination-handler/rebalance-recommendation",
-        "aws-node-termination-handler/scheduled-maintenance",
-        "aws-node-termination-handler/spot-itn",
-        "cloud.google.com/impending-node-termination",
-        "karpenter.sh/disrupted",
-        "karpenter.sh/disruption",
-    }
-)
-"""Taints by which infrastructure announces that a node will be taken away."""
 
 _REPELLING = frozenset({"NoSchedule", "NoExecute"})
 
@@ -56,11 +43,8 @@ class KubeNode:
     cordoned: bool = False
     taints: tuple[Taint, ...] = ()
     allocatable: Mapping[str, float] = field(default_factory=dict)
-
-    @cached_property
-    def leaving(self) -> str:
-        """Why the node will be taken away soon; empty when nobody says so."""
-        return next((f"taint {t.key}" for t in self.taints if t.key in LEAVING), "")
+    leaving: str = ""
+    """Why the node will be taken away soon; empty when nobody says so."""
 
     @cached_property
     def out_of_service(self) -> bool:
@@ -81,8 +65,8 @@ class Wants:
     """For snapshots, within the daemon's budget."""
 
 
-def read_node(raw: Object) -> KubeNode:
-    """The node."""
+def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
+    """The node. `notices` are taints and conditions that announce its end."""
     metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     conditions = status.get("conditions") or []
     return KubeNode(
@@ -97,6 +81,7 @@ def read_node(raw: Object) -> KubeNode:
         allocatable={
             name: amount(text) for name, text in (status.get("allocatable") or {}).items()
         },
+        leaving=notice_of(raw, notices),
     )
 
 

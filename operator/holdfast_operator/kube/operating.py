@@ -21,6 +21,7 @@ from holdfast_operator.kube.leader import Leader
 from holdfast_operator.kube.manifests import TRAINER_SELECTOR
 from holdfast_operator.kube.metrics import Metrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
+from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
 from holdfast_operator.kube.places import Places
 from holdfast_operator.kube.pods import TrainerPod, read_pod
@@ -76,7 +77,10 @@ class Operating:
         )
         self._pods = PodIndex(lambda key: self._fleet.wake((key,)))
         self._pod_cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
-        self._nodes: Cache[KubeNode] = Cache(read_node, self._node_changed)
+        notices = NOTICES.union(options.notice)
+        self._nodes: Cache[KubeNode] = Cache(
+            lambda raw: read_node(raw, notices), self._node_changed
+        )
         self._daemons = Daemons(clock)
         self._daemon_cache: Cache[DaemonPod] = Cache(read_daemon, self._daemons.change)
         selector = {"labelSelector": TRAINER_SELECTOR}
@@ -190,6 +194,7 @@ class Operating:
             clock=clock,
             worked_s=time.thread_time,
             clocks=ClockPair(now=clock(), wall=time.time()),
+            insecure=self._options.insecure,
             status_s=self._fleet.status_s,
         )
 

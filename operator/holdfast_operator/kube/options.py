@@ -47,6 +47,8 @@ class Options:
     """The Service that daemons dial."""
     lease: str
     daemon_selector: str
+    notice: tuple[str, ...]
+    """More taints and conditions that announce the end of a node."""
     tls: str
     """Directory of this replica's certificate."""
     tls_domain: str
@@ -96,6 +98,14 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         metavar="LABELS",
         help="of the daemons' pods (default: %(default)s)",
     )
+    add(
+        "--notice",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a taint's key or a node condition's type that announces the end of a node, besides "
+        "those of usual clouds and autoscalers; may be given again",
+    )
     add_options(add, environment)
     levels = ["debug", "info", "warning", "error"]
     add("--log-level", default="info", choices=levels, help="default: %(default)s")
@@ -104,4 +114,5 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         if not value:
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
+    found.notice = tuple(found.notice)
     return Options(**vars(found))

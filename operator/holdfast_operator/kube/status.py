@@ -139,6 +139,7 @@ def essence(status: Object) -> object:
     kept = {**(status.get("counters") or {})}
     kept.pop("saved", None)  # grows with every step
     kept.pop("losses", None)  # likewise
+    kept["stored"] = bool(kept.get("stored"))  # whether there is a copy matters, not which
     conditions = [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or []]
     names = ("phase", "epoch", "observedGeneration")
     return (*(status.get(name) for name in names), conditions, kept)

@@ -32,5 +32,7 @@ class World:
     worked_s: Callable[[], float]
     """Processor time that this thread has used: on a busy machine much less than what passes."""
     clocks: ClockPair
+    insecure: bool = False
+    """Daemons need not prove who they are: the one switch is off."""
     status_s: Callable[[], float]
     """How long news of a job's status that can wait is kept back: the more jobs, the longer."""

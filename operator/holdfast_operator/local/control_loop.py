@@ -32,6 +32,7 @@ from holdfast_operator.views import (
     FenceNode,
     NodeView,
     Observed,
+    PersistNow,
     PublishMembership,
     StartAgent,
     StopAgent,
@@ -106,7 +107,7 @@ class ControlLoop:
                 node = replace(node, connected=False, gone=True)
             elif self._supervisor.daemon_changed_at(name) > node.heard_at:
                 node = replace(node, returning=True)
-            nodes[name] = node
+            nodes[name] = replace(node, disruption=self._directory.notice(name))
         return Observed(nodes=nodes, agents=self._supervisor.agents())
 
     def _carry_out(self, action: Action) -> None:
@@ -121,6 +122,8 @@ class ControlLoop:
                 self._supervisor.fence(node)
             case DropJob():
                 self._server.drop(self._job.key)
+            case PersistNow():
+                self._server.persist(self._job.key)
             case Succeed() | Fail() | DeleteJob():
                 pass  # told as an event and a condition; whoever runs the job deletes it
 

@@ -5,6 +5,7 @@
 <run>/nodes.json        the nodes' processes: a control loop that starts again adopts them
 <run>/status.json       what `holdfast status` shows; may be deleted at any time
 <run>/dead/<node>       the node was lost, and its processes are not started again
+<run>/notices/<node>    the node will be lost soon; says why
 <run>/exits/<agent>     exit code that the agent's launcher wrote
 <run>/logs/             one file for each daemon and member
 <run>/tls/              a CA for this run, and what it certified for daemons and the control loop
@@ -23,11 +24,11 @@ import tempfile
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from urllib.parse import quote
 
 import msgspec
 
-from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.errors import InvalidJobError, StorageError, UnauthenticatedError
+from holdfast_core.job_names import job_file_name
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.local.processes import ProcessId
 
@@ -75,6 +76,9 @@ class RunRecord(msgspec.Struct, kw_only=True):
     insecure: bool = False
     """Its daemons were started without identity."""
     nodes: dict[str, NodeRecord] = {}
+
+
+_RUN_RECORD = msgspec.json.Decoder(RunRecord)
 
 
 def default_directory(job_key: str) -> Path:
@@ -130,7 +134,23 @@ class RunDirectory:
     @property
     def token_file(self) -> Path:
         """With what trainers of the job show to daemons."""
-        return self.tokens / quote(self.job_key, safe="")
+        return self.tokens / job_file_name(self.job_key)
+
+    def call_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call to a daemon of this run carries, so that it is answered: the job's token.
+
+        Raises:
+            UnauthenticatedError: when there is no token to show: the run has ended, or is another
+                user's.
+        """
+        try:
+            token = self.token_file.read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise UnauthenticatedError(
+                f"{self.token_file} cannot be read ({error.strerror}), and daemons answer nobody "
+                f"without the job's token; ask while the job runs, as the user who runs it"
+            ) from error
+        return (("authorization", f"Bearer {token}"),)
 
     def root(self, node: str) -> Path:
         return self.memory / node
@@ -172,7 +192,7 @@ class RunDirectory:
         """Make all directories that are missing."""
         for path in (self.path.parent, self.path, self.memory.parent, self.memory):
             _make_private(path)
-        for name in ("logs", "exits", "dead", "tokens"):
+        for name in ("logs", "exits", "dead", "notices", "tokens"):
             _make_private(self.path / name)
 
     def close(self) -> None:
@@ -186,7 +206,7 @@ class RunDirectory:
         shutil.rmtree(self.memory, ignore_errors=True)
         with suppress(OSError):
             self.memory.parent.rmdir()
-        for name in ("exits", "dead", "tokens", "tls"):
+        for name in ("exits", "dead", "notices", "tokens", "tls"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         self.nodes_file.unlink(missing_ok=True)
 
@@ -198,6 +218,16 @@ class RunDirectory:
     def is_dead(self, node: str) -> bool:
         return (self.path / "dead" / node).exists()
 
+    def give_notice(self, node: str, why: str) -> None:
+        replace_file(self.path / "notices" / node, why.encode())
+
+    def notice(self, node: str) -> str:
+        """Why the node will be lost soon; empty when nobody said so."""
+        try:
+            return (self.path / "notices" / node).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
     # --- the record ---------------------------------------------------------------------------
 
     def read_record(self) -> RunRecord | None:
@@ -207,7 +237,7 @@ class RunDirectory:
             StorageError: when the file cannot be understood.
         """
         try:
-            record = msgspec.json.decode(self.nodes_file.read_bytes(), type=RunRecord)
+            record = _RUN_RECORD.decode(self.nodes_file.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

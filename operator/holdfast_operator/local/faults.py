@@ -10,12 +10,12 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from urllib.parse import quote
 
 from holdfast_core.errors import CorruptError, InvalidJobError
+from holdfast_core.job_names import job_file_name
 from holdfast_core.layouts import SLOTS_PER_ARENA, decode_manifest
 from holdfast_core.values import Generation
-from holdfast_operator.local.directory import RunDirectory
+from holdfast_operator.local.directory import NodeRecord, RunDirectory
 from holdfast_operator.local.processes import (
     MARK,
     ProcessId,
@@ -61,16 +61,22 @@ def kill_node(directory: RunDirectory, node: str) -> str:
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.
     """
-    record = directory.read_record()
-    if record is None or node not in record.nodes:
-        names = ", ".join(record.nodes) if record is not None else "none"
-        raise InvalidJobError(f"no node {node!r} in {directory.path}; there are: {names}")
-    if directory.is_dead(node):
-        raise InvalidJobError(f"node {node} is lost already")
+    root = _living(directory, node).root
     directory.mark_dead(node)
     count = kill_marked(directory.mark(node))
-    shutil.rmtree(record.nodes[node].root, ignore_errors=True)
-    return f"lost node {node}: {count} processes killed, memory {record.nodes[node].root} removed"
+    shutil.rmtree(root, ignore_errors=True)
+    return f"lost node {node}: {count} processes killed, memory {root} removed"
+
+
+def notice(directory: RunDirectory, node: str) -> str:
+    """Announce that a node will be lost, as a cloud does of a spot instance; it is not.
+
+    Raises:
+        InvalidJobError: when there is no such node, or it is lost already.
+    """
+    _living(directory, node)
+    directory.give_notice(node, "notice given by holdfast inject")
+    return f"gave notice that node {node} will be taken away; it stays until kill-node"
 
 
 def corrupt(directory: RunDirectory, status: Status, rank: int, *, parity: bool = False) -> str:
@@ -83,7 +89,7 @@ def corrupt(directory: RunDirectory, status: Status, rank: int, *, parity: bool 
     node = status.node(member.node) if member is not None else None
     if member is None or node is None:
         raise InvalidJobError(_no_rank(status, rank))
-    files = Path(node.root) / "jobs" / quote(directory.job_key, safe="")
+    files = Path(node.root) / "jobs" / job_file_name(directory.job_key)
     if parity:
         return _corrupt_parity(files, node)
     return _corrupt_arena(files, rank, node)
@@ -116,6 +122,16 @@ def _corrupt_parity(files: Path, node: NodeStatus) -> str:
     offset = 0
     _flip(block, offset)
     return f"flipped byte {offset} of {block} on {node.name}"
+
+
+def _living(directory: RunDirectory, node: str) -> NodeRecord:
+    record = directory.read_record()
+    if record is None or node not in record.nodes:
+        names = ", ".join(record.nodes) if record is not None else "none"
+        raise InvalidJobError(f"no node {node!r} in {directory.path}; there are: {names}")
+    if directory.is_dead(node):
+        raise InvalidJobError(f"node {node} is lost already")
+    return record.nodes[node]
 
 
 def _flip(path: Path, offset: int) -> None:

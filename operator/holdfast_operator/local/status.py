@@ -137,6 +137,9 @@ class Status:
         return self.phase in ("Complete", "Failed")
 
 
+_STATUS = msgspec.json.Decoder(Status)
+
+
 def encode(status: Status) -> bytes:
     return msgspec.json.format(msgspec.json.encode(status), indent=1)
 
@@ -148,7 +151,7 @@ def read_status(path: Path) -> Status:
         StorageError: when there is none or it cannot be understood.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Status)
+        return _STATUS.decode(path.read_bytes())
     except FileNotFoundError:
         raise StorageError(
             f"{path} does not exist: no `holdfast run` has written it (yet). Give the run's "

@@ -2,6 +2,7 @@
 
 `<root>/world.json` is the membership it was sent; `<root>/ranks/<rank>.json` is what a fake rank
 says of itself. Snapshots do not exist: every completed step counts as complete and protected.
+`<root>/persist` has a line for each time that it was asked for a copy.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class FakeDaemon:
                 temporary.replace(world)
         elif message.HasField("drop"):
             world.unlink(missing_ok=True)
+        elif message.HasField("persist"):
+            with (self.root / "persist").open("a") as file:
+                file.write(f"{message.persist.job}\n")
 
     def membership(self) -> Membership | None:
         with suppress(FileNotFoundError):

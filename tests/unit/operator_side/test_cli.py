@@ -161,6 +161,24 @@ def test_plan_shows_memory_and_odds(job: Path, capsys: pytest.CaptureFixture[str
         assert part in out
 
 
+@pytest.mark.parametrize(
+    ("redundancy", "says"),
+    [
+        ("{type: RAIM6}", "REFT eq. 2 for 2 losses of a group"),
+        ("{type: Replication, replication: {replicas: 3}}", "REFT eq. 2 for 3 losses of a group"),
+        ("{type: Replication}", "REFT eq. 2;"),
+    ],
+)
+def test_plan_shows_the_odds_of_each_redundancy(
+    job: Path, redundancy: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(job.read_text() + f"  redundancy: {redundancy}\n")
+    assert main(["plan", str(job)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert says in out
+    assert "P(a recovery line is lost in the training)" in out
+
+
 def test_plan_refuses_what_does_not_fit(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(job), "--bytes-per-rank", "10Gi"]) == 2
     assert "snapshots of one node need" in capsys.readouterr().err

@@ -9,8 +9,8 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import SLOTS_PER_ARENA, encode_manifest, piece_digests
 from holdfast_core.values import Generation, Manifest
-from holdfast_operator.local.directory import RunDirectory
-from holdfast_operator.local.faults import corrupt
+from holdfast_operator.local.directory import RunDirectory, new_record
+from holdfast_operator.local.faults import corrupt, notice
 from holdfast_operator.local.status import MemberStatus, NodeStatus, RankStatus, Status
 
 SLOT_BYTES = 8192
@@ -109,3 +109,18 @@ def test_a_parity_block_on_the_ranks_node_can_be_flipped(root: Path) -> None:
 def test_a_rank_that_does_not_exist_is_refused_with_those_that_do(root: Path) -> None:
     with pytest.raises(InvalidJobError, match=r"no rank 7 .* there are ranks \[0\]"):
         corrupt(RunDirectory(root, "default.job"), status_of(root), 7)
+
+
+def test_a_notice_is_given_for_a_node_that_is_there(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run", "default.job", tmp_path / "memory")
+    directory.make()
+    directory.write_record(new_record(directory, ["n0", "n1"]))
+    assert "node n1 will be taken away" in notice(directory, "n1")
+    assert (directory.notice("n0"), bool(directory.notice("n1"))) == ("", True)
+    with pytest.raises(InvalidJobError, match=r"no node 'n7' .* n0, n1"):
+        notice(directory, "n7")
+    directory.mark_dead("n0")
+    with pytest.raises(InvalidJobError, match="n0 is lost already"):
+        notice(directory, "n0")
+    directory.clear()
+    assert directory.notice("n1") == ""

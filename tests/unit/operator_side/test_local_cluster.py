@@ -16,6 +16,7 @@ from virtual_world import make_job
 
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
 from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.cli import main
 from holdfast_operator.local import Commands, LocalCluster, LocalSettings, Status, read_status
 from holdfast_operator.local.processes import marked
 from holdfast_operator.views import ConditionType, Outcome
@@ -32,12 +33,15 @@ def run_directory() -> Iterator[Path]:
         assert not list(Path("/dev/shm").glob(f"holdfast-{os.getuid()}/*/{Path(path).name}"))
 
 
-def tiny_job(steps: int = ENDLESS, *, nodes: int = 2, spares: int = 1) -> MoETrainingJob:
+def tiny_job(
+    steps: int = ENDLESS, *, nodes: int = 2, spares: int = 1, **spec: object
+) -> MoETrainingJob:
     job = make_job(
         nodes,
         nproc=2,
         spares=spares,
         detection={"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 600},
+        spec=spec,
     )
     job.container["command"] = ["train", str(steps)]
     return job
@@ -104,6 +108,24 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
             assert last.epoch == 3 and last.source == "local"
             with pytest.raises(InvalidJobError, match="node n1 is lost already"):
                 await cluster.kill_node("n1")
+
+    asyncio.run(scenario())
+
+
+def test_notice_for_a_node_has_a_copy_made(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        job = tiny_job(spares=0, persistence={"uri": "file:///nowhere"})
+        async with LocalCluster(job, settings(run_directory)) as cluster:
+            await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            assert main(["inject", "notice", "n1", "--dir", str(run_directory)]) == 0
+            assert "node n1 will be taken away" in capsys.readouterr().out
+            asked = [cluster.directory.root(node) / "persist" for node in ("n0", "n1")]
+            await cluster.wait_for(lambda _: all(path.exists() for path in asked), timeout_s=WAIT_S)
+            told = [event for event in cluster.events if event.reason == "CopyRequested"]
+            assert len(told) == 1 and "notice given by holdfast inject" in told[0].message
+            assert [path.read_text().splitlines() for path in asked] == [[job.key]] * 2
 
     asyncio.run(scenario())
 

@@ -100,3 +100,53 @@ def test_the_chosen_copy_counts_until_the_job_has_begun() -> None:
     made.settle(10.0)
     assert made.membership.epoch == 9
     assert made.membership.tier.restore_from == ""
+
+
+def test_members_are_told_that_there_were_copies_once_there_were() -> None:
+    made = StoredWorld(make_job(spec=STORED))
+    made.settle(1.0)
+    made.train(40)
+    made.settle(1.0)
+    assert _told(made) == ""
+    made.said = {"persisted": Generation(1, 40)}
+    made.settle(1.0)
+    assert _told(made) == ""  # the epoch goes on as it began
+    made.lose_rank(0)
+    made.settle(1.0)
+    assert (made.membership.epoch, _told(made)) == (2, "1.40")
+
+
+def test_a_whole_cluster_that_restarts_is_told_of_its_copies_too() -> None:
+    made = running(make_job(spec=STORED))
+    told = StoredWorld(made.job)
+    told.said = {"persisted": Generation(1, 40)}
+    told.settle(2.0)
+    again = World(made.job)
+    again.restart(told.stored())
+    again.settle(2.0)
+    assert again.membership.epoch > 1
+    assert _told(again) == "1.40"
+
+
+def test_copies_in_another_storage_are_not_expected_in_this_one() -> None:
+    made = StoredWorld(make_job(spec=STORED))
+    made.said = {"persisted": Generation(1, 40)}
+    made.settle(2.0)
+    made.job = make_job(spec={"persistence": {"uri": "s3://bucket/other"}})
+    for epoch in (2, 3):
+        made.lose_rank(0)
+        made.settle(2.0)
+        tier = made.membership.tier
+        assert tier is not None
+        assert (made.membership.epoch, tier.uri, tier.persisted) == (epoch, "s3://bucket/other", "")
+    made.said = {"persisted": Generation(3, 10)}
+    made.settle(1.0)
+    made.lose_rank(0)
+    made.settle(2.0)
+    assert _told(made) == "3.10"
+
+
+def _told(made: World) -> str:
+    tier = made.membership.tier
+    assert tier is not None
+    return tier.persisted

@@ -134,7 +134,7 @@ class Daemon:
 class SmallCluster:
     """Use `on`. Times are real, and nothing waits for them."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, *, insecure: bool = False) -> None:
         self._count = nodes
         self.fleet, self.metrics = Fleet(), Metrics()
         self.api = NotedApi(self._written, self._tell_soon)
@@ -175,6 +175,7 @@ class SmallCluster:
                 clock=clock,
                 worked_s=time.thread_time,
                 clocks=ClockPair(now=clock(), wall=time.time()),
+                insecure=insecure,
                 status_s=lambda: 0.0,
             )
         )
@@ -293,10 +294,12 @@ class SmallCluster:
             self._changed.notify_all()
 
 
-def on_a_cluster(test: Callable[[SmallCluster], Awaitable[None]], nodes: int = 3) -> None:
+def on_a_cluster(
+    test: Callable[[SmallCluster], Awaitable[None]], nodes: int = 3, *, insecure: bool = False
+) -> None:
     """Run `test` on a cluster of so many nodes."""
 
     async def run() -> None:
-        await SmallCluster(nodes).run(test)
+        await SmallCluster(nodes, insecure=insecure).run(test)
 
     asyncio.run(run())

@@ -13,7 +13,14 @@ from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError
 from holdfast_operator.kube.metrics import Metrics
 from holdfast_operator.kube.world import World
-from holdfast_operator.views import ControlState, Decision, Event, Observed, StartAgent
+from holdfast_operator.views import (
+    ControlState,
+    Decision,
+    Event,
+    Observed,
+    PersistNow,
+    StartAgent,
+)
 
 REFUSAL = ApiError("no room in the quota", status=403)
 
@@ -66,3 +73,19 @@ def test_a_following_turn_tells_once_why_pods_were_not_created() -> None:
     for told in carry_out_twice(StuckTrainers(refuses=True)):
         assert [(event.reason, event.warning) for event in told] == [("ActionFailed", True)]
         assert "no room in the quota; trying again" in told[0].message
+
+
+def test_a_copy_is_asked_for_of_the_jobs_daemons() -> None:
+    asked: list[str] = []
+    world = SimpleNamespace(
+        clock=lambda: 0.0, metrics=Metrics(), server=SimpleNamespace(persist=asked.append)
+    )
+    decision = Decision(actions=(PersistNow(),), state=ControlState())
+    job, seen = make_job(), Observed(nodes={}, agents=())
+
+    async def scenario() -> list[Event]:
+        hands = Acting(cast(World, world), {})
+        return await hands.carry_out(job, ControlState(), decision, [], seen, True)
+
+    assert asyncio.run(scenario()) == []
+    assert asked == [job.key]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import Any
 
+import pytest
+from rich.console import Console, RenderableType
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
+from holdfast_operator.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import EVENTS, JOBS, PODS
 
@@ -26,6 +30,12 @@ def two_members(**spec: object) -> Object:
 
 
 JOB = two_members()
+
+
+def rendered(view: RenderableType) -> str:
+    out = StringIO()
+    Console(file=out, width=200).print(view)
+    return out.getvalue()
 
 
 def reasons(cluster: SmallCluster) -> set[str]:
@@ -54,6 +64,21 @@ def test_a_job_gets_its_pods_and_runs() -> None:
         assert {d.memberships[KEY].epoch for d in cluster.daemons.values() if d.memberships} == {1}
 
     on_a_cluster(test)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_every_job_of_a_cluster_without_identity_says_so(insecure: bool) -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        status = cluster.job(JOB)["status"]
+        found = [c for c in status["conditions"] if c["type"] == "Insecure"]
+        assert status["phase"] == "Running"
+        assert [(c["status"], c["reason"]) for c in found] == [("True", "IdentityIsOff")] * insecure
+        assert ("whoever reaches them may read" in str(found)) is insecure
+        assert ("IdentityIsOff" in rendered(job_view(cluster.job(JOB), ()))) is insecure
+
+    on_a_cluster(test, insecure=insecure)
 
 
 def test_a_lost_rank_leads_to_one_new_epoch_and_the_same_pods() -> None:

@@ -10,6 +10,7 @@ from samples import make_job
 from holdfast_operator.kube.amounts import amount, amounts
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.nodes import node_view, read_node, unfit, wants_of
+from holdfast_operator.kube.notices import NOTICES, notice_of
 from holdfast_operator.views import JobView, NodeView
 
 GIB = 2.0**30
@@ -122,6 +123,35 @@ def test_an_administrators_word_makes_a_node_gone_or_leaving() -> None:
     assert node_view("n0", read_node(out), None, wants).gone
     spot = node(spec={"taints": [taint("aws-node-termination-handler/spot-itn")]})
     assert "spot-itn" in node_view("n0", read_node(spot), None, wants).disruption
+
+
+@pytest.mark.parametrize("key", sorted(NOTICES))
+def test_every_usual_word_for_the_end_of_a_node_is_known(key: str) -> None:
+    view = node_view(
+        "n0", read_node(node(spec={"taints": [taint(key)]})), None, wants_of(make_job())
+    )
+    assert (view.disruption, view.gone) == (f"taint {key}", False)
+
+
+def test_more_taints_and_conditions_can_be_named() -> None:
+    names = ("example.com/leaving", "VMEventScheduled")
+    tainted = node(spec={"taints": [taint("example.com/leaving", "PreferNoSchedule")]})
+    assert notice_of(tainted) == ""
+    assert notice_of(tainted, names) == "taint example.com/leaving"
+    raw = node()
+    raw["status"]["conditions"].append(
+        {"type": "VMEventScheduled", "status": "True", "message": "Preempt in 30 s"}
+    )
+    assert notice_of(raw) == ""
+    assert read_node(raw, names).leaving == "condition VMEventScheduled (Preempt in 30 s)"
+    raw["status"]["conditions"][-1]["status"] = "False"
+    assert notice_of(raw, names) == ""
+
+
+def test_what_only_repels_pods_is_no_notice() -> None:
+    for key in ("node.kubernetes.io/unschedulable", "node.kubernetes.io/not-ready", "gpu"):
+        assert notice_of(node(spec={"taints": [taint(key)]})) == ""
+    assert notice_of({"metadata": {"name": "n0"}}) == ""
 
 
 def test_the_failure_domain_is_the_label_that_the_job_names() -> None:

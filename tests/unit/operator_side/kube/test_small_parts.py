@@ -23,6 +23,8 @@ def test_a_pod_knows_itself_from_its_environment_and_flags_override_it() -> None
     options = parse([], POD)
     assert (options.identity, options.namespace, options.address) == ("op-1", "hf", "10.0.0.1")
     assert options.control_port == 7700
+    assert options.notice == ()
+    assert parse(["--notice", "a/b", "--notice", "C"], POD).notice == ("a/b", "C")
     assert parse(["--address", "10.0.0.2"], POD).address == "10.0.0.2"
 
 

@@ -1,0 +1,61 @@
+"""A node that will be taken away soon: what is in memory there goes to durable storage first. Pure.
+
+A notice leaves a minute or two. A spare takes the member over in that time, if there is one
+(`recovering`), and parity bears the loss, if it comes alone. But notices often come to many nodes
+together, for one reason, and then neither is enough: so the newest protected generation is copied
+at once, whatever else is done. One request for each notice: daemons go on trying by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from holdfast_core.values import Membership
+from holdfast_operator.draft import Draft
+from holdfast_operator.views import ControlState, Observed, PersistNow
+from holdfast_operator.words import listed
+
+
+def ask_for_copy(draft: Draft, before: Membership | None) -> None:
+    """Ask for a copy for each notice that is new. Called when all else is decided: a request that
+    came before the next epoch would be one for a generation of the epoch that has ended.
+
+    Args:
+        before: the membership before this look, since a member with a notice may have moved.
+    """
+    membership = draft.state.membership
+    if membership is None or membership.tier is None or draft.state.outcome is not None:
+        return
+    found = dict(_notices(draft.observed, before or membership, draft.state))
+    new = sorted(found.keys() - draft.state.noticed)
+    if new:
+        which = "the next" if draft.state.saved is None else f"generation {draft.state.saved}"
+        why = "; ".join(found[name] for name in new)
+        text = f"{why}; {which} is copied to {membership.tier.uri} now, or a newer one"
+        draft.tell("CopyRequested", text, warning=True)
+        draft.actions.append(PersistNow())
+    draft.state = replace(draft.state, noticed=frozenset(found))
+
+
+def asked_because(state: ControlState) -> str:
+    """Why a copy was asked for, as an addition to a condition; empty when nobody did."""
+    if not state.noticed:
+        return ""
+    return f"; a copy was asked for since notice was given for {listed(sorted(state.noticed))}"
+
+
+def _notices(
+    observed: Observed, membership: Membership, state: ControlState
+) -> Iterator[tuple[str, str]]:
+    """(node, what will happen to it) of members' nodes, and of those that members have just left:
+    the same notice is not a new one later."""
+    members = {place.node: place.index for place in membership.members}
+    for name in members.keys() | state.noticed:
+        node = observed.nodes.get(name)
+        if node is not None and node.disruption and not node.gone:
+            yield name, f"node {name} will be taken away: {node.disruption}"
+        elif name in members:
+            agent = observed.agent(members[name], name)
+            if agent is not None and agent.disruption:
+                yield name, f"the agent of member {agent.member} on {name}: {agent.disruption}"
