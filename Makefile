@@ -108,9 +108,16 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 mutants: $(STAMP) ## Plant bugs and see the simulation find them (long); ARGS="block change"
 	@$(BIN)/python tests/simulation/mutants.py $(ARGS)
 
+.PHONY: test-faults
+test-faults: $(STAMP) redis ## Run every fault test for every policy and redundancy (long)
+	@$(BIN)/python -m pytest tests/local -n $(PYTEST_WORKERS) --dist worksteal \
+	  --every-combination $(ARGS)
+
+# Not with -m: each daemon that is forked would import the main module anew, pictures and all.
 .PHONY: chaos
-chaos: $(STAMP) redis ## Break real processes at random for 30 minutes; ARGS="--minutes 3 --seed 1"
-	@PYTHONPATH=tests/local $(BIN)/python -m chaos $(ARGS)
+chaos: $(STAMP) redis versitygw ## Break real processes at random for 30 minutes; ARGS="--minutes 3 --seed 1"
+	@HOLDFAST_CACHE="$(HOLDFAST_CACHE)" GRPC_VERBOSITY=NONE PYTHONPATH=tests/local:tests/contract/storage/helpers \
+	  $(BIN)/python -c 'import sys, chaos; sys.exit(chaos.main())' $(ARGS)
 
 .PHONY: format
 format: $(STAMP) ## Rewrite the sources in the house format

@@ -17,6 +17,14 @@ settings.register_profile("explore", deadline=None, max_examples=2000, print_blo
 settings.load_profile("fixed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-combination",
+        action="store_true",
+        help="run each fault test for every policy and redundancy, not for one of them (long)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is none; imports torch only if there are such tests."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

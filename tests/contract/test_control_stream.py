@@ -201,6 +201,26 @@ def test_a_membership_is_sent_to_its_members_and_to_those_who_know_an_older_one(
     asyncio.run(scenario())
 
 
+def test_a_copy_is_asked_for_of_those_who_hold_something_of_the_job() -> None:
+    async def scenario() -> None:
+        async with listening() as loop:
+            members, spare = [loop.daemon(name) for name in ("n0", "n1")], loop.daemon("n9")
+            for member in members:
+                member.beat(state(1))
+            spare.beat()
+            await loop.until(lambda: len(loop.server.views("x")) == 3)
+            loop.server.persist("default.other")
+            loop.server.persist("default.job")
+            for member in members:
+                await member.receives(lambda message: message.persist.job == "default.job")
+                assert not any(m.persist.job == "default.other" for m in member.received)
+            loop.server.set_heartbeat_s(7.0)
+            await spare.receives(lambda message: message.welcome.heartbeat_s == 7.0)
+            assert not any(message.HasField("persist") for message in spare.received)
+
+    asyncio.run(scenario())
+
+
 def test_a_daemon_that_comes_back_is_brought_up_to_date() -> None:
     async def scenario() -> None:
         async with listening() as loop:

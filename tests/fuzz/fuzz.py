@@ -36,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     # What is imported in here is watched, so that bytes which reach new code are kept.
     with atheris.instrument_imports(include=list(_WATCHED)) if atheris else nullcontext():
         table = importlib.import_module("fuzzing_targets")
-    chosen = [target for target in table.TARGETS if options.only in ("", target.name)]
+        chosen = [target for target in table.TARGETS if options.only in ("", target.name)]
+        for target in chosen if atheris else ():
+            target.seeds()  # some import only then what they try
     if not chosen:
         print(f"no target is called {options.only}: {', '.join(t.name for t in table.TARGETS)}")
         return 2

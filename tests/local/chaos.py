@@ -11,15 +11,20 @@ import itertools
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import chaos_report
+import chaos_story
+import daemons
+from certificate_makers import expired, made
+from chaos_cluster import Surroundings, may_mount
 from chaos_run import Chaos
-from chaos_world import may_mount
 from redis_process import RedisServer
+from versitygw import S3Server
+
+from holdfast_protos.identity import Role
 
 
 def main() -> int:
@@ -35,43 +40,48 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # mounts and daemons end with us
     options.report.mkdir(parents=True, exist_ok=True)
+    chaos_story.clear(options.report)
     rounds = itertools.islice(itertools.count(options.first), options.rounds)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hft-chaos-") as scratch:
-        chaos = prepare(seed, Path(scratch))
+        daemons.warm_up("holdfast_storage.s3")
+        chaos = Chaos(seed, prepare(Path(scratch)), say=_say)
         chaos.stories = options.report
         try:
             chaos.run(rounds, until=time.monotonic() + 60 * options.minutes)
         except KeyboardInterrupt:
             print("interrupted; the report is about what was done until now")
         finally:
-            if chaos.redis is not None:
-                chaos.redis.kill()
+            chaos.surroundings.end()
     chaos_report.write(chaos, options.report)
     print(chaos_report.verdict(chaos))
     print(f"report: {options.report}/report.html")
     return 1 if chaos.violations else 0
 
 
-def prepare(seed: int, scratch: Path) -> Chaos:
-    """A run over what this machine lets be broken; says what it does not."""
-    present = set()
-    if may_mount(scratch / "probe"):
-        present.add("mount")
-    else:
+def prepare(scratch: Path) -> Surroundings:
+    """What this machine lets be broken; says what it does not."""
+    around = Surroundings(mounts=may_mount(scratch / "probe"))
+    if not around.mounts:
         print("no tmpfs can be filled: mounting one needs root")
-    redis = None
     if binary := shutil.which("redis-server"):
-        redis = RedisServer(binary, scratch)
-        redis.start()
-        present.add("redis")
+        around.redis = RedisServer(binary, scratch)
+        around.redis.start()
     else:
         print("no Redis is broken: redis-server is not installed")
-    return Chaos(seed, frozenset(present), redis, say=_say)
+    around.objects_directory = scratch / "objects"
+    try:
+        around.objects = S3Server(around.objects_directory)
+    except (RuntimeError, OSError) as error:
+        print(f"no object storage is broken: {error}")
+    good = scratch / "identity"
+    made(good, Role.DAEMON)
+    around.certificates = good
+    around.wrong = {
+        "a certificate of another CA": made(scratch / "others", Role.DAEMON),
+        "a certificate that has expired": expired(good, Role.DAEMON),
+    }
+    return around
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import chaos_storage_kinds as storage
 from chaos_world import World, fill, wait_dead, wipe
 from fault_points import LEADER, POINTS
 from faulty_daemon import Trap
 from trainer_child import TrainerProcess
+from waiting import wait_for
 
 from holdfast_core.errors import HoldfastError
 
@@ -23,10 +25,6 @@ Strike = Callable[[World, int, random.Random], str]
 """Breaks something at a member; what it was, in words; empty when there was nothing to break."""
 
 TRAPS = tuple(p for p in POINTS if p.during == "saves" and len(p.traps) == 1)
-SAVES_MAX = 4
-"""A trap that is not met within so many saves is taken away again."""
-DEATH_S = 0.6
-"""After a save: a trap that has not been met by then waits for the next one."""
 BITS = (0x01, 0x10, 0x80)
 
 
@@ -38,14 +36,18 @@ class Kind:
     lane: str
     """Where the report draws it."""
     strike: Strike
+    beyond: bool = False
+    """Takes more than redundancy covers: what must be restored is in storage then."""
     loses_memory: bool = False
     """The parity group has lost a member, and is spared until it is protected again."""
     needs_trainers: bool = False
     """Strikes while ranks save, so not while they are being started."""
     only: int | None = None
     """The one member that it can strike."""
+    weight: int = 1
+    """How often it is chosen, beside others."""
     needs: str = ""
-    """What must be there: `mount` (small tmpfs can be mounted), `redis`."""
+    """What must be there: `mount` (small tmpfs can be mounted), `redis`, `identity`."""
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -82,15 +84,18 @@ def _kill_daemon(world: World, member: int, rng: random.Random) -> str:
     return daemon.node
 
 
+def _end_daemon(world: World, member: int, rng: random.Random) -> str:
+    """As Kubernetes does it: it may persist what is due, and dies if that takes too long."""
+    daemon, grace_s = world.job.daemon(member), rng.uniform(0.5, 3.0)
+    daemon.send_signal(signal.SIGTERM)
+    if wait_dead(daemon, grace_s):
+        return daemon.node
+    daemon.kill()
+    return f"{daemon.node}, killed after {grace_s:.1f} s"
+
+
 def _kill_at(world: World, member: int, name: str, trap: Trap) -> str:
-    daemon = world.job.daemon(member)
-    daemon.arm(trap)
-    for _ in range(SAVES_MAX):
-        world.save()
-        if wait_dead(daemon, DEATH_S):
-            return f"{daemon.node} at {name}"
-    daemon.trap.unlink(missing_ok=True)
-    return ""
+    return f"{world.job.nodes[member]} at {name}" if world.kill_at(member, trap) else ""
 
 
 def _kill_within(world: World, member: int, rng: random.Random) -> str:
@@ -195,6 +200,30 @@ def _fill_tmpfs(world: World, member: int, rng: random.Random) -> str:
     return world.job.nodes[member]
 
 
+def _lie_about_identity(world: World, member: int, rng: random.Random) -> str:
+    """The daemon comes back with a certificate that must be refused; the right one is put back by
+    the recovery."""
+    if not world.guarded:
+        return ""
+    why, daemon = rng.choice(sorted(world.surroundings.wrong)), world.job.daemon(member)
+    right, daemon.tls = daemon.tls, world.surroundings.wrong[why]
+    refused = len(daemon.logged("control_unreachable"))
+    daemon.kill()
+    world.cluster.control.forget(daemon.node)
+    try:
+        daemon.start()
+        wait_for(
+            f"{daemon.node} to be refused",
+            lambda: not daemon.alive or len(daemon.logged("control_unreachable")) > refused,
+        )
+        world.save()
+        assert daemon.node not in world.cluster.control.beats, f"{daemon.node} was heard: {why}"
+    finally:
+        daemon.kill()
+        daemon.tls = right
+    return f"{daemon.node} with {why}"
+
+
 # --- Redis ----------------------------------------------------------------------------------------
 
 
@@ -213,8 +242,9 @@ def _break_redis(world: World, _: int, rng: random.Random) -> str:
 
 
 KINDS = (
-    Kind("kill_rank", "ranks", _kill_rank, needs_trainers=True),
+    Kind("kill_rank", "ranks", _kill_rank, needs_trainers=True, weight=2),
     Kind("kill_daemon", "daemons", _kill_daemon),
+    Kind("end_daemon", "daemons", _end_daemon),
     Kind("kill_daemon_within", "daemons", _kill_within, needs_trainers=True),
     Kind("kill_leader", "daemons", _kill_daemon, only=LEADER),
     Kind("kill_parity_owner", "daemons", _kill_owner, needs_trainers=True),
@@ -228,5 +258,20 @@ KINDS = (
     Kind("flip_parity_entry", "bytes", _flip_entry, loses_memory=True),
     Kind("fill_tmpfs", "tmpfs", _fill_tmpfs, needs_trainers=True, needs="mount"),
     Kind("break_redis", "Redis", _break_redis, needs_trainers=True, needs="redis"),
+    Kind("storage_fails", "storage", storage.fail),
+    Kind("storage_is_away", "storage", storage.go_away),
+    Kind("storage_is_slow", "storage", storage.slow_down),
+    Kind("fill_storage", "storage", storage.fill_up, needs_trainers=True, needs="mount"),
+    Kind("kill_persisting", "storage", storage.kill_writer, needs_trainers=True, weight=4),
+    Kind("flip_stored", "storage", storage.flip, needs_trainers=True, weight=2),
+    Kind("lose_group", "nodes", storage.lose_group, beyond=True),
+    Kind(
+        "wrong_identity",
+        "identity",
+        _lie_about_identity,
+        needs_trainers=True,
+        weight=2,
+        needs="identity",
+    ),
 )
-"""All of them. Faults of storage and of persisting belong here too."""
+"""All of them."""

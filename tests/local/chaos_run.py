@@ -9,15 +9,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import chaos_story
 import grpc
+from chaos_cluster import Surroundings
 from chaos_kinds import KINDS, Kind
+from chaos_tier import DIRECTORY, OBJECTS, WRONG
 from chaos_world import Ghost, Shape, World
 from harness import Restored
 from raw_trainer import RawTrainer
-from redis_process import RedisServer
 from waiting import error_of
 
 from holdfast_core.errors import CorruptError, HoldfastError, StaleEpochError, UnknownSessionError
@@ -35,6 +37,9 @@ FENCED_S = 20.0
 """A member that goes on after it was replaced must have heard of it so much later."""
 VIOLATIONS_MAX = 5
 """Then a run ends."""
+
+
+NOTHING = "the beginning"
 
 
 class Violation(AssertionError):
@@ -63,7 +68,7 @@ class Fault:
     protected_s: float | None = None
     """From the fault until a newer step was protected."""
     source: str = ""
-    """Where ranks restored from: `local`, `parity`, or both."""
+    """Where ranks restored from: `local`, `parity`, `storage`, or several; or the beginning."""
     attempts: int = 0
     """Epochs that the recovery took."""
     violation: str = ""
@@ -89,7 +94,7 @@ def draw_round(
     rng = random.Random(f"{seed} {number}")
     draws: list[Draw] = []
     lost: dict[int, int] = {}
-    for index in range(rng.choice((1, 1, 2, 2, 3, 4))):
+    for index in range(rng.choice((1, 1, 2, 3, 4, 5))):
         while_recovering = index > 0 and rng.random() < 0.5
         recovering = while_recovering or any(d.while_recovering for d in draws)
         possible = [
@@ -100,7 +105,7 @@ def draw_round(
         ]
         if not possible:
             continue
-        kind = rng.choice(possible)
+        (kind,) = rng.choices(possible, [kind.weight for kind in possible])
         member = rng.randrange(shape.members) if kind.only is None else kind.only
         group = shape.group_of(member)
         if kind.loses_memory and lost.setdefault(group, member) != member:
@@ -114,9 +119,7 @@ class Chaos:
     """A run. `faults` and `wrong_bytes` are its outcome."""
 
     seed: int
-    present: frozenset[str]
-    """What there is to break besides processes: `mount`, `redis`."""
-    redis: RedisServer | None = None
+    surroundings: Surroundings = field(default_factory=Surroundings)
     kinds: Sequence[Kind] = KINDS
     say: Callable[[str], None] = print
     stories: Path | None = None
@@ -128,6 +131,8 @@ class Chaos:
     """Ranks whose restored bytes were compared."""
     fenced: int = 0
     """Writes of an older epoch that were refused."""
+    sets: int = 0
+    """In storage, whose bytes were compared."""
     rounds: int = 0
     began: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
@@ -142,9 +147,9 @@ class Chaos:
                 if time.monotonic() > until or len(self.violations) >= VIOLATIONS_MAX:
                     break
                 if world is not None and number % ROUNDS_PER_WORLD == 0:
-                    world.close()
+                    self._end(world, number)
                     world = None
-                world = world or World(self._shape(number), "mount" in self.present, self.redis)
+                world = world or self._world(number)
                 if not self._round(world, number):
                     world.close()
                     world = None
@@ -153,8 +158,28 @@ class Chaos:
             if world is not None:
                 world.close()
 
-    def _shape(self, number: int) -> Shape:
-        return random.Random(f"{self.seed} world {number // ROUNDS_PER_WORLD}").choice(SHAPES)
+    def _world(self, number: int) -> World:
+        rng = random.Random(f"{self.seed} world {number // ROUNDS_PER_WORLD}")
+        shape, around = rng.choice(SHAPES), self.surroundings
+        stores = rng.choice((DIRECTORY, DIRECTORY, OBJECTS))
+        kind = stores if around.objects is not None else DIRECTORY
+        return World(
+            shape,
+            around,
+            tier_kind=kind,
+            guarded=rng.random() < 0.5 and around.certificates is not None,
+            operated=rng.random() < 0.5,
+        )
+
+    def _end(self, world: World, number: int) -> None:
+        """Persisting must have come back, whatever happened to storage."""
+        try:
+            world.persist()
+            self._check_storage(world)
+        except (AssertionError, HoldfastError, grpc.RpcError, OSError) as error:
+            self._violated(world, number - 1, [], error)
+        finally:
+            world.close()
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -166,14 +191,16 @@ class Chaos:
         self._flipped = False
         try:
             world.begin()
-            newest, old = world.job.generation, rng.choice(world.job.trainers)
+            world.floor, old = world.job.generation, rng.choice(world.job.trainers)
             world.job.carry(rng.random() < 0.5)
-            for draw in draw_round(self.seed, number, world.shape, self.present, self.kinds):
+            present = self.surroundings.present
+            for draw in draw_round(self.seed, number, world.shape, present, self.kinds):
                 if draw.while_recovering:
                     world.form()
                 self._strike(world, draw, number, rng, mine)
             restored = self._recover(world, mine)
-            self._check(world, restored, newest, mine)
+            self._check(world, restored, world.floor)
+            self._check_storage(world)
             self._check_fenced(world, old)
             world.train()
             now = self._now()
@@ -224,32 +251,43 @@ class Chaos:
                 continue
             break
         now = self._now()
-        sources = "+".join(sorted({source for generation, _, source in restored if generation}))
+        sources = "+".join(sorted({source if found else NOTHING for found, _, source in restored}))
         generation = restored[0][0]
         for fault in mine:
             fault.seconds, fault.attempts, fault.source = now - fault.time_s, attempt, sources
-            if generation is not None:
-                fault.restored_step = generation.step
-                fault.lost_steps = newest - generation.step
+            fault.restored_step = None if generation is None else generation.step
+            fault.lost_steps = newest - (fault.restored_step or 0)
         return restored
 
-    def _check(
-        self, world: World, restored: list[Restored], newest: Generation, mine: list[Fault]
-    ) -> None:
-        """One generation, no older than what was protected, and exactly its bytes."""
+    def _check(self, world: World, restored: list[Restored], floor: Generation | None) -> None:
+        """One generation, no older than what was owed, and exactly its bytes."""
         generations = {generation for generation, _, _ in restored}
         if len(generations) != 1:
             raise Violation(f"torn state: ranks restored {generations}")
         (generation,) = generations
         if generation is None:
-            raise Violation(f"no recovery line after {newest} was protected: {restored[0][2]}")
-        if generation < newest:
-            raise Violation(f"{generation} was restored after {newest} was protected")
+            if floor is not None:
+                raise Violation(f"no recovery line after {floor} was safe: {restored[0][2]}")
+            return
+        if floor is not None and generation < floor:
+            raise Violation(f"{generation} was restored after {floor} was safe")
+        stored = any(source == "storage" for _, _, source in restored)
+        if stored and generation not in world.tier.complete():
+            raise Violation(f"{generation} was restored from storage, and is not complete there")
         for trainer, (_, payload, _) in zip(world.job.trainers, restored, strict=True):
             self.restores += 1
             if payload != trainer.content_at(generation):
                 self.wrong_bytes += 1
                 raise Violation(f"rank {trainer.rank} restored other bytes than {generation} has")
+
+    def _check_storage(self, world: World) -> None:
+        """What is complete in storage has the bytes that were captured."""
+        trainers = world.job.trainers
+        problem = world.tier.wrong(lambda rank, found: trainers[rank].content_at(found))
+        if problem:
+            self.wrong_bytes += problem.startswith(WRONG)
+            raise Violation(problem)
+        self.sets += world.tier.take_count()
 
     def _check_fenced(self, world: World, old: RawTrainer) -> None:
         """A rank of the epoch before cannot write, nor can a member that was replaced."""
@@ -260,8 +298,7 @@ class Chaos:
             self._look_at(world, ghost)
 
     def _look_at(self, world: World, ghost: Ghost) -> None:
-        told = ghost.daemon.job(world.job.name)
-        if told.get("fenced") or told.get("epoch", 0) > ghost.trainer.epoch:
+        if ghost.has_let_go(world.job.name):
             self._must_be_refused(ghost.trainer)
             world.bury(ghost)
         elif time.monotonic() > ghost.since + FENCED_S:
@@ -287,12 +324,17 @@ class Chaos:
         if last is not None:
             last.violation = what
         where = f"round {number}, fault {last.number if last else len(self.faults)}"
+        first = number - number % ROUNDS_PER_WORLD
         again = f'make chaos ARGS="--seed {self.seed} --first {number} --rounds 1"'
-        self.violations.append(f"{where}: {what} (again: {again})")
+        whole = f"--seed {self.seed} --first {first} --rounds {number - first + 1}"
+        self.violations.append(
+            f"{where}: {what} (again: {again}; with all that went before it: {whole})"
+        )
         self.say(f"VIOLATION {self.violations[-1]}")
         if self.stories is not None:
-            path = self.stories / f"violation-{len(self.violations)}.txt"
-            path.write_text(f"{self.violations[-1]}\n{mine}\n{world.cluster.story()}\n")
+            schedule = [asdict(fault) for fault in self.faults if fault.round >= first]
+            directory = self.stories / f"violation-{len(self.violations)}"
+            chaos_story.keep(directory, world, self.violations[-1], schedule)
 
     def _now(self) -> float:
         return time.monotonic() - self.began
@@ -304,9 +346,11 @@ def _line(fault: Fault) -> str:
     if fault.seconds is None:
         came = "NOT RECOVERED"
     else:
+        what = (
+            "began anew" if fault.restored_step is None else f"restored step {fault.restored_step}"
+        )
         came = (
-            f"restored step {fault.restored_step} from {fault.source} after {fault.seconds:.2f} s, "
-            f"{fault.lost_steps} steps lost"
+            f"{what} from {fault.source} after {fault.seconds:.2f} s, {fault.lost_steps} steps lost"
         )
     return (
         f"{fault.time_s:7.1f} s  #{fault.number:<4} {fault.kind:<19} {fault.target} {when} → {came}"

@@ -1,33 +1,44 @@
 """The cluster that `chaos` breaks: nodes on small tmpfs, a job of raw trainers, perhaps a Redis.
 
 It plays the control loop: replaces what is lost, starts what has died, forms the next epoch. What
-breaks it is in `chaos_kinds`; what must hold afterwards is in `chaos_checks`.
+breaks it is in `chaos_kinds`; what must hold afterwards is in `chaos_run`.
 """
 
 from __future__ import annotations
 
+import shutil
 import signal
-import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import grpc
+from chaos_cluster import SmallCluster, Surroundings
+from chaos_tier import DIRECTORY, OBJECTS, ChaosTier
+from control_plane import ControlServer
 from daemons import DaemonProcess
-from harness import RawCluster, RawJob, Restored
+from faulty_daemon import Trap
+from harness import JOB, RawJob, Restored
+from operator_control import OperatorControl
 from raw_trainer import RawTrainer
 from redis_process import RedisServer
 from waiting import wait_for
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.values import Generation
+from holdfast_protos.identity import Role
 
-TMPFS_BYTES = 24 << 20
 BUDGET_BYTES = 16 << 20
 PAYLOAD_BYTES = 120_000
 SAVES_MAX = 20
 """Saves until one is protected again; more are a violation."""
+PERSISTED_S = 60.0
+TRAPPED_SAVES_MAX = 4
+"""A trap that is not met within so many saves is taken away again."""
+DEATH_S = 0.6
+"""After a save: a trap that has not been met by then waits for the next one."""
 PROTECTED_S = 4.0
 """Then the next save is tried: this one may have lost a piece that nobody has any more."""
 
@@ -43,47 +54,6 @@ class Shape:
         return member // self.group_size
 
 
-def may_mount(directory: Path) -> bool:
-    """Whether small tmpfs can be mounted here."""
-    return _mount(directory) and _umount(directory)
-
-
-def _mount(directory: Path) -> bool:
-    directory.mkdir(parents=True, exist_ok=True)
-    mounting = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(directory)]
-    return subprocess.run(mounting, check=False, capture_output=True).returncode == 0
-
-
-def _umount(directory: Path) -> bool:
-    return subprocess.run(["umount", "--lazy", str(directory)], check=False).returncode == 0
-
-
-@dataclass(slots=True)
-class SmallCluster(RawCluster):
-    """Each node's memory is a tmpfs of its own where that can be mounted."""
-
-    mounts: bool = False
-    mounted: list[Path] = field(default_factory=list)
-
-    def make_node(self, *arguments: str, root: Path | None = None) -> DaemonProcess:
-        daemon = RawCluster.make_node(self, *arguments, root=root)
-        if self.mounts and _mount(daemon.root):
-            self.mounted.append(daemon.root)
-        return daemon
-
-    def unmount(self, root: Path) -> None:
-        if root in self.mounted:
-            self.mounted.remove(root)
-            _umount(root)
-
-    def __exit__(self, *exception: object) -> None:
-        for daemon in self.daemons.values():
-            daemon.end()
-        for root in list(self.mounted):
-            self.unmount(root)
-        RawCluster.__exit__(self, *exception)
-
-
 @dataclass(slots=True)
 class Ghost:
     """A member that was frozen and replaced: when it goes on, it must find itself fenced."""
@@ -93,16 +63,33 @@ class Ghost:
     since: float = 0.0
     """When it went on, by the monotonic clock."""
 
+    def has_let_go(self, job: str) -> bool:
+        """Whether its daemon says that it is fenced, or in a later epoch, or that it has nothing of
+        the job any more: one that hears of a membership without it drops all that it held."""
+        try:
+            jobs = self.daemon.status()["jobs"]
+        except grpc.RpcError:  # it may only just have gone on
+            return False
+        return job not in jobs or jobs[job]["fenced"] or jobs[job]["epoch"] > self.trainer.epoch
+
 
 @dataclass(slots=True)
 class World:
     """One cluster and its job, from the first epoch to the last; `close` ends all of it."""
 
     shape: Shape
-    mounts: bool
-    redis: RedisServer | None
+    surroundings: Surroundings
+    tier_kind: str = DIRECTORY
+    guarded: bool = False
+    """Whether daemons and the control loop have certificates."""
+    operated: bool = False
+    """Whether the control server is the operator's own."""
     cluster: SmallCluster = field(init=False)
+    tier: ChaosTier = field(init=False)
     job: RawJob = field(init=False)
+    floor: Generation | None = None
+    """What must be restored at least, after what was broken in this round; None when nothing that
+    memory or storage owed is left."""
     gone: set[int] = field(default_factory=set)
     """Members whose node must be replaced."""
     ended: set[int] = field(default_factory=set)
@@ -115,12 +102,30 @@ class World:
     """Whether the control server listens."""
     redis_hangs: bool = False
     _clocks: list[threading.Timer] = field(default_factory=list)
+    _calming: list[threading.Timer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        redis = ("--redis", self.redis.url) if self.redis else ()
+        around = self.surroundings
+        redis = ("--redis", around.redis.url) if around.redis else ()
         limits = ("--budget", str(BUDGET_BYTES), "--scrub-interval", "0.5")
-        self.cluster = SmallCluster(arguments=(*limits, *redis), mounts=self.mounts)
+        tls = around.certificates if self.guarded else None
+        server = OperatorControl if self.operated else ControlServer
+        self.cluster = SmallCluster(
+            arguments=(*limits, *redis),
+            mounts=around.mounts,
+            tls=tls / Role.DAEMON if tls else None,
+            control=cast("ControlServer", server(tls / Role.OPERATOR if tls else None)),
+        )
         self.cluster.__enter__()
+        if self.tier_kind == OBJECTS and around.objects is not None:
+            name = self.cluster.directory.name
+            self.tier = ChaosTier.objects(JOB, around.objects, around.objects_directory, name)
+        else:
+            root = self.cluster.directory / "tier"
+            root.mkdir()
+            self.cluster.mount(root)
+            self.tier = ChaosTier.directory(JOB, root)
+        self.cluster.access = self.tier.access
 
     def begin(self) -> None:
         """Start the nodes and train, if that has not been done."""
@@ -128,19 +133,29 @@ class World:
             return
         nodes = self.cluster.start_nodes(self.shape.members)
         self.job = RawJob(
-            self.cluster, nodes, nbytes=PAYLOAD_BYTES, group_size=self.shape.group_size
+            self.cluster,
+            nodes,
+            nbytes=PAYLOAD_BYTES,
+            group_size=self.shape.group_size,
+            tier=self.tier.tier,
         )
         self.job.form()
         self.job.start_trainers()
         self.train()
 
     def close(self) -> None:
-        for clock in self._clocks:
+        for clock in (*self._clocks, *self._calming):
             clock.cancel()
             clock.join()
         self.cluster.__exit__()
+        self.tier.close()
+        shutil.rmtree(self.tier.real, ignore_errors=True)
         if self.redis_hangs and self.redis is not None:
             self.redis.resume()
+
+    @property
+    def redis(self) -> RedisServer | None:
+        return self.surroundings.redis
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -165,6 +180,37 @@ class World:
                 continue
             return wanted
         raise HoldfastError(f"nothing was protected in {SAVES_MAX} saves of epoch {self.job.epoch}")
+
+    def persist(self) -> None:
+        """Save until a set of this epoch is complete in storage, as training would.
+
+        Raises:
+            HoldfastError: none was, within `PERSISTED_S`.
+        """
+        until = time.monotonic() + PERSISTED_S
+        wanted = Generation(self.job.epoch, 0)
+        while (self.tier.newest_sound() or wanted) <= wanted:
+            if time.monotonic() > until:
+                raise HoldfastError(f"nothing of epoch {self.job.epoch} was persisted")
+            self.train()
+
+    def calm_later(self, pause_s: float) -> None:
+        """Let storage be well again in a while, whatever goes on then."""
+        clock = threading.Timer(pause_s, self.tier.calm)
+        self._calming = [c for c in self._calming if c.is_alive()]
+        self._calming.append(clock)
+        clock.start()
+
+    def kill_at(self, member: int, trap: Trap) -> bool:
+        """Whether the member's daemon met the trap within some saves, and died."""
+        daemon = self.job.daemon(member)
+        daemon.arm(trap)
+        for _ in range(TRAPPED_SAVES_MAX):
+            self.save()
+            if wait_dead(daemon, DEATH_S):
+                return True
+        daemon.trap.unlink(missing_ok=True)
+        return False
 
     def later(self, pause_s: float, daemon: DaemonProcess) -> None:
         """Let a stopped daemon go on in a while."""

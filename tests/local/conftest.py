@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from combinations import COMBINATIONS, Combination, is_drawn
 from harness import RawCluster
+
+from holdfast_core.job_snapshots import PolicyType
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--every-combination`, each case meets one of them."""
+    if not config.getoption("--every-combination"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_drawn(item)])
+        items[:] = [item for item in items if is_drawn(item)]
 
 
 @pytest.fixture
@@ -15,7 +25,14 @@ def cluster() -> Iterator[RawCluster]:
         print(running.story())
 
 
-@pytest.fixture(params=[False, True], ids=["Full", "PartialExperts"])
-def carries(request: pytest.FixtureRequest) -> bool:
-    """Whether the saves of a job carry pieces over."""
-    return bool(request.param)
+@pytest.fixture(params=COMBINATIONS, ids=lambda combination: combination.name)
+def combination(request: pytest.FixtureRequest) -> Combination:
+    """A policy and a redundancy: all of them, or one for each case; see `combinations`."""
+    assert isinstance(request.param, Combination)
+    return request.param
+
+
+@pytest.fixture(params=PolicyType)
+def policy(request: pytest.FixtureRequest) -> PolicyType:
+    """How the saves of a job are made: all, or Full and one more for each case."""
+    return PolicyType(request.param)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import faulty_daemon
 import grpc
 from bearer import Bearer
+from faulty_storage import Access
 from waiting import WAIT_S, wait_for
 
 from holdfast_protos import trainer_pb2, trainer_pb2_grpc
@@ -28,7 +29,17 @@ from holdfast_protos import trainer_pb2, trainer_pb2_grpc
 BUDGET_BYTES = 256 << 20
 
 _forking = multiprocessing.get_context("forkserver")
-_forking.set_forkserver_preload(["holdfast_daemon.__main__", "faulty_daemon"])
+_PRELOADED = ["holdfast_daemon.__main__", "faulty_daemon"]
+_forking.set_forkserver_preload(_PRELOADED)
+
+
+def warm_up(*modules: str) -> None:
+    """Import the daemon, and `modules` besides, for all that are forked from now on; returns when
+    that is done. `modules` is for the beginning of a process, before the first daemon."""
+    _forking.set_forkserver_preload([*_PRELOADED, *modules])
+    first = _forking.Process(target=int)
+    first.start()
+    first.join()
 
 
 class Running(Protocol):
@@ -45,9 +56,13 @@ class Running(Protocol):
 class ForkedDaemon:
     """A daemon process forked with everything imported."""
 
-    def __init__(self, arguments: list[str], log: Path, trap: Path, uid: int | None) -> None:
+    def __init__(
+        self, arguments: list[str], log: Path, trap: Path, uid: int | None, access: Access | None
+    ) -> None:
         self._process = _forking.Process(
-            target=faulty_daemon.run, args=(arguments, str(log), str(trap), uid), daemon=True
+            target=faulty_daemon.run,
+            args=(arguments, str(log), str(trap), uid, access),
+            daemon=True,
         )
         self._process.start()
         assert self._process.pid is not None
@@ -91,6 +106,8 @@ class DaemonProcess:
     """What calls carry, from now on."""
     uid: int | None = None
     """Run it as this user, without capabilities; `root` and the log must be that user's."""
+    access: Access | None = None
+    """How it reaches the durable tier, where that is not said by the URI alone."""
     trap: Path = field(init=False)
     log: Path = field(init=False)
 
@@ -113,7 +130,7 @@ class DaemonProcess:
         self.process = (
             command(arguments, self.log)
             if self.plain
-            else ForkedDaemon(arguments, self.log, self.trap, self.uid)
+            else ForkedDaemon(arguments, self.log, self.trap, self.uid, self.access)
         )
 
     def arm(self, *traps: faulty_daemon.Trap) -> None:

@@ -7,9 +7,14 @@ file step and each transfer between daemons has one before and one after it, or 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from faulty_daemon import Trap
+
+from holdfast_core.values import Redundancy
+
+REBUILD_READS = {Redundancy.RAIM5: 9, Redundancy.RAIM6: 4, Redundancy.REPLICATION: 1}
+"""Of one snapshot in a group of four; with replicas, of two."""
 
 LEADER, OTHER = 0, 2
 
@@ -25,6 +30,14 @@ class Point:
     traps: tuple[Trap, ...]
     """Met one after another, by one daemon after another."""
     victims: tuple[int, ...] = (LEADER, OTHER)
+
+    def traps_for(self, redundancy: Redundancy) -> tuple[Trap, ...]:
+        """The same point where a rebuild reads less often: the latest that there is."""
+        most = REBUILD_READS[redundancy]
+        return tuple(
+            replace(trap, count=min(trap.count, most)) if trap.at == "Rebuild" else trap
+            for trap in self.traps
+        )
 
 
 _EFFECTS = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fnmatch
+import gc
 import importlib
 import json
 import os
@@ -20,12 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from faulty_storage import Access, FaultyTier
+
 from holdfast_core.values import Generation, Membership
 from holdfast_daemon.__main__ import main
 from holdfast_daemon.bulk import Located, Request
 from holdfast_daemon.bulk_server import BulkServer
 from holdfast_daemon.combining import Stream
-from holdfast_daemon.effects import Completion, Effect, SendDirective, SendReport
+from holdfast_daemon.effects import Background, Completion, Effect, SendDirective, SendReport
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.files import RealFiles
 from holdfast_daemon.group import BulkOpener, EpochScope
@@ -35,7 +38,7 @@ from holdfast_daemon.loader import Loader
 from holdfast_daemon.node import Node
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.stored_sets import TierSets
-from holdfast_daemon.worker import Background, EffectWorker
+from holdfast_daemon.worker import EffectWorker
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,13 +49,14 @@ class Trap:
 
     at: str
     """An effect's name, possibly with a detail (`SendReport:parity`), a file step (`write`,
-    `rename`, `unlink`), or `locate`, `send`."""
+    `rename`, `unlink`), a step of the durable tier's file system (`tier`), or `locate`,
+    `send`."""
     when: str = "before"
     """`before`, `during` (half of the bytes are there) or `after`."""
     count: int = 1
     """At which time that the place is passed."""
     match: str = "*"
-    """Name of the file, for file steps."""
+    """Name of the file, for file steps; of the step, for those of the tier."""
     signal: int = signal.SIGKILL
     """SIGSTOP freezes the daemon there instead."""
 
@@ -78,6 +82,8 @@ class Traps:
 
     def sprung(self, at: str, when: str, name: str = "") -> Trap | None:
         """The trap that lies here, which then no longer does."""
+        if not os.access(self._path, os.F_OK):  # as at nearly all points, of which there are many
+            return None
         with self._lock:
             try:
                 traps = [Trap(**fields) for fields in json.loads(self._path.read_text())]
@@ -220,9 +226,15 @@ class TrappedBulkServer(BulkServer):
 class TrappedNode(Node):
     """The daemon, with a trap wherever it acts."""
 
-    def __init__(self, settings: DaemonSettings, traps: Traps) -> None:
+    def __init__(
+        self, settings: DaemonSettings, traps: Traps, access: Access | None = None
+    ) -> None:
         super().__init__(settings)
         self._traps = traps
+        self._durable.close()
+        self._tier = self._durable = FaultyTier(
+            settings.threads, lambda step: traps.pass_by("tier", "before", step), access
+        )
         self.storage.files = TrappedFiles(traps)
         self._bulk.close()
         self._bulk = TrappedBulkServer(settings.host, settings.bulk_port, self, self._wiring)
@@ -259,7 +271,8 @@ class TrappedNode(Node):
             executor=self._executor,
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
-            loader=Loader(storage, storage.job, TierSets),
+            recomputed=self._traffic.recomputed,
+            loader=Loader(storage, storage.job, self._open_sets),
         )
         worker.traps, worker.opener = self._traps, opener
         host = TrappedHost(
@@ -272,6 +285,9 @@ class TrappedNode(Node):
         )
         host.traps = self._traps
         return host
+
+    def _open_sets(self, uri: str, job: str) -> TierSets:
+        return TierSets(uri, job, place=self._tier.open(uri))
 
 
 _LATE = ("grpc._channel", "encodings.idna")
@@ -287,8 +303,9 @@ def become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def run(arguments: list[str], log: str, trap: str, uid: int | None = None) -> None:
+def run(arguments: list[str], log: str, trap: str, uid: int | None, access: Access | None) -> None:
     """The whole life of a forked daemon; ends with the process that the tests run in."""
+    gc.freeze()  # what was imported before the fork is shared; a collection would copy it
     if uid is not None:
         become(uid)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -296,7 +313,7 @@ def run(arguments: list[str], log: str, trap: str, uid: int | None = None) -> No
     os.dup2(descriptor, 2)
     os.close(descriptor)
     traps = Traps(Path(trap))
-    sys.exit(main(arguments, lambda settings: TrappedNode(settings, traps)))
+    sys.exit(main(arguments, lambda settings: TrappedNode(settings, traps, access)))
 
 
 def read_metric(url: str, sample: str) -> float:

@@ -20,6 +20,7 @@ from daemons import DaemonProcess
 from raw_trainer import RawTrainer, forget
 from waiting import WAIT_S, wait_for
 
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2
 
@@ -134,8 +135,8 @@ class RawJob:
     redundancy: Redundancy = Redundancy.RAIM5
     replicas: int = 1
     tier: Tier | None = None
-    carries: bool = True
-    """Whether saves carry pieces over, where they can: as those of some experts do."""
+    policy: PolicyType = PolicyType.PARTIAL_EXPERTS
+    """Which pieces the saves carry over, where they can."""
     bulk_addresses: dict[str, str] = field(default_factory=dict)
     """Node → address that its peers are told instead of its own."""
     epoch: int = 0
@@ -218,7 +219,7 @@ class RawJob:
         trainer = RawTrainer(
             self.daemon(rank), self.name, rank, self.size, self.rank_bytes(rank), largest
         )
-        trainer.carries = self.carries
+        trainer.policy = self.policy
         return trainer
 
     def rank_bytes(self, rank: int) -> int:
@@ -227,9 +228,13 @@ class RawJob:
 
     def carry(self, carries: bool) -> None:
         """From the next save on, carry pieces over or do not."""
-        self.carries = carries
+        self.capture(PolicyType.PARTIAL_EXPERTS if carries else PolicyType.FULL)
+
+    def capture(self, policy: PolicyType) -> None:
+        """From the next save on, carry over what `policy` does."""
+        self.policy = policy
         for trainer in self.trainers:
-            trainer.carries = carries
+            trainer.policy = policy
 
     def start_trainers(self) -> list[Restored]:
         """New trainers on all members, restored and open; what each restored."""

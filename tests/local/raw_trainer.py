@@ -17,6 +17,7 @@ from waiting import WAIT_S, wait_for
 
 from holdfast_core import layouts
 from holdfast_core.errors import CorruptError, by_code
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.layouts import Layout
 from holdfast_core.places import Lying, bit_map, runs
 from holdfast_core.values import Generation
@@ -43,9 +44,19 @@ def forget(directory: Path) -> None:
         del _captured[key]
 
 
-def unchanged_in(step: int, nbytes: int) -> frozenset[int]:
-    """The pieces that a save of `step` carries over, where it can: every third, in turn."""
-    return frozenset(piece for piece in range(nbytes // PIECE_BYTES) if (piece + step) % 3 == 0)
+def unchanged_in(policy: PolicyType, rank: int, step: int, nbytes: int) -> frozenset[int]:
+    """The pieces that a save of `step` carries over, where it can."""
+    pieces = range(nbytes // PIECE_BYTES)
+    match policy:
+        case PolicyType.FULL:
+            return frozenset()
+        case PolicyType.SELECTIVE:  # some are used often, and some hardly ever
+            rng = random.Random(f"{rank} {step}")
+            return frozenset(p for p in pieces if rng.random() < p % 8 / (p % 8 + 1))
+        case PolicyType.SPARSE:  # all but every fourth, in turn
+            return frozenset(p for p in pieces if (p + step) % 4)
+        case _:  # every third, in turn
+            return frozenset(p for p in pieces if (p + step) % 3 == 0)
 
 
 def raw_layout(rank: int, world_size: int, nbytes: int) -> bytes:
@@ -93,8 +104,8 @@ class RawTrainer:
         """The pieces that the newest save carried over."""
         self._base: Generation | None = None
         """The snapshot that the next one may carry pieces over from."""
-        self.carries = True
-        """Whether it does, where the daemon lets it."""
+        self.policy = PolicyType.PARTIAL_EXPERTS
+        """Which pieces those are, where the daemon lets it."""
 
     # --- joining ----------------------------------------------------------------------------------
 
@@ -209,8 +220,9 @@ class RawTrainer:
         return True
 
     def grant(self, step: int) -> int | None:
-        carries = self.carries and self._base is not None
-        unchanged = unchanged_in(step, self.nbytes) if carries else frozenset()
+        unchanged: frozenset[int] = frozenset()
+        if self._base is not None:
+            unchanged = unchanged_in(self.policy, self.rank, step, self.nbytes)
         reply = self.daemon.stub().Grant(
             trainer_pb2.GrantRequest(
                 session=self.session,

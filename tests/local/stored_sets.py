@@ -8,6 +8,8 @@ from harness import RawJob
 from raw_trainer import EXTRAS_BYTES, PIECE_BYTES, content_of, raw_layout
 
 from holdfast_core.layouts import encode_manifest, layout_id, piece_digests
+from holdfast_core.persisted import file_name
+from holdfast_core.persisted_sets import set_name
 from holdfast_core.values import Generation, Manifest
 from holdfast_storage.sets import SetStore
 
@@ -47,9 +49,7 @@ def store_set(directory: Path, job: RawJob, generation: Generation, world_size: 
 
 def flip(directory: Path, job: RawJob, generation: Generation, rank: int) -> None:
     """Change one bit of a rank's payload."""
-    (path,) = directory.glob(
-        f"{job.name}/{generation.epoch:08d}.{generation.step:012d}/rank-{rank:05d}.safetensors"
-    )
+    path = directory / job.name / set_name(generation) / file_name(rank)
     with path.open("r+b") as file:
         file.seek(-20_000, 2)
         byte = file.read(1)[0]

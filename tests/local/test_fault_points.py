@@ -8,16 +8,17 @@ not older than the newest that was seen to be protected, with exactly its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
+from combinations import Combination
 from daemons import wait_until_dead
 from fault_points import POINTS, Point
 from harness import RawCluster, RawJob
 from waiting import wait_for
 
-from holdfast_core.values import Generation
+from holdfast_core.values import Generation, Redundancy
 
 MEMBERS = 4
 SAVES_MAX = 6
@@ -37,18 +38,18 @@ CASES = [
 
 
 class Running:
-    """The cluster that the cases share; made anew after a case that failed. Between cases the
-    newest step is protected."""
+    """The cluster that the cases of one redundancy share; made anew after a case that failed.
+    Between cases the newest step is protected."""
 
     def __init__(self) -> None:
         self.cluster: RawCluster | None = None
         self.job: RawJob | None = None
 
     @contextmanager
-    def case(self) -> Iterator[tuple[RawCluster, RawJob]]:
+    def case(self, combination: Combination) -> Iterator[tuple[RawCluster, RawJob]]:
         if self.cluster is None or self.job is None:
             self.cluster = RawCluster().__enter__()
-            self.job = RawJob(self.cluster, self.cluster.start_nodes(MEMBERS))
+            self.job = combination.job(self.cluster, self.cluster.start_nodes(MEMBERS))
             self.job.form()
             self.job.start_trainers()
             self.job.train(2)
@@ -66,10 +67,11 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    shared = Running()
+def running() -> Iterator[Mapping[Redundancy, Running]]:
+    shared = {redundancy: Running() for redundancy in Redundancy}
     yield shared
-    shared.close()
+    for one in shared.values():
+        one.close()
 
 
 def _save_until(job: RawJob, newest: Generation, dead: Callable[[], bool]) -> Generation:
@@ -91,29 +93,30 @@ def _save_until(job: RawJob, newest: Generation, dead: Callable[[], bool]) -> Ge
 def _strike(cluster: RawCluster, job: RawJob, point: Point, victim: int) -> Generation:
     """Let the victim die at the point; the newest generation that was seen to be protected."""
     newest, daemon = job.generation, job.daemon(victim)
+    traps = point.traps_for(job.redundancy)
     match point.during:
         case "saves":
-            daemon.arm(*point.traps)
+            daemon.arm(*traps)
             newest = _save_until(job, newest, lambda: not daemon.alive)
         case "epoch":
-            daemon.arm(*point.traps)
+            daemon.arm(*traps)
             job.form()
         case "rebuild":
             daemon.lose()
             job.nodes[victim] = cluster.start_nodes(1)[0]
             daemon = job.daemon(victim)
-            daemon.arm(*point.traps)
+            daemon.arm(*traps)
             job.form()
         case "rebuild-source":
             other = (victim + 1) % job.size
             job.daemon(other).lose()
             job.nodes[other] = cluster.start_nodes(1)[0]
-            daemon.arm(*point.traps)
+            daemon.arm(*traps)
             job.form()
         case "adoption":
             daemon.kill()
-            daemon.arm(*point.traps)
-            for _ in point.traps[1:]:
+            daemon.arm(*traps)
+            for _ in traps[1:]:
                 daemon.start()
                 wait_until_dead(daemon)
             daemon.start()
@@ -149,11 +152,14 @@ def _train_on(job: RawJob, victim: int, newest: Generation) -> Generation:
 
 @pytest.mark.parametrize(("point", "victim", "loss"), CASES)
 def test_a_protected_generation_survives(
-    running: Running, point: Point, victim: int, loss: str
+    running: Mapping[Redundancy, Running],
+    point: Point,
+    victim: int,
+    loss: str,
+    combination: Combination,
 ) -> None:
-    with running.case() as (cluster, job):
-        # Each point is met by saves that carry pieces over, and by saves that do not.
-        job.carry((victim == 0) != (loss == "daemon"))
+    with running[combination.redundancy].case(combination) as (cluster, job):
+        job.capture(combination.policy)
         newest = _strike(cluster, job, point, victim)
         _recover(cluster, job, victim, loss)
         if loss == "addresses":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from combinations import Combination
 from daemons import DaemonProcess
 from harness import RawCluster, RawJob
+from raw_trainer import PIECE_BYTES
 from waiting import wait_for
 
 MEMBERS = 4
@@ -18,8 +21,8 @@ VICTIM = 2
 
 
 @pytest.fixture
-def job(cluster: RawCluster) -> RawJob:
-    job = RawJob(cluster, cluster.start_nodes(MEMBERS))
+def job(cluster: RawCluster, combination: Combination) -> RawJob:
+    job = combination.job(cluster, cluster.start_nodes(MEMBERS))
     job.form()
     job.start_trainers()
     job.train(2)
@@ -47,12 +50,15 @@ def _sealed_slot(job: RawJob, member: int) -> int:
 def _flip_snapshot(job: RawJob, member: int) -> None:
     (arena,) = _files(job, member).glob("arenas/*/arena")
     slot_bytes = arena.stat().st_size // 3
-    _flip(arena, _sealed_slot(job, member) * slot_bytes + 123_456)
+    # What is carried over may lie in another slot.
+    piece = next(p for p in itertools.count(30) if p not in job.trainers[member].carried)
+    _flip(arena, _sealed_slot(job, member) * slot_bytes + piece * PIECE_BYTES + 576)
 
 
 def _flip_parity(job: RawJob, member: int) -> None:
     blocks = job.daemon(member).job(job.name)["parity"]
-    (slot,) = (b["slot"] for b in blocks if b["generation"] == str(job.generation))
+    newest = str(job.generation)
+    (slot,) = (b["slot"] for b in blocks if (b["lane"], b["generation"]) == (0, newest))
     _flip(_files(job, member) / "parity" / f"0-{slot}.block", 54_321)
 
 
@@ -77,9 +83,9 @@ def test_a_byte_flipped_in_a_sealed_slot_is_repaired_from_parity(job: RawJob) ->
 
 
 def test_the_scrub_finds_and_repairs_a_flipped_byte_while_training_goes_on(
-    cluster: RawCluster,
+    cluster: RawCluster, combination: Combination
 ) -> None:
-    job = RawJob(cluster, cluster.start_nodes(MEMBERS, "--scrub-interval", "0.1"))
+    job = combination.job(cluster, cluster.start_nodes(MEMBERS, "--scrub-interval", "0.1"))
     job.form()
     job.start_trainers()
     job.train(2)

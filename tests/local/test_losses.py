@@ -6,17 +6,21 @@ import signal
 
 import grpc
 import pytest
+from combinations import Combination
 from faulty_daemon import Trap
 from harness import RawCluster, RawJob
 from waiting import error_of, wait_for
 
 from holdfast_core.errors import StaleEpochError
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.values import Generation, Redundancy
 
+RAIM5 = Combination(PolicyType.PARTIAL_EXPERTS, Redundancy.RAIM5)
 
-def _job(cluster: RawCluster, members: int, group_size: int, carries: bool = True) -> RawJob:
+
+def _job(cluster: RawCluster, combination: Combination, members: int, group_size: int) -> RawJob:
     nodes = cluster.start_nodes(members)
-    job = RawJob(cluster, nodes, group_size=group_size, carries=carries)
+    job = combination.job(cluster, nodes, group_size=group_size)
     job.form()
     job.start_trainers()
     return job
@@ -35,10 +39,11 @@ def _lose(job: RawJob, *members: int) -> None:
 
 @pytest.mark.parametrize("lost", [(0, 3), (1, 2), (0, 2, 4, 6), (1, 3, 5, 7)])
 def test_one_node_of_each_parity_group_may_be_lost_at_once(
-    cluster: RawCluster, lost: tuple[int, ...], carries: bool
+    cluster: RawCluster, lost: tuple[int, ...], combination: Combination
 ) -> None:
-    job = _job(cluster, members=4 if max(lost) < 4 else 8, group_size=2, carries=carries)
+    job = _job(cluster, combination, members=4 if max(lost) < 4 else 8, group_size=2)
     newest = job.train(2)
+    carries = combination.policy is not PolicyType.FULL
     assert all(bool(trainer.carried) == carries for trainer in job.trainers)
     _lose(job, *lost)
     _replace(cluster, job, *lost)
@@ -50,9 +55,9 @@ def test_one_node_of_each_parity_group_may_be_lost_at_once(
 
 
 def test_a_node_may_be_lost_while_another_of_another_group_is_rebuilt(
-    cluster: RawCluster, carries: bool
+    cluster: RawCluster, combination: Combination
 ) -> None:
-    job = _job(cluster, members=4, group_size=2, carries=carries)
+    job = _job(cluster, combination, members=4, group_size=2)
     newest = job.train(2)
     _lose(job, 0)
     _replace(cluster, job, 0)
@@ -72,7 +77,7 @@ def test_two_losses_in_one_group_are_told_with_the_ranks_that_nobody_can_restore
     cluster: RawCluster, lost: tuple[int, int]
 ) -> None:
     size = 2 if lost != (1, 3) else 4
-    job = _job(cluster, members=4, group_size=size)
+    job = _job(cluster, RAIM5, members=4, group_size=size)
     newest = job.train()
     _lose(job, *lost)
     _replace(cluster, job, *lost)
@@ -97,9 +102,9 @@ def test_a_single_member_without_redundancy_restores_what_it_holds(cluster: RawC
 
 @pytest.mark.parametrize("member", [0, 2])
 def test_a_daemon_that_was_frozen_until_it_was_replaced_is_fenced(
-    cluster: RawCluster, member: int
+    cluster: RawCluster, member: int, combination: Combination
 ) -> None:
-    job = _job(cluster, members=4, group_size=4)
+    job = _job(cluster, combination, members=4, group_size=4)
     newest = job.train(2)
     frozen, old_epoch = job.daemon(member), job.epoch
     ghost = job.trainers.pop(member)
@@ -130,10 +135,10 @@ def test_a_daemon_that_was_frozen_until_it_was_replaced_is_fenced(
 
 
 def test_what_a_frozen_daemon_seals_after_it_was_replaced_is_never_restored(
-    cluster: RawCluster,
+    cluster: RawCluster, combination: Combination
 ) -> None:
     member = 1
-    job = _job(cluster, members=3, group_size=3)
+    job = _job(cluster, combination, members=3, group_size=3)
     newest = job.train(2)
     ghost, frozen = job.trainers.pop(member), job.daemon(member)
     slot = ghost.grant(job.step + 1)

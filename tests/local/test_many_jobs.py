@@ -8,6 +8,7 @@ import threading
 import time
 
 import psutil
+from combinations import Combination
 from harness import RawCluster, RawJob
 from waiting import wait_for
 
@@ -16,9 +17,14 @@ QUIET_S = 3.0
 """Over which the processor time of an idle daemon is measured."""
 
 
-def test_jobs_share_daemons_and_one_that_ends_leaves_nothing(cluster: RawCluster) -> None:
+def test_jobs_share_daemons_and_one_that_ends_leaves_nothing(
+    cluster: RawCluster, combination: Combination
+) -> None:
     nodes = cluster.start_nodes(MEMBERS)
-    jobs = [RawJob(cluster, list(nodes), name=f"team/job-{i}", nbytes=100_000) for i in range(3)]
+    jobs = [
+        combination.job(cluster, list(nodes), name=f"team/job-{i}", nbytes=100_000)
+        for i in range(3)
+    ]
     for job in jobs:
         job.form()
     for job in jobs:
@@ -47,9 +53,11 @@ def test_jobs_share_daemons_and_one_that_ends_leaves_nothing(cluster: RawCluster
         job.train(2)
 
 
-def test_sigterm_ends_a_daemon_at_once_and_the_next_one_takes_everything_over() -> None:
+def test_sigterm_ends_a_daemon_at_once_and_the_next_one_takes_everything_over(
+    combination: Combination,
+) -> None:
     with RawCluster(plain=True) as cluster:
-        job = RawJob(cluster, cluster.start_nodes(3))
+        job = combination.job(cluster, cluster.start_nodes(3))
         job.form()
         job.start_trainers()
         newest = job.train(2)

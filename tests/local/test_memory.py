@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from combinations import Combination
 from daemons import DaemonProcess
 from harness import RawCluster, RawJob
 from waiting import error_of, wait_for
@@ -67,12 +68,12 @@ def test_a_budget_beyond_the_tmpfs_is_refused_at_the_start_with_both_numbers(
 
 
 def test_a_tmpfs_that_fills_up_costs_snapshots_and_not_training(
-    cluster: RawCluster, tmpfs: Path
+    cluster: RawCluster, tmpfs: Path, combination: Combination
 ) -> None:
     full = cluster.make_node("--budget", str(8 << 20), root=tmpfs / "node")
     full.start()
     cluster.wait_beat(full.node)
-    job = RawJob(cluster, [*cluster.start_nodes(2), full.node])
+    job = combination.job(cluster, [*cluster.start_nodes(2), full.node])
     job.form()
     job.start_trainers()
     newest = job.train(2)

@@ -10,6 +10,7 @@ import pytest
 from harness import JOB, RawCluster, RawJob
 from waiting import wait_for
 
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.values import Generation, Redundancy, Tier
 from holdfast_protos import control_pb2, trainer_pb2
 from holdfast_storage.sets import SetStore
@@ -19,9 +20,9 @@ LARGE = 12 << 20
 
 
 def _job(
-    cluster: RawCluster, tier: Tier, *, nbytes: int = 300_000, carries: bool = False
+    cluster: RawCluster, tier: Tier, *, nbytes: int = 300_000, policy: PolicyType = PolicyType.FULL
 ) -> RawJob:
-    job = RawJob(cluster, cluster.start_nodes(3), nbytes=nbytes, tier=tier, carries=carries)
+    job = RawJob(cluster, cluster.start_nodes(3), nbytes=nbytes, tier=tier, policy=policy)
     job.form()
     job.start_trainers()
     return job
@@ -81,10 +82,10 @@ def test_a_daemon_killed_while_it_writes_leaves_no_wrong_set_and_the_next_is_com
 
 
 def test_sets_follow_training_and_old_ones_go(
-    cluster: RawCluster, tmp_path: Path, carries: bool
+    cluster: RawCluster, tmp_path: Path, policy: PolicyType
 ) -> None:
     tier = Tier(uri=tmp_path.as_uri(), every_steps=2, keep=2, keep_every=4)
-    job = _job(cluster, tier, carries=carries)
+    job = _job(cluster, tier, policy=policy)
     for _ in range(5):
         newest = job.train(2)
         _wait_announced(job, newest)
@@ -124,6 +125,23 @@ def test_what_is_protected_is_persisted_on_request(
         message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=JOB))
         cluster.control.send(job.nodes[2], message)
     assert _wait_set(job, tier, Generation(0, 0)) == newest
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["nobody moves", "a spare takes over"])
+def test_a_request_that_follows_a_new_epoch_copies_what_was_protected_before(
+    cluster: RawCluster, tmp_path: Path, moves: bool
+) -> None:
+    """As when a node is about to be taken away: a spare takes over, and all ranks begin again."""
+    tier = Tier(uri=tmp_path.as_uri(), every_s=3600.0)
+    job = _job(cluster, tier)
+    protected = job.train(2)
+    if moves:
+        job.nodes[1] = cluster.start_nodes(1)[0]
+    job.form()
+    for daemon in cluster.daemons:
+        message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=JOB))
+        cluster.control.send(daemon, message)
+    assert _wait_set(job, tier, Generation(0, 0)) == protected
 
 
 def test_a_daemon_that_is_told_to_end_has_it_persisted_first(

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from combinations import Combination
 from daemons import DaemonProcess
 from faulty_daemon import become
 from harness import RawCluster, RawJob
@@ -20,13 +21,15 @@ DAEMON_UID, TRAINER_UID = 65532, 1000
 _forking = multiprocessing.get_context("forkserver")
 
 
-def test_trainers_find_sockets_that_lie_beside_the_memory(cluster: RawCluster) -> None:
+def test_trainers_find_sockets_that_lie_beside_the_memory(
+    cluster: RawCluster, combination: Combination
+) -> None:
     daemon = cluster.make_node()
     daemon.socket_dir = cluster.directory / "sockets"
     daemon.start()
     assert cluster.wait_beat("n0").trainer_socket == str(daemon.socket_dir / "daemon.sock")
     cluster.start_nodes(1)
-    job = RawJob(cluster, ["n0", "n1"])
+    job = combination.job(cluster, ["n0", "n1"])
     job.form()
     job.start_trainers()
     assert job.trainers[0].arena_socket == str(daemon.socket_dir / "arena.sock")
@@ -61,10 +64,10 @@ def test_two_daemons_share_neither_memory_nor_sockets(cluster: RawCluster) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_daemon_that_comes_back_at_another_address_loses_nothing(
-    cluster: RawCluster, number: int
+    cluster: RawCluster, number: int, combination: Combination
 ) -> None:
     """A rollout of the DaemonSet: the new pod has another IP, and the memory of the old one."""
-    job = RawJob(cluster, cluster.start_nodes(3))
+    job = combination.job(cluster, cluster.start_nodes(3))
     job.form()
     job.start_trainers()
     newest = job.train(2)

@@ -58,6 +58,8 @@ def test_a_flipped_bit_on_one_rank_sends_all_ranks_to_the_older_set(
 def test_more_losses_than_parity_covers_end_in_storage_and_not_at_the_beginning(
     job: RawJob,
 ) -> None:
+    assert job.tier is not None
+    job.tier = Tier(uri=job.tier.uri, every_s=3600.0)  # no copy of what is lost
     job.form()
     job.start_trainers()
     job.step = NEW.step
@@ -74,6 +76,25 @@ def test_a_chosen_set_is_restored_although_a_newer_one_is_there(job: RawJob) -> 
     job.tier = Tier(uri=job.tier.uri, restore_from=str(OLD))
     job.form()
     assert job.check_restored(job.start_trainers(), OLD) == OLD
+
+
+def test_a_mount_point_without_its_file_system_is_waited_for_until_it_is_mounted(
+    job: RawJob, tmp_path: Path
+) -> None:
+    assert job.tier is not None
+    held = tmp_path.parent / "not-mounted"
+    (tmp_path / job.name).rename(held)
+    job.tier = Tier(uri=job.tier.uri, persisted=str(NEW))
+    job.form()
+    with futures.ThreadPoolExecutor(1) as pool:
+        restored = pool.submit(job.start_trainers)
+        wait_for(
+            "the daemon to say that it waits",
+            lambda: "it is not mounted" in job.daemon(0).job(job.name).get("problem", ""),
+        )
+        assert not restored.done()
+        held.rename(tmp_path / job.name)
+        assert job.check_restored(restored.result(), NEW) == NEW
 
 
 def test_storage_out_of_reach_is_waited_for_and_said(job: RawJob, tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ from trainer_child import TrainerProcess
 from waiting import error_of, wait_for
 
 from holdfast_core.errors import RankInUseError, UnknownSessionError
+from holdfast_core.job_snapshots import PolicyType
 
 MEMBERS = 3
 RANK = 1
 
 
 @pytest.fixture
-def job(cluster: RawCluster, carries: bool) -> RawJob:
-    job = RawJob(cluster, cluster.start_nodes(MEMBERS), carries=carries)
+def job(cluster: RawCluster, policy: PolicyType) -> RawJob:
+    job = RawJob(cluster, cluster.start_nodes(MEMBERS), policy=policy)
     job.form()
     job.start_trainers()
     return job

@@ -9,19 +9,20 @@ from faulty_daemon import Trap
 from harness import RawCluster, RawJob
 from waiting import wait_for
 
+from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.values import Redundancy
 
 TWO_LOSSES = [(Redundancy.RAIM6, 1), (Redundancy.REPLICATION, 2)]
 
 
-def _job(cluster: RawCluster, redundancy: Redundancy, replicas: int, carries: bool) -> RawJob:
+def _job(cluster: RawCluster, redundancy: Redundancy, replicas: int, policy: PolicyType) -> RawJob:
     job = RawJob(
         cluster,
         cluster.start_nodes(5),
         redundancy=redundancy,
         replicas=replicas,
         group_size=5,
-        carries=carries,
+        policy=policy,
     )
     job.form()
     job.start_trainers()
@@ -42,9 +43,9 @@ def test_two_nodes_of_one_group_may_be_lost_at_once(
     redundancy: Redundancy,
     replicas: int,
     lost: tuple[int, int],
-    carries: bool,
+    policy: PolicyType,
 ) -> None:
-    job = _job(cluster, redundancy, replicas, carries)
+    job = _job(cluster, redundancy, replicas, policy)
     newest = job.train(2)
     _lose(cluster, job, *lost)
     job.form()
@@ -58,7 +59,7 @@ def test_two_nodes_of_one_group_may_be_lost_at_once(
 def test_a_node_may_be_lost_while_another_of_its_group_is_rebuilt(
     cluster: RawCluster, redundancy: Redundancy, replicas: int
 ) -> None:
-    job = _job(cluster, redundancy, replicas, True)
+    job = _job(cluster, redundancy, replicas, PolicyType.PARTIAL_EXPERTS)
     newest = job.train(2)
     _lose(cluster, job, 0)
     job.daemon(0).arm(Trap(at="Rebuild", signal=signal.SIGSTOP))
@@ -72,7 +73,7 @@ def test_a_node_may_be_lost_while_another_of_its_group_is_rebuilt(
 
 
 def test_a_third_loss_is_told_with_the_ranks_that_nobody_can_restore(cluster: RawCluster) -> None:
-    job = _job(cluster, Redundancy.RAIM6, 1, False)
+    job = _job(cluster, Redundancy.RAIM6, 1, PolicyType.FULL)
     newest = job.train()
     _lose(cluster, job, 0, 2, 3)
     job.form()

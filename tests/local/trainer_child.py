@@ -15,6 +15,7 @@ from raw_trainer import RawTrainer
 from waiting import WAIT_S, error_of
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.job_snapshots import PolicyType
 
 _PR_SET_PDEATHSIG = 1
 _forking = multiprocessing.get_context("forkserver")
@@ -67,7 +68,7 @@ def _serve(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     daemon = DaemonProcess(node="", control_port=0, root=Path(root), host="")
     trainer = RawTrainer(daemon, *rank)
-    trainer.carries = False  # nobody would know here what it captured
+    trainer.policy = PolicyType.FULL  # nobody would know here what it captured
     trainer.join(epoch)
     while True:
         step, *arguments = connection.recv()

@@ -13,7 +13,8 @@ from holdfast_core.errors import HoldfastError
 from holdfast_protos import codec
 
 WAIT_S = 10.0
-POLL_S = 0.005
+POLL_S = 0.02
+"""Each look asks a daemon for all it knows: oftener would be work for all of them."""
 
 Value = TypeVar("Value")
 

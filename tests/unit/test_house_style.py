@@ -164,3 +164,17 @@ def test_nothing_is_left_for_later() -> None:
         if word in line
     ]
     _none(found, "finish it, or file an issue")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_json_is_decoded_by_decoders_made_at_import(path: Path) -> None:
+    """`decode(data, type=T)` looks at T when it is first called; in two threads, that crashes."""
+    late = [
+        node.lineno
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).startswith("msgspec.")
+        and ast.unparse(node.func).endswith(".decode")
+        and any(keyword.arg == "type" for keyword in node.keywords)
+    ]
+    assert not late, f"make a Decoder at the module's top, lines {late}"

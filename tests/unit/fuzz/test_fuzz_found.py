@@ -35,6 +35,10 @@ _FOUND = {
         "trainer-request",
         b"\x05" + trainer_pb2.ProgressReport(session="s", failure="x" * 2**21).SerializeToString(),
     ),
+    "long epoch in a manifest": (
+        "kept-manifest",
+        seeds.manifests()[0].replace(b'"epoch":', b'"epoch":' + b"9" * 300),
+    ),
     "path in a manifest": (
         "kept-manifest",
         seeds.manifests()[0].replace(seeds.MANIFEST.layout_id.encode(), b"../../../x"),

@@ -1,0 +1,46 @@
+"""What is kept of a violation: enough to see what happened without doing it again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chaos_world import World
+
+LOG_BYTES_MAX = 8 << 20
+"""Of one daemon; the newest are kept."""
+
+
+def clear(reports: Path) -> None:
+    """Forget what earlier runs kept below `reports`."""
+    for path in reports.glob("violation-*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, Any]]) -> None:
+    """Into `directory`: `story.txt` (what did not hold, how to repeat it, what daemons held),
+    `schedule.json` (all faults of this world), the logs of its daemons, and a list of what lay in
+    storage."""
+    directory.mkdir(parents=True)
+    shape = world.shape
+    about = (
+        f"{shape.members} members in groups of {shape.group_size}, tier in {world.tier.kind}, "
+        f"{'with' if world.guarded else 'without'} certificates, "
+        f"control server: {'the operator' if world.operated else 'that of the tests'}"
+    )
+    (directory / "story.txt").write_text(f"{what}\n\n{about}\n\n{world.cluster.story()}\n")
+    (directory / "schedule.json").write_text(json.dumps(schedule, indent=1) + "\n")
+    for daemon in world.cluster.daemons.values():
+        if daemon.log.exists():
+            with daemon.log.open("rb") as log:
+                log.seek(max(0, daemon.log.stat().st_size - LOG_BYTES_MAX))
+                (directory / daemon.log.name).write_bytes(log.read())
+    held = sorted(path for path in world.tier.real.rglob("*") if path.is_file())
+    lines = (f"{path.stat().st_size:>10} {path.relative_to(world.tier.real)}" for path in held)
+    (directory / "storage.txt").write_text("\n".join(lines) + "\n")

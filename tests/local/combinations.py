@@ -1,0 +1,68 @@
+"""Every policy with every redundancy: what the fault tests run for.
+
+A test that asks for the fixture `combination` is collected with each of them. `make test-faults`
+runs all; `make test` runs one for each case, drawn from the case's own name, so that all of them
+are met and each case meets the same one in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from zlib import crc32
+
+import pytest
+from harness import RawCluster, RawJob
+
+from holdfast_core.job_snapshots import PolicyType
+from holdfast_core.values import Redundancy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """How the snapshots of a job are made, and how they are protected."""
+
+    policy: PolicyType
+    redundancy: Redundancy
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}-{self.redundancy}"
+
+    def job(self, cluster: RawCluster, nodes: list[str], **more: Any) -> RawJob:
+        """A job of this kind; with replicas, two of them."""
+        return RawJob(
+            cluster, nodes, policy=self.policy, redundancy=self.redundancy, replicas=2, **more
+        )
+
+
+COMBINATIONS = tuple(
+    Combination(policy, redundancy)
+    for policy in PolicyType
+    for redundancy in Redundancy
+    if redundancy is not Redundancy.NONE
+)
+CARRYING = tuple(policy for policy in PolicyType if policy is not PolicyType.FULL)
+"""Those whose saves carry pieces over."""
+
+
+def is_drawn(item: pytest.Item) -> bool:
+    """Whether `make test` runs this case: once for each of what else it is parametrized with."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and _is_many(item) else {}
+    combination, policy = params.get("combination"), params.get("policy")
+    if isinstance(combination, Combination):
+        return combination == _drawn(item.nodeid.replace(combination.name, ""), COMBINATIONS)
+    if isinstance(policy, PolicyType) and policy is not PolicyType.FULL:
+        return policy == _drawn(item.nodeid.replace(policy, ""), CARRYING)
+    return True
+
+
+def _is_many(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec")
+
+
+def _drawn(case: str, among: Sequence[T]) -> T:
+    return among[crc32(case.encode()) % len(among)]

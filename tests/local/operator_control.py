@@ -1,0 +1,101 @@
+"""The operator's control server in a thread, behind what `ControlServer` of these tests offers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from waiting import wait_for
+
+from holdfast_core.errors import UnreachableError
+from holdfast_operator.control_server import ControlServer
+from holdfast_operator.views import JobView, NodeView
+from holdfast_protos import codec, control_pb2
+from holdfast_protos.identity import Identity
+
+HEARTBEAT_S = 0.2
+STOPPED_WITHIN_S = 10.0
+
+
+class OperatorControl(Mapping[str, NodeView]):
+    """Serves from construction; `stop` and `start` play an operator that goes and comes back.
+
+    Nobody decides: a test says what is published. The server finds out by itself whom that
+    concerns, and tells whoever is behind. As a mapping: the nodes whose daemons are on the line; a
+    view says where they are, as a heartbeat does.
+    """
+
+    def __init__(self, tls: Path | None = None) -> None:
+        """`tls`: directory of its certificate; plain without one."""
+        self._identity = None if tls is None else Identity(tls)
+        self._forgotten: dict[str, int] = {}
+        """Node → incarnation of the daemon that is not taken for the one that comes."""
+        self.port = 0
+        self.start()
+
+    @property
+    def beats(self) -> Mapping[str, NodeView]:
+        return self
+
+    def start(self) -> None:
+        """Listen, on the port of before if there was one; nothing is remembered."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        # A stopped server's port is free only once its listener is gone.
+        wait_for("the control port", self._bound)
+
+    def stop(self) -> None:
+        self._do(self._server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def send(self, node: str, message: control_pb2.ControlMessage) -> None:
+        """Publish a membership; `node` is told of it if it is concerned."""
+        self._do(self._publish(message))
+
+    def forget(self, node: str) -> None:
+        """Do not take the daemon that was there for the one that comes."""
+        if (view := self._server.nodes().get(node)) is not None:
+            self._forgotten[node] = view.incarnation
+
+    def state(self, node: str, job: str) -> JobView | None:
+        """What the node's newest heartbeat says of the job."""
+        view = self._server.view(node, job)
+        return None if view is None else view.job
+
+    def __getitem__(self, node: str) -> NodeView:
+        view = self._server.nodes()[node]
+        if not view.connected or view.incarnation == self._forgotten.get(node):
+            raise KeyError(node)
+        return view
+
+    def __iter__(self) -> Iterator[str]:
+        return (node for node in list(self._server.nodes()) if node in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _bound(self) -> bool:
+        self._server = ControlServer(
+            heartbeat_s=HEARTBEAT_S,
+            clock=time.monotonic,
+            on_evidence=lambda jobs: None,
+            identity=self._identity,
+        )
+        try:
+            self.port = self._do(self._server.start("127.0.0.1", self.port))
+        except UnreachableError:
+            return False
+        return True
+
+    async def _publish(self, message: control_pb2.ControlMessage) -> None:
+        self._server.publish(codec.membership_from_proto(message.membership))
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(STOPPED_WITHIN_S)
