@@ -198,8 +198,6 @@ class GrpcClient:
             options=channels.channel_options(reconnect_ms_max=_RECONNECT_MS_MAX),
         )
         self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
-        # Connecting takes longer than a call, so it begins before the first one.
-        self._channel.subscribe(_ignore, try_to_connect=True)
 
     def hello(self) -> Hello:
         request = trainer_pb2.HelloRequest(
@@ -358,10 +356,6 @@ class GrpcClient:
         if code in _UNREACHABLE:
             return UnreachableError(f"the daemon at {self._socket} does not answer: {name}")
         return ProtocolError(f"the daemon at {self._socket} failed a call: {name}: {details}")
-
-
-def _ignore(_: grpc.ChannelConnectivity) -> None:
-    """Calls find out themselves how the connection is."""
 
 
 _UNREACHABLE = frozenset(
