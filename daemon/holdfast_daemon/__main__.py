@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -127,6 +128,12 @@ def _open_more_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _tell_where_it_is() -> None:
+    """On standard error: each thread's stack, on SIGUSR1 and at a crash of the interpreter."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+
+
 def main(
     arguments: list[str] | None = None, make_node: Callable[[DaemonSettings], Node] = Node
 ) -> int:
@@ -136,6 +143,7 @@ def main(
         return mounting.main(arguments[1:])
     options = _parser().parse_args(arguments)
     configure(options.log_level, options.log_file, format=options.log_format)
+    _tell_where_it_is()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     _open_more_files()
     # What the daemon keeps is for nobody else: other users get descriptors, never paths.

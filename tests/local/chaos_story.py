@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 from chaos_world import World
+from daemons import DaemonProcess
+from waiting import wait_for
 
 LOG_BYTES_MAX = 8 << 20
 """Of one daemon; the newest are kept."""
+STACKS_S = 2.0
+"""A daemon that has not written its stacks by then is left as it is."""
 
 
 def clear(reports: Path) -> None:
@@ -25,8 +32,8 @@ def clear(reports: Path) -> None:
 
 def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, Any]]) -> None:
     """Into `directory`: `story.txt` (what did not hold, how to repeat it, what daemons held),
-    `schedule.json` (all faults of this world), the logs of its daemons, and a list of what lay in
-    storage."""
+    `schedule.json` (all faults of this world), of each daemon its log, which ends with what its
+    threads did, and its status, and a list of what lay in storage."""
     directory.mkdir(parents=True)
     shape = world.shape
     about = (
@@ -37,6 +44,8 @@ def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, 
     (directory / "story.txt").write_text(f"{what}\n\n{about}\n\n{world.cluster.story()}\n")
     (directory / "schedule.json").write_text(json.dumps(schedule, indent=1) + "\n")
     for daemon in world.cluster.daemons.values():
+        if daemon.alive:
+            _ask(daemon, directory / f"{daemon.node}.json")
         if daemon.log.exists():
             with daemon.log.open("rb") as log:
                 log.seek(max(0, daemon.log.stat().st_size - LOG_BYTES_MAX))
@@ -44,3 +53,15 @@ def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, 
     held = sorted(path for path in world.tier.real.rglob("*") if path.is_file())
     lines = (f"{path.stat().st_size:>10} {path.relative_to(world.tier.real)}" for path in held)
     (directory / "storage.txt").write_text("\n".join(lines) + "\n")
+
+
+def _ask(daemon: DaemonProcess, path: Path) -> None:
+    """Its status, there, and its stacks, in its log, as far as it still answers."""
+    try:
+        path.write_text(json.dumps(daemon.status(), indent=1) + "\n")
+    except grpc.RpcError as error:
+        path.write_text(f"{error}\n")
+    daemon.send_signal(signal.SIGCONT)
+    daemon.send_signal(signal.SIGUSR1)
+    with suppress(AssertionError):
+        wait_for("stacks", lambda: "Current thread" in daemon.log.read_text(), STACKS_S)

@@ -74,6 +74,18 @@ def test_sigterm_ends_a_daemon_at_once_and_the_next_one_takes_everything_over(
         job.train(2)
 
 
+def test_sigusr1_says_what_each_thread_does_and_disturbs_nothing(cluster: RawCluster) -> None:
+    job = RawJob(cluster, cluster.start_nodes(2))
+    job.form()
+    job.start_trainers()
+    daemon = job.daemon(0)
+    daemon.send_signal(signal.SIGUSR1)
+    wait_for("the stacks", lambda: "Current thread" in daemon.log.read_text())
+    assert "holdfast_daemon/__main__.py" in daemon.log.read_text()
+    assert daemon.logged("daemon_started")
+    job.train(2)
+
+
 def test_an_idle_daemon_costs_almost_nothing() -> None:
     with RawCluster(plain=True) as cluster:
         job = RawJob(cluster, cluster.start_nodes(2))
