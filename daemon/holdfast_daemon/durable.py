@@ -10,7 +10,7 @@ from holdfast_daemon.engine import persist_leader
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.persister import Allowance, Persister, Store
-from holdfast_storage.marking import MarkedStore
+from holdfast_storage.sets import SetStore
 
 
 class DurableTier:
@@ -58,4 +58,4 @@ def open_store(uri: str, job: str) -> Store:
     Raises:
         HoldfastError: `uri` is not of a storage that can be reached from here.
     """
-    return MarkedStore(uri, job)
+    return SetStore(uri, job)

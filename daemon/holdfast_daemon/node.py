@@ -32,7 +32,6 @@ from holdfast_daemon.http import HttpServer
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.loader import Loader
 from holdfast_daemon.logs import bind
-from holdfast_daemon.marked_sets import MarkedSets
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
 from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
@@ -40,6 +39,7 @@ from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.storage import NodeStorage
+from holdfast_daemon.stored_sets import TierSets
 from holdfast_daemon.traffic import Traffic
 from holdfast_daemon.trainer_service import TrainerService
 from holdfast_daemon.wires import Wiring
@@ -282,7 +282,7 @@ class Node:
             executor=self._executor,
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
-            loader=Loader(storage, storage.job, MarkedSets),
+            loader=Loader(storage, storage.job, TierSets),
             recomputed=self._traffic.recomputed,
         )
         return JobHost(

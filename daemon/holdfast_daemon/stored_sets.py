@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from holdfast_core.errors import StorageError
 from holdfast_core.persisted_retention import SetState
@@ -10,6 +11,7 @@ from holdfast_core.stored_line import Found, StoredCopy
 from holdfast_core.values import Generation
 from holdfast_storage.composed import Pieces, RankSnapshot
 from holdfast_storage.finding import find_sets, read_manifest
+from holdfast_storage.marking import is_marked
 from holdfast_storage.opening import open_place
 from holdfast_storage.places import Place
 from holdfast_storage.retrying import Retry
@@ -27,7 +29,7 @@ class TierSets:
         self._store = SetStore(uri, job, place=self._place)
 
     def find(self) -> Found:
-        """What is there.
+        """What is there. The mark is looked for where there is no set: a set is mark enough.
 
         Raises:
             StorageError: storage cannot be read, or the manifest of a set cannot: that set might
@@ -37,7 +39,7 @@ class TierSets:
         for one in looked:
             if one.found.state is SetState.UNKNOWN:
                 raise StorageError(f"generation {one.found.generation}: {one.reason}")
-        return Found(
+        found = Found(
             copies=tuple(
                 StoredCopy(generation=one.found.generation, world_size=one.stored.world_size)
                 for one in looked
@@ -49,6 +51,9 @@ class TierSets:
                 if one.found.state is SetState.DAMAGED
             ),
         )
+        if found.copies or found.unreadable:
+            return found
+        return replace(found, marked=is_marked(self._place, self._job))
 
     def open_rank(
         self, generation: Generation, rank: int, memory: Sequence[Pieces] = ()

@@ -9,13 +9,9 @@ are.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
-from holdfast_core.persisted import RankFile
 from holdfast_core.stored_line import MARK_FILE
-from holdfast_core.values import Generation
 from holdfast_storage.places import Place
-from holdfast_storage.sets import SetStore
 
 MARK_FORMAT = "holdfast-tier/1"
 
@@ -37,14 +33,6 @@ def mark(place: Place, job: str) -> None:
     """
     text = json.dumps({"format": MARK_FORMAT, "job": job}, sort_keys=True, separators=(",", ":"))
     place.create(_path(job), text.encode("ascii") + b"\n")
-
-
-class MarkedStore(SetStore):
-    """The sets of a job, none of which is complete without the mark."""
-
-    def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
-        mark(self._place, self.job)
-        super().commit(generation, files)
 
 
 def _path(job: str) -> str:

@@ -41,6 +41,7 @@ from holdfast_storage.cleaning import Cleaned, clean
 from holdfast_storage.composed import ComposedRank, Pieces, RankSnapshot
 from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.finding import StoredSets, find_sets, lacks, read_manifest, unresolved
+from holdfast_storage.marking import mark
 from holdfast_storage.opening import open_place
 from holdfast_storage.places import Place
 from holdfast_storage.ranks import StoredRank
@@ -168,7 +169,8 @@ class SetStore:
         return plan_rank(decode_layout(layout), manifest, known, experts)
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
-        """Make the set of `files`, one of each rank, complete; again is the same as once.
+        """Make the set of `files`, one of each rank, complete; again is the same as once. None is
+        complete without the job's mark.
 
         Raises:
             CorruptError: a file is missing or not as described; the set stays incomplete.
@@ -191,6 +193,7 @@ class SetStore:
             created=self._wall(),
             files=ordered,
         )
+        mark(self._place, self.job)
         if not self._place.create(self._manifest_path(generation), encode_set(stored)):
             self._check_same(generation, stored)
         self._point_to(generation)

@@ -7,6 +7,7 @@ from stored_snapshots import check_set, generations, snapshot, store_set
 from tiers import TierUnderTest
 
 from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.stored_line import MARK_FILE
 from holdfast_core.values import Generation
 from holdfast_storage.places import Place
 from holdfast_storage.sets import SetStore
@@ -33,6 +34,7 @@ def test_the_newest_and_every_so_many_stay(tier: TierUnderTest) -> None:
     assert {path.partition("/")[0] for path in tier.files()} == {
         *(_name(step) for step in (3, 6, 7)),
         "latest.json",
+        MARK_FILE,
     }
     again = store.clean(keep=2, keep_every=3)
     assert (again.sets, again.files, again.bytes) == ((), 0, 0)
@@ -51,6 +53,7 @@ def test_what_was_never_completed_goes_once_a_newer_set_is(tier: TierUnderTest) 
         f"{_name(2)}/rank-00001.safetensors",
         f"{_name(3)}/rank-00000.safetensors",
         "latest.json",
+        MARK_FILE,
     ]
 
 
@@ -133,4 +136,4 @@ def test_a_removal_that_breaks_off_leaves_no_half_of_a_set(
     assert found.rejected == ()
     assert [s.generation.step for s in found] == [3, 2, 1][: 3 - (allowed + 1) // 2]
     store.clean(keep=1, keep_every=0)
-    assert {path.partition("/")[0] for path in tier.files()} == {_name(3), "latest.json"}
+    assert {path.partition("/")[0] for path in tier.files()} == {_name(3), "latest.json", MARK_FILE}

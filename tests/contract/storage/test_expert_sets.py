@@ -15,6 +15,7 @@ from tiers import TierUnderTest
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.persisted import RankFile
 from holdfast_core.persisted_sets import set_name
+from holdfast_core.stored_line import MARK_FILE
 from holdfast_core.values import Generation, Manifest
 from holdfast_storage.sets import SetStore
 from holdfast_storage.whole_sets import WholeSet
@@ -127,7 +128,7 @@ def test_what_a_kept_set_needs_is_not_removed(tier: TierUnderTest) -> None:
         complete = store.complete()
         assert not complete.rejected
         assert complete[0].generation == now
-        assert {path.partition("/")[0] for path in tier.files()} - {"latest.json"} == {
+        assert {path.partition("/")[0] for path in tier.files()} - {"latest.json", MARK_FILE} == {
             set_name(each) for each in (now, *complete[0].needs)
         }
 

@@ -19,6 +19,7 @@ from tiers import TierUnderTest
 from versitygw import S3Server
 
 from holdfast_core.errors import StorageError
+from holdfast_core.stored_line import MARK_FILE
 from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.sets import SetStore
 
@@ -197,7 +198,7 @@ def _forget(tier: TierUnderTest, store: SetStore) -> None:
     store.commit(later, [snapshot(0, later, world_size=1).store(store)])
     store.clean(keep=1, keep_every=0)
     left = {path.partition("/")[0] for path in tier.files()}
-    assert left == {"00000002.000000000001", "latest.json"}
+    assert left == {"00000002.000000000001", "latest.json", MARK_FILE}
     assert tier.place().unfinished("job") == []
     for path in tier.files():
         tier.remove(path)

@@ -18,6 +18,7 @@ import versitygw
 from stored_snapshots import JOB, check_set, snapshot, store_set
 from tiers import QUICK
 
+from holdfast_core.stored_line import MARK_FILE
 from holdfast_core.values import Generation
 from holdfast_storage.local import Files, LocalPlace
 from holdfast_storage.sets import SetStore
@@ -84,7 +85,9 @@ def kill_at_every_call(directory: Path) -> int:
         assert check(local_store(tier)) == [NEW]
         left = sorted(path.name for path in tier.rglob("*") if path.is_file())
         expected = ["latest.json", "manifest.json"]
-        assert left == [*expected, "rank-00000.safetensors", "rank-00001.safetensors"], left
+        assert left == [*expected, "rank-00000.safetensors", "rank-00001.safetensors", MARK_FILE], (
+            left
+        )
         if status == 0:
             return number - 1
         assert os.WTERMSIG(status) == signal.SIGKILL, status

@@ -13,16 +13,15 @@ from stored_snapshots import JOB, snapshot, store_set
 from holdfast_core.errors import StorageError
 from holdfast_core.stored_line import MARK_FILE, choose_copy
 from holdfast_core.values import Generation, Tier
-from holdfast_daemon.durable import open_store
-from holdfast_daemon.marked_sets import MarkedSets
+from holdfast_daemon.stored_sets import TierSets
 from holdfast_storage.local import LocalPlace
-from holdfast_storage.marking import MarkedStore
+from holdfast_storage.sets import SetStore
 
 GENERATION = Generation(3, 1200)
 
 
-def store(tier: Path) -> MarkedStore:
-    return MarkedStore(str(tier), JOB)
+def store(tier: Path) -> SetStore:
+    return SetStore(str(tier), JOB)
 
 
 def persist(tier: Path) -> None:
@@ -32,7 +31,7 @@ def persist(tier: Path) -> None:
 def choice(tier: Path, persisted: str = "") -> tuple[bool, str]:
     """(whether the job begins afresh, why)."""
     known = Tier(uri=str(tier), persisted=persisted)
-    found = MarkedSets(str(tier), JOB).find()
+    found = TierSets(str(tier), JOB).find()
     chosen = choose_copy(found, known, epoch=9, world_size=1, unusable={})
     return chosen.fresh, chosen.reason
 
@@ -57,12 +56,12 @@ class MarklessPlace(LocalPlace):
 
 def test_no_set_is_complete_without_the_mark(tmp_path: Path) -> None:
     file = snapshot(0, GENERATION, world_size=1).store(store(tmp_path))
-    markless = MarkedStore(str(tmp_path), JOB, place=MarklessPlace(tmp_path))
+    markless = SetStore(str(tmp_path), JOB, place=MarklessPlace(tmp_path))
     with pytest.raises(StorageError, match=MARK_FILE):
         markless.commit(GENERATION, [file])
-    assert MarkedSets(str(tmp_path), JOB).find().copies == ()
+    assert TierSets(str(tmp_path), JOB).find().copies == ()
     store(tmp_path).commit(GENERATION, [file])
-    assert len(MarkedSets(str(tmp_path), JOB).find().copies) == 1
+    assert len(TierSets(str(tmp_path), JOB).find().copies) == 1
 
 
 def test_a_mark_that_was_half_written_is_cleaned_away_and_a_whole_one_is_not(
@@ -76,10 +75,6 @@ def test_a_mark_that_was_half_written_is_cleaned_away_and_a_whole_one_is_not(
     store(tmp_path).clean(keep=1, keep_every=0)
     assert not half.exists()
     assert (tmp_path / JOB / MARK_FILE).exists()
-
-
-def test_daemons_write_the_mark(tmp_path: Path) -> None:
-    assert isinstance(open_store(str(tmp_path), JOB), MarkedStore)
 
 
 def test_a_job_that_was_never_persisted_begins_afresh(tmp_path: Path) -> None:
@@ -124,6 +119,6 @@ def test_sets_from_before_there_were_marks_are_as_good(tmp_path: Path) -> None:
 
 def test_a_chosen_copy_is_asked_for_first(tmp_path: Path) -> None:
     known = Tier(uri=str(tmp_path), persisted="3.1", restore_from="2.1")
-    found = MarkedSets(str(tmp_path), JOB).find()
+    found = TierSets(str(tmp_path), JOB).find()
     chosen = choose_copy(found, known, epoch=9, world_size=1, unusable={})
     assert not chosen.fresh and "restore.from asks for generation 2.1" in chosen.reason
