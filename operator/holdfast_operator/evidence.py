@@ -38,8 +38,8 @@ STARTING_S = 600.0
 long before their silence is a hang, however small `hangSeconds` is."""
 
 RETURN_S = 30.0
-"""How long a daemon that was seen starting on a living node may take: moving its member would cost
-more than waiting for the memory that is still there."""
+"""How much longer a daemon is waited for that is being ended on purpose, or was seen starting, on a
+living node: moving its member would cost more than waiting for the memory that is still there."""
 
 DIAL_S = 10.0
 """How much longer a daemon is waited for that this control loop has never heard, since it may have

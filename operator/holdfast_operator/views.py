@@ -95,7 +95,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     gone: bool = False
     """The adapter knows that the node is not coming back."""
     returning: bool = False
-    """The adapter sees the node alive, and its daemon started since its last heartbeat."""
+    """The adapter sees the node alive, and its daemon being ended on purpose, or started since its
+    last heartbeat."""
     memory_id: str = ""
     incarnation: int = 0
     peer_address: str = ""

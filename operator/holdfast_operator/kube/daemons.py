@@ -1,6 +1,7 @@
 """When daemons' pods start and end, for as long as their heartbeats cannot tell. Pure.
 
-A daemon that was just started again on a living node is worth waiting for: its memory is there.
+A daemon that is ended on purpose, or was just started again, on a living node is worth waiting for:
+its memory is there.
 """
 
 from __future__ import annotations
@@ -42,20 +43,29 @@ def read_daemon(raw: Object) -> DaemonPod:
 
 
 class Daemons:
-    """Node → when its daemon was last seen starting or ending, in monotonic seconds."""
+    """By node: when its daemon was last seen starting or ending, in monotonic seconds, and which
+    pod of it is being ended."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._changed_at: dict[str, float] = {}
+        self._ending: dict[str, str] = {}
 
     def change(self, before: DaemonPod | None, now: DaemonPod | None) -> None:
         """One pod came, changed or went. One that runs when it is seen first, as after a start of
         this process, may have run for long: its node may have lost its power since."""
+        if before is not None and self._ending.get(before.node) == before.uid:
+            del self._ending[before.node]
+        if now is not None and now.ending:
+            self._ending[now.node] = now.uid
         if before is None and now is not None and now.runs:
             return
         for pod in (before, now):
             if pod is not None and pod.node:
                 self._changed_at[pod.node] = self._clock()
 
-    def changed_at(self, node: str) -> float:
-        return self._changed_at.get(node, float("-inf"))
+    def returns(self, node: str, heard_at: float) -> bool:
+        """Whether a daemon that was last heard at `heard_at` is about to come back: its pod is
+        being ended, as in an upgrade, or something of it started or ended after that. What the
+        kubelet tells of a process that ended may be late."""
+        return node in self._ending or self._changed_at.get(node, float("-inf")) > heard_at

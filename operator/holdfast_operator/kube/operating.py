@@ -183,7 +183,7 @@ class Operating:
             places=Places(
                 self._server,
                 self._nodes,
-                daemon_changed_at=self._daemons.changed_at,
+                daemon_returns=self._daemons.returns,
                 requests_of=self._fleet.requests_of,
                 clock=clock,
             ),

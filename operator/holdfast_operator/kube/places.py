@@ -26,7 +26,7 @@ class Places:
 
     Args:
         nodes: the watch's copy.
-        daemon_changed_at: node → when its daemon's pod was last seen starting or ending.
+        daemon_returns: whether the daemon of a node, last heard at a time, is about to come back.
         requests_of: what a member of a job asks for, by the job's key.
     """
 
@@ -35,12 +35,12 @@ class Places:
         server: ControlServer,
         nodes: Cache[KubeNode],
         *,
-        daemon_changed_at: Callable[[str], float],
+        daemon_returns: Callable[[str, float], bool],
         requests_of: Callable[[str], Amounts],
         clock: Callable[[], float],
     ) -> None:
         self._server, self._nodes, self._clock = server, nodes, clock
-        self._daemon_changed_at, self._requests_of = daemon_changed_at, requests_of
+        self._daemon_returns, self._requests_of = daemon_returns, requests_of
         self._started_at = clock()
         self._order: list[str] = []
         self._sorted_at = float("-inf")
@@ -80,7 +80,7 @@ class Places:
             heard,
             wants,
             taken=total(map(self._requests_of, others)),
-            returning=self._daemon_changed_at(name) > heard_at,
+            returning=self._daemon_returns(name, heard_at),
         )
 
     def _by_use(self) -> list[str]:

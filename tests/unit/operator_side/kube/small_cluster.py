@@ -164,7 +164,7 @@ class SmallCluster:
                 places=Places(
                     self.server,
                     self.nodes,
-                    daemon_changed_at=lambda node: float("-inf"),
+                    daemon_returns=lambda node, heard_at: False,
                     requests_of=self.fleet.requests_of,
                     clock=clock,
                 ),

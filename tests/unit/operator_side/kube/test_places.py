@@ -59,7 +59,7 @@ class Region:
         self.places = Places(
             self.server,
             self.cache,  # type: ignore[arg-type]
-            daemon_changed_at=lambda name: float("-inf"),
+            daemon_returns=lambda name, heard_at: False,
             requests_of=lambda key: self.requests.get(key, ()),
             clock=lambda: self.now,
         )

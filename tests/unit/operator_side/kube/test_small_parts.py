@@ -8,7 +8,7 @@ import pytest
 from fake_api import FakeApi
 
 from holdfast_operator.kube.api import Object
-from holdfast_operator.kube.daemons import Daemons, read_daemon
+from holdfast_operator.kube.daemons import DaemonPod, Daemons, read_daemon
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.health import LOOK_S_MAX, WATCH_S_MAX, Health
 from holdfast_operator.kube.metrics import DEFINITIONS, Metrics
@@ -97,32 +97,64 @@ def test_an_ipv6_address_has_its_own_kind_of_slice() -> None:
     assert endpoint_slice("s", "hf", "fd00::1", 7700)["addressType"] == "IPv6"
 
 
-def daemon(container: str, *, running: bool = True) -> Object:
+def daemon(
+    container: str, *, running: bool = True, uid: str = "u", ending: bool = False
+) -> DaemonPod:
     state: Object = {"running": {}} if running else {"terminated": {}}
-    return {
-        "metadata": {"name": "d", "namespace": "hf", "uid": "u"},
-        "spec": {"nodeName": "n0"},
-        "status": {"containerStatuses": [{"containerID": container, "state": state}]},
-    }
+    metadata = {"name": "d", "namespace": "hf", "uid": uid}
+    if ending:
+        metadata["deletionTimestamp"] = "2023-11-14T22:13:20Z"
+    return read_daemon(
+        {
+            "metadata": metadata,
+            "spec": {"nodeName": "n0"},
+            "status": {"containerStatuses": [{"containerID": container, "state": state}]},
+        }
+    )
 
 
 def test_a_daemon_that_starts_again_is_noticed_and_one_that_runs_on_is_not() -> None:
     now = [1.0]
     daemons = Daemons(lambda: now[0])
-    first = read_daemon(daemon("c1"))
+    first = daemon("c1")
     daemons.change(None, first)
-    assert read_daemon(daemon("c1")) == first
-    assert daemons.changed_at("n0") == float("-inf")  # who knows how long it has run
+    assert daemon("c1") == first
+    assert not daemons.returns("n0", heard_at=0.0)  # who knows how long it has run
     now[0] = 5.0
-    daemons.change(first, read_daemon(daemon("c1", running=False)))
-    assert daemons.changed_at("n0") == 5.0
-    assert daemons.changed_at("n1") == float("-inf")
+    daemons.change(first, daemon("c1", running=False))
+    assert daemons.returns("n0", heard_at=4.9)
+    assert not daemons.returns("n0", heard_at=5.1)
+    assert not daemons.returns("n1", heard_at=0.0)
 
 
 def test_a_new_pod_of_a_daemon_is_noticed() -> None:
     daemons = Daemons(lambda: 3.0)
-    daemons.change(None, read_daemon(daemon("c1", running=False)))
-    assert daemons.changed_at("n0") == 3.0
+    daemons.change(None, daemon("c1", running=False))
+    assert daemons.returns("n0", heard_at=2.0)
+
+
+def test_a_daemon_whose_pod_is_being_ended_comes_back_however_late_its_end_is_told() -> None:
+    now = [1.0]
+    daemons = Daemons(lambda: now[0])
+    first, ending = daemon("c1"), daemon("c1", ending=True)
+    daemons.change(first, ending)
+    now[0] = 2.0  # it beats once more, and ends; the kubelet has not said so yet
+    assert daemons.returns("n0", heard_at=2.0)
+    now[0] = 9.0
+    daemons.change(ending, None)
+    assert daemons.returns("n0", heard_at=2.0)
+    assert not daemons.returns("n0", heard_at=9.5)
+
+
+def test_the_pod_before_may_go_after_the_next_one_is_ended_too() -> None:
+    daemons = Daemons(lambda: 0.0)
+    first, second = daemon("c1", ending=True), daemon("c2", uid="v", ending=True)
+    daemons.change(None, first)
+    daemons.change(None, second)
+    daemons.change(first, None)
+    assert daemons.returns("n0", heard_at=1.0)
+    daemons.change(second, None)
+    assert not daemons.returns("n0", heard_at=1.0)
 
 
 def test_times_are_written_as_the_api_wants_them_and_read_back() -> None:
