@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from expert_snapshots import EXTRAS_BYTES, Made, expected, made, rank_layout
-from harness import JOB, RawCluster, RawJob
+from harness import JOB, RawCluster, RawJob, Restored
 from raw_trainer import PIECE_BYTES, RawTrainer
 from waiting import WAIT_S, wait_for
 
@@ -97,33 +97,43 @@ class ExpertJob(RawJob):
                 ),
             )
 
+    def lose_first(self, count: int) -> list[Restored]:
+        """What the ranks restore after the first `count` nodes were lost, and replaced."""
+        for member in range(count):
+            self.daemon(member).lose()
+        self.nodes[:count] = self.cluster.start_nodes(count)
+        self.form()
+        return self.start_trainers()
+
     def own(self, manifest: Manifest) -> Versions:
         """The versions of the rank's own experts, as a manifest says."""
         home = HOMES[manifest.rank]
         return {e.unit: e.generation for e in manifest.experts if e.unit in home}
 
 
-def test_survivors_give_fresh_experts_and_copies_the_rest(
-    cluster: RawCluster, tmp_path: Path
-) -> None:
-    tier = Tier(uri=tmp_path.as_uri(), every_s=1e9, experts=1, keep=1)
+def persisted(cluster: RawCluster, directory: Path, *, steps: int) -> tuple[ExpertJob, SetStore]:
+    """A job, and its storage, after steps that were all persisted: each holds one expert anew."""
+    tier = Tier(uri=directory.as_uri(), every_s=1e9, experts=1, keep=1)
     job = ExpertJob(cluster, cluster.start_nodes(3), nbytes=100_000, tier=tier)
     job.form()
     job.start_trainers()
-    for _ in range(4):
-        line = job.step_on()
+    for _ in range(steps):
+        job.step_on()
         job.persist()
+    return job, SetStore(tier.uri, JOB)
+
+
+def test_survivors_give_fresh_experts_and_copies_the_rest(
+    cluster: RawCluster, tmp_path: Path
+) -> None:
+    job, store = persisted(cluster, tmp_path, steps=4)
+    line = job.generation
     job.step_on()
-    store = SetStore(tier.uri, JOB)
     stored = store.complete()[0]
     assert stored.generation == line
     new = [u for file in stored.files for u in file.units if u.held_in == line]
     assert len(new) == 1, "of the layer's nine experts a copy holds one anew"
-    for member in (0, 1):
-        job.daemon(member).lose()
-    job.nodes[:2] = cluster.start_nodes(2)
-    job.form()
-    restored = job.start_trainers()
+    restored = job.lose_first(2)
     assert {generation for generation, _, _ in restored} == {line}
     assert [source for _, _, source in restored] == ["storage", "storage", "local"]
     told = {trainer.rank: trainer.told() for trainer in job.trainers}  # type: ignore[attr-defined]
@@ -157,19 +167,9 @@ def test_survivors_give_fresh_experts_and_copies_the_rest(
 def test_a_whole_cluster_goes_on_from_copies_that_name_others(
     cluster: RawCluster, tmp_path: Path
 ) -> None:
-    tier = Tier(uri=tmp_path.as_uri(), every_s=1e9, experts=1, keep=1)
-    job = ExpertJob(cluster, cluster.start_nodes(3), nbytes=100_000, tier=tier)
-    job.form()
-    job.start_trainers()
-    for _ in range(3):
-        line = job.step_on()
-        job.persist()
-    for member in range(3):
-        job.daemon(member).lose()
-    job.nodes[:] = cluster.start_nodes(3)
-    job.form()
-    restored = job.start_trainers()
-    store = SetStore(tier.uri, JOB)
+    job, store = persisted(cluster, tmp_path, steps=3)
+    line = job.generation
+    restored = job.lose_first(3)
     in_storage = {u.unit: u.version for f in store.complete()[0].files for u in f.units}
     for trainer, (generation, payload, source) in zip(job.trainers, restored, strict=True):
         assert isinstance(trainer, ExpertTrainer)
