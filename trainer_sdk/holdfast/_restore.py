@@ -134,7 +134,7 @@ class Restore:
             return self._together(epoch, found, offers, error)
         finally:
             if found is not None:
-                found.arena.close()
+                found.arena.close_later()
 
     def _together(
         self,
