@@ -105,8 +105,7 @@ class Arena:
         _open.discard(self)
 
     def close_later(self) -> None:
-        """`close` on a thread of its own: to unmap a gigabyte of small pages takes 16 ms, a quarter
-        of what copying it does."""
+        """`close` on a thread of its own: unmapping goes page by page, and nobody waits for it."""
         threading.Thread(target=self.close, name="holdfast-unmap", daemon=True).start()
 
     def _close_files(self) -> None:

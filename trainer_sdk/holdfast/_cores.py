@@ -2,8 +2,8 @@
 
 Threads that pass the interpreter's lock to each other wake each other, and Linux likes to put who
 is woken beside who woke it: two threads that copy then share one core for tens of milliseconds
-while the other core idles. Measured on two cores: a quarter of a gigabyte took 52 ms to stage, and
-takes 35. Where there are many cores the kernel finds an idle one.
+while the other core idles, which is most of the time that a small snapshot takes. Where there are
+many cores the kernel finds an idle one.
 """
 
 from __future__ import annotations

@@ -5,35 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from holdfast_operator.cli import main
-
-JOB = """
-apiVersion: holdfast.dev/v1alpha1
-kind: MoETrainingJob
-metadata: {name: gpt}
-spec:
-  nodes: 4
-  nprocPerNode: 2
-  parallelism: {dp: 8, ep: 8}
-  model: {numExperts: 16, numMoELayers: 12}
-  trainer: {template: {spec: {containers: [{name: t, image: i, command: [python, t.py]}]}}}
-"""
-
-
-def printed(capsys: pytest.CaptureFixture[str], path: Path, job: str) -> str:
-    path.write_text(job)
-    sizes = ["--expert-bytes", "335M", "--other-bytes", "8G", "--step-seconds", "2"]
-    assert main(["plan", str(path), *sizes]) == 0
-    return capsys.readouterr().out
+from plan_command import JOB, SIZES, printed
 
 
 def test_what_gradients_save_the_network_is_said_where_there_are_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.yaml"
-    assert "selective.recompute" not in printed(capsys, path, JOB)
-    text = printed(capsys, path, JOB + "  redundancy: {type: Replication}\n")
+    path.write_text(JOB)
+    assert "selective.recompute" not in printed(capsys, path, *SIZES)
+    path.write_text(JOB + "  redundancy: {type: Replication}\n")
+    text = printed(capsys, path, *SIZES)
     assert max(map(len, text.splitlines())) <= 100
     said = " ".join(text.split())
     # 8 GB and 35 experts of 335 MB; 8 GB and a seventh of them.

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
+from plan_command import JOB, SIZES, printed, refused
 
 from holdfast_core.job_snapshots import PartialExperts
 from holdfast_core.jobs import MoETrainingJob, parse_job
@@ -21,24 +22,10 @@ from holdfast_core.layouts import Entry, Layout, TensorRole, encode_layout
 from holdfast_core.model_sizes import ModelSizes
 from holdfast_core.policy_comparison import Assumptions, Comparison
 from holdfast_core.units import UnitKey, UnitKind
-from holdfast_operator.cli import main
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.plan_inputs import measured_copy_bytes_s, sizes_of_run
 from holdfast_operator.plan_plot import BEST, REFUSED, draw
 from holdfast_operator.planning import PlannedModel, compared
-
-JOB = """
-apiVersion: holdfast.dev/v1alpha1
-kind: MoETrainingJob
-metadata: {name: gpt}
-spec:
-  nodes: 4
-  nprocPerNode: 2
-  parallelism: {dp: 8, ep: 8}
-  model: {numExperts: 16, numMoELayers: 12}
-  trainer: {template: {spec: {containers: [{name: t, image: i, command: [python, t.py]}]}}}
-"""
-SIZES = ["--expert-bytes", "335M", "--other-bytes", "8G", "--step-seconds", "2"]
 
 TABLE = """\
                  per rank per step copy hidden protect every   memory redone time lost  tokens
@@ -59,21 +46,6 @@ def job(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
     return path
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    assert main(["plan", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """What is said to input that makes no sense, whoever finds out."""
-    try:
-        code = main(["plan", *map(str, arguments)])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    assert code == 2
-    return capsys.readouterr().err
 
 
 # --- the table ------------------------------------------------------------------------------------
