@@ -27,7 +27,6 @@ VALUES = {
     "image.pullPolicy": "IfNotPresent",
     "daemon.memory.budget": "768Mi",
     "daemon.memory.overhead": "320Mi",
-    "daemon.cpu.request": "50m",
     "operator.resources.requests.cpu": "50m",
     "redis.enabled": "true",
     "redis.image": images.REDIS,

@@ -67,6 +67,8 @@ class Run:
     faults: list[FaultReport] = field(default_factory=list)
     protected: dict[str, int] = field(default_factory=dict)
     """Kind of fault → the newest protected step that the status knew before it."""
+    behind: dict[str, int] = field(default_factory=dict)
+    """Kind of fault → by how many steps parity was behind training then, as the status told."""
     broken: str = ""
     """The node that the last fault hit."""
     lasting: ExitStack = field(default_factory=ExitStack)
@@ -131,6 +133,7 @@ class Run:
             RUN_S,
         )
         self.protected[fault.kind] = before["protectedStep"]
+        self.behind[fault.kind] = max(0, before["step"] - before["protectedStep"])
         at = time.time()
         what = fault.inject(self)
         last = [line for line in self.log() if line.time <= at][-1]

@@ -39,6 +39,8 @@ class Outcome:
     faults: dict[str, FaultReport]
     protected: dict[str, int]
     """Kind of fault → the newest protected step that the status knew before it."""
+    behind: dict[str, int]
+    """Kind of fault → by how many steps parity was behind training then."""
     status: dict[str, Any]
 
 
@@ -79,7 +81,9 @@ def _outcome(run: Run, script: Sequence[Fault]) -> Outcome:
     status = run.job.status()
     run.job.delete()
     faults = {report.kind: report for report in run.faults}
-    return Outcome(sha256=sha256, faults=faults, protected=run.protected, status=status)
+    return Outcome(
+        sha256=sha256, faults=faults, protected=run.protected, behind=run.behind, status=status
+    )
 
 
 # --- everything that breaks ---------------------------------------------------------------------
@@ -100,11 +104,15 @@ def test_every_fault_is_survived_and_no_protected_step_is_lost(outcome: Outcome,
     assert report.restored_step >= outcome.protected[kind], report
 
 
-def test_recoveries_lose_a_step_at_most_where_nodes_keep_up(outcome: Outcome) -> None:
-    """Parity is made while the next step runs. With all nodes on one machine, that takes longer
-    now and then: so not of the worst."""
-    lost = [report.lost_steps for report in outcome.faults.values() if report.restarted]
-    assert statistics.median(steps for steps in lost if steps is not None) <= 1, lost
+def test_recoveries_lose_a_step_more_at_most_than_parity_was_behind(outcome: Outcome) -> None:
+    """The step that was going on. How far parity is behind depends on the machine, which plays all
+    nodes here; it was read a moment before the fault, so the worst fault may lose more."""
+    lost = {
+        kind: (report.lost_steps, outcome.behind[kind])
+        for kind, report in outcome.faults.items()
+        if report.restarted and report.lost_steps is not None
+    }
+    assert statistics.median(steps - behind for steps, behind in lost.values()) <= 1, lost
 
 
 @pytest.mark.parametrize("kind", ["kill-node", "partition"])
