@@ -115,7 +115,13 @@ class Control(control_pb2_grpc.ControlServicer):
 
     def drop(self, job: str) -> None:
         """The job has ended: all daemons free what they hold of it."""
-        message = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
+        self._tell_all(control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job)))
+
+    def persist(self, job: str) -> None:
+        """Have the job's newest generation written to its tier."""
+        self._tell_all(control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=job)))
+
+    def _tell_all(self, message: control_pb2.ControlMessage) -> None:
         for outbox in list(self._outboxes.values()):
             outbox.put(message)
 

@@ -21,7 +21,11 @@ from benchmarks.measure import Figure, Outcome, decode
 from benchmarks.peers import PEERS
 from holdfast_core.quantities import parse_bytes
 
-PARTS = ("trainer", "partial", "protection", "overhead")
+PARTS = ("trainer", "partial", "protection", "overhead", "persist_loop")
+OF_THE_EXAMPLE = ("overhead", "persist_loop")
+"""Parts whose state has the size of the example's model."""
+
+
 WITHIN_S = 900.0
 TABLE_COLUMNS = 120
 """Width of the tables in a log, which has no width of its own."""
@@ -67,7 +71,7 @@ def main() -> int:
             if name in PEERS:
                 outcome = run_part("peers", [name, *size])
             else:
-                outcome = run_part(name, [] if name == "overhead" else size)
+                outcome = run_part(name, [] if name in OF_THE_EXAMPLE else size)
         if outcome.skipped:
             skipped[name] = outcome.skipped
             failed |= name in PARTS

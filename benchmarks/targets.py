@@ -36,5 +36,9 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(key="memory_error", figure="memory, beside what was predicted", at_most=2.0),
     Target(key="overhead", figure="longer step, a snapshot in each", at_most=None),
-    Target(key="persist_overhead", figure="longer step, every fifth persisted", at_most=None),
+    Target(
+        key="persist_overhead", figure="longer step, every fifth persisted, core free", at_most=None
+    ),
+    Target(key="persist_overhead_busy", figure="… with a rank on every core", at_most=None),
+    Target(key="persist_overhead_bare", figure="… … floor: plain writes", at_most=None),
 )
