@@ -118,6 +118,37 @@ def job_state(host: JobHost) -> control_pb2.JobState:
     )
 
 
+def evidence(memory: JobMemory) -> tuple[object, ...]:
+    """What the control loop may act upon in a heartbeat: `holdfast_operator.heartbeats.evidence_of`
+    and what a job waits for."""
+    directive = memory.directive
+    return (
+        *(memory.epoch, memory.membership, memory.verified, memory.line),
+        *(memory.agent_waiting, bool(memory.rebuilds), problem(memory)),
+        directive is not None and directive.protected is not None,
+        *(any(job.stored for job in memory.rebuilds.values()), memory.loading.beyond),
+        *(memory.loading.problem, memory.persist.stored, memory.persist.last_failure),
+        *(
+            (
+                record.session.id if record.session else "",
+                record.lost_in == memory.epoch,
+                record.restored,
+                exit_code(memory, record),
+            )
+            for record in map(memory.rank, memory.my_ranks())
+        ),
+    )
+
+
+def progress(memory: JobMemory) -> tuple[object, ...]:
+    """What grows while training goes on."""
+    return (
+        memory.directive.protected if memory.directive else None,
+        newest_complete(memory),
+        *(memory.rank(rank).last_step for rank in memory.my_ranks()),
+    )
+
+
 def persist_state(host: JobHost) -> control_pb2.PersistState | None:
     """How persisting fares, as this daemon sees it; None where the job has no durable tier."""
     memory = host.engine.memory
