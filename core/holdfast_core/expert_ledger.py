@@ -116,8 +116,13 @@ class ExpertLedger:
             layers[layer] += count
         return replace(self, tokens=tokens, assignments=layers)
 
-    def captured(self, generation: Generation, units: Iterable[UnitKey]) -> ExpertLedger:
+    def captured(
+        self, generation: Generation, units: Iterable[UnitKey], *, keep: int = 0
+    ) -> ExpertLedger:
         """The ledger after a snapshot of these experts was planned for the current step.
+
+        Args:
+            keep: how many of the newest versions of each of these experts stay; 0: all.
 
         Raises:
             InvalidJobError: when an expert is unknown, or the generation is not newer than what
@@ -135,7 +140,8 @@ class ExpertLedger:
                         else f"it was captured in {held[-1].generation} already; generations grow"
                     )
                 )
-            versions[unit] = (*held, Version(generation, self.snapshots, self.tokens[unit]))
+            newest = (*held, Version(generation, self.snapshots, self.tokens[unit]))
+            versions[unit] = newest[-keep:]
         return replace(self, versions=versions, snapshots=self.snapshots + 1)
 
     def failed(self, generation: Generation) -> ExpertLedger:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import total_ordering
+from functools import lru_cache, total_ordering
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
+
+KEYS_REMEMBERED = 1 << 14
+"""Each snapshot names the same experts again."""
 
 _TEXT = re.compile(r"layer([0-9]{1,9})/(?:expert([0-9]{1,9})|gate|dense)|embedding|head|other")
 
@@ -69,6 +72,7 @@ class UnitKey:
         return f"layer{self.layer}/{self.kind.value}{'' if self.expert is None else self.expert}"
 
     @classmethod
+    @lru_cache(maxsize=KEYS_REMEMBERED)
     def parse(cls, text: str) -> UnitKey:
         """The key that `str()` wrote: `layer3/expert5`, `layer3/gate`, `embedding` and so on.
 

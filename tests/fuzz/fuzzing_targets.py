@@ -30,7 +30,8 @@ from holdfast_core.layouts import (
 )
 from holdfast_core.places import encode_places, split_places
 from holdfast_core.quantities import parse_bytes
-from holdfast_core.units import UnitKey
+from holdfast_core.units import UnitKey, UnitKind
+from holdfast_core.values import Generation
 from holdfast_daemon import bulk, catalogue_records
 from holdfast_daemon.auth import token_expiry
 from holdfast_daemon.blocks import decode_record, encode_record
@@ -185,6 +186,32 @@ def _extras(data: bytes) -> None:
     decode_extras(encode_extras(decode_extras(b"hfx1" + data)))
 
 
+def _expert_state(data: bytes) -> None:
+    from holdfast._partial_state import PartialState
+
+    state = PartialState.decode(data)
+    assert PartialState.decode(state.encode()) == state
+
+
+def _expert_state_seeds() -> list[bytes]:
+    from holdfast._partial_state import PartialState
+    from holdfast_core.agreed_counts import UNKNOWN, Mark
+    from holdfast_core.expert_ledger import ExpertLedger
+    from holdfast_core.replenish import Replenishing
+    from holdfast_core.token_loss import LossAccount
+
+    unit = UnitKey(0, UnitKind.EXPERT, 1)
+    state = PartialState(
+        ledger=ExpertLedger.start([unit]).captured(Generation(1, 2), [unit]),
+        account=LossAccount.start(),
+        k=1,
+        marks={unit: Mark(1, 20)},
+        measures=UNKNOWN,
+        replenishing=Replenishing.start(),
+    )
+    return [state.encode()]
+
+
 def _extras_seeds() -> list[bytes]:
     import numpy as np
     import torch
@@ -291,6 +318,12 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(name="http", parse=fuzzing_surroundings.http, seeds=seeds.http_requests, allowed=()),
     Target(name="job-file", parse=_job, seeds=seeds.jobs, allowed=(InvalidJobError,)),
+    Target(
+        name="expert-state",
+        parse=_expert_state,
+        seeds=_expert_state_seeds,
+        allowed=(CorruptError,),
+    ),
     Target(name="extras", parse=_extras, seeds=_extras_seeds, allowed=(CorruptError,)),
     Target(name="redis-record", parse=_redis, seeds=seeds.redis_records, allowed=()),
     Target(name="web-token", parse=_web_token, seeds=seeds.web_tokens, allowed=()),

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from test_lost_tokens_shown import WAIT_S, small_job
 
-from holdfast._extras import decode_extras, split_extras
+from holdfast._extras import split_extras
 from holdfast._partial_state import PartialState
 from holdfast_core.job_persistence import Persistence, PersistInterval
 from holdfast_core.job_schema import MoETrainingJob
@@ -57,7 +57,7 @@ def expected_loss(store: SetStore, stored: StoredSet) -> int:
         opened.read_into(0, opened.pieces, memoryview(data))
         end = content.extras_offset + content.extras_bytes
         _, of_experts = split_extras(bytes(data[content.extras_offset : end]))
-        ledger = PartialState.from_dict(decode_extras(of_experts)).ledger
+        ledger = PartialState.decode(of_experts).ledger
         told = {(UnitKey.parse(e.unit), e.generation): e.tokens for e in content.experts}
         told |= {(UnitKey.parse(e.unit), e.generation): e.tokens for e in content.older}
         told |= {(u, v.generation): v.tokens for u, held in ledger.versions.items() for v in held}

@@ -102,7 +102,7 @@ def decode_extras(data: bytes | bytearray | memoryview) -> Any:
 
 
 def join_extras(first: bytes, second: bytes) -> bytes:
-    """Two encoded values as one; `split_extras` takes them apart."""
+    """An encoded value and other bytes as one; `split_extras` takes them apart."""
     return _JOINED + len(first).to_bytes(8, "little") + first + second
 
 

@@ -231,13 +231,9 @@ class PartialCapture:
         """The state as of a snapshot that captures all experts but these; `keep` makes it ours."""
         assert self._ledger is not None
         taken = [unit for unit in self._ledger.tokens if unit not in left_out]
-        ledger = replace(self._ledger, snapshots=number).captured(generation, taken)
-        newest = {
-            unit: [version.generation for version in held[-VERSIONS_KEPT:]]
-            for unit, held in ledger.versions.items()
-        }
+        ledger = replace(self._ledger, snapshots=number)
         return PartialState(
-            ledger=ledger.pruned(newest),
+            ledger=ledger.captured(generation, taken, keep=VERSIONS_KEPT),
             account=self._account,
             k=self._k,
             recoveries=self._recoveries,

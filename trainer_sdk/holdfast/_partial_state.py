@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+import msgspec
+
 from holdfast_core.agreed_counts import Mark, Measures
 from holdfast_core.dynamic_k import next_k
-from holdfast_core.errors import CorruptError
+from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.expert_ledger import ExpertLedger, Version, merge_counts
 from holdfast_core.expert_policies import ExpertPolicy, first_k, k_for_all
 from holdfast_core.layouts import Layout
@@ -25,6 +27,16 @@ from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import ExpertVersion, Generation
 
 _log = logging.getLogger("holdfast")
+
+_UNREADABLE = (
+    AttributeError,
+    InvalidJobError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)
+"""What values of the wrong kind lead to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +54,21 @@ class PartialState:
     recoveries: tuple[RecoveryLoss, ...] = ()
     """The newest of the job's life, oldest first."""
 
+    def encode(self) -> bytes:
+        """For the extras, as MessagePack: plain values need no codec that keeps every type."""
+        return msgspec.msgpack.encode(self.to_dict())
+
+    @classmethod
+    def decode(cls, data: bytes) -> PartialState:
+        """Raises CorruptError when `encode` did not write it."""
+        try:
+            found = msgspec.msgpack.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptError(f"the state of the experts cannot be read: {error}") from error
+        return cls.from_dict(found)
+
     def to_dict(self) -> dict[str, Any]:
-        """For the extras."""
+        """Plain values."""
         return {
             "ledger": self.ledger.to_dict(),
             "account": self.account.to_dict(),
@@ -70,7 +95,7 @@ class PartialState:
                 measures=Measures(*map(int, found.get("measures", ()))),
                 replenishing=Replenishing.from_dict(found["replenishing"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
 
     # --- a recovery, agreed by all ranks ----------------------------------------------------------

@@ -274,7 +274,7 @@ class Restore:
                 raise self._corrupt(layout, manifest, bad)
             raw, of_experts = split_extras(bytes(tail[manifest.extras_offset - low :]))
             extras = decode_extras(raw)
-            partial = PartialState.from_dict(decode_extras(of_experts)) if of_experts else None
+            partial = PartialState.decode(of_experts) if of_experts else None
         except HoldfastError:
             arena.close()
             raise

@@ -23,7 +23,7 @@ from holdfast._client import Commit, DaemonClient, Event, Stage
 from holdfast._copy import CopyEngine, Digests
 from holdfast._devices import Device
 from holdfast._exchange import Exchange
-from holdfast._extras import encode_extras, join_extras
+from holdfast._extras import join_extras
 from holdfast._gradients import Gradients
 from holdfast._handles import SaveHandle
 from holdfast._link import Link
@@ -327,7 +327,7 @@ class Saver:
         if self.partial is not None:
             generation = Generation(epoch, step)
             state = self.partial.captured(generation, task.number, left_out, task.replenishing)
-            extras = join_extras(extras, encode_extras(state.to_dict()))
+            extras = join_extras(extras, state.encode())
         if len(extras) > link.layout.extras_capacity:
             raise SnapshotSkippedError(
                 f"extras of {len(extras)} bytes do not fit {link.layout.extras_capacity}"
