@@ -103,7 +103,7 @@ def work(
     command = [sys.executable, "-m", "benchmarks.trainer_worker", what]
     command += ["--socket", str(daemon.socket), "--bytes", str(total_bytes), "--out", str(out)]
     done = subprocess.run(command, check=False, timeout=WITHIN_S, env=variables)
-    expected = -signal.SIGKILL if what == "save" else 0
+    expected = 0 if what == "restore" else -signal.SIGKILL
     if done.returncode != expected:
         raise RuntimeError(f"`{what}` ended with {done.returncode}; see its output above")
     return msgspec.json.decode(out.read_bytes(), type=kind)

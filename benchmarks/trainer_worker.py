@@ -1,6 +1,6 @@
 """The training processes of `benchmarks.trainer`: one that saves and dies, and those that restore.
 
-python -m benchmarks.trainer_worker save|restore --socket PATH --bytes N --out FILE
+python -m benchmarks.trainer_worker save|save-alone|restore --socket PATH --bytes N --out FILE
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ JOB = "bench"
 
 
 class Saves(msgspec.Struct, kw_only=True):
-    """Seconds of each save, from the call, and of the floor just before it."""
+    """Seconds of each save, from the call, and of the floor before it, if that was measured."""
 
-    first_floor: float
     first_committed: float
     floors: list[float] = []
     call: list[float] = []
@@ -51,18 +50,19 @@ class Restored(msgspec.Struct, kw_only=True):
     digest: int
 
 
-def save(socket: Path, total_bytes: int) -> Saves:
-    """Saves again and again, none of them overlapped with anything."""
+def save(socket: Path, total_bytes: int, *, alone: bool) -> Saves:
+    """Saves again and again, none of them overlapped with anything; `alone` without the floor,
+    which takes as much memory as the state."""
     state = State(total_bytes)
-    memcpy = Memcpy(state.regions())
+    memcpy: Callable[[], float] = (lambda: 0.0) if alone else Memcpy(state.regions())
     session = _init(state, socket)
     if session.restore() is not None:
         raise RuntimeError("a new job restored something")
     session.prepare()
     for _ in range(WARM_UPS):
-        floor = memcpy()
+        memcpy()
     _, _, _, first = _timed_save(session, state, 1)
-    saves = Saves(first_floor=floor, first_committed=first, state_bytes=state.nbytes)
+    saves = Saves(first_committed=first, state_bytes=state.nbytes)
     for turn in range(WARM_UPS + REPETITIONS):
         floor = memcpy()
         call, blocked, staged, committed = _timed_save(session, state, turn + 2)
@@ -125,7 +125,7 @@ def _reached(begin: float, wait: Callable[[float], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["save", "restore"])
+    parser.add_argument("what", choices=["save", "save-alone", "restore"])
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -134,7 +134,8 @@ def main() -> None:
     if options.what == "restore":
         options.out.write_bytes(msgspec.json.encode(restore(options.socket, options.bytes)))
         return
-    options.out.write_bytes(msgspec.json.encode(save(options.socket, options.bytes)))
+    saves = save(options.socket, options.bytes, alone=options.what == "save-alone")
+    options.out.write_bytes(msgspec.json.encode(saves))
     os.kill(os.getpid(), signal.SIGKILL)  # the crash that the restores come after
 
 

@@ -23,8 +23,6 @@ from holdfast_protos.identity import Identity, Role, aio_channel
 HEARTBEAT_S = 1.0
 SOON_S = 0.02
 """Evidence is sent this long after it was seen: one heartbeat carries what comes together."""
-PROGRESS_S = 0.25
-"""Steps and generations are told no more often: each heartbeat takes time from training."""
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.1, 2.0
 PING_MS = 5000
 """A control loop that says nothing is asked this often whether it is there."""
@@ -46,8 +44,6 @@ class ControlClient:
         self._address, self._identity = address, identity
         self._heartbeat, self._receive = heartbeat, receive
         self._news = asyncio.Event()
-        self._told_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
         self._pause_s = HEARTBEAT_S
         self._task: asyncio.Task[None] | None = None
         self._complaints = OncePerCause(_log)
@@ -60,15 +56,7 @@ class ControlClient:
         """Something happened that the control loop should hear of at once."""
         self._news.set()
 
-    def progressed(self) -> None:
-        """Training went on, which is told soon."""
-        if self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(self._told_s + PROGRESS_S, self._news.set)
-
     async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -109,10 +97,6 @@ class ControlClient:
     ) -> AsyncIterator[control_pb2.Heartbeat]:
         while True:
             self._news.clear()
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            self._told_s = asyncio.get_running_loop().time()
             heartbeat = self._heartbeat()
             _leave_out_known(heartbeat, known)
             yield heartbeat

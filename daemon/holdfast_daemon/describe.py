@@ -119,9 +119,11 @@ def job_state(host: JobHost) -> control_pb2.JobState:
 
 
 def evidence(memory: JobMemory) -> tuple[object, ...]:
-    """What the control loop may act upon in a heartbeat: `holdfast_operator.heartbeats.evidence_of`
-    and what a job waits for."""
-    directive = memory.directive
+    """What the control loop may act upon, and is told at once: `holdfast_operator.heartbeats`
+    calls it the same. Steps and generations grow all the time, and are told with the next heartbeat
+    that is due: one for each save would be most of an operator's work."""
+    directive, line = memory.directive, memory.line
+    start = line.generation.step if line and line.generation else 0
     return (
         *(memory.epoch, memory.membership, memory.verified, memory.line),
         *(memory.agent_waiting, bool(memory.rebuilds), problem(memory)),
@@ -134,18 +136,10 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
                 record.lost_in == memory.epoch,
                 record.restored,
                 exit_code(memory, record),
+                record.last_step > start,
             )
             for record in map(memory.rank, memory.my_ranks())
         ),
-    )
-
-
-def progress(memory: JobMemory) -> tuple[object, ...]:
-    """What grows while training goes on."""
-    return (
-        memory.directive.protected if memory.directive else None,
-        newest_complete(memory),
-        *(memory.rank(rank).last_step for rank in memory.my_ranks()),
     )
 
 

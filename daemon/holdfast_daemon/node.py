@@ -70,8 +70,8 @@ class Node:
         self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
         self._epochs: dict[str, int] = {}
-        self._seen: dict[str, tuple[object, object]] = {}
-        """Of each job, evidence and progress as of its last change."""
+        self._evidence: dict[str, object] = {}
+        """Of each job, as of its last change."""
         """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
         self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="effect")
         self._durable = DurableTier(settings.threads)
@@ -303,7 +303,7 @@ class Node:
         host.drop()
         with self._lock:
             self._epochs.pop(job, None)
-        self._seen.pop(job, None)
+        self._evidence.pop(job, None)
         self._observer.forget(job)
         _log.info("job_dropped", job=job)
         self._wake_control()
@@ -311,12 +311,10 @@ class Node:
     def _job_changed(self, host: JobHost) -> None:
         with self._lock:
             self._epochs[host.job] = host.engine.memory.epoch
-        memory, before = host.engine.memory, self._seen.get(host.job)
-        seen = self._seen[host.job] = describe.evidence(memory), describe.progress(memory)
-        if before is None or seen[0] != before[0]:
+        evidence = describe.evidence(host.engine.memory)
+        if evidence != self._evidence.get(host.job):
+            self._evidence[host.job] = evidence
             self._wake_control()
-        elif seen[1] != before[1] and self._control is not None:
-            self._control.progressed()
 
     def _wake_control(self) -> None:
         if self._control is not None:

@@ -85,7 +85,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
                 mine.put(None)
 
         threading.Thread(target=listen, daemon=True).start()
-        yield control_pb2.ControlMessage(welcome=control_pb2.Welcome(heartbeat_s=0.5))
+        yield control_pb2.ControlMessage(welcome=control_pb2.Welcome(heartbeat_s=0.1))
         while (message := mine.get()) is not None:
             yield message
 

@@ -110,7 +110,7 @@ class PartialState:
                 number=held[-1].number,
                 tokens=held[-1].tokens,
             )
-            for unit, held in sorted(self.ledger.versions.items())
+            for unit, held in self.ledger.versions.items()
             if held
         )
 

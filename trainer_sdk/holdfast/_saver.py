@@ -237,7 +237,7 @@ class Saver:
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
             raise
-        self._commit(task, commit, placed, {str(unit) for unit in left_out})
+        self._commit(task, commit, placed, left_out)
         self._newest = Generation(commit.epoch, commit.step)
         if self.partial is not None and state is not None:
             self.partial.keep(state)
@@ -344,12 +344,14 @@ class Saver:
         )
         return commit, state
 
-    def _commit(self, task: Task, commit: Commit, placed: Placed, carried: Collection[str]) -> None:
+    def _commit(
+        self, task: Task, commit: Commit, placed: Placed, left_out: Collection[UnitKey]
+    ) -> None:
         handle, link, every = task.handle, self._link, self._settings.nan_check_every
         nan_units: tuple[str, ...] = ()
         # Not the first: until it is committed, a session that has just begun can lose everything.
         if every and self._saves % every == min(1, every - 1) and link.layout is not None:
-            nan_units = units_with_nan(placed, carried)
+            nan_units = units_with_nan(placed, set(map(str, left_out)))
             if nan_units:
                 _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
         self._saves += 1

@@ -18,7 +18,6 @@ from holdfast_daemon.describe import (
     evidence,
     exit_code,
     loss_report,
-    progress,
     rank_state,
 )
 from holdfast_daemon.engine import EngineSettings, JobEngine
@@ -146,6 +145,7 @@ def test_the_catalogue_is_told_of_recoveries_of_epochs_that_there_were(memory: J
 
 def at_work(memory: JobMemory) -> JobMemory:
     memory.rank(0).session = session(5)
+    memory.rank(0).last_step = 7
     memory.directive = directive_with(Generation(5, 7))
     return memory
 
@@ -155,12 +155,11 @@ def directive_with(protected: Generation | None) -> Directive:
     return Directive(job="job", epoch=5, line=line, protected=protected)
 
 
-def test_a_newer_step_is_progress_and_no_evidence(memory: JobMemory) -> None:
-    told, seen = evidence(at_work(memory)), progress(memory)
+def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
+    told = evidence(at_work(memory))
     memory.rank(0).last_step = 8
     memory.directive = directive_with(Generation(5, 8))
     assert evidence(memory) == told
-    assert progress(memory) != seen
 
 
 def _lost(memory: JobMemory) -> None:
@@ -196,6 +195,10 @@ def _new_epoch(memory: JobMemory) -> None:
     memory.membership = replace(memory.membership, epoch=6)
 
 
+def _has_done_no_step_yet(memory: JobMemory) -> None:
+    memory.rank(0).last_step = 0
+
+
 def _persisted(memory: JobMemory) -> None:
     memory.persist.stored = Generation(5, 7)
 
@@ -211,6 +214,7 @@ def _persisted(memory: JobMemory) -> None:
         _protects_no_more,
         _nothing_protected,
         _new_epoch,
+        _has_done_no_step_yet,
         _persisted,
     ],
 )
