@@ -81,6 +81,8 @@ class JobHost:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = False
+        self.evidence: object = None
+        """What the control loop was told at once, as of the newest change."""
 
     def start(self, adopted: AdoptedJob) -> None:
         """Take over what an earlier daemon left, and begin to tick."""

@@ -70,8 +70,6 @@ class Node:
         self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
         self._epochs: dict[str, int] = {}
-        self._evidence: dict[str, object] = {}
-        """Of each job, as of its last change."""
         """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
         self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="effect")
         self._durable = DurableTier(settings.threads)
@@ -303,7 +301,6 @@ class Node:
         host.drop()
         with self._lock:
             self._epochs.pop(job, None)
-        self._evidence.pop(job, None)
         self._observer.forget(job)
         _log.info("job_dropped", job=job)
         self._wake_control()
@@ -312,8 +309,8 @@ class Node:
         with self._lock:
             self._epochs[host.job] = host.engine.memory.epoch
         evidence = describe.evidence(host.engine.memory)
-        if evidence != self._evidence.get(host.job):
-            self._evidence[host.job] = evidence
+        if evidence != host.evidence:
+            host.evidence = evidence
             self._wake_control()
 
     def _wake_control(self) -> None:

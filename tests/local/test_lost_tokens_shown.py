@@ -35,7 +35,8 @@ def small_job() -> MoETrainingJob:
     spec |= {"nodes": 2, "parallelism": {"dp": 2, "ep": 2}, "redundancy": {"type": "RAIM5"}}
     spec["failurePolicy"]["spares"] = 0
     spec["model"] = {"numExperts": 4, "numMoELayers": 2}
-    spec["snapshot"]["policy"] = {"type": "PartialExperts"}
+    partial = {"lossLimit": 0.001}  # which any recovery of the first thousand steps passes
+    spec["snapshot"]["policy"] = {"type": "PartialExperts", "partialExperts": partial}
     container = spec["trainer"]["template"]["spec"]["containers"][0]
     container["command"] = ["python", str(EXAMPLES / "train_moe.py")]
     container["args"] = list(SMALL)

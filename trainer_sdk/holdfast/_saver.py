@@ -344,14 +344,12 @@ class Saver:
         )
         return commit, state
 
-    def _commit(
-        self, task: Task, commit: Commit, placed: Placed, left_out: Collection[UnitKey]
-    ) -> None:
+    def _commit(self, task: Task, commit: Commit, placed: Placed, old: Collection[UnitKey]) -> None:
         handle, link, every = task.handle, self._link, self._settings.nan_check_every
         nan_units: tuple[str, ...] = ()
         # Not the first: until it is committed, a session that has just begun can lose everything.
         if every and self._saves % every == min(1, every - 1) and link.layout is not None:
-            nan_units = units_with_nan(placed, set(map(str, left_out)))
+            nan_units = units_with_nan(placed, set(map(str, old)))
             if nan_units:
                 _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
         self._saves += 1
