@@ -97,13 +97,15 @@ def work(
     out: Path,
     kind: type[_T],
     policy: Policy = FULL,
+    *arguments: str,
 ) -> _T:
     """What a worker process measured; `out` takes it."""
     variables = os.environ | {"HOLDFAST_POLICY": msgspec.json.encode(policy).decode()}
     command = [sys.executable, "-m", "benchmarks.trainer_worker", what]
     command += ["--socket", str(daemon.socket), "--bytes", str(total_bytes), "--out", str(out)]
+    command += arguments
     done = subprocess.run(command, check=False, timeout=WITHIN_S, env=variables)
-    expected = 0 if what == "restore" else -signal.SIGKILL
+    expected = -signal.SIGKILL if what == "save" else 0
     if done.returncode != expected:
         raise RuntimeError(f"`{what}` ended with {done.returncode}; see its output above")
     return msgspec.json.decode(out.read_bytes(), type=kind)

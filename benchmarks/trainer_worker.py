@@ -1,6 +1,6 @@
 """The training processes of `benchmarks.trainer`: one that saves and dies, and those that restore.
 
-python -m benchmarks.trainer_worker save|save-alone|restore --socket PATH --bytes N --out FILE
+python -m benchmarks.trainer_worker save|restore --socket PATH --bytes N --out FILE
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
 import holdfast
-from benchmarks.floors import Memcpy
+from benchmarks.floors import Memcpy, Region
 from benchmarks.measure import REPETITIONS, WARM_UPS
 from benchmarks.states import EXPERTS, State
 
@@ -24,7 +24,7 @@ JOB = "bench"
 
 
 class Saves(msgspec.Struct, kw_only=True):
-    """Seconds of each save, from the call, and of the floor before it, if that was measured."""
+    """Seconds of each save, from the call, and of the floor just before it."""
 
     first_committed: float
     floors: list[float] = []
@@ -50,11 +50,14 @@ class Restored(msgspec.Struct, kw_only=True):
     digest: int
 
 
-def save(socket: Path, total_bytes: int, *, alone: bool) -> Saves:
-    """Saves again and again, none of them overlapped with anything; `alone` without the floor,
-    which takes as much memory as the state."""
+def save(socket: Path, total_bytes: int, part_bytes: int) -> Saves:
+    """Saves again and again, none of them overlapped with anything.
+
+    Args:
+        part_bytes: the floor is a memcpy of so much of the state, for want of memory.
+    """
     state = State(total_bytes)
-    memcpy: Callable[[], float] = (lambda: 0.0) if alone else Memcpy(state.regions())
+    memcpy = Memcpy(_first(state.regions(), part_bytes or total_bytes))
     session = _init(state, socket)
     if session.restore() is not None:
         raise RuntimeError("a new job restored something")
@@ -99,6 +102,15 @@ def restore(socket: Path, total_bytes: int) -> Restored:
     )
 
 
+def _first(regions: Sequence[Region], nbytes: int) -> list[Region]:
+    """The first bytes of them all."""
+    found: list[Region] = []
+    for address, size in regions:
+        found.append((address, min(size, nbytes)))
+        nbytes -= found[-1][1]
+    return found
+
+
 def _init(state: State, socket: Path) -> holdfast.Session:
     return holdfast.init(model=state.model, optimizer=state.optimizer, socket=socket, job=JOB)
 
@@ -125,16 +137,17 @@ def _reached(begin: float, wait: Callable[[float], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["save", "save-alone", "restore"])
+    parser.add_argument("what", choices=["save", "restore"])
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--floor-bytes", type=int, default=0, help="of the memcpy; 0: all")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "restore":
         options.out.write_bytes(msgspec.json.encode(restore(options.socket, options.bytes)))
         return
-    saves = save(options.socket, options.bytes, alone=options.what == "save-alone")
+    saves = save(options.socket, options.bytes, options.floor_bytes)
     options.out.write_bytes(msgspec.json.encode(saves))
     os.kill(os.getpid(), signal.SIGKILL)  # the crash that the restores come after
 

@@ -73,6 +73,14 @@ def test_versions_that_a_recovery_passed_over_are_gone() -> None:
         after.recovered({A: generation(1), B: generation(0), C: generation(0)})
 
 
+def test_a_capture_may_forget_the_oldest_versions_of_what_it_captures() -> None:
+    ledger = started()
+    for step in range(5):
+        ledger = ledger.captured(generation(step), [A, B] if step < 2 else [A], keep=2)
+    assert [v.generation.step for v in ledger.versions[A]] == [3, 4]
+    assert [v.generation.step for v in ledger.versions[B]] == [0, 1]
+
+
 def test_pruning_keeps_what_is_held_and_the_newest() -> None:
     ledger = started()
     for step in range(4):
