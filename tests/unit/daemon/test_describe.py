@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -11,11 +10,10 @@ import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.loss_reports import LossReport, RecoveryLoss
-from holdfast_core.values import Directive, Generation, Line, MemberPlace, Membership
+from holdfast_core.values import MemberPlace, Membership
 from holdfast_daemon.describe import (
     as_json,
     current_loss,
-    evidence,
     exit_code,
     loss_report,
     rank_state,
@@ -138,89 +136,3 @@ def test_the_catalogue_is_told_of_recoveries_of_epochs_that_there_were(memory: J
         "at_risk": 3 / 20,
         "at_risk_mlt": 3 / 20,
     }
-
-
-# --- what is told at once -----------------------------------------------------------------------
-
-
-def at_work(memory: JobMemory) -> JobMemory:
-    memory.rank(0).session = session(5)
-    memory.rank(0).last_step = 7
-    memory.directive = directive_with(Generation(5, 7))
-    return memory
-
-
-def directive_with(protected: Generation | None) -> Directive:
-    line = Line(generation=None, reason="nothing was saved")
-    return Directive(job="job", epoch=5, line=line, protected=protected)
-
-
-def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
-    told = evidence(at_work(memory))
-    memory.rank(0).last_step = 8
-    memory.directive = directive_with(Generation(5, 8))
-    assert evidence(memory) == told
-
-
-def _lost(memory: JobMemory) -> None:
-    memory.rank(0).lost_in = 5
-
-
-def _exited(memory: JobMemory) -> None:
-    memory.rank(0).exited = (5, 137)
-
-
-def _agent_waits(memory: JobMemory) -> None:
-    memory.agent_waiting = True
-
-
-def _restored(memory: JobMemory) -> None:
-    memory.rank(0).restored = (Generation(5, 7), "local")
-
-
-def _another_session(memory: JobMemory) -> None:
-    memory.rank(0).session = replace(session(5), id="t")
-
-
-def _protects_no_more(memory: JobMemory) -> None:
-    memory.parity_failure = "no memory"
-
-
-def _nothing_protected(memory: JobMemory) -> None:
-    memory.directive = directive_with(None)
-
-
-def _new_epoch(memory: JobMemory) -> None:
-    assert memory.membership is not None
-    memory.membership = replace(memory.membership, epoch=6)
-
-
-def _has_done_no_step_yet(memory: JobMemory) -> None:
-    memory.rank(0).last_step = 0
-
-
-def _persisted(memory: JobMemory) -> None:
-    memory.persist.stored = Generation(5, 7)
-
-
-@pytest.mark.parametrize(
-    "happens",
-    [
-        _lost,
-        _exited,
-        _agent_waits,
-        _restored,
-        _another_session,
-        _protects_no_more,
-        _nothing_protected,
-        _new_epoch,
-        _has_done_no_step_yet,
-        _persisted,
-    ],
-)
-def test_what_calls_for_a_decision_is_evidence(
-    memory: JobMemory, happens: Callable[[JobMemory], None]
-) -> None:
-    told = evidence(at_work(memory))
-    happens(memory)
-    assert evidence(memory) != told

@@ -1,0 +1,146 @@
+"""What a daemon tells at once is what the control loop calls evidence: each has its own list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from holdfast_core.values import Directive, Generation, Line, MemberPlace, Membership
+from holdfast_daemon.describe import evidence, job_state
+from holdfast_daemon.engine.slots import ParityState
+from holdfast_daemon.engine.state import JobMemory, Session
+from holdfast_daemon.host import JobHost
+from holdfast_operator.heartbeats import evidence_of, job_view
+
+SESSION = Session(id="s", rank=0, epoch=5, layout_id="l", pid=1, claimed=True)
+
+
+@pytest.fixture
+def memory() -> JobMemory:
+    """Of a rank at work."""
+    place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
+    membership = Membership(job="job", epoch=5, members=(place,), nproc_per_node=1, groups=((0,),))
+    memory = JobMemory(
+        job="job", node="a", memory_id="m", incarnation=1, membership=membership, me=0, epoch_seen=5
+    )
+    memory.rank(0).session = SESSION
+    memory.rank(0).last_step = 7
+    memory.directive = directive_with(Generation(5, 7))
+    return memory
+
+
+def directive_with(protected: Generation | None) -> Directive:
+    line = Line(generation=None, reason="nothing was saved")
+    return Directive(job="job", epoch=5, line=line, protected=protected)
+
+
+def told(memory: JobMemory) -> object:
+    """What the control loop takes for evidence in a heartbeat of now."""
+    host = SimpleNamespace(
+        engine=SimpleNamespace(memory=memory),
+        storage=SimpleNamespace(arena_bytes=0, parity_bytes=0),
+        now=0.0,
+    )
+    state = job_state(cast(JobHost, host))
+    return evidence_of(job_view(state))
+
+
+def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
+    before = evidence(memory), told(memory)
+    memory.rank(0).last_step = 8
+    memory.directive = directive_with(Generation(5, 8))
+    assert (evidence(memory), told(memory)) == before
+
+
+def _lost(memory: JobMemory) -> None:
+    memory.rank(0).lost_in = 5
+
+
+def _exited(memory: JobMemory) -> None:
+    memory.rank(0).exited = (5, 137)
+
+
+def _agent_waits(memory: JobMemory) -> None:
+    memory.agent_waiting = True
+
+
+def _restored(memory: JobMemory) -> None:
+    memory.rank(0).restored = (Generation(5, 7), "local")
+
+
+def _restored_from_elsewhere(memory: JobMemory) -> None:
+    memory.rank(0).restored = (None, "parity")
+
+
+def _another_session(memory: JobMemory) -> None:
+    memory.rank(0).session = replace(SESSION, id="t", pid=2)
+
+
+def _protects_no_more(memory: JobMemory) -> None:
+    memory.parity_failure = "no memory"
+
+
+def _nothing_protected(memory: JobMemory) -> None:
+    memory.directive = directive_with(None)
+
+
+def _new_epoch(memory: JobMemory) -> None:
+    assert memory.membership is not None
+    memory.membership = replace(memory.membership, epoch=6)
+
+
+def _something_is_not_verified(memory: JobMemory) -> None:
+    memory.lane_slots(0)[0].state = ParityState.READY
+
+
+def _fenced(memory: JobMemory) -> None:
+    memory.epoch_seen = 6
+
+
+def _line_decided(memory: JobMemory) -> None:
+    line = Line(generation=Generation(4, 3), reason="the newest whole one")
+    memory.directive = Directive(job="job", epoch=5, line=line, protected=Generation(5, 7))
+
+
+def _has_done_no_step_yet(memory: JobMemory) -> None:
+    memory.rank(0).last_step = 0
+
+
+def _persisted(memory: JobMemory) -> None:
+    memory.persist.stored = Generation(5, 7)
+
+
+EVIDENCE = (
+    *(_lost, _exited, _agent_waits, _restored, _restored_from_elsewhere, _another_session),
+    *(
+        _protects_no_more,
+        _nothing_protected,
+        _new_epoch,
+        _something_is_not_verified,
+        _fenced,
+        _line_decided,
+    ),
+)
+
+
+@pytest.mark.parametrize("happens", EVIDENCE)
+def test_what_the_control_loop_takes_for_evidence_is_told_at_once(
+    memory: JobMemory, happens: Callable[[JobMemory], None]
+) -> None:
+    before = evidence(memory), told(memory)
+    happens(memory)
+    assert told(memory) != before[1]
+    assert evidence(memory) != before[0]
+
+
+@pytest.mark.parametrize("happens", [_has_done_no_step_yet, _persisted])
+def test_what_jobs_wait_for_is_told_at_once(
+    memory: JobMemory, happens: Callable[[JobMemory], None]
+) -> None:
+    before = evidence(memory)
+    happens(memory)
+    assert evidence(memory) != before
