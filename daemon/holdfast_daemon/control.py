@@ -16,6 +16,7 @@ import grpc.aio
 
 from holdfast_core.errors import HoldfastError
 from holdfast_daemon.logs import OncePerCause, bind
+from holdfast_daemon.pulse import until_next
 from holdfast_protos import channels, control_pb2, control_pb2_grpc, values_pb2
 from holdfast_protos.changes import changed
 from holdfast_protos.identity import Identity, Role, aio_channel
@@ -101,7 +102,8 @@ class ControlClient:
             _leave_out_known(heartbeat, known)
             yield heartbeat
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s):
+                now = asyncio.get_running_loop().time()
+                async with asyncio.timeout(until_next(self._pause_s, now)):
                     await self._news.wait()
                     await asyncio.sleep(SOON_S)
 

@@ -36,6 +36,7 @@ from holdfast_daemon.effects import (
 )
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.job_storage import AdoptedJob, JobStorage
+from holdfast_daemon.pulse import until_next
 from holdfast_daemon.worker import EffectWorker
 
 TICK_S = 0.25
@@ -172,7 +173,7 @@ class JobHost:
                 self.carry_out(self.engine.claim_ended(arena, self.now))
         self.carry_out(self.engine.tick(self.now))
         pause = IDLE_TICK_S if self.engine.settled else TICK_S
-        self._timer = self._loop.call_later(pause, self._tick)
+        self._timer = self._loop.call_later(until_next(pause, self._loop.time()), self._tick)
 
     def _claim_is_free(self, rank: int, layout_id: str) -> bool:
         return claim_is_free(self.storage.arena(rank, layout_id).path)

@@ -35,6 +35,7 @@ from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
 from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
+from holdfast_daemon.pulse import PULSE_S, until_next
 from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_of
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import DaemonSettings
@@ -47,7 +48,6 @@ from holdfast_daemon.worker import EffectWorker
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.identity_gauges import show_identity
 
-PULSE_S = 1.0
 BULK_TIMEOUT_S = 5.0
 STOP_GRACE_S = 0.5
 JOBS_MAX = 256
@@ -352,9 +352,9 @@ class Node:
             )
             self._traffic.count(self._bulk, self._bulk_client, self._descriptors, self._http)
             self._scrub_next(before)
-            await asyncio.sleep(PULSE_S)
-            lag_s = time.monotonic() - before - PULSE_S
-            self.metrics.observe("loop_lag_seconds", max(0.0, lag_s))
+            pause_s = until_next(PULSE_S, before)
+            await asyncio.sleep(pause_s)
+            self.metrics.observe("loop_lag_seconds", max(0.0, time.monotonic() - before - pause_s))
 
     def _scrub_next(self, now: float) -> None:
         targets = {

@@ -11,7 +11,7 @@ from holdfast_daemon.control import ControlClient
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WAIT_S = 30.0
-NEVER_S = 3600.0
+NEVER_S = 1e9
 
 
 class Listener(control_pb2_grpc.ControlServicer):

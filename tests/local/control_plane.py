@@ -23,9 +23,13 @@ Outbox = queue.SimpleQueue[control_pb2.ControlMessage | None]
 class ControlServer(control_pb2_grpc.ControlServicer):
     """Serves from construction; `stop` and `start` play an operator that goes and comes back."""
 
-    def __init__(self, tls: Path | None = None) -> None:
-        """`tls`: directory of its certificate; plain without one."""
+    def __init__(self, tls: Path | None = None, heartbeat_s: float = 0.1) -> None:
+        """`tls`: directory of its certificate; plain without one.
+
+        `heartbeat_s`: what daemons are told; often, so that tests wait for little.
+        """
         self._tls = tls
+        self._heartbeat_s = heartbeat_s
         self.beats: dict[str, control_pb2.Heartbeat] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._lock = threading.Lock()
@@ -85,7 +89,8 @@ class ControlServer(control_pb2_grpc.ControlServicer):
                 mine.put(None)
 
         threading.Thread(target=listen, daemon=True).start()
-        yield control_pb2.ControlMessage(welcome=control_pb2.Welcome(heartbeat_s=0.1))
+        welcome = control_pb2.Welcome(heartbeat_s=self._heartbeat_s)
+        yield control_pb2.ControlMessage(welcome=welcome)
         while (message := mine.get()) is not None:
             yield message
 
