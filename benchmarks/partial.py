@@ -1,12 +1,12 @@
-"""What a snapshot of some experts takes, beside a full one: `partial_staged`, `partial_committed`.
+"""What a snapshot of some experts takes, beside a full one: `partial_staged`, `partial_committed`,
+and the same with 2 and 4 experts of each layer.
 
-The same state is saved by two processes in turn, each with a daemon of its own: one captures every
-unit, the other one expert of each layer and everything else. The figures are the ratio of the times
-over the ratio of the captured bytes: 1 is time in proportion to bytes. Each time is taken as so
-many times a memcpy just before it, because the memory of a shared machine is not always as fast.
+One process saves the same state in turn through two sessions, each with an arena of its own: one
+captures every unit, the other some experts of each layer and everything else. The figures are the
+ratio of the times over the ratio of the captured bytes: 1 is time in proportion to bytes.
 
-Experts are left out where all of them would take too long, so it is the bytes of some experts that
-are to be `--bytes`, as far as memory goes: the state is four times as large, and its arena twelve.
+Experts are left out where all of them would take too long, so the state is as large as memory
+allows, up to four times `--bytes`.
 
     python -m benchmarks.partial --bytes N --out FILE
 """
@@ -14,86 +14,135 @@ are to be `--bytes`, as far as memory goes: the state is four times as large, an
 from __future__ import annotations
 
 import argparse
-import statistics
-from dataclasses import replace
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import psutil
+import torch
 
+import holdfast
 from benchmarks.cluster import Cluster
-from benchmarks.measure import Figure, Outcome, encode, ratio
-from benchmarks.trainer import work
-from benchmarks.trainer_worker import JOB, Saves
+from benchmarks.measure import WARM_UPS, Figure, Outcome, encode, ratio
+from benchmarks.states import EXPERTS, State
+from benchmarks.trainer_worker import timed_save
 from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
 from holdfast_core.layouts import SLOTS_PER_ARENA
 from holdfast_core.values import Redundancy
 
-ROUNDS = 2
-STATE = 4
-"""How much larger the state is than what is captured with some experts."""
+CHOSEN = (1, 2, 4)
+"""Experts of each layer in a snapshot."""
 
-MEMORY_SHARE = 0.8
+REPETITIONS = 15
+STATE = 4
+"""How much larger the state is than `--bytes`, at most."""
+
+MEMORY_SHARE = 0.85
 """Of what is available."""
 
+WITHIN_S = 300.0
 GIB = 1 << 30
-FLOOR_BYTES = GIB // 2
-POLICIES = (
-    Policy(),
-    Policy(type=PolicyType.PARTIAL_EXPERTS, partial_experts=PartialExperts(experts_per_layer=1)),
-)
 
 
-def measure(captured_bytes: int, directory: Path) -> Outcome:
-    """Both rows; `directory` takes the workers' results."""
-    room = int(MEMORY_SHARE * psutil.virtual_memory().available) - FLOOR_BYTES
-    total_bytes = min(STATE * captured_bytes, room // (1 + SLOTS_PER_ARENA))
-    floor = ("--floor-bytes", str(FLOOR_BYTES))
-    pairs: list[list[Saves]] = []
-    for turn in range(ROUNDS):
-        pairs.append([])
-        for policy in POLICIES:
-            with Cluster(SLOTS_PER_ARENA * total_bytes * 5 // 4) as cluster:
-                daemon = cluster.start("node-0")
-                cluster.control.place(JOB, 1, [daemon.node], redundancy=Redundancy.NONE)
-                out = directory / f"{policy.type.value}-{turn}.json"
-                saves = work("save", daemon, total_bytes, out, Saves, policy, *floor)
-                pairs[-1].append(saves)
-    full, partial = pairs[-1]
+class Taken(msgspec.Struct, kw_only=True):
+    """Seconds of each save of one session, from the call."""
+
+    captured_bytes: int
+    """Of the tensors, in each save but the first."""
+    staged: list[float] = []
+    committed: list[float] = []
+
+
+def measure(nbytes: int, directory: Path) -> Outcome:
+    """All rows; `directory` takes the workers' results."""
+    room = int(MEMORY_SHARE * psutil.virtual_memory().available)
+    total_bytes = min(STATE * nbytes, room // (1 + 2 * SLOTS_PER_ARENA))
+    pairs = [_pair(k, total_bytes, directory / f"partial-{k}.json") for k in CHOSEN]
+    rows = {}
+    for k, (full, some) in zip(CHOSEN, pairs, strict=True):
+        for name in ("staged", "committed"):
+            key = f"partial_{name}" if k == 1 else f"partial_{k}_{name}"
+            rows[key] = _figure(full, some, name)
+    (full, some), *_ = pairs
     return Outcome(
-        rows={f"partial_{name}": _figure(pairs, name) for name in ("staged", "committed")},
-        facts={"full_bytes": full.captured_bytes, "partial_bytes": partial.captured_bytes},
+        rows=rows,
+        facts={"full_bytes": full.captured_bytes, "partial_bytes": some.captured_bytes},
     )
 
 
-def _figure(pairs: list[list[Saves]], name: str) -> Figure:
-    full, partial = pairs[-1]
-    shares = [partial.captured_bytes / full.captured_bytes for full, partial in pairs]
-    figure = ratio(
-        [_over_floor(partial, name) for _, partial in pairs],
-        [share * _over_floor(full, name) for share, (full, _) in zip(shares, pairs, strict=True)],
+def _pair(k: int, total_bytes: int, out: Path) -> tuple[Taken, Taken]:
+    """What a full snapshot took, and one of `k` experts of each layer."""
+    # What alignment adds to the slots is less than a tenth.
+    with Cluster(2 * SLOTS_PER_ARENA * total_bytes * 11 // 10) as cluster:
+        daemon = cluster.start("node-0")
+        for job in _jobs(k):
+            cluster.control.place(job, 1, [daemon.node], redundancy=Redundancy.NONE)
+        command = [sys.executable, "-m", "benchmarks.partial", "--bytes", str(total_bytes)]
+        command += ["--out", str(out), "--save", str(k), "--socket", str(daemon.socket)]
+        subprocess.run(command, check=True, timeout=WITHIN_S)
+    return msgspec.json.decode(out.read_bytes(), type=tuple[Taken, Taken])
+
+
+def _jobs(k: int) -> dict[str, Policy]:
+    some = PartialExperts(experts_per_layer=k)
+    return {
+        "full": Policy(),
+        "some": Policy(type=PolicyType.PARTIAL_EXPERTS, partial_experts=some),
+    }
+
+
+def save_in_turn(socket: Path, total_bytes: int, k: int) -> list[Taken]:
+    """Saves the same state through both sessions, none of the saves overlapped with anything."""
+    state = State(total_bytes)
+    experts = sum(t.nbytes for name, t in state.tensors.items() if ".experts." in name)
+    sessions: list[tuple[holdfast.Session, Taken]] = []
+    for job, policy in _jobs(k).items():
+        os.environ["HOLDFAST_POLICY"] = msgspec.json.encode(policy).decode()
+        session = holdfast.init(
+            model=state.model, optimizer=state.optimizer, socket=socket, job=job
+        )
+        if session.restore() is not None:
+            raise RuntimeError("a new job restored something")
+        session.prepare()
+        left_out = EXPERTS - (k if policy.partial_experts else EXPERTS)
+        taken = Taken(captured_bytes=state.nbytes - experts * left_out // EXPERTS)
+        sessions.append((session, taken))
+    for turn in range(1 + WARM_UPS + REPETITIONS):  # the first save captures every expert
+        for session, taken in sessions:
+            _, _, staged, committed = timed_save(session, state, turn + 1)
+            if turn > WARM_UPS:
+                taken.staged.append(staged)
+                taken.committed.append(committed)
+    for session, _ in sessions:
+        session.close()
+    return [taken for _, taken in sessions]
+
+
+def _figure(full: Taken, some: Taken, name: str) -> Figure:
+    share = some.captured_bytes / full.captured_bytes
+    return ratio(
+        getattr(some, name),
+        [share * seconds for seconds in getattr(full, name)],
         "× its bytes",
-        note=f"one expert of each layer: {shares[-1]:.0%} of {full.captured_bytes / GIB:.1f} GiB",
+        note=f"{share:.0%} of {full.captured_bytes / GIB:.1f} GiB",
     )
-    return replace(
-        figure,
-        seconds=statistics.median(getattr(partial, name)),
-        floor_seconds=shares[-1] * statistics.median(getattr(full, name)),
-    )
-
-
-def _over_floor(saves: Saves, name: str) -> float:
-    """Median of the times, in memcpys of `FLOOR_BYTES`."""
-    times: list[float] = getattr(saves, name)
-    return statistics.median(t / floor for t, floor in zip(times, saves.floors, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--save", type=int, metavar="K", help="be the process that saves")
+    parser.add_argument("--socket", type=Path)
     options = parser.parse_args()
-    found = measure(options.bytes, options.out.parent)
-    options.out.write_bytes(encode(found))
+    if options.save is None:
+        options.out.write_bytes(encode(measure(options.bytes, options.out.parent)))
+        return
+    torch.set_num_threads(1)
+    taken = save_in_turn(options.socket, options.bytes, options.save)
+    options.out.write_bytes(msgspec.json.encode(taken))
 
 
 if __name__ == "__main__":

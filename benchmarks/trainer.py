@@ -10,7 +10,6 @@ the last one, new processes restore, each in an epoch of its own.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import subprocess
@@ -23,15 +22,12 @@ import msgspec
 from benchmarks.cluster import Cluster, Daemon
 from benchmarks.measure import Figure, Outcome, encode, milliseconds, ratio
 from benchmarks.trainer_worker import JOB, Restored, Saves
-from holdfast_core.job_snapshots import Policy
 from holdfast_core.layouts import SLOTS_PER_ARENA
 from holdfast_core.values import Redundancy
 
 ROUNDS = 3
 RESTORES = 5
 WITHIN_S = 300.0
-
-FULL = Policy()
 
 _T = TypeVar("_T")
 
@@ -46,13 +42,13 @@ def measure(total_bytes: int, directory: Path) -> Outcome:
             daemon = cluster.start("node-0")
             cluster.control.place(JOB, 1, [daemon.node], redundancy=Redundancy.NONE)
             out = directory / f"save-{turn}.json"
-            rounds.append(work("save", daemon, total_bytes, out, Saves))
+            rounds.append(_work("save", daemon, total_bytes, out, Saves))
             if turn < ROUNDS - 1:
                 continue
             for epoch in range(2, RESTORES + 2):
                 cluster.control.place(JOB, epoch, [daemon.node], redundancy=Redundancy.NONE)
                 out = directory / f"restore-{epoch}.json"
-                restores.append(work("restore", daemon, total_bytes, out, Restored))
+                restores.append(_work("restore", daemon, total_bytes, out, Restored))
     last = rounds[-1]
     for restored in restores:
         if (restored.step, restored.digest) != (last.step, last.digest):
@@ -90,21 +86,11 @@ def _rows(rounds: list[Saves], restores: list[Restored]) -> dict[str, Figure]:
     }
 
 
-def work(
-    what: str,
-    daemon: Daemon,
-    total_bytes: int,
-    out: Path,
-    kind: type[_T],
-    policy: Policy = FULL,
-    *arguments: str,
-) -> _T:
+def _work(what: str, daemon: Daemon, total_bytes: int, out: Path, kind: type[_T]) -> _T:
     """What a worker process measured; `out` takes it."""
-    variables = os.environ | {"HOLDFAST_POLICY": msgspec.json.encode(policy).decode()}
     command = [sys.executable, "-m", "benchmarks.trainer_worker", what]
     command += ["--socket", str(daemon.socket), "--bytes", str(total_bytes), "--out", str(out)]
-    command += arguments
-    done = subprocess.run(command, check=False, timeout=WITHIN_S, env=variables)
+    done = subprocess.run(command, check=False, timeout=WITHIN_S)
     expected = -signal.SIGKILL if what == "save" else 0
     if done.returncode != expected:
         raise RuntimeError(f"`{what}` ended with {done.returncode}; see its output above")

@@ -9,16 +9,16 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 
 import holdfast
-from benchmarks.floors import Memcpy, Region
+from benchmarks.floors import Memcpy
 from benchmarks.measure import REPETITIONS, WARM_UPS
-from benchmarks.states import EXPERTS, State
+from benchmarks.states import State
 
 JOB = "bench"
 
@@ -35,8 +35,6 @@ class Saves(msgspec.Struct, kw_only=True):
     step: int = 0
     digest: int = 0
     state_bytes: int = 0
-    captured_bytes: int = 0
-    """Of the tensors, in each save but the first."""
 
 
 class Restored(msgspec.Struct, kw_only=True):
@@ -50,25 +48,21 @@ class Restored(msgspec.Struct, kw_only=True):
     digest: int
 
 
-def save(socket: Path, total_bytes: int, part_bytes: int) -> Saves:
-    """Saves again and again, none of them overlapped with anything.
-
-    Args:
-        part_bytes: the floor is a memcpy of so much of the state, for want of memory.
-    """
+def save(socket: Path, total_bytes: int) -> Saves:
+    """Saves again and again, none of them overlapped with anything."""
     state = State(total_bytes)
-    memcpy = Memcpy(_first(state.regions(), part_bytes or total_bytes))
+    memcpy = Memcpy(state.regions())
     session = _init(state, socket)
     if session.restore() is not None:
         raise RuntimeError("a new job restored something")
     session.prepare()
     for _ in range(WARM_UPS):
         memcpy()
-    _, _, _, first = _timed_save(session, state, 1)
+    _, _, _, first = timed_save(session, state, 1)
     saves = Saves(first_committed=first, state_bytes=state.nbytes)
     for turn in range(WARM_UPS + REPETITIONS):
         floor = memcpy()
-        call, blocked, staged, committed = _timed_save(session, state, turn + 2)
+        call, blocked, staged, committed = timed_save(session, state, turn + 2)
         if turn >= WARM_UPS:
             saves.floors.append(floor)
             saves.call.append(call)
@@ -77,9 +71,6 @@ def save(socket: Path, total_bytes: int, part_bytes: int) -> Saves:
             saves.committed.append(committed)
         saves.step = turn + 2
     saves.digest = state.digest()
-    k = session.counters.loss.k or EXPERTS
-    experts = sum(t.nbytes for name, t in state.tensors.items() if ".experts." in name)
-    saves.captured_bytes = state.nbytes - experts * (EXPERTS - k) // EXPERTS
     return saves
 
 
@@ -102,20 +93,11 @@ def restore(socket: Path, total_bytes: int) -> Restored:
     )
 
 
-def _first(regions: Sequence[Region], nbytes: int) -> list[Region]:
-    """The first bytes of them all."""
-    found: list[Region] = []
-    for address, size in regions:
-        found.append((address, min(size, nbytes)))
-        nbytes -= found[-1][1]
-    return found
-
-
 def _init(state: State, socket: Path) -> holdfast.Session:
     return holdfast.init(model=state.model, optimizer=state.optimizer, socket=socket, job=JOB)
 
 
-def _timed_save(
+def timed_save(
     session: holdfast.Session, state: State, step: int
 ) -> tuple[float, float, float, float]:
     """Seconds from the call until `save` returned, the next optimizer step could begin, the
@@ -140,15 +122,13 @@ def main() -> None:
     parser.add_argument("what", choices=["save", "restore"])
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--floor-bytes", type=int, default=0, help="of the memcpy; 0: all")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "restore":
         options.out.write_bytes(msgspec.json.encode(restore(options.socket, options.bytes)))
         return
-    saves = save(options.socket, options.bytes, options.floor_bytes)
-    options.out.write_bytes(msgspec.json.encode(saves))
+    options.out.write_bytes(msgspec.json.encode(save(options.socket, options.bytes)))
     os.kill(os.getpid(), signal.SIGKILL)  # the crash that the restores come after
 
 

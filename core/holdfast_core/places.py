@@ -124,6 +124,11 @@ def bit_map(pieces: Iterable[int], count: int) -> bytes:
     """The bit map of `count` pieces in which those of `pieces` are set."""
     flags = np.zeros(count, dtype=bool)
     flags[list(pieces)] = True
+    return packed(flags)
+
+
+def packed(flags: npt.NDArray[np.bool_]) -> bytes:
+    """The bit map of the pieces' flags."""
     return np.packbits(flags, bitorder="little").tobytes()
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from holdfast._bubbles import Block, Bubbles
 from holdfast._collector import without_collector
 from holdfast._cores import apart
 from holdfast._devices import Device, DeviceMove, Fence
-from holdfast._placed import Placed
+from holdfast._placed import Flags, Placed
 from holdfast_core.layouts import piece_count
 
 BLOCK_PIECES = 16
@@ -79,7 +80,7 @@ class CopyEngine:
         plan: CopyPlan,
         target: Placed,
         fence: Fence,
-        skip: frozenset[int] = frozenset(),
+        skip: Flags | None = None,
         bubbles: Bubbles | None = None,
     ) -> Digests:
         """Copy all tensors into the target, and hash the pieces that they fill. Then the tensors
@@ -87,7 +88,8 @@ class CopyEngine:
 
         Args:
             fence: what the copies must come after on the device.
-            skip: pieces that are left as they are; none of them holds extras.
+            skip: pieces that are left as they are, bool [at most as many as hold tensors]; none of
+                them holds extras. None for no piece.
             bubbles: when to copy what; None for everything now.
 
         Returns:
@@ -101,9 +103,10 @@ class CopyEngine:
         count = piece_count(end, size)
         digests = np.zeros(count, dtype="<u8")
         arena, starts = target.arena, target.starts(count)
+        blocks = _blocks(count, skip)
         moves, memory = plan.device_moves, target.view_of_slot  # as planned
-        if target.places or skip:
-            moves, memory = _in_arena(moves, target, skip), arena
+        if target.places or skip is not None:
+            moves, memory = _in_arena(moves, target, blocks), arena
         waits = self._device.download(() if bubbles else moves, memory, fence)
         moves_of, none = plan.host_moves, ()
 
@@ -113,9 +116,7 @@ class CopyEngine:
                 waits[min(index, len(waits) - 1)]()
             elif index < len(moves) and moves[index]:
                 self._device.download([moves[index]], memory, fence)[0]()
-            for piece in range(first, min(first + BLOCK_PIECES, count)):
-                if piece in skip:
-                    continue
+            for piece in blocks[first]:
                 base = starts[piece]
                 address = target.address + base
                 for start, source, nbytes in moves_of[piece] if piece < len(moves_of) else none:
@@ -126,8 +127,9 @@ class CopyEngine:
 
         feed = None
         if bubbles is not None:
-            feed = bubbles.feed(_blocks(count, size, skip), 1 + len(self._helpers))
-        self._run(block, count, feed=feed)
+            sizes = [Block(first, size * len(pieces)) for first, pieces in blocks.items()]
+            feed = bubbles.feed(sizes, 1 + len(self._helpers))
+        self._run(block, blocks, feed)
         return digests
 
     def finish(self, target: Placed, extras: bytes, digests: Digests) -> bytes:
@@ -194,11 +196,11 @@ class CopyEngine:
             if index < len(device_moves) and device_moves[index]:
                 upload(first, device_moves[index])
 
-        self._run(block, count)
+        self._run(block, range(0, count, BLOCK_PIECES))
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call `work` for 0 … count - 1 on all threads; raises what one of them raised."""
-        self._run(work, count, 1)
+        self._run(work, range(count))
 
     def close(self) -> None:
         """End the threads."""
@@ -208,12 +210,12 @@ class CopyEngine:
     def _run(
         self,
         block: Callable[[int], None],
-        count: int,
-        stride: int = BLOCK_PIECES,
+        firsts: Collection[int],
         feed: Callable[[], int | None] | None = None,
     ) -> None:
-        """Call `block` for each first piece of a block, on all threads; raise what one raised."""
-        take = feed or _in_turn(range(0, count, stride))
+        """Call `block` for each of `firsts`, on all threads, in the order in which `feed` gives
+        them; raise what one raised."""
+        take = feed or _in_turn(firsts)
         failures: list[BaseException] = []
 
         def drain() -> None:
@@ -226,7 +228,7 @@ class CopyEngine:
                 except BaseException as error:
                     failures.append(error)
 
-        helpers = self._helpers if count > stride else []
+        helpers = self._helpers if len(firsts) > 1 else []
         sides = len(helpers) + 1
         finished = [helper.start(apart(drain, i, sides)) for i, helper in enumerate(helpers, 1)]
         apart(drain, 0, sides)()
@@ -309,28 +311,37 @@ def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:
     return take
 
 
-def _blocks(count: int, size: int, skip: frozenset[int]) -> list[Block]:
-    """The blocks of `count` pieces, with the bytes that are not skipped."""
-    blocks = []
-    for first in range(0, count, BLOCK_PIECES):
-        pieces = range(first, min(first + BLOCK_PIECES, count))
-        blocks.append(Block(first, size * sum(piece not in skip for piece in pieces)))
-    return blocks
+def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
+    """By the first piece of each block of `count` pieces, those that are copied; blocks without any
+    are left out."""
+    firsts = range(0, count, BLOCK_PIECES)
+    if skip is None:
+        return {first: range(first, min(first + BLOCK_PIECES, count)) for first in firsts}
+    copied = np.ones(count, dtype=bool)
+    copied[: len(skip)] = ~skip
+    pieces = np.flatnonzero(copied)
+    bounds = np.searchsorted(pieces, [*firsts, count]).tolist()
+    listed = pieces.tolist()
+    return {
+        first: listed[low:high]
+        for first, (low, high) in zip(firsts, pairwise(bounds), strict=True)
+        if low < high
+    }
 
 
 def _in_arena(
-    blocks: Sequence[Sequence[DeviceMove]], target: Placed, skip: frozenset[int]
+    moves: Sequence[Sequence[DeviceMove]], target: Placed, blocks: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[DeviceMove, ...], ...]:
-    """The moves of each block, at the arena's offsets; without those of skipped pieces, which hold
-    whole tensors."""
+    """The moves of each block, at the arena's offsets; without those of pieces that are not copied,
+    which hold whole tensors."""
     size = target.layout.piece_bytes
     return tuple(
         tuple(
             DeviceMove(move.start + target.start(move.start // size), move.nbytes, move.flat)
-            for move in moves
-            if move.start // size not in skip
+            for move in moves_of_block
+            if move.start // size in blocks.get(index * BLOCK_PIECES, ())
         )
-        for moves in blocks
+        for index, moves_of_block in enumerate(moves)
     )
 
 

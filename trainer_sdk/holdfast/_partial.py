@@ -13,11 +13,14 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from holdfast._counting import Counting
 from holdfast._exchange import Exchange
 from holdfast._gradients import Gradients
 from holdfast._measuring import Measuring
 from holdfast._partial_state import PartialState
+from holdfast._placed import Flags
 from holdfast._settings import Settings
 from holdfast_core.agreed_counts import UNKNOWN, AgreedCounts, Mark, Statement
 from holdfast_core.expert_ledger import ExpertLedger
@@ -26,9 +29,11 @@ from holdfast_core.experts import ExpertTable
 from holdfast_core.job_snapshots import Selective
 from holdfast_core.layouts import Layout
 from holdfast_core.loss_reports import LossReport, RecoveryLoss
+from holdfast_core.persisted import Run
 from holdfast_core.recompute import gradient_pieces
 from holdfast_core.replenish import Replenishing
 from holdfast_core.selection_pec import select_sequential, sequential_bound
+from holdfast_core.sparse_files import runs_of_pieces
 from holdfast_core.token_loss import LossAccount
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
@@ -178,8 +183,9 @@ class PartialCapture:
         """Snapshots have this layout from now on."""
         self._pieces = Pieces(layout)
 
-    def pieces(self, left_out: Collection[UnitKey], newest: Generation | None) -> frozenset[int]:
-        """What a snapshot that captures all experts but these leaves as it is in `newest`."""
+    def pieces(self, left_out: Collection[UnitKey], newest: Generation | None) -> Flags:
+        """What a snapshot that captures all experts but these leaves as it is in `newest`: bool
+        [pieces that hold nothing of the extras]."""
         wanted: Collection[UnitKey] = ()
         if self._gradients is not None:
             wanted = self._gradients.ready(newest, self.own.difference(left_out))
@@ -293,20 +299,25 @@ class Pieces:
 
     def __init__(self, layout: Layout | None = None) -> None:
         """None where every snapshot captures everything."""
-        self._of = {} if layout is None else expert_pieces(layout)
-        self._gradients = {} if layout is None else gradient_pieces(layout)
+        self._count = 0 if layout is None else layout.extras_offset // layout.piece_bytes
+        self._of = {} if layout is None else _runs(expert_pieces(layout))
+        self._gradients = {} if layout is None else _runs(gradient_pieces(layout))
 
-    def left(
-        self, left_out: Collection[UnitKey], with_gradients: Collection[UnitKey]
-    ) -> frozenset[int]:
+    def left(self, left_out: Collection[UnitKey], with_gradients: Collection[UnitKey]) -> Flags:
         """Those of the experts that are left out, and of gradients that are not wanted."""
-        found: set[int] = set()
+        flags = np.zeros(self._count, dtype=bool)
         for unit in left_out:
-            found |= self._of.get(unit, frozenset())
-        for unit, pieces in self._gradients.items():
+            for first, end in self._of.get(unit, ()):
+                flags[first:end] = True
+        for unit, runs in self._gradients.items():
             if unit not in with_gradients:
-                found |= pieces
-        return frozenset(found)
+                for first, end in runs:
+                    flags[first:end] = True
+        return flags
+
+
+def _runs(pieces_of: Mapping[UnitKey, frozenset[int]]) -> dict[UnitKey, tuple[Run, ...]]:
+    return {unit: runs_of_pieces(pieces) for unit, pieces in pieces_of.items()}
 
 
 def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
+
+Flags = npt.NDArray[np.bool_]
+"""Whether something holds for each piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +52,9 @@ class Placed:
         """`start` of the first `pieces` pieces."""
         if not self.places:
             return [self.slot * self.layout.slot_bytes] * pieces
-        of_slot = [slot * self.layout.slot_bytes for slot in range(SLOTS_PER_ARENA)]
-        return [of_slot[slot] for slot in self.places[:pieces]]
+        slots = np.frombuffer(self.places, dtype=np.uint8)[:pieces]
+        found: list[int] = (slots.astype(np.int64) * self.layout.slot_bytes).tolist()
+        return found
 
     @property
     def view_of_slot(self) -> memoryview:

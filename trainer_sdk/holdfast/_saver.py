@@ -30,7 +30,7 @@ from holdfast._link import Link
 from holdfast._nans import units_with_nan
 from holdfast._partial import partial_capture
 from holdfast._partial_state import PartialState
-from holdfast._placed import Placed
+from holdfast._placed import Flags, Placed
 from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
 from holdfast._replicas import agree, state_of
 from holdfast._restore import Restored
@@ -44,7 +44,7 @@ from holdfast_core.errors import (
     StaleEpochError,
 )
 from holdfast_core.layouts import Layout
-from holdfast_core.places import bit_map
+from holdfast_core.places import packed
 from holdfast_core.topology import Topology
 from holdfast_core.units import UnitKey
 from holdfast_core.values import Generation
@@ -218,21 +218,20 @@ class Saver:
             task.handle._reach(task.handle.staged)
             return
         step, link = task.handle.step, self._link
-        left_out, pieces = frozenset[UnitKey](), frozenset[int]()
+        left_out, skip, base, unchanged = frozenset[UnitKey](), None, None, b""
         if self.partial is not None:
             left_out = self.partial.left_out(task.number)
-            pieces = self.partial.pieces(left_out, self._newest)
-        unchanged = bit_map(pieces, max(pieces) + 1) if pieces else b""
-        placed, carried = link.grant(step, self._newest if pieces else None, unchanged)
+            skip = self.partial.pieces(left_out, self._newest)
+            base, unchanged = (self._newest, packed(skip)) if skip.any() else (None, b"")
+        placed, carried = link.grant(step, base, unchanged)
         if not task.hold():
             link.abort(step, "training went on before the copy began")
             return
         if self.partial is not None:
             left_out = left_out if carried else left_out - self.partial.own
             self.partial.attempt(task.number, left_out)
-        pieces = pieces if carried else frozenset()
         try:
-            digests = self._capture(task, placed, pieces, left_out)
+            digests = self._capture(task, placed, skip if carried else None, left_out)
             commit, state = self._finish(task, placed, left_out, digests)
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
@@ -297,12 +296,12 @@ class Saver:
             self.partial.opened(layout)
 
     def _capture(
-        self, task: Task, placed: Placed, pieces: frozenset[int], left_out: Collection[UnitKey]
+        self, task: Task, placed: Placed, skip: Flags | None, left_out: Collection[UnitKey]
     ) -> Digests:
         """Copy the tensors, and give them back to training."""
         plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
-        digests = self._engine.capture(plan, placed, task.fence, pieces, self.bubbles)
+        digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
         generation = Generation(self._link.epoch or 0, task.handle.step)
         if self.partial is not None:  # before training goes on
             self.partial.staged(generation, left_out)
@@ -312,7 +311,8 @@ class Saver:
         time.sleep(0)  # gives way to training, which would wait for the interpreter up to 5 ms
         self.tally.counters.staged_s = now_s - task.began_s
         if self.partial is not None:
-            nbytes = placed.layout.extras_offset - len(pieces) * placed.layout.piece_bytes
+            kept = 0 if skip is None else int(skip.sum()) * placed.layout.piece_bytes
+            nbytes = placed.layout.extras_offset - kept
             self.partial.measuring.copied(generation, nbytes, began_s, now_s)
         return digests
 
