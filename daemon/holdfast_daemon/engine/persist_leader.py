@@ -135,9 +135,11 @@ def _candidate(
 
 
 def _was_protected(memory: JobMemory, membership: Membership, directive: Directive) -> bool:
-    """Whether there is something to lose, and everybody has said what there is."""
+    """Whether there is something to lose, and everybody has said what there is. What an epoch goes
+    on from is nothing to lose once storage has it: most often it came from there."""
     members = [memory.reports.get(place.index) for place in membership.members]
-    promised = directive.protected or (directive.line and directive.line.generation)
+    line, stored = directive.line and directive.line.generation, directive.persisted
+    promised = directive.protected or (line if line != stored else None)
     return promised is not None and all(r is not None and r.verified for r in members)
 
 

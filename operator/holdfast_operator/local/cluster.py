@@ -22,6 +22,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -224,7 +225,7 @@ class LocalCluster:
 
     def _budget_bytes(self, nodes: int) -> int:
         """Bytes for each node's daemon: the job's limit, or a share of what is free."""
-        free = shutil.disk_usage(self.directory.memory).free + _held_bytes(self.directory.memory)
+        free = shutil.disk_usage(self.directory.memory).free + held_bytes(self.directory.memory)
         wanted = self.job.memory_per_node_bytes
         if wanted is None:
             return max(1, int(free * USABLE_FRACTION) // nodes)
@@ -375,10 +376,11 @@ class LocalCluster:
                 continue
 
 
-def _held_bytes(path: Path) -> int:
-    """Bytes that an earlier run's nodes hold below `path`."""
-    return sum(
-        Path(directory, name).lstat().st_blocks * 512
-        for directory, _, names in os.walk(path)
-        for name in names
-    )
+def held_bytes(path: Path) -> int:
+    """Bytes that an earlier run's nodes hold below `path`, whose daemons may be writing there."""
+    found = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found += Path(directory, name).lstat().st_blocks * 512
+    return found

@@ -124,6 +124,19 @@ def test_what_lost_its_redundancy_is_ordered_at_once(memory: JobMemory) -> None:
     assert memory.out[-1].detail == "redundancy is lost"  # type: ignore[union-attr]
 
 
+def test_what_came_from_storage_is_not_lost_while_it_has_no_redundancy_yet(
+    memory: JobMemory,
+) -> None:
+    memory.membership = replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=99))
+    line = Line(generation=OLD, reason="from storage")
+    directive = Directive(job="job", epoch=1, line=line, persisted=OLD, retained=OLD)
+    memory.directive = directive
+    memory.reports = {member: report(member, OLD, NEW, protected=False) for member in (0, 1)}
+    assert lead(memory).persist is None
+    memory.directive = replace(directive, protected=NEW)
+    assert lead(memory).persist == ORDER
+
+
 def test_a_fenced_leader_orders_nothing(memory: JobMemory) -> None:
     memory.epoch_seen = 2
     assert lead(memory).persist is None

@@ -18,6 +18,7 @@ from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageErro
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.cli import main
 from holdfast_operator.local import Commands, LocalCluster, LocalSettings, Status, read_status
+from holdfast_operator.local.cluster import held_bytes
 from holdfast_operator.local.processes import marked
 from holdfast_operator.views import ConditionType, Outcome
 
@@ -151,6 +152,15 @@ def test_a_run_takes_over_what_an_earlier_control_loop_left(run_directory: Path)
             await second.wait_for(runs_in(3), timeout_s=WAIT_S)
 
     asyncio.run(scenario())
+
+
+def test_files_that_daemons_delete_while_they_are_counted_count_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "held").write_bytes(bytes(4096))
+    listed: list[tuple[str, list[str], list[str]]] = [(str(tmp_path), [], ["gone", "held"])]
+    monkeypatch.setattr(os, "walk", lambda _: listed)
+    assert held_bytes(tmp_path) == 4096
 
 
 def test_its_processes_have_certificates_and_a_token_which_go_with_the_run(
