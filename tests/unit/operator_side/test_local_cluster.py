@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,7 +20,8 @@ from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.cli import main
 from holdfast_operator.local import Commands, LocalCluster, LocalSettings, Status, read_status
 from holdfast_operator.local.cluster import held_bytes
-from holdfast_operator.local.processes import marked
+from holdfast_operator.local.directory import RunDirectory
+from holdfast_operator.local.processes import kill_marked, marked
 from holdfast_operator.views import ConditionType, Outcome
 
 HERE = Path(__file__).parent
@@ -29,9 +31,13 @@ ENDLESS = 10**6
 
 @pytest.fixture
 def run_directory() -> Iterator[Path]:
+    """A run leaves neither processes nor memory behind; nor does a test that fails."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        yield Path(path) / "run"
-        assert not list(Path("/dev/shm").glob(f"holdfast-{os.getuid()}/*/{Path(path).name}"))
+        left = RunDirectory(Path(path) / "run", tiny_job().key)
+        yield left.path
+        processes, memory = kill_marked(left.mark()), left.memory.exists()
+        shutil.rmtree(left.memory, ignore_errors=True)
+        assert (processes, memory) == (0, False)
 
 
 def tiny_job(
