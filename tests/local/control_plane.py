@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 from waiting import wait_for
 
-from holdfast_protos import control_pb2, control_pb2_grpc
+from holdfast_protos import control_pb2, control_pb2_grpc, values_pb2
 from holdfast_protos.identity import AUTHORITY, CERTIFICATE, KEY
 
 Outbox = queue.SimpleQueue[control_pb2.ControlMessage | None]
@@ -32,6 +32,8 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         self._heartbeat_s = heartbeat_s
         self.beats: dict[str, control_pb2.Heartbeat] = {}
         self._outboxes: dict[str, Outbox] = {}
+        self._known: dict[str, dict[str, values_pb2.Membership]] = {}
+        """By node and job, the membership that passed last, either way: heartbeats leave it out."""
         self._lock = threading.Lock()
         self.port = 0
         self.start()
@@ -74,15 +76,15 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         first = next(request_iterator)
         mine: Outbox = queue.SimpleQueue()
         with self._lock:
-            self.beats[first.node] = first
-            self._outboxes[first.node] = mine
+            self._outboxes[first.node], self._known[first.node] = mine, {}
+            self._remember(first)
 
         def listen() -> None:
             try:
                 for beat in request_iterator:
                     with self._lock:
                         if self._outboxes.get(beat.node) is mine:
-                            self.beats[beat.node] = beat
+                            self._remember(beat)
             except grpc.RpcError:
                 return
             finally:
@@ -97,8 +99,21 @@ class ControlServer(control_pb2_grpc.ControlServicer):
     def send(self, node: str, message: control_pb2.ControlMessage) -> None:
         with self._lock:
             box = self._outboxes.get(node)
+            if box is not None and message.HasField("membership"):
+                self._known[node][message.membership.job] = message.membership
         if box is not None:
             box.put(message)
+
+    def _remember(self, beat: control_pb2.Heartbeat) -> None:
+        known = self._known[beat.node]
+        for state in beat.jobs:
+            if state.HasField("membership"):
+                known[state.job] = state.membership
+                continue
+            held = known.get(state.job)
+            if held and (held.epoch, held.revision) == (state.epoch, state.revision):
+                state.membership.CopyFrom(held)
+        self.beats[beat.node] = beat
 
     def forget(self, node: str) -> None:
         """Do not take what the node said before for what it says when it comes back."""
