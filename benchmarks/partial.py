@@ -106,7 +106,7 @@ def save_in_turn(socket: Path, total_bytes: int, k: int) -> list[Taken]:
         if session.restore() is not None:
             raise RuntimeError("a new job restored something")
         session.prepare()
-        left_out = EXPERTS - (k if policy.partial_experts else EXPERTS)
+        left_out = EXPERTS - k if policy.partial_experts else 0
         taken = Taken(captured_bytes=state.nbytes - experts * left_out // EXPERTS)
         sessions.append((session, taken))
     for turn in range(1 + WARM_UPS + REPETITIONS):  # the first save captures every expert
