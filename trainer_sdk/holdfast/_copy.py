@@ -102,7 +102,7 @@ class CopyEngine:
         size, end = plan.piece_bytes, target.layout.extras_offset
         count = piece_count(end, size)
         digests = np.zeros(count, dtype="<u8")
-        arena, starts = target.arena, target.starts(count)
+        arena, slots, slot_bytes = target.arena, target.slots(count), target.layout.slot_bytes
         blocks = _blocks(count, skip)
         moves, memory = plan.device_moves, target.view_of_slot  # as planned
         if target.places or skip is not None:
@@ -117,7 +117,7 @@ class CopyEngine:
             elif index < len(moves) and moves[index]:
                 self._device.download([moves[index]], memory, fence)[0]()
             for piece in blocks[first]:
-                base = starts[piece]
+                base = slots[piece] * slot_bytes
                 address = target.address + base
                 for start, source, nbytes in moves_of[piece] if piece < len(moves_of) else none:
                     _memmove(address + start, source, nbytes)
@@ -143,10 +143,9 @@ class CopyEngine:
         end = offset + len(extras)
         target.write(offset, extras)
         whole = offset // size
-        starts = target.starts(piece_count(end, size))
         rest = [
-            xxh3_64_intdigest(target.arena[start + at : start + min(at + size, end)])
-            for at, start in zip(range(whole * size, end, size), starts[whole:], strict=True)
+            xxh3_64_intdigest(target.view(at, min(size, end - at)))
+            for at in range(whole * size, end, size)
         ]
         return digests[:whole].tobytes() + np.array(rest, dtype="<u8").tobytes()
 
@@ -165,7 +164,7 @@ class CopyEngine:
         """
         size, end = plan.piece_bytes, payload_bytes
         count = -(-end // size)
-        arena, starts = source.arena, source.starts(count)
+        arena, slots, slot_bytes = source.arena, source.slots(count), source.layout.slot_bytes
         expected = np.frombuffer(digests, dtype="<u8").tolist()
         moves_of, device_moves, none = plan.host_moves, plan.device_moves, ()
         buffers = threading.local()
@@ -177,14 +176,15 @@ class CopyEngine:
             for piece in range(first, min(first + BLOCK_PIECES, count)):
                 at = piece * size
                 to = buffers.tensor.data_ptr() + at - low
-                _memmove(to, source.address + starts[piece] + at, min(size, end - at))
+                _memmove(to, source.address + source.start(piece) + at, min(size, end - at))
             self._device.upload(moves, buffers.tensor, low)
 
         def block(first: int) -> None:
             low = first * size
-            populate(source.address + starts[first] + low, min(BLOCK_PIECES * size, end - low))
+            address = source.address + source.start(first) + low
+            populate(address, min(BLOCK_PIECES * size, end - low))
             for piece in range(first, min(first + BLOCK_PIECES, count)):
-                base = starts[piece]
+                base = slots[piece] * slot_bytes
                 address = source.address + base
                 for start, target, nbytes in moves_of[piece] if piece < len(moves_of) else none:
                     _memmove(target, address + start, nbytes)
@@ -314,18 +314,18 @@ def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:
 def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
     """By the first piece of each block of `count` pieces, those that are copied; blocks without any
     are left out."""
-    firsts = range(0, count, BLOCK_PIECES)
     if skip is None:
+        firsts = range(0, count, BLOCK_PIECES)
         return {first: range(first, min(first + BLOCK_PIECES, count)) for first in firsts}
     copied = np.ones(count, dtype=bool)
     copied[: len(skip)] = ~skip
     pieces = np.flatnonzero(copied)
-    bounds = np.searchsorted(pieces, [*firsts, count]).tolist()
+    block_of = pieces // BLOCK_PIECES
+    begins = np.flatnonzero(np.diff(block_of, prepend=-1)).tolist()
     listed = pieces.tolist()
     return {
-        first: listed[low:high]
-        for first, (low, high) in zip(firsts, pairwise(bounds), strict=True)
-        if low < high
+        listed[begin] // BLOCK_PIECES * BLOCK_PIECES: listed[begin:end]
+        for begin, end in pairwise([*begins, len(listed)])
     }
 
 

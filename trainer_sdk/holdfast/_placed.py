@@ -18,6 +18,8 @@ from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
 Flags = npt.NDArray[np.bool_]
 """Whether something holds for each piece."""
 
+_SLOTS = bytes(range(SLOTS_PER_ARENA))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
@@ -36,11 +38,11 @@ class Placed:
     places: bytes = b""
 
     def __post_init__(self) -> None:
-        slots = {self.slot, *self.places}
-        if len(self.arena) < self.layout.arena_bytes or max(slots) >= SLOTS_PER_ARENA:
+        inside = self.slot in range(SLOTS_PER_ARENA) and not self.places.translate(None, _SLOTS)
+        if len(self.arena) < self.layout.arena_bytes or not inside:
             raise CorruptError(
-                f"slots {sorted(slots)} of {self.layout.slot_bytes} bytes do not lie in an arena "
-                f"of {len(self.arena)} bytes"
+                f"slots {sorted({self.slot, *self.places})} of {self.layout.slot_bytes} bytes do "
+                f"not lie in an arena of {len(self.arena)} bytes"
             )
 
     def start(self, piece: int) -> int:
@@ -48,13 +50,9 @@ class Placed:
         slot = self.places[piece] if self.places else self.slot
         return slot * self.layout.slot_bytes
 
-    def starts(self, pieces: int) -> list[int]:
-        """`start` of the first `pieces` pieces."""
-        if not self.places:
-            return [self.slot * self.layout.slot_bytes] * pieces
-        slots = np.frombuffer(self.places, dtype=np.uint8)[:pieces]
-        found: list[int] = (slots.astype(np.int64) * self.layout.slot_bytes).tolist()
-        return found
+    def slots(self, pieces: int) -> bytes:
+        """The slot of each of the first `pieces` pieces."""
+        return self.places[:pieces] or bytes([self.slot]) * pieces
 
     @property
     def view_of_slot(self) -> memoryview:

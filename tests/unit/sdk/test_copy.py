@@ -25,6 +25,7 @@ from holdfast._copy import (
 )
 from holdfast._devices import CpuDevice, DeviceMove, Fence
 from holdfast._placed import Flags, Placed
+from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import Layout, piece_digests, round_up
 
 PIECE = 64
@@ -238,3 +239,38 @@ def test_tensors_that_are_not_contiguous_pass_through_their_staging(engine: Copy
     assert torch.equal(
         torch.frombuffer(target.view(0, 48), dtype=torch.float32, count=12).reshape(4, 3), live
     )
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 3 * BLOCK_PIECES), st.data())
+def test_any_pieces_can_be_skipped(engine: CopyEngine, whole: int, data: st.DataObject) -> None:
+    flat = torch.arange(whole * PIECE + 5).mul(7).remainder(255).add(1).to(torch.uint8)
+    plan = plan_copy([(0, 0, flat)], (), PIECE)
+    known = data.draw(st.integers(0, whole))
+    skip = np.array(data.draw(st.lists(st.booleans(), min_size=known, max_size=known)), dtype=bool)
+    target = placed(flat.numel(), flat.numel() + PIECE)
+    digests = np.frombuffer(captured(engine, plan, target, skip=skip), dtype="<u8")
+    payload = target.read(0, flat.numel())
+    expected = np.frombuffer(piece_digests(payload, PIECE), dtype="<u8").copy()
+    expected[:known][skip] = 0
+    assert np.array_equal(digests, expected)
+    for piece in range(whole + 1):
+        part = flat[piece * PIECE : (piece + 1) * PIECE].numpy().tobytes()
+        left = piece < known and skip[piece]
+        assert payload[piece * PIECE : (piece + 1) * PIECE] == (bytes(len(part)) if left else part)
+
+
+@pytest.mark.parametrize(
+    ("slot", "places"), [(-1, b""), (3, b""), (300, b""), (0, b"\x00\x03"), (0, b"\xff\x01")]
+)
+def test_places_beyond_the_arena_are_refused(slot: int, places: bytes) -> None:
+    with pytest.raises(CorruptError, match="do not lie in an arena"):
+        placed(2 * PIECE, 2 * PIECE, slot=slot, places=places)
+
+
+def test_an_arena_that_is_too_small_is_refused() -> None:
+    good = placed(2 * PIECE, 2 * PIECE)
+    with pytest.raises(CorruptError, match="do not lie in an arena"):
+        replace(good, arena=good.arena[:-1])
