@@ -3,7 +3,9 @@ and the same with 2 and 4 experts of each layer.
 
 One process saves the same state in turn through two sessions, each with an arena of its own: one
 captures every unit, the other some experts of each layer and everything else. The figures are the
-ratio of the times over the ratio of the captured bytes: 1 is time in proportion to bytes.
+ratio of the times over the ratio of the captured bytes: 1 is time in proportion to bytes. What is
+over, `partial_over`, does not grow with them; a floor under it, `partial_over_floor`, is what two
+calls take that ask the daemon for nothing after as long a silence, because each save makes two.
 
 Experts are left out where all of them would take too long, so the state is as large as memory
 allows, up to four times `--bytes`.
@@ -17,20 +19,24 @@ import argparse
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import msgspec
 import psutil
 import torch
 
 import holdfast
 from benchmarks.cluster import Cluster
-from benchmarks.measure import WARM_UPS, Figure, Outcome, encode, ratio
+from benchmarks.measure import WARM_UPS, Figure, Outcome, encode, milliseconds, ratio, timed
 from benchmarks.states import EXPERTS, State
 from benchmarks.trainer_worker import timed_save
 from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
 from holdfast_core.layouts import SLOTS_PER_ARENA
 from holdfast_core.values import Redundancy
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 CHOSEN = (1, 2, 4)
 """Experts of each layer in a snapshot."""
@@ -41,6 +47,9 @@ STATE = 4
 
 MEMORY_SHARE = 0.85
 """Of what is available."""
+
+SILENCE_S = 0.1
+"""Before a bare call: about as long as a save copies."""
 
 WITHIN_S = 300.0
 GIB = 1 << 30
@@ -55,25 +64,59 @@ class Taken(msgspec.Struct, kw_only=True):
     committed: list[float] = []
 
 
+class Compared(msgspec.Struct, kw_only=True):
+    """Of one process that saves through two sessions."""
+
+    full: Taken
+    some: Taken
+    calls: list[float]
+    """Seconds of two bare calls."""
+
+    @property
+    def share(self) -> float:
+        return self.some.captured_bytes / self.full.captured_bytes
+
+    def figure(self, name: str) -> Figure:
+        """How much longer `some` takes than its share of what `full` does."""
+        return ratio(
+            getattr(self.some, name),
+            [self.share * seconds for seconds in getattr(self.full, name)],
+            "× its bytes",
+            note=f"{self.share:.0%} of {self.full.captured_bytes / GIB:.1f} GiB",
+        )
+
+    def over(self) -> list[float]:
+        """The seconds that it takes longer, until committed."""
+        pairs = zip(self.some.committed, self.full.committed, strict=True)
+        return [some - self.share * full for some, full in pairs]
+
+
 def measure(nbytes: int, directory: Path) -> Outcome:
     """All rows; `directory` takes the workers' results."""
     room = int(MEMORY_SHARE * psutil.virtual_memory().available)
     total_bytes = min(STATE * nbytes, room // (1 + 2 * SLOTS_PER_ARENA))
-    pairs = [_pair(k, total_bytes, directory / f"partial-{k}.json") for k in CHOSEN]
+    found = {k: _compare(k, total_bytes, directory / f"partial-{k}.json") for k in CHOSEN}
     rows = {}
-    for k, (full, some) in zip(CHOSEN, pairs, strict=True):
+    for k, compared in found.items():
         for name in ("staged", "committed"):
             key = f"partial_{name}" if k == 1 else f"partial_{k}_{name}"
-            rows[key] = _figure(full, some, name)
-    (full, some), *_ = pairs
+            rows[key] = compared.figure(name)
+    everything = [seconds for compared in found.values() for seconds in compared.over()]
+    rows["partial_over"] = milliseconds(everything)
+    calls = [seconds for compared in found.values() for seconds in compared.calls]
+    rows["partial_over_floor"] = milliseconds(calls)
+    first = found[CHOSEN[0]]
     return Outcome(
         rows=rows,
-        facts={"full_bytes": full.captured_bytes, "partial_bytes": some.captured_bytes},
+        facts={
+            "full_bytes": first.full.captured_bytes,
+            "partial_bytes": first.some.captured_bytes,
+        },
     )
 
 
-def _pair(k: int, total_bytes: int, out: Path) -> tuple[Taken, Taken]:
-    """What a full snapshot took, and one of `k` experts of each layer."""
+def _compare(k: int, total_bytes: int, out: Path) -> Compared:
+    """A full snapshot, and one of `k` experts of each layer."""
     # What alignment adds to the slots is less than a tenth.
     with Cluster(2 * SLOTS_PER_ARENA * total_bytes * 11 // 10) as cluster:
         daemon = cluster.start("node-0")
@@ -82,7 +125,7 @@ def _pair(k: int, total_bytes: int, out: Path) -> tuple[Taken, Taken]:
         command = [sys.executable, "-m", "benchmarks.partial", "--bytes", str(total_bytes)]
         command += ["--out", str(out), "--save", str(k), "--socket", str(daemon.socket)]
         subprocess.run(command, check=True, timeout=WITHIN_S)
-    return msgspec.json.decode(out.read_bytes(), type=tuple[Taken, Taken])
+    return msgspec.json.decode(out.read_bytes(), type=Compared)
 
 
 def _jobs(k: int) -> dict[str, Policy]:
@@ -93,7 +136,7 @@ def _jobs(k: int) -> dict[str, Policy]:
     }
 
 
-def save_in_turn(socket: Path, total_bytes: int, k: int) -> list[Taken]:
+def save_in_turn(socket: Path, total_bytes: int, k: int) -> Compared:
     """Saves the same state through both sessions, none of the saves overlapped with anything."""
     state = State(total_bytes)
     experts = sum(t.nbytes for name, t in state.tensors.items() if ".experts." in name)
@@ -117,17 +160,18 @@ def save_in_turn(socket: Path, total_bytes: int, k: int) -> list[Taken]:
                 taken.committed.append(committed)
     for session, _ in sessions:
         session.close()
-    return [taken for _, taken in sessions]
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        hello = trainer_pb2_grpc.TrainerStub(channel).Hello
+        calls = [_call(hello) + _call(hello) for _ in range(WARM_UPS + REPETITIONS)]
+    (_, full), (_, some) = sessions
+    return Compared(full=full, some=some, calls=calls[WARM_UPS:])
 
 
-def _figure(full: Taken, some: Taken, name: str) -> Figure:
-    share = some.captured_bytes / full.captured_bytes
-    return ratio(
-        getattr(some, name),
-        [share * seconds for seconds in getattr(full, name)],
-        "× its bytes",
-        note=f"{share:.0%} of {full.captured_bytes / GIB:.1f} GiB",
-    )
+def _call(hello: Callable[..., object]) -> float:
+    """Seconds of a call that asks a daemon for nothing, after a silence."""
+    time.sleep(SILENCE_S)
+    request = trainer_pb2.HelloRequest(protocol_version=codec.PROTOCOL_VERSION, job="full")
+    return timed(lambda: hello(request))
 
 
 def main() -> None:

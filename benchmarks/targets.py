@@ -29,6 +29,10 @@ TARGETS: tuple[Target, ...] = (
     Target(key="partial_2_committed", figure="2 of 8 experts: committed", at_most=1.1),
     Target(key="partial_4_staged", figure="4 of 8 experts: staged", at_most=1.1),
     Target(key="partial_4_committed", figure="4 of 8 experts: committed", at_most=1.1),
+    Target(key="partial_over", figure="… committed, over its share", at_most=None),
+    Target(
+        key="partial_over_floor", figure="… … floor: two calls to a daemon at rest", at_most=None
+    ),
     Target(key="restore", figure="restore after a trainer crash", at_most=1.3),
     Target(key="restore_floor", figure="… floor: reading the bytes back", at_most=None),
     Target(key="protected", figure="protected, 4 daemons on loopback", at_most=1.5),
