@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,18 @@ def test_nothing_is_granted_while_an_earlier_trainer_may_write_anywhere() -> Non
     assert arena.free_slot() is None
     again.claim_ended(arena, 0.0)
     assert arena.free_slot() is not None
+
+
+def test_a_new_epoch_leaves_a_slot_to_the_trainer_that_may_still_write_into_it() -> None:
+    engine = Engine()
+    engine.save(1)
+    granted = engine.grant(2)
+    slot = engine.arena.slots[granted.slot]
+    engine.do(engine.engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0))
+    assert slot.state is SlotState.GRANTED
+    assert engine.arena.free_slot() is not slot
+    engine.do(engine.engine.session_ended(engine.session, clean=False, now=0.0))
+    assert slot.state is SlotState.FREE
 
 
 def test_what_an_earlier_daemon_left_is_verified_newest_first() -> None:
