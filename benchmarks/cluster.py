@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import queue
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+import msgspec
 
 from benchmarks.floors import SHARED_MEMORY
 from holdfast_core.values import MemberPlace, Membership, Redundancy, Tier
@@ -138,8 +138,8 @@ class Daemon:
     node: str
     root: Path
     process: subprocess.Popen[bytes]
-    metrics: str
-    """URL of its metrics."""
+    host: str
+    log: Path
 
     @property
     def socket(self) -> Path:
@@ -152,7 +152,10 @@ class Daemon:
 
     def metric(self, name: str, job: str) -> float:
         """The value of one of the job's series in the daemon's metrics; 0 when there is none."""
-        with urllib.request.urlopen(self.metrics, timeout=WITHIN_S) as reply:
+        events = map(msgspec.json.decode, self.log.read_bytes().splitlines())
+        port = next(e["metrics_port"] for e in events if e["event"] == "daemon_started")
+        url = f"http://{self.host}:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=WITHIN_S) as reply:
             text = reply.read().decode()
         series = f'{name}{{job="{job}"}} '
         found = [line for line in text.splitlines() if line.startswith(series)]
@@ -182,12 +185,12 @@ class Cluster:
         command = [sys.executable, "-m", "holdfast_daemon", "--root", str(root), "--node", node]
         command += ["--host", ADDRESS.format(number), "--control", self.control.address]
         command += ["--insecure", "--budget", str(self._budget_bytes), "--scrub-interval", "86400"]
-        metrics_port = _free_port(ADDRESS.format(number))
-        command += ["--metrics-port", str(metrics_port)]
-        with (self._directory / f"{node}.log").open("wb") as log:
+        command += ["--metrics-port", "0"]
+        path = self._directory / f"{node}.log"
+        with path.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)
-        metrics = f"http://{ADDRESS.format(number)}:{metrics_port}/metrics"
-        daemon = Daemon(node=node, root=root, process=process, metrics=metrics)
+        host = ADDRESS.format(number)
+        daemon = Daemon(node=node, root=root, process=process, host=host, log=path)
         self.daemons[node] = daemon
         try:
             self.control.heartbeat_of(node)
@@ -216,12 +219,6 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _is_block(path: Path) -> bool:

@@ -1,7 +1,9 @@
-"""What happens between nodes: `protected`, `rebuild` and `memory_error`, on four real daemons.
+"""What happens between nodes, on four real daemons: `protected`, `changed_network`, `rebuild` and
+`memory_error`.
 
 The floors move the same bytes over the bare path, with as many parallel streams as the daemons use:
-each build or rebuild reads from every source with `parity.THREADS` streams.
+each build or rebuild reads from every source with `parity.THREADS` streams. `changed_network` is
+how far what the daemons send for protection is from what changed since the snapshot before.
 
     python -m benchmarks.protection --bytes N --out FILE
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +39,9 @@ LOST = NODES - 1
 """The member whose node is lost, again and again."""
 
 LOSSES = 5
+PARTS = 8
+"""Of a payload, one of which changes from one snapshot to the next."""
+
 UNIT = "× bare path"
 
 
@@ -66,9 +71,12 @@ class World:
 
         self.each(claim)
 
-    def protect(self, step: int, payloads: Sequence[bytearray]) -> float:
-        """Seconds from the word to commit on all ranks until all were told of protection."""
-        self.each(lambda trainer: trainer.fill(step, payloads[trainer.rank]))
+    def protect(
+        self, step: int, payloads: Sequence[bytearray], written: Collection[int] | None = None
+    ) -> float:
+        """Seconds from the word to commit on all ranks until all were told of protection; of the
+        payloads, only the pieces in `written` have changed."""
+        self.each(lambda trainer: trainer.fill(step, payloads[trainer.rank], written))
         begin = time.perf_counter()
         self.each(lambda trainer: trainer.commit())
         return max(trainer.wait_protected(step) for trainer in self.trainers) - begin
@@ -126,6 +134,7 @@ def measure(total_bytes: int) -> Outcome:
         world.open(payload_bytes)
         with BarePath(NODES, protection_flows(sizes), payload_bytes) as bare:
             rows["protected"] = _protections(world, payloads, bare)
+        rows["changed_network"] = _changes(world, payloads)
         rows["memory_error"] = percent(
             [
                 100 * abs(cluster.daemons[node].allocated_bytes(JOB) / memory.total_bytes - 1)
@@ -151,13 +160,30 @@ def _protections(world: World, payloads: Sequence[bytearray], bare: BarePath) ->
     return ratio(seconds, floors, UNIT, note)
 
 
+def _changes(world: World, payloads: Sequence[bytearray]) -> Figure:
+    """Another part of the payloads changes each time."""
+    pieces = len(payloads[0]) // PIECE_BYTES
+    off, changed = [], 0
+    for turn in range(PARTS):
+        written = range(pieces * turn // PARTS, pieces * (turn + 1) // PARTS)
+        changed = NODES * len(written) * PIECE_BYTES
+        low, high = written.start * PIECE_BYTES, written.stop * PIECE_BYTES
+        for rank, payload in enumerate(payloads):
+            payload[low:high] = bytes([NODES * (1 + turn) + rank]) * (high - low)
+        before = sum(trainer.sent_bytes() for trainer in world.trainers)
+        world.protect(WARM_UPS + REPETITIONS + 1 + turn, payloads, written)
+        sent = sum(trainer.sent_bytes() for trainer in world.trainers) - before
+        off.append(100 * abs(sent / changed - 1))
+    return percent(off, note=f"{changed} bytes changed in each snapshot")
+
+
 def _rebuilds(
     cluster: Cluster, world: World, payloads: Sequence[bytearray], bare: BarePath
 ) -> dict[str, Figure]:
     rebuilt: list[float] = []
     whole: list[float] = []
     floors: list[float] = []
-    step = WARM_UPS + REPETITIONS
+    step = WARM_UPS + REPETITIONS + PARTS
     for loss in range(-1, LOSSES):
         floor = bare()
         spare = cluster.start(f"spare-{loss + 1}")

@@ -6,15 +6,18 @@ captured, and four of these fit where four torch processes would not.
 
 from __future__ import annotations
 
-import ctypes
+import json
 import mmap
 import os
 import socket
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import grpc
+import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from holdfast_core.layouts import (
     PIECE_BYTES,
@@ -22,8 +25,9 @@ from holdfast_core.layouts import (
     Layout,
     TensorRole,
     encode_layout,
-    piece_digests,
+    piece_count,
 )
+from holdfast_core.places import packed
 from holdfast_core.values import Generation
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
@@ -63,6 +67,7 @@ class RawTrainer:
         self.protected_at: dict[Generation, float] = {}
         self._changed = threading.Condition()
         self._session = ""
+        self._filled = 0
         self._claim: socket.socket | None = None
         self._descriptor = -1
 
@@ -112,30 +117,53 @@ class RawTrainer:
         self._arena = mmap.mmap(self._descriptor, reply.arena_bytes)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def fill(self, step: int, payload: bytes | bytearray) -> int:
-        """Puts `payload` into a slot; returns the slot. What `commit` needs is then ready."""
-        reply = self._stub.Grant(
-            trainer_pb2.GrantRequest(session=self._session, epoch=self.epoch, step=step)
-        )
+    def fill(
+        self, step: int, payload: bytes | bytearray, written: Collection[int] | None = None
+    ) -> None:
+        """Puts `payload` where the daemon says; what `commit` needs is then ready.
+
+        Args:
+            written: the pieces that changed since the last call; the others are carried over. None
+                for all.
+        """
+        count = piece_count(len(payload), PIECE_BYTES)
+        flags = np.zeros(count, dtype=bool)
+        flags[list(range(count) if written is None else written)] = True
+        request = trainer_pb2.GrantRequest(session=self._session, epoch=self.epoch, step=step)
+        if not flags.all():
+            request.base.CopyFrom(codec.generation_to_proto(Generation(self.epoch, self._filled)))
+            request.unchanged = packed(~flags)
+        reply = self._stub.Grant(request)
         if reply.skipped:
             raise RuntimeError(f"rank {self.rank} got no slot: {reply.skipped}")
-        start = reply.slot * self._slot_bytes
-        target = (ctypes.c_ubyte * len(payload)).from_buffer(self._arena, start)
-        source = (ctypes.c_ubyte * len(payload)).from_buffer(payload)
-        ctypes.memmove(target, source, len(payload))
+        if not flags.all() and not reply.carried:
+            raise RuntimeError(f"rank {self.rank}: nothing was carried over")
+        slots = reply.places or bytes([reply.slot]) * count
+        digests = np.zeros(count, dtype="<u8")
+        for piece in np.flatnonzero(flags).tolist():
+            at = piece * PIECE_BYTES
+            part = memoryview(payload)[at : at + PIECE_BYTES]
+            there = slots[piece] * self._slot_bytes + at
+            self._arena[there : there + len(part)] = part
+            digests[piece] = xxh3_64_intdigest(part)
+        self._filled = step
         self._request = trainer_pb2.CommitRequest(
             session=self._session,
             epoch=self.epoch,
             step=step,
             slot=reply.slot,
             payload_bytes=len(payload),
-            digests=piece_digests(memoryview(payload), PIECE_BYTES),
+            digests=digests.tobytes(),
         )
-        return int(reply.slot)
 
     def commit(self) -> None:
         """Seals what was filled."""
         self._stub.Commit(self._request, timeout=WITHIN_S)
+
+    def sent_bytes(self) -> int:
+        """What this node's daemon has sent to others."""
+        status = json.loads(self._stub.Status(trainer_pb2.StatusRequest()).json)
+        return int(status["sent_bytes"])
 
     def wait_protected(self, step: int) -> float:
         """When, by `time.perf_counter`, this rank was told that `step` or a newer is protected."""
