@@ -163,9 +163,10 @@ def _protections(world: World, payloads: Sequence[bytearray], bare: BarePath) ->
 def _changes(world: World, payloads: Sequence[bytearray]) -> Figure:
     """Another part of the payloads changes each time."""
     pieces = len(payloads[0]) // PIECE_BYTES
+    parts = min(PARTS, pieces)
     off, changed = [], 0
-    for turn in range(PARTS):
-        written = range(pieces * turn // PARTS, pieces * (turn + 1) // PARTS)
+    for turn in range(parts):
+        written = range(pieces * turn // parts, pieces * (turn + 1) // parts)
         changed = NODES * len(written) * PIECE_BYTES
         low, high = written.start * PIECE_BYTES, written.stop * PIECE_BYTES
         for rank, payload in enumerate(payloads):

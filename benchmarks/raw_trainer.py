@@ -68,6 +68,7 @@ class RawTrainer:
         self._changed = threading.Condition()
         self._session = ""
         self._filled = 0
+        """The step of the newest payload."""
         self._claim: socket.socket | None = None
         self._descriptor = -1
 
