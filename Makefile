@@ -106,7 +106,7 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 
 .PHONY: mutants
 mutants: $(STAMP) ## Plant bugs and see the simulation find them (long); ARGS="block change"
-	@$(BIN)/python tests/simulation/mutants.py $(ARGS)
+	@$(BIN)/python tests/simulation/helpers/mutants.py $(ARGS)
 
 .PHONY: test-faults
 test-faults: $(STAMP) redis ## Run every fault test for every policy and redundancy (long)

@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("core", "protos", "storage", "daemon")
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
