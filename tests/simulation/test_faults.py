@@ -33,3 +33,15 @@ def test_a_schedule_is_the_same_every_time() -> None:
         cluster.run()
         logs.append(cluster.log)
     assert logs[0] == logs[1]
+
+
+def test_what_strikes_while_a_daemon_adopts_strikes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the one before it, which is dead."""
+    cluster = Cluster(Options(seed=0, steps=4, faults=0))
+    cluster.run()
+    struck = []
+    monkeypatch.setattr(cluster, "strike", lambda node, where: struck.append(cluster.daemons[node]))
+    before = cluster.daemons["n0"]
+    before.alive = False
+    cluster.start_daemon("n0")
+    assert struck and before not in struck

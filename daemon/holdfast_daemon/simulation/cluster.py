@@ -123,13 +123,17 @@ class Cluster(Faults):
         self._nodes += 1
         self.disks[node] = Disk(memory_id=f"memory of {node}")
         self.clock_offset[node] = self.clock.rng.uniform(-1e6, 1e6)
-        self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
+        self._run_daemon(node)
 
     def start_daemon(self, node: str) -> None:
         if node not in self.dead_nodes and not self.daemons[node].alive:
             self.say(f"daemon of {node} starts again")
-            self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
+            self._run_daemon(node)
             self._send_membership(node)
+
+    def _run_daemon(self, node: str) -> None:
+        self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
+        self.daemons[node].start()
 
     def reachable_daemon(self, a: str, b: str) -> VirtualDaemon | None:
         """The daemon of node `b` as a connection from node `a` would find it."""

@@ -67,8 +67,6 @@ class VirtualDaemon:
         """The transfer that runs now."""
         self._stall_s = 0.0
         """How long the storage that it waits for takes; 0 where it waits for another daemon."""
-        self._adopt()
-        self._tick()
 
     @property
     def now(self) -> float:
@@ -76,6 +74,12 @@ class VirtualDaemon:
         return self.cluster.clock.now + self.cluster.clock_offset[self.node]
 
     # --- life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Adopt what is there and begin to tick; once the cluster knows this daemon, so that faults
+        which strike meanwhile strike it, and not the one before."""
+        self._adopt()
+        self._tick()
 
     def _adopt(self) -> None:
         disk = self.disk
