@@ -200,7 +200,7 @@ class Cluster:
 
     def log(self, node: str) -> str:
         """What the daemon on `node` wrote."""
-        return (self._directory / f"{node}.log").read_text(errors="replace")
+        return self.daemons[node].log.read_text(errors="replace")
 
     def close(self) -> None:
         for daemon in self.daemons.values():

@@ -32,7 +32,7 @@ class Mutant:
     tier: bool = False
     """Whether all schedules have a durable tier: the bug is in persisting."""
     enforced_by: str = ""
-    """What else keeps the rule, or finds the bug, where the simulation cannot."""
+    """What else keeps the rule, so that the simulation cannot find the bug."""
 
 
 MUTANTS = (
@@ -135,7 +135,6 @@ MUTANTS = (
                 "                slot.clear()\n",
             ),
         ),
-        enforced_by="tests/unit/daemon/test_carrying.py: ranks whose trainer lives seldom rebuild",
     ),
     Mutant(
         name="make room in the older block, also where its generation must be kept",
