@@ -171,9 +171,17 @@ fuzz: $(STAMP) ## Give damaged bytes to every parser; ARGS="--minutes 10 --only 
 bench-bulk: $(STAMP) ## Measure bytes between daemons: plain, authenticated, encrypted
 	@$(BIN)/python -m benchmarks.bulk_security $(ARGS)
 
+.PHONY: bench-interference
+bench-interference: $(STAMP) ## Measure what protection costs training on a slow network; needs root
+	@$(BIN)/python -m benchmarks.interference $(ARGS)
+
 .PHONY: bench-parity
 bench-parity: $(STAMP) ## Measure how fast parity is calculated, beside XOR
 	@$(BIN)/python -m benchmarks.parity_kernels $(ARGS)
+
+.PHONY: bench-redundancy
+bench-redundancy: $(STAMP) ## Compare parity from the network with parity from replicas
+	@$(BIN)/python -m benchmarks.redundancy $(ARGS)
 
 .PHONY: bench-policies
 bench-policies: $(STAMP) ## Compute what partial snapshots save, from the units of real models

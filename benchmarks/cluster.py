@@ -36,13 +36,13 @@ ADDRESS = "127.77.9.{}"
 class Control(control_pb2_grpc.ControlServicer):
     """Remembers the newest heartbeat of each node, and sends memberships to all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self._changed = threading.Condition()
         self._heartbeats: dict[str, control_pb2.Heartbeat] = {}
         self._outboxes: dict[str, queue.SimpleQueue[control_pb2.ControlMessage | None]] = {}
         self._server = grpc.server(ThreadPoolExecutor(STREAMS_MAX))
         control_pb2_grpc.add_ControlServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
         self._server.start()
 
     def Connect(
@@ -87,6 +87,7 @@ class Control(control_pb2_grpc.ControlServicer):
         redundancy: Redundancy = Redundancy.RAIM5,
         nproc_per_node: int = 1,
         tier: Tier | None = None,
+        protection_bytes_s: int = 0,
     ) -> Membership:
         """Begins `epoch` of `job` with one member on each of `nodes`, all in one parity group."""
         heartbeats = [self.heartbeat_of(node) for node in nodes]
@@ -107,6 +108,7 @@ class Control(control_pb2_grpc.ControlServicer):
             groups=(tuple(range(len(nodes))),),
             redundancy=redundancy,
             tier=tier,
+            protection_bytes_s=protection_bytes_s,
         )
         message = control_pb2.ControlMessage(membership=codec.membership_to_proto(membership))
         for node in nodes:
@@ -150,14 +152,15 @@ class Daemon:
         files = (self.root / "jobs" / job).rglob("*")
         return sum(f.stat().st_blocks * 512 for f in files if f.name == "arena" or _is_block(f))
 
-    def metric(self, name: str, job: str) -> float:
-        """The value of one of the job's series in the daemon's metrics; 0 when there is none."""
+    def metric(self, name: str, job: str = "") -> float:
+        """The value of a series in the daemon's metrics, of `job` or of no job; 0 when there is
+        none."""
         events = map(msgspec.json.decode, self.log.read_bytes().splitlines())
         port = next(e["metrics_port"] for e in events if e["event"] == "daemon_started")
         url = f"http://{self.host}:{port}/metrics"
         with urllib.request.urlopen(url, timeout=WITHIN_S) as reply:
             text = reply.read().decode()
-        series = f'{name}{{job="{job}"}} '
+        series = f'{name}{{job="{job}"}} ' if job else f"{name} "
         found = [line for line in text.splitlines() if line.startswith(series)]
         return float(found[0].removeprefix(series)) if found else 0.0
 
@@ -171,25 +174,37 @@ class Daemon:
 class Cluster:
     """Daemons under one control; everything is gone when it is left."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, control_host: str = "127.0.0.1") -> None:
         self._budget_bytes = budget_bytes
         self._directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=SHARED_MEMORY))
-        self.control = Control()
+        self.control = Control(control_host)
         self.daemons: dict[str, Daemon] = {}
 
-    def start(self, node: str) -> Daemon:
-        """A daemon on a new memory; returns when the control has heard of it."""
-        number = len(self.daemons) + 1
+    def start(
+        self,
+        node: str,
+        *,
+        host: str = "",
+        within: Sequence[str] = (),
+        module: str = "holdfast_daemon",
+    ) -> Daemon:
+        """A daemon on a new memory; returns when the control has heard of it.
+
+        Args:
+            host: its address, a new one on loopback by default.
+            within: the words before its command, such as those that enter a network namespace.
+            module: what is run.
+        """
+        host = host or ADDRESS.format(len(self.daemons) + 1)
         root = self._directory / node
         root.mkdir()
-        command = [sys.executable, "-m", "holdfast_daemon", "--root", str(root), "--node", node]
-        command += ["--host", ADDRESS.format(number), "--control", self.control.address]
+        command = [*within, sys.executable, "-m", module, "--root", str(root), "--node", node]
+        command += ["--host", host, "--control", self.control.address]
         command += ["--insecure", "--budget", str(self._budget_bytes), "--scrub-interval", "86400"]
         command += ["--metrics-port", "0"]
         path = self._directory / f"{node}.log"
         with path.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)
-        host = ADDRESS.format(number)
         daemon = Daemon(node=node, root=root, process=process, host=host, log=path)
         self.daemons[node] = daemon
         try:

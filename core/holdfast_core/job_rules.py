@@ -14,7 +14,12 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_failures import On, Rule
 from holdfast_core.job_persistence import persistence_problems
 from holdfast_core.job_schema import MANAGER, Gang, Scheduling, Spec
-from holdfast_core.job_snapshots import Policy, PolicyType
+from holdfast_core.job_snapshots import (
+    BANDWIDTH_BYTES_S_MIN,
+    Policy,
+    PolicyType,
+    RedundancySpec,
+)
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.values import Redundancy
 
@@ -137,6 +142,7 @@ def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
                 wrong=f"is given, but spec.redundancy.type is {redundancy.type.value}",
                 fix=f"remove it, or set the type to {kind.value}",
             )
+    yield from _bandwidth_problems(redundancy)
     if redundancy.type is Redundancy.NONE:
         return
     if spec.nodes == 1:
@@ -162,6 +168,29 @@ def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
             value=size,
             wrong=f"more members than the job's {spec.nodes} nodes",
             fix=f"use a number from {redundancy.losses + 1} to {spec.nodes}",
+        )
+
+
+def _bandwidth_problems(redundancy: RedundancySpec) -> Iterator[Problem]:
+    path, given = "spec.redundancy.bandwidth", redundancy.bandwidth
+    if given is None:
+        return
+    try:
+        enough = redundancy.bandwidth_bytes_s >= BANDWIDTH_BYTES_S_MIN
+    except InvalidJobError:
+        yield Problem(
+            path=path,
+            value=given,
+            wrong="not an amount of bytes",
+            fix="write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
+        )
+        return
+    if not enough:
+        yield Problem(
+            path=path,
+            value=given,
+            wrong="too little to protect anything in time",
+            fix="give 10M or more, or remove it",
         )
 
 

@@ -10,11 +10,16 @@ from msgspec import Meta
 from holdfast_core.documents import Document
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.groups import MIN_GROUP_SIZE
+from holdfast_core.quantities import parse_bytes
 from holdfast_core.values import Redundancy
 
 DEFAULT_GROUP_SIZE = 4
 DEFAULT_LARGE_GROUP_SIZE = 8
 """With RAIM6, which keeps 2 / (n - 2) of a snapshot: a third with 8, as RAIM5 does with 4."""
+
+BANDWIDTH_BYTES_S_MIN = 10_000_000
+"""The least limit of protection: with less, a group of many members reads so slowly from each that
+they take the connection for dead (`holdfast_daemon.bulk_server.STALL_S`)."""
 
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
@@ -305,6 +310,27 @@ class RedundancySpec(Document, frozen=True, kw_only=True):
     raim5: Raim5 | None = None
     raim6: Raim6 | None = None
     replication: Replication | None = None
+    bandwidth: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="what each node may fetch in a second to protect new snapshots",
+                examples=["500M"],
+                extra={
+                    "more": "At least 10M. Bytes, or with Ki, Mi, Gi, k, M or G. What a recovery "
+                    "waits for is fetched without a limit. Without it, that of the daemon, if any."
+                },
+            ),
+        ]
+        | int
+        | None
+    ) = None
+
+    @property
+    def bandwidth_bytes_s(self) -> int:
+        """The limit in bytes a second; 0 without one."""
+        return 0 if self.bandwidth is None else parse_bytes(self.bandwidth)
 
     @property
     def losses(self) -> int:

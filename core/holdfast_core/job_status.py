@@ -113,6 +113,19 @@ class TokenLossStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class ProtectionTrafficStatus(_Part, frozen=True, kw_only=True):
+    """What protection takes of the network between nodes."""
+
+    node_bytes_per_second: (
+        Annotated[int, Meta(description="what the busiest node fetched of late")] | None
+    ) = None
+    bytes_per_second: Annotated[int, Meta(description="what all nodes fetched")] | None = None
+    limit: (
+        Annotated[int, Meta(description="what the job lets each node fetch in a second")] | None
+    ) = None
+    text: Annotated[str, Meta(description="all of this in words")] | None = None
+
+
 class JobStatus(_Part, frozen=True, kw_only=True):
     """What the operator sees of the job."""
 
@@ -189,6 +202,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         | None
     ) = None
     token_loss: TokenLossStatus | None = None
+    protection_traffic: ProtectionTrafficStatus | None = None
     counters: (
         Annotated[
             dict[str, Any],

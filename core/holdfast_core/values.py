@@ -117,6 +117,8 @@ class Membership:
     """None: generations are in memory only."""
     memory_bytes: int = 0
     """What the job may take on each node, arenas and parity; 0: all that the daemon may use."""
+    protection_bytes_s: int = 0
+    """What each node may fetch for parity of new generations in a second; 0: no limit."""
 
     def __post_init__(self) -> None:
         indices = [place.index for place in self.members]

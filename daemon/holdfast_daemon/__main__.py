@@ -90,8 +90,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="shared catalogue (default: $HOLDFAST_REDIS_URL, else in memory)",
     )
+    _add_work(parser)
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-format", default="json", choices=["json", "text"])
+    add("--log-file", type=Path, default=None, help="instead of standard error")
+    return parser
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    """What the daemon may take for its work in the background, and how often it is done."""
+    add = parser.add_argument
     add("--threads", type=int, default=4, help="threads for parity, rebuilds and checks")
     add("--scrub-interval", type=float, default=600.0, metavar="S", help="seconds between checks")
+    add(
+        "--protection-bandwidth",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="to fetch in a second for parity of new snapshots; 0: no limit (default)",
+    )
     add(
         "--persist-grace",
         type=float,
@@ -99,10 +116,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds to wait, on SIGTERM, for what is due soon in durable storage (default 20)",
     )
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    add("--log-format", default="json", choices=["json", "text"])
-    add("--log-file", type=Path, default=None, help="instead of standard error")
-    return parser
 
 
 async def _run(settings: DaemonSettings, make_node: Callable[[DaemonSettings], Node]) -> None:
@@ -170,6 +183,7 @@ def main(
             redis_url=options.redis or redis_url(),
             threads=options.threads,
             scrub_interval_s=options.scrub_interval,
+            protection_bytes_s=options.protection_bandwidth,
             persist_grace_s=options.persist_grace,
         )
         asyncio.run(_run(settings, make_node))

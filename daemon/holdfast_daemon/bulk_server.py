@@ -37,6 +37,7 @@ from holdfast_daemon.bulk import (
     encode_ok,
     job_name_bytes,
 )
+from holdfast_daemon.giving_way import GivingWay, mark
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.wires import Protection, Wire, Wiring
 
@@ -74,6 +75,7 @@ class BulkServer:
         self._hosts: dict[socket.socket, str] = {}
         """Where each connection comes from."""
         self._closing = False
+        self._giving_way = GivingWay()
         self._complaints = OncePerCause(bind(_log))
         """Strangers may come back as often as they like; the log must not grow with them."""
         self.sent_bytes = 0
@@ -155,10 +157,13 @@ class BulkServer:
         return True
 
     def _serve(self, connection: socket.socket) -> None:
-        wire = None
+        wire, marked = None, False
         try:
             wire = self._wiring.accepted(connection, self._stall_s)
             while (request := self._next_request(connection, wire)) is not None:
+                if (gives_way := self._giving_way.applies_to(request)) is not marked:
+                    mark(connection, gives_way=gives_way)
+                    marked = gives_way
                 self._answer(wire, request)
                 with self._lock:
                     if connection in self._connections:

@@ -115,6 +115,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         loading=any(job.stored for job in memory.rebuilds.values()),
         storage_problem=memory.loading.problem,
         stored_epoch=memory.loading.beyond,
+        protection_bytes_s=host.worker.parity_traffic.bytes_s,
     )
 
 
@@ -219,6 +220,7 @@ def as_json(host: JobHost) -> dict[str, object]:
         "rebuilding": sorted(memory.rebuilds),
         "arena_bytes": host.storage.arena_bytes,
         "parity_bytes": host.storage.parity_bytes,
+        "protection_bytes_s": round(host.worker.parity_traffic.bytes_s),
         "ranks": [
             {
                 "rank": rank,

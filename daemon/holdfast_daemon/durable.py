@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.engine import persist_leader
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.host import JobHost
-from holdfast_daemon.persister import Allowance, Persister, Store
+from holdfast_daemon.persister import Persister, Store
 from holdfast_storage.sets import SetStore
 
 

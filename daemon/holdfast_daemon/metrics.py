@@ -129,6 +129,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("memory_used_bytes", "Memory that this daemon has allocated.", unit="bytes"),
     _counter("sent_bytes", "Bytes served to peers.", unit="bytes"),
     _counter("received_bytes", "Bytes pulled from peers.", unit="bytes"),
+    _counter("protection_bytes", "Bytes of those that make parity.", unit="bytes"),
     _counter("recomputed_units", "Experts of a replica that were computed from their gradients."),
     _counter("recomputed_bytes", "Bytes of replicas computed instead of pulled.", unit="bytes"),
     _counter("recomputed_pieces_sent", "Pieces computed otherwise than the owner did, and pulled."),

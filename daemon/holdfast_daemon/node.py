@@ -100,7 +100,7 @@ class Node:
         self._control: ControlClient | None = None
         self._http: HttpServer | None = None
         self._pulse: asyncio.Task[None] | None = None
-        self._traffic = Traffic(self.metrics)
+        self._traffic = Traffic(self.metrics, settings.protection_bytes_s)
         self._turned_at = time.monotonic()
         self._started_at = time.monotonic()
 
@@ -283,7 +283,7 @@ class Node:
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
             loader=Loader(storage, storage.job, TierSets),
-            recomputed=self._traffic.recomputed,
+            parity_traffic=self._traffic.parity.of_job(),
         )
         return JobHost(
             engine=engine,

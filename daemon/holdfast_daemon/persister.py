@@ -7,7 +7,6 @@ on threads of their own, and a storage that hangs costs neither parity nor check
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Protocol
@@ -17,6 +16,7 @@ from holdfast_core.persisted import RankFile
 from holdfast_core.places import Lying
 from holdfast_core.sparse_files import RankPlan
 from holdfast_core.values import Generation, Manifest, Membership
+from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.effects import CommitSet, PersistRank, RankPersisted, SetCommitted
 from holdfast_daemon.group import EpochScope
 from holdfast_daemon.holding import Holding
@@ -55,26 +55,6 @@ class Store(Protocol):
 
     def clean(self, *, keep: int, keep_every: int) -> object:
         """Remove sets and files that need not be kept. Raises StorageError."""
-
-
-class Allowance:
-    """Bytes in a second, shared by all who write. Any thread may ask."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._paid_until = 0.0
-
-    def take(self, nbytes: int, rate_bytes_s: int, wait: Callable[[float], object]) -> None:
-        """Return when `nbytes` more may be written; `wait` is told for how many seconds not."""
-        if rate_bytes_s <= 0:
-            return
-        with self._lock:
-            now = self._clock()
-            begins = max(self._paid_until, now)
-            self._paid_until = begins + nbytes / rate_bytes_s
-        if begins > now:
-            wait(begins - now)
 
 
 class Persister:

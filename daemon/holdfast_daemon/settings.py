@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job_snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_daemon.wires import Protection
 from holdfast_protos.identity import Identity
 
@@ -75,6 +76,8 @@ class DaemonSettings:
     """Everything held is verified this often."""
     scrub_rate_bytes_s: float = 256e6
     """Bytes that the scrub verifies in a second at most."""
+    protection_bytes_s: int = 0
+    """What all jobs may fetch for parity of new generations in a second; 0: no limit."""
     persist_grace_s: float = 20.0
     """How long a daemon that is told to end waits for what is due soon to be persisted."""
 
@@ -102,6 +105,11 @@ class DaemonSettings:
             )
         if not self.node:
             raise InvalidJobError("--node must name this node")
+        if 0 != self.protection_bytes_s < BANDWIDTH_BYTES_S_MIN:
+            raise InvalidJobError(
+                f"--protection-bandwidth {self.protection_bytes_s} is too little to protect "
+                f"anything in time; give {BANDWIDTH_BYTES_S_MIN} or more, or 0 for no limit"
+            )
         if not self.persist_grace_s >= 0:
             raise InvalidJobError(
                 f"--persist-grace must be 0 seconds or more, not {self.persist_grace_s}"

@@ -8,17 +8,17 @@ from holdfast_daemon.bulk_server import BulkServer
 from holdfast_daemon.descriptors import DescriptorServer
 from holdfast_daemon.http import HttpServer
 from holdfast_daemon.metrics import Metrics
-from holdfast_daemon.recomputing import Recomputed
+from holdfast_daemon.parity_traffic import NodeTraffic
 
 
 class Traffic:
     """Adds to the counters of `metrics` what came since the last look."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, protection_bytes_s: int = 0) -> None:
+        """`protection_bytes_s`: what all jobs may fetch for new parity in a second; 0: no limit."""
         self._metrics = metrics
         self._before: dict[str, int] = {}
-        self.recomputed = Recomputed()
-        """Where all jobs of this daemon count what they compute instead of fetching it."""
+        self.parity = NodeTraffic(protection_bytes_s)
 
     def count(
         self,
@@ -30,7 +30,8 @@ class Traffic:
         """Bring the counters up to date; `http` when there is one."""
         self._metrics.add("sent_bytes", self._more("sent", bulk.sent_bytes))
         self._metrics.add("received_bytes", self._more("received", client.received_bytes))
-        done = self.recomputed
+        self._metrics.add("protection_bytes", self._more("parity", self.parity.received_bytes))
+        done = self.parity.recomputed
         self._metrics.add("recomputed_units", self._more("units", done.units))
         self._metrics.add("recomputed_bytes", self._more("computed", done.nbytes))
         self._metrics.add("recomputed_pieces_sent", self._more("differed", done.pieces_differed))

@@ -55,12 +55,13 @@ from holdfast_daemon.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.failures import failed
-from holdfast_daemon.group import BulkOpener, EpochScope, Group, GroupFetch, PeerClient
+from holdfast_daemon.group import BulkOpener, EpochScope, Group, PeerClient
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.loader import Loader
 from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
+from holdfast_daemon.parity_traffic import JobTraffic, NodeTraffic, PacedFetch
 from holdfast_daemon.persister import Persister
-from holdfast_daemon.recomputing import Recomputed, forwards
+from holdfast_daemon.recomputing import forwards
 from holdfast_daemon.updating import update
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class EffectWorker:
         membership: Membership | None = None,
         effort: Effort | None = None,
         loader: Loader | None = None,
-        recomputed: Recomputed | None = None,
+        parity_traffic: JobTraffic | None = None,
     ) -> None:
         """
         Args:
@@ -90,7 +91,7 @@ class EffectWorker:
             membership: What was adopted, so that work can begin before the next `SaveEpoch`.
             effort: Threads and memory of one build, rebuild or check.
             loader: What reads storage; None where there is none.
-            recomputed: Counts what of replicas is computed rather than fetched.
+            parity_traffic: Counts and limits what is fetched for parity; by default, no limit.
         """
         self._storage = storage
         self._group = Group(storage=storage, bulk=bulk, peers=peers)
@@ -98,7 +99,7 @@ class EffectWorker:
         self._effort = effort or Effort()
         self._scope = EpochScope(membership=membership)
         self.loader = loader
-        self._recomputed = recomputed or Recomputed()
+        self.parity_traffic = parity_traffic or NodeTraffic().of_job()
 
     def apply(self, effect: AtOnce) -> None:
         """Carry out an effect that is finished before the next one begins.
@@ -201,7 +202,8 @@ class EffectWorker:
         block = self._storage.block_view(effect.lane, effect.slot)
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
-        fetch = self._group.fetch_from(effect.sources, scope, effect.generation)
+        group = self._group.fetch_from(effect.sources, scope, effect.generation)
+        fetch = self.parity_traffic.paced(group, effect.generation, scope)
         layouts = {position: layout for position, (_, layout) in described.items()}
         made = self._update(effect, block, manifests, layouts, fetch, scope)
         nbytes, digests = made or build(
@@ -241,7 +243,7 @@ class EffectWorker:
         block: memoryview,
         manifests: Mapping[int, Manifest],
         layouts: Mapping[int, bytes],
-        fetch: GroupFetch,
+        fetch: PacedFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
         """The block made from the lane's other one; None when that cannot be."""
@@ -252,6 +254,7 @@ class EffectWorker:
         if older.manifests.keys() != positions.keys():
             return None
         before = {positions[rank]: manifest for rank, manifest in older.manifests.items()}
+        recomputed = self.parity_traffic.recomputed
         try:
             return update(
                 block,
@@ -264,7 +267,7 @@ class EffectWorker:
                 fetch=fetch,
                 check=scope.check,
                 effort=self._effort,
-                forward=forwards(effect.code, layouts, before, manifests, self._recomputed),
+                forward=forwards(effect.code, layouts, before, manifests, recomputed),
             )
         except HoldfastError as error:
             scope.check()

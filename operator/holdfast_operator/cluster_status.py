@@ -141,6 +141,8 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
         parts.append(Text(found["problem"], style="dim"))
     if "tokenLoss" in found:
         parts.append(Text(found["tokenLoss"].get("text", "")))
+    if "protectionTraffic" in found:
+        parts.append(Text(found["protectionTraffic"].get("text", ""), style="dim"))
     parts += [_members(found), _recoveries(found), conditions_view(_conditions(found))]
     parts += [event_text(event) for event in told(events)[-EVENTS_SHOWN:]]
     return Group(*parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 
 from holdfast_core.values import Membership
 from holdfast_operator.views import JobView, NodeView, RankView
@@ -65,8 +66,14 @@ def job_view(state: control_pb2.JobState) -> JobView:
         failed=state.failed,
         arena_bytes=state.arena_bytes,
         parity_bytes=state.parity_bytes,
+        protection_bytes_s=_rate(state.protection_bytes_s),
         loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
     )
+
+
+def _rate(bytes_s: float) -> float:
+    """0 for what is no rate: people are shown sums of these."""
+    return bytes_s if 0 <= bytes_s < inf else 0.0
 
 
 @lru_cache(maxsize=256)

@@ -14,8 +14,9 @@ from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import MemberPlace, Membership, Redundancy
 from holdfast_operator.views import NodeView
 
-MEMORY_BYTES_MAX = 1 << 60
-"""More than any node has, and little enough for the messages; a larger limit is none."""
+BYTES_MAX = 1 << 60
+"""More than any node has or fetches in a second, and little enough for the messages; a larger limit
+is none."""
 
 
 def place_on(index: int, node: NodeView) -> MemberPlace:
@@ -54,7 +55,8 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
         groups=groups,
         redundancy=redundancy,
         replicas=max(job.spec.redundancy.losses, 1),
-        memory_bytes=min(job.memory_per_node_bytes or 0, MEMORY_BYTES_MAX),
+        memory_bytes=min(job.memory_per_node_bytes or 0, BYTES_MAX),
+        protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
         tier=tier_of(job.spec.persistence, job.spec.restore),
     )
 

@@ -29,6 +29,7 @@ from holdfast_core.reliability import (
 )
 from holdfast_core.values import Redundancy
 from holdfast_operator.policy_view import comparison_view
+from holdfast_operator.sources_view import sources_view
 
 DAY_S = 86400.0
 COPY_BYTES_S = 10e9
@@ -114,6 +115,8 @@ def plan_view(
     parts: list[RenderableType] = [head, ""]
     if model is not None and found is not None:
         parts.append(comparison_view(found, model.assumed, days=settings.days, model=str(model)))
+        if groups:
+            parts += ["", sources_view(job, model.sizes, model.assumed, found)]
     elif settings.bytes_per_rank is None:
         parts.append(
             "memory: give --bytes-per-rank SIZE to see what each node needs, or --expert-bytes and "

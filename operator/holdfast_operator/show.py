@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast_core.quantities import GIB
+from holdfast_core.quantities import GIB, format_rate
 from holdfast_operator.local.status import MemberStatus, Status, TimedEvent
 from holdfast_operator.losses import loss_text
 from holdfast_operator.views import Condition
@@ -111,7 +111,8 @@ def _agent(member: MemberStatus) -> str:
 
 def _nodes(status: Status) -> Table:
     table = make_table(
-        "node", "role", "daemon", "starts", "memory used", "budget", "arenas", "parity"
+        *("node", "role", "daemon", "starts", "memory used", "budget", "arenas", "parity"),
+        "fetched for parity",
     )
     members = {member.node: member for member in status.members}
     for node in status.nodes:
@@ -126,6 +127,7 @@ def _nodes(status: Status) -> Table:
             _gib(node.memory_budget_bytes),
             _gib(member.arena_bytes) if member else "-",
             _gib(member.parity_bytes) if member else "-",
+            format_rate(member.protection_bytes_s) if member else "-",
         )
     return table
 

@@ -79,6 +79,8 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     failed: int = 0
     arena_bytes: int = 0
     parity_bytes: int = 0
+    protection_bytes_s: float = 0.0
+    """Fetched from other nodes for parity of late, a second."""
     loss: LossReport | None = None
     """Of its ranks that have a session in this epoch; None where snapshots hold all experts, or
     nobody has said so yet."""

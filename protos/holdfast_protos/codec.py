@@ -188,6 +188,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         replicas=value.replicas,
         tier=None if value.tier is None else values_pb2.Tier(**asdict(value.tier)),
         memory_bytes=value.memory_bytes,
+        protection_bytes_s=value.protection_bytes_s,
     )
 
 
@@ -211,6 +212,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             replicas=message.replicas or 1,  # a peer of before knows none
             tier=_tier(message.tier) if message.HasField("tier") else None,
             memory_bytes=message.memory_bytes,
+            protection_bytes_s=message.protection_bytes_s,
         )
     except (InvalidJobError, ValueError) as error:
         raise ProtocolError(f"membership of job {message.job!r} is malformed: {error}") from error

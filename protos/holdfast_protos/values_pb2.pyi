@@ -108,6 +108,7 @@ class Membership(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     revision: _builtins.int
@@ -117,6 +118,8 @@ class Membership(_message.Message):
     """of each payload, with redundancy Replication"""
     memory_bytes: _builtins.int
     """what the job may take on each node; 0: all that the daemon may use"""
+    protection_bytes_s: _builtins.int
+    """what each node may fetch for new parity in a second; 0: no limit"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberPlace]: ...
     @_builtins.property
@@ -138,10 +141,11 @@ class Membership(_message.Message):
         tier: Global___Tier | None = ...,
         replicas: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        protection_bytes_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,6 +43,7 @@ VALUE_SETS: dict[str, Document] = {
         },
         "daemon": {
             "cpu": {"request": 2, "limit": "8"},
+            "protectionBandwidth": "1.5G",
             "updateStrategy": {"type": "RollingUpdate", "maxUnavailable": "10%"},
             "serviceAccount": {"annotations": {"team": "a"}},
             "seLinuxOptions": {"type": "spc_t"},

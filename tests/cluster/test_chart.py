@@ -182,6 +182,8 @@ def test_one_namespace_needs_no_permission_in_any_other(render: Renderer) -> Non
         ({"daemon": {"memory": {"budget": "-1"}}}, "'/daemon/memory/budget': '-1' does not match"),
         ({"daemon": {"memory": {"overhead": 0}}}, "'/daemon/memory/overhead': minimum"),
         ({"daemon": {"updateStrategy": {"type": "Recreate"}}}, "must be one of 'OnDelete'"),
+        ({"daemon": {"protectionBandwidth": "9M"}}, "9M is too little to protect anything in time"),
+        ({"daemon": {"protectionBandwidth": 9}}, "'/daemon/protectionBandwidth': minimum"),
         ({"daemon": {"auth": "token"}}, "must be one of 'token-review', 'none'"),
         ({"operator": {"replicas": "two"}}, "'/operator/replicas': got string, want integer"),
         ({"operator": {"replicas": 0}}, "'/operator/replicas': minimum"),

@@ -30,6 +30,8 @@ VALID = {
         {"spec.nodes": 1, "spec.nprocPerNode": 8, "spec.redundancy": {"type": "None"}}
     ),
     "memory as a number": changed({"spec.snapshot.memoryPerNode": 2**30}),
+    "a limit of protection as a number": changed({"spec.redundancy.bandwidth": 10**7}),
+    "a limit of protection with a fraction": changed({"spec.redundancy.bandwidth": "0.01Gi"}),
     "memory with a fraction": changed({"spec.snapshot.memoryPerNode": "1.5Gi"}),
     "no rules": changed({"spec.failurePolicy.rules": []}),
     "a waiting time": changed(

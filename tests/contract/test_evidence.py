@@ -14,7 +14,10 @@ from holdfast_daemon.describe import evidence, job_state
 from holdfast_daemon.engine.slots import ParityState
 from holdfast_daemon.engine.state import JobMemory, Session
 from holdfast_daemon.host import JobHost
+from holdfast_daemon.parity_traffic import NodeTraffic
 from holdfast_operator.heartbeats import evidence_of, job_view
+from holdfast_operator.views import JobView
+from holdfast_protos import control_pb2
 
 SESSION = Session(id="s", rank=0, epoch=5, layout_id="l", pid=1, claimed=True)
 
@@ -38,15 +41,27 @@ def directive_with(protected: Generation | None) -> Directive:
     return Directive(job="job", epoch=5, line=line, protected=protected)
 
 
-def told(memory: JobMemory) -> object:
-    """What the control loop takes for evidence in a heartbeat of now."""
+def view_of(memory: JobMemory, fetched_bytes: int = 0) -> JobView:
+    """What the control loop sees in a heartbeat of now."""
+    traffic = NodeTraffic(clock=lambda: 0.0).of_job()
+    traffic.count(fetched_bytes)
     host = SimpleNamespace(
         engine=SimpleNamespace(memory=memory),
         storage=SimpleNamespace(arena_bytes=0, parity_bytes=0),
+        worker=SimpleNamespace(parity_traffic=traffic),
         now=0.0,
     )
-    state = job_state(cast(JobHost, host))
-    return evidence_of(job_view(state))
+    return job_view(job_state(cast(JobHost, host)))
+
+
+def told(memory: JobMemory, fetched_bytes: int = 0) -> object:
+    """What it takes for evidence of that."""
+    return evidence_of(view_of(memory, fetched_bytes))
+
+
+def test_what_parity_fetches_is_told_and_no_evidence(memory: JobMemory) -> None:
+    assert view_of(memory, 50_000_000).protection_bytes_s == 5e6
+    assert told(memory, 50_000_000) == told(memory)
 
 
 def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
@@ -54,6 +69,12 @@ def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
     memory.rank(0).last_step = 8
     memory.directive = directive_with(Generation(5, 8))
     assert (evidence(memory), told(memory)) == before
+
+
+@pytest.mark.parametrize("word", [float("nan"), float("inf"), -1.0])
+def test_a_rate_that_is_none_is_taken_for_nothing(word: float) -> None:
+    state = control_pb2.JobState(job="job", protection_bytes_s=word)
+    assert job_view(state).protection_bytes_s == 0.0
 
 
 def _lost(memory: JobMemory) -> None:

@@ -21,6 +21,7 @@ from holdfast_daemon.effects import Sealed as SealedEvent
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import Metrics
+from holdfast_daemon.parity_traffic import NodeTraffic
 from holdfast_daemon.trainer_service import TrainerService
 from holdfast_protos import codec, trainer_pb2
 
@@ -78,6 +79,7 @@ class _Host:
             arena_bytes=1,
             parity_bytes=1,
         )
+        self.worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
         self.carry_out(self.engine.set_membership(MEMBERSHIP, 0.0))
         self.session, effects = self.engine.open(
             rank=0,

@@ -271,7 +271,7 @@ class TrappedNode(Node):
             executor=self._executor,
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
-            recomputed=self._traffic.recomputed,
+            parity_traffic=self._traffic.parity.of_job(),
             loader=Loader(storage, storage.job, self._open_sets),
         )
         worker.traps, worker.opener = self._traps, opener

@@ -7,6 +7,7 @@ from raw_trainer import EXTRAS_BYTES, PIECE_BYTES
 from waiting import wait_for
 
 RECEIVED = "holdfast_received_bytes_total"
+FOR_PARITY = "holdfast_protection_bytes_total"
 PULSES = "holdfast_loop_lag_seconds_count"
 
 
@@ -33,3 +34,4 @@ def test_protection_sends_the_changed_bytes(cluster: RawCluster) -> None:
     wait_for("two pulses", are_counted)
     received = sum(daemon.metric(RECEIVED) for daemon in daemons)
     assert 0.95 * written <= received <= 1.05 * written, (received, written, whole)
+    assert sum(daemon.metric(FOR_PARITY) for daemon in daemons) == received

@@ -18,8 +18,9 @@ from holdfast_daemon.bulk import Kind, Request
 from holdfast_daemon.changes import change_of
 from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import Background, BuildParity, Completion
-from holdfast_daemon.group import EpochScope, GroupFetch
+from holdfast_daemon.group import EpochScope
 from holdfast_daemon.loader import Loader, StoredSets
+from holdfast_daemon.parity_traffic import PacedFetch
 from holdfast_daemon.persister import Persister
 from holdfast_daemon.simulation.bucket import JOB, VirtualPlace
 from holdfast_daemon.simulation.disk import Disk
@@ -77,7 +78,7 @@ class VirtualWorker(EffectWorker):
         block: memoryview,
         manifests: Mapping[int, Manifest],
         layouts: Mapping[int, bytes],
-        fetch: GroupFetch,
+        fetch: PacedFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
         made = super()._update(effect, block, manifests, layouts, fetch, scope)

@@ -12,6 +12,7 @@ from typing import Any
 from holdfast_core.groups import MIN_GROUP_SIZE
 from holdfast_core.job_persistence import GENERATION_PATTERN, LATEST, URI_PATTERN
 from holdfast_core.job_schema import MANAGER
+from holdfast_core.job_snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_core.jobs import MAX_NAME_CHARACTERS
 from holdfast_core.values import Redundancy
 
@@ -181,6 +182,17 @@ _MEMORY = (
         "daemon's budget",
     ),
 )
+_BANDWIDTH = (
+    CelRule(
+        rule=f"type(self) == int ? self >= 0 : self.matches('^[0-9]+([.][0-9]+)?{_UNITS}$')",
+        says="not an amount of bytes; write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
+    ),
+    CelRule(
+        rule=f"type(self) == int ? self < 0 || self >= {BANDWIDTH_BYTES_S_MIN} : "
+        f"!isQuantity(self) || quantity(self).compareTo(quantity('{BANDWIDTH_BYTES_S_MIN}')) >= 0",
+        says="too little to protect anything in time; give 10M or more, or remove it",
+    ),
+)
 _FAILURE_RULES = (
     CelRule(
         rule="size(self) == 0 || self.filter(r, r.when == 'Any').size() == "
@@ -305,6 +317,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         for kind in Redundancy
         if kind is not Redundancy.NONE
     ),
+    "spec.redundancy.bandwidth": _BANDWIDTH,
     "spec.persistence.secretRef.name": (_DNS_NAME,),
     "spec.persistence.uri": (
         CelRule(

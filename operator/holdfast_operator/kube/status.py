@@ -19,6 +19,7 @@ from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
 from holdfast_operator.lookups import agent_at
 from holdfast_operator.losses import loss_text
 from holdfast_operator.recoveries import Recovery
+from holdfast_operator.traffic import ProtectionTraffic, traffic_of, traffic_text
 from holdfast_operator.views import (
     AT_WORK,
     Condition,
@@ -86,6 +87,9 @@ def status_of(
         status["endedAt"] = clocks.text(state.ended_at)
     if state.losses is not None:
         status["tokenLoss"] = _token_loss(state.losses)
+    traffic = traffic_of(observed, membership)
+    if traffic is not None:
+        status["protectionTraffic"] = _traffic(traffic)
     problem = _problem(decision, phase)
     if problem:
         status["problem"] = problem[:PROBLEM_CHARACTERS_MAX]
@@ -224,6 +228,15 @@ def _token_loss(loss: JobLoss) -> Object:
         "limit": loss.limit,
         "expertsPerLayer": loss.k,
         "text": loss_text(loss),
+    }
+
+
+def _traffic(traffic: ProtectionTraffic) -> Object:
+    return {
+        "nodeBytesPerSecond": traffic.node_bytes_s,
+        "bytesPerSecond": traffic.bytes_s,
+        **({"limit": traffic.limit_bytes_s} if traffic.limit_bytes_s else {}),
+        "text": traffic_text(traffic),
     }
 
 

@@ -49,6 +49,8 @@ class MemberStatus:
     """Newest generation that all its ranks have committed; empty for none."""
     arena_bytes: int
     parity_bytes: int
+    protection_bytes_s: float = 0.0
+    """Fetched from other nodes for parity of late, a second."""
     skipped: int
     failed: int
     rebuilding: bool

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.quantities import format_bytes, format_portion, parse_bytes
+from holdfast_core.quantities import format_bytes, format_portion, format_rate, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,20 @@ def test_other_text_is_refused_with_what_to_write(text: str | int) -> None:
 
 def test_bytes_are_shown_in_gib_and_exactly() -> None:
     assert format_bytes(1610612736) == "1.50 GiB (1610612736 bytes)"
+
+
+@pytest.mark.parametrize(
+    ("bytes_s", "text"),
+    [
+        (0, "0 MB/s"),
+        (4e5, "0.4 MB/s"),
+        (9.94e6, "9.9 MB/s"),
+        (12.3e6, "12 MB/s"),
+        (1.34e9, "1.3 GB/s"),
+    ],
+)
+def test_rates_are_shown_in_powers_of_1000(bytes_s: float, text: str) -> None:
+    assert format_rate(bytes_s) == text
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from holdfast_daemon.describe import (
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
 from holdfast_daemon.host import JobHost
+from holdfast_daemon.parity_traffic import NodeTraffic
 
 
 @pytest.fixture
@@ -128,7 +129,9 @@ def test_the_catalogue_is_told_of_recoveries_of_epochs_that_there_were(memory: J
     memory.rank(0).loss = loss(4, 5, 6)
     engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
     engine.memory = memory
-    host = SimpleNamespace(engine=engine, storage=SimpleNamespace(arena_bytes=0, parity_bytes=0))
+    storage = SimpleNamespace(arena_bytes=0, parity_bytes=0)
+    worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
+    host = SimpleNamespace(engine=engine, storage=storage, worker=worker)
     told = as_json(cast(JobHost, host))
     assert told["losses"] == [recovery(4).to_dict(), recovery(5).to_dict()]
     assert told["ranks"][0]["loss"] == {  # type: ignore[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -14,6 +15,7 @@ from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import Metrics
 from holdfast_daemon.observe import NodeObserver
+from holdfast_daemon.parity_traffic import NodeTraffic
 
 JOB = "team.moe"
 
@@ -29,6 +31,7 @@ class Host:
 
     def __init__(self, redundancy: Redundancy) -> None:
         self.job, self.now, self.storage = JOB, 100.0, Storage()
+        self.worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
         self.engine = JobEngine(
             job=JOB, node="a", memory_id="m", incarnation=1, settings=EngineSettings()
         )

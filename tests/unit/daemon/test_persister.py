@@ -19,6 +19,7 @@ from holdfast_core.layouts import (
 )
 from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership, Tier
+from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.arenas import Arena
 from holdfast_daemon.bulk import Request
 from holdfast_daemon.effects import (
@@ -31,7 +32,7 @@ from holdfast_daemon.effects import (
     StopPersisting,
 )
 from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.persister import Allowance, Persister
+from holdfast_daemon.persister import Persister
 from holdfast_daemon.storage import NodeStorage
 from holdfast_daemon.worker import EffectWorker
 from holdfast_storage.cleaning import Cleaned
@@ -205,18 +206,3 @@ def test_a_writer_that_waits_for_its_allowance_can_be_stopped(node: Node, by: st
     assert isinstance(event, RankPersisted)
     assert event.number == 2 and event.file is None
     assert "has ended" in event.error or "told to stop" in event.error
-
-
-def test_an_allowance_is_shared_and_paid_in_advance() -> None:
-    now = 100.0
-    waits: list[float] = []
-    allowance = Allowance(clock=lambda: now)
-    for nbytes in (50, 50, 100):
-        allowance.take(nbytes, 100, waits.append)
-    assert waits == [0.5, 1.0]
-    now = 200.0  # what was not used is not saved up
-    allowance.take(100, 100, waits.append)
-    allowance.take(100, 100, waits.append)
-    assert waits == [0.5, 1.0, 1.0]
-    allowance.take(10**12, 0, waits.append)
-    assert len(waits) == 3

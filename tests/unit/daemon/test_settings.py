@@ -46,3 +46,9 @@ def test_a_path_too_long_for_a_socket_is_refused(
 def test_impossible_permissions_are_refused() -> None:
     with pytest.raises(InvalidJobError, match="--socket-mode 1777"):
         DaemonSettings(root=ROOT, node="a", socket_mode=0o1777)
+
+
+def test_a_limit_that_leaves_protection_no_time_is_refused() -> None:
+    with pytest.raises(InvalidJobError, match="--protection-bandwidth 9999999 is too little"):
+        DaemonSettings(root=ROOT, node="a", protection_bytes_s=9_999_999)
+    DaemonSettings(root=ROOT, node="a", protection_bytes_s=10_000_000)

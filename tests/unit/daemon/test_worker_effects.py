@@ -45,6 +45,7 @@ from holdfast_daemon.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.parity_traffic import NodeTraffic
 from holdfast_daemon.storage import NodeStorage
 from holdfast_daemon.worker import EffectWorker
 
@@ -130,6 +131,17 @@ SEAL = Seal(
     manifest=manifest_of(0),
     encoded=encode_manifest(manifest_of(0)),
 )
+REBUILD = Rebuild(
+    rank=0,
+    slot=0,
+    manifest=manifest_of(0),
+    encoded=SEAL.encoded,
+    own_position=0,
+    code=CODE,
+    sources=(SOURCE,),
+    blocks=frozenset({Block(1)}),
+    members=MEMBERSHIP.members,
+)
 VERIFY = VerifySnapshot(rank=0, slot=1, manifest=manifest_of(0))
 
 
@@ -172,6 +184,7 @@ class Member:
     peer: Peer
     executor: ThreadPoolExecutor
     worker: EffectWorker
+    traffic: NodeTraffic
 
     def run(self, effect: Background) -> object:
         return self.worker.submit(effect).result(timeout=TIMEOUT_S)
@@ -186,6 +199,7 @@ def member() -> Iterator[Member]:
         storage, peer = JobStorage(node, JOB), Peer()
         storage.adopt()
         executor = stack.enter_context(ThreadPoolExecutor(2))
+        traffic = NodeTraffic()
         worker = EffectWorker(
             storage,
             bulk=peer,
@@ -193,8 +207,9 @@ def member() -> Iterator[Member]:
             executor=executor,
             persister=DurableTier(threads=1).persister(JOB, storage),
             membership=MEMBERSHIP,
+            parity_traffic=traffic.of_job(),
         )
-        member = Member(node, storage, peer, executor, worker)
+        member = Member(node, storage, peer, executor, worker, traffic)
         assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id)
         arena = storage.arena(0, ALLOCATE.layout_id)
         next(arena.views(Lying(1, b""), 0, len(PAYLOAD)))[1][:] = PAYLOAD
@@ -205,6 +220,15 @@ def member() -> Iterator[Member]:
 def save(epoch: int, revision: int = 0) -> SaveEpoch:
     membership = replace(MEMBERSHIP, epoch=epoch, revision=revision)
     return SaveEpoch(membership=membership, line=None, retained=None)
+
+
+def test_what_parity_fetches_is_counted_and_what_a_rebuild_fetches_is_not(member: Member) -> None:
+    built = member.run(BUILD)
+    assert isinstance(built, ParityBuilt) and built.error == ""
+    assert member.traffic.received_bytes == len(PAYLOAD)
+    rebuilt = member.run(REBUILD)
+    assert isinstance(rebuilt, Rebuilt) and rebuilt.error == ""
+    assert member.traffic.received_bytes == len(PAYLOAD)
 
 
 def test_a_manifest_comes_from_the_first_peer_that_has_it(member: Member) -> None:
@@ -270,17 +294,7 @@ def test_an_abandoned_job_transfers_nothing_more(member: Member) -> None:
         (BUILD, ParityBuilt),
         (FETCH, ManifestFetched),
         (
-            Rebuild(
-                rank=0,
-                slot=0,
-                manifest=manifest_of(0),
-                encoded=SEAL.encoded,
-                own_position=0,
-                code=CODE,
-                sources=(SOURCE,),
-                blocks=frozenset({Block(1)}),
-                members=MEMBERSHIP.members,
-            ),
+            REBUILD,
             Rebuilt,
         ),
         (replace(VERIFY, manifest=replace(manifest_of(0), layout_id="f" * 32)), SnapshotVerified),

@@ -110,6 +110,8 @@ class World:
         self.line: Line | None = None
         self.losses: dict[str, LossReport] = {}
         """Node → what the daemon there says of lost tokens."""
+        self.fetched: dict[str, float] = {}
+        """Node → bytes a second that its daemon fetches for parity."""
         self.events: list[Event] = []
         self.actions: list[Action] = []
         self.published: list[Membership] = []
@@ -204,6 +206,7 @@ class World:
             ),
             agent_waiting=daemon.waiting,
             loss=self.losses.get(name),
+            protection_bytes_s=self.fetched.get(name, 0.0),
         )
 
     def _is_protected_in(self, epoch: int) -> bool:

@@ -208,6 +208,8 @@ def memberships(draw: st.DrawFn) -> Membership:
         nproc_per_node=draw(st.integers(1, 2**32 - 1)),
         groups=tuple(tuple(shuffled[start:end]) for start, end in itertools.pairwise(cuts)),
         redundancy=draw(st.sampled_from(Redundancy)),
+        memory_bytes=draw(U64),
+        protection_bytes_s=draw(U64),
         replicas=draw(st.integers(1, 2**32 - 1)),
         tier=draw(st.none() | TIERS),
     )

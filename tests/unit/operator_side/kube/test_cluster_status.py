@@ -28,6 +28,7 @@ def running_job() -> dict[str, object]:
         "protectedStep": 39,
         "restarts": 1,
         "tokenLoss": {"lost": "0.42%", "text": "tokens lost 0.42%"},
+        "protectionTraffic": {"text": "protection fetches 12 MB/s over all nodes"},
         "members": [{"index": 0, "node": "n0", "pod": "moe-0-1", "state": "running"}],
         "lastRecoveries": [{"cause": "rank 2 lost", "seconds": 3.25, "source": "parity"}],
         "conditions": [
@@ -60,6 +61,7 @@ def test_one_job_tells_its_members_recoveries_conditions_and_events() -> None:
     assert "parity" in shown
     assert "AllRanksReady" in shown
     assert "tokens lost 0.42%" in shown
+    assert "protection fetches 12 MB/s over all nodes" in shown
     assert "Unknown" in shown
     assert "rank 2 lost; restart in place" in shown
     assert "OfAnotherVersion" not in shown

@@ -70,6 +70,33 @@ def test_a_job_at_work_says_so_in_one_word_and_in_numbers() -> None:
     assert "problem" not in found
 
 
+def test_the_status_says_what_protection_takes_of_the_network() -> None:
+    world = running()
+    assert status(world)["protectionTraffic"]["nodeBytesPerSecond"] == 0
+    world.fetched = {"n0": 123_456_789.0, "n1": 998.0, "n2": 1e6}
+    found = status(world)
+    assert found["protectionTraffic"] == {
+        "nodeBytesPerSecond": 120_000_000,
+        "bytesPerSecond": 120_000_000,
+        "text": "protection fetches 120 MB/s over all nodes, 120 MB/s into the busiest one",
+    }
+    msgspec.convert(found, JobStatus)
+    world = World(virtual_job(spec={"redundancy": {"type": "RAIM5", "bandwidth": "1.5G"}}))
+    world.settle(3.0)
+    limited = status(world)["protectionTraffic"]
+    assert limited["limit"] == 1_500_000_000
+    assert limited["text"].endswith("(at most 1.5 GB/s)")
+    alone = World(virtual_job(redundancy="None"))
+    alone.settle(3.0)
+    assert "protectionTraffic" not in status(alone)
+
+
+def test_a_rate_that_fades_is_shown_as_nothing_in_the_end() -> None:
+    world = running()
+    world.fetched = {"n0": 999.0}
+    assert status(world)["protectionTraffic"]["bytesPerSecond"] == 0
+
+
 def test_a_job_that_waits_says_what_for() -> None:
     world = World(virtual_job(), nodes=1)
     world.look()

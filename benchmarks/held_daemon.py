@@ -1,0 +1,78 @@
+"""A daemon that fetches no parity while its node's rank exchanges gradients.
+
+A way to give way that is measured beside the daemon's own and is no part of it: training would have
+to say when it communicates (docs/decisions/0029). The rank says so by a byte of shared memory,
+which is the cheapest way there is.
+
+python -m benchmarks.held_daemon, with the arguments of holdfast-daemon
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from pathlib import Path
+
+from holdfast_daemon.__main__ import main
+from holdfast_daemon.group import EpochScope
+from holdfast_daemon.node import Node
+from holdfast_daemon.parity_traffic import JobTraffic, NodeTraffic
+from holdfast_daemon.settings import DaemonSettings
+
+HELD_S_MAX = 2.0
+LOOK_S = 0.001
+
+
+class Exchange:
+    """Whether a node exchanges gradients: its rank says so, its daemon looks."""
+
+    def __init__(self, root: Path) -> None:
+        path = root.with_suffix(".exchange")
+        with path.open("a+b") as file:
+            file.truncate(1)
+            self._byte = mmap.mmap(file.fileno(), 1)
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._byte[0])
+
+    @under_way.setter
+    def under_way(self, value: bool) -> None:
+        self._byte[0] = value
+
+
+class HeldTraffic(NodeTraffic):
+    """Holds what is fetched for parity while an exchange is under way, a while at most."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def of_job(self) -> JobTraffic:
+        return HeldJobTraffic(self)
+
+
+class HeldJobTraffic(JobTraffic):
+    """What one job fetches."""
+
+    def __init__(self, node: HeldTraffic) -> None:
+        super().__init__(node)
+        self._exchange = node.exchange
+
+    def take(self, nbytes: int, limit: int, scope: EpochScope) -> None:
+        until = time.monotonic() + HELD_S_MAX
+        while self._exchange.under_way and time.monotonic() < until:
+            scope.ended.wait(LOOK_S)
+        super().take(nbytes, limit, scope)
+
+
+class HeldNode(Node):
+    """A daemon with such traffic."""
+
+    def __init__(self, settings: DaemonSettings) -> None:
+        super().__init__(settings)
+        self._traffic.parity = HeldTraffic(Exchange(settings.root))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(make_node=HeldNode))

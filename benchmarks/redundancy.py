@@ -1,0 +1,267 @@
+"""Parity fetched from other nodes, and parity from replicas on a node's own devices.
+
+Computed, for models and clusters of the papers: how much of a snapshot the other members of a
+parity group hold on their devices anyhow, and what a node sends and copies with either source.
+Measured on this machine: how much longer a capture takes when its threads read, hash and add up as
+many bytes of others besides, as a trainer without an accelerator would have to.
+
+    make bench-redundancy ARGS="--size 256 --rounds 9"
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
+
+from benchmarks.floors import SharedBuffer
+from benchmarks.measure import Figure, ratio, timed
+from benchmarks.policies.models import MOETION, PEC_SMALL, Shape, captured
+from holdfast_core.experts import ExpertTable
+from holdfast_core.layouts import PIECE_BYTES, TensorRole
+from holdfast_core.parity_sources import held_with_sharding, replica_shares, source_cost
+from holdfast_core.topology import Topology
+from holdfast_daemon.multiplying import fill_zeros, xor_into
+
+MIB = 1 << 20
+GB = 1e9
+SOURCES = 3
+"""Members whose chunks are in the measured block: of a group of four."""
+
+THREADS = 2
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes, as far as they matter here."""
+
+    name: str
+    nproc: int
+    """Accelerators of a node."""
+    device_bytes_s: float
+    """Out of one of them."""
+    network_bytes_s: float
+    """Of a node."""
+
+
+AZURE = Cluster(name="16 × 4 A100, 320 Gbit/s", nproc=4, device_bytes_s=25e9, network_bytes_s=40e9)
+"""MoEtion §7.1; PCIe 4 with 16 lanes is assumed to bring 25 GB/s."""
+
+V100 = Cluster(name="6 × 4 V100, 10 Gbit/s", nproc=4, device_bytes_s=15.7e9, network_bytes_s=1.25e9)
+"""REFT §6.1, table 1; the bandwidth of PCIe is taken as that of each accelerator."""
+
+H100 = Cluster(name="8 × 8 H100, 200 Gbit/s", nproc=8, device_bytes_s=50e9, network_bytes_s=25e9)
+"""Of no paper: PCIe 5, and one slow network card a node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """A model on a cluster."""
+
+    model: str
+    shape: Shape
+    cluster: Cluster
+    topology: Topology
+    group: int
+    """Members of a parity group, as many as there are replicas in the papers' topologies."""
+
+
+SITES = (
+    Site(
+        model="1.6B-64E",
+        shape=MOETION["1.6B-64E"],
+        cluster=AZURE,
+        topology=Topology(dp=8, ep=4, pp=8),
+        group=2,
+    ),
+    Site(
+        model="2.9B-16E",
+        shape=MOETION["2.9B-16E"],
+        cluster=AZURE,
+        topology=Topology(dp=16, ep=2, pp=4),
+        group=4,
+    ),
+    Site(
+        model="3.8B-8E",
+        shape=MOETION["3.8B-8E"],
+        cluster=AZURE,
+        topology=Topology(dp=8, pp=8),
+        group=2,
+    ),
+    Site(
+        model="PEC small",
+        shape=PEC_SMALL,
+        cluster=V100,
+        topology=Topology(dp=24, ep=4),
+        group=6,
+    ),
+    Site(
+        model="2.9B-16E",
+        shape=MOETION["2.9B-16E"],
+        cluster=H100,
+        topology=Topology(dp=64, ep=8),
+        group=4,
+    ),
+    Site(
+        model="1.6B-64E",
+        shape=MOETION["1.6B-64E"],
+        cluster=H100,
+        topology=Topology(dp=64, ep=64),
+        group=4,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What protecting one full snapshot takes of a node, with RAIM5."""
+
+    model: str
+    cluster: str
+    topology: str
+    group: int
+    rank_gb: float
+    """What each rank holds when nothing is sharded over replicas."""
+    node_gb: float
+    """What the ranks of a node capture."""
+    held: float
+    """Of that, what the others of the group hold on their devices when nothing is sharded."""
+    held_zero_1: float
+    held_zero_3: float
+    network_sent_s: float
+    """With parity from the network."""
+    network_copied_s: float
+    replicas_sent_s: float
+    """With parity from replicas as far as they are there, nothing sharded."""
+    replicas_copied_s: float
+
+
+def row_of(site: Site) -> Row:
+    """One row of the table."""
+    topology, cluster = site.topology, site.cluster
+    tensors = captured(site.shape, Topology(dp=1))
+    table = ExpertTable.of(tensors, Topology(dp=1))
+    weights = sum(each.nbytes for each in tensors[0] if each.role is TensorRole.COMPUTE)
+    weights_share = weights / table.full_bytes
+    dense, experts = table.dense_bytes, table.full_bytes - table.dense_bytes
+    shares = replica_shares(topology, cluster.nproc, site.group)
+    held = shares.of(dense_bytes=dense, expert_bytes=experts)
+    node_bytes = table.full_bytes * cluster.nproc / topology.world_size
+    fetched, own = (
+        source_cost(
+            node_bytes,
+            losses=1,
+            held=portion,
+            copy_bytes_s=cluster.device_bytes_s * cluster.nproc,
+            network_bytes_s=cluster.network_bytes_s,
+        )
+        for portion in (0.0, held)
+    )
+    return Row(
+        model=site.model,
+        cluster=cluster.name,
+        topology=str(topology),
+        group=site.group,
+        rank_gb=(dense + experts / topology.ep) / topology.pp / GB,
+        node_gb=node_bytes / GB,
+        held=held,
+        held_zero_1=held * held_with_sharding(1, weights_share),
+        held_zero_3=held * held_with_sharding(3, weights_share),
+        network_sent_s=fetched.sent_s,
+        network_copied_s=fetched.copied_s,
+        replicas_sent_s=own.sent_s,
+        replicas_copied_s=own.copied_s,
+    )
+
+
+class Capture:
+    """What a trainer on the CPU does to its state, a piece at a time, on the threads of a capture.
+
+    Args:
+        nbytes: that a rank captures, whole pieces for each of the sources.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._own, self._others, self._slot = (SharedBuffer(nbytes) for _ in range(3))
+        self._block = SharedBuffer(nbytes // SOURCES)
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def capture(self) -> None:
+        """Copy and hash the own bytes."""
+        self._run(self._copy, self._own.nbytes)
+
+    def capture_and_encode(self) -> None:
+        """The same, and then the sum of the sources' chunks, which are hashed, too: by that they
+        are compared with what the sources captured."""
+        self.capture()
+        self._run(self._encode, self._block.nbytes)
+
+    def _run(self, work: Callable[[int], None], nbytes: int) -> None:
+        for _ in self._pool.map(work, range(0, nbytes, PIECE_BYTES), chunksize=4):
+            pass
+
+    def _copy(self, at: int) -> None:
+        ctypes.memmove(self._slot.address + at, self._own.address + at, PIECE_BYTES)
+        xxh3_64_intdigest(memoryview(self._slot.mapping)[at : at + PIECE_BYTES])
+
+    def _encode(self, at: int) -> None:
+        into = memoryview(self._block.mapping)[at : at + PIECE_BYTES]
+        fill_zeros(into)
+        for source in range(SOURCES):
+            start = source * self._block.nbytes + at
+            piece = memoryview(self._others.mapping)[start : start + PIECE_BYTES]
+            xxh3_64_intdigest(piece)
+            xor_into(into, piece)
+        xxh3_64_intdigest(into)
+
+
+def measure(size: int, rounds: int) -> Figure:
+    """How much longer a capture of `size` bytes takes with as many bytes of others."""
+    grid = SOURCES * PIECE_BYTES
+    work = Capture(size // grid * grid)
+    alone, both = [], []
+    for turn in range(-WARM_UPS, rounds):
+        pair = timed(work.capture), timed(work.capture_and_encode)
+        if turn >= 0:
+            alone.append(pair[0])
+            both.append(pair[1])
+    return ratio(both, alone, "× capture")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--size", type=int, default=384, metavar="MIB", help="of a capture")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--report", type=Path, default=Path("build/bench/redundancy.json"))
+    options = parser.parse_args()
+    rows = [row_of(site) for site in SITES]
+    print("parity of a full snapshot, RAIM5: seconds of a node, from the network and from replicas")
+    head = ("group", "GB/rank", "GB/node", "held", "ZeRO-1", "ZeRO-3", "sent", "copied")
+    print(f"{'':54}" + "".join(f"{word:>9}" for word in head) + "   from replicas: sent copied")
+    for row in rows:
+        place = f"{row.model:10} {row.cluster:24} {row.topology}"
+        print(
+            f"{place:54}{row.group:9}{row.rank_gb:9.1f}{row.node_gb:9.1f}{row.held:9.0%}"
+            f"{row.held_zero_1:9.0%}{row.held_zero_3:9.0%}{row.network_sent_s:9.2f}"
+            f"{row.network_copied_s:9.2f}{row.replicas_sent_s:22.2f}{row.replicas_copied_s:7.2f}"
+        )
+    figure = measure(options.size * MIB, options.rounds)
+    print(
+        f"capture and encode, {options.size} MiB each on {THREADS} threads of {os.cpu_count()}: "
+        f"{figure.value:.2f} {figure.unit} ({figure.low:.2f} to {figure.high:.2f})"
+    )
+    options.report.parent.mkdir(parents=True, exist_ok=True)
+    found = {"rows": [*map(asdict, rows)], "capture_and_encode": asdict(figure)}
+    options.report.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Where the bytes of parity could come from: peers' arenas, or replicas on a node's own devices.
+
+Parity is made of what other nodes captured, fetched over the network. Where data-parallel replicas
+hold the same state, its owner could take the same bytes from its own devices and fetch nothing
+(REFT §4.3; MoEtion §5.1 for whole copies). They are read once more for that, so what the network is
+spared is copied out of devices a second time. This module computes both, for plans and benchmarks;
+docs/decisions/0028 says why the data path has the first only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.placement import StatePart, parts_to_transfer
+from holdfast_core.topology import Topology
+
+WEIGHTS_SHARE = 2 / 14
+"""Of training state, the compute weights: bfloat16 beside float32 masters and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaShares:
+    """Portions of what ranks capture that every other member of their parity group holds on the
+    devices of the same lane, with groups that are formed along replicas, and nothing sharded."""
+
+    dense: float
+    experts: float
+
+    def of(self, *, dense_bytes: int, expert_bytes: int) -> float:
+        """The portion of a snapshot with so many bytes of each."""
+        held = self.dense * dense_bytes + self.experts * expert_bytes
+        return held / max(dense_bytes + expert_bytes, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCost:
+    """What protecting one snapshot takes of one node."""
+
+    sent_bytes: int
+    """To other nodes; as much is received."""
+    sent_s: float
+    copied_bytes: int
+    """Out of its devices, with what it captures."""
+    copied_s: float
+
+
+def replica_shares(topology: Topology, nproc_per_node: int, group_size: int) -> ReplicaShares:
+    """What groups of `group_size` members could take from their own devices.
+
+    A block is the sum of chunks of all other members, so all of a group have to be replicas of each
+    other, lane by lane.
+
+    Raises:
+        InvalidJobError: the ranks do not fill whole members, or a group has fewer than two.
+    """
+    if nproc_per_node < 1 or topology.world_size % nproc_per_node or group_size < 2:
+        raise InvalidJobError(
+            f"{topology} on members of {nproc_per_node} ranks in groups of {group_size}: the ranks "
+            f"must fill the members, and a group has 2 members or more"
+        )
+
+    def share(experts: bool) -> float:
+        enough = 0
+        for rank in range(topology.world_size):
+            replicas = (topology.expert_replicas if experts else topology.dense_replicas)(rank)
+            alike = sum(each % nproc_per_node == rank % nproc_per_node for each in replicas)
+            enough += alike >= group_size
+        return enough / topology.world_size
+
+    return ReplicaShares(dense=share(experts=False), experts=share(experts=True))
+
+
+def held_with_sharding(zero_stage: int, weights_share: float = WEIGHTS_SHARE) -> float:
+    """The portion of replicated state that is still replicated with a stage of ZeRO (MoEtion §5.1).
+
+    Args:
+        zero_stage: 0 (plain data parallelism) to 3; FSDP is 3.
+        weights_share: of the state, the compute weights.
+
+    Raises:
+        InvalidJobError: for another stage.
+    """
+    sizes = {StatePart.WEIGHTS: weights_share, StatePart.OPTIMIZER: 1 - weights_share}
+    sent = parts_to_transfer(zero_stage, copies=2)
+    return sum(size for part, size in sizes.items() if part not in sent)
+
+
+def source_cost(
+    node_bytes: float,
+    *,
+    losses: int,
+    held: float,
+    copy_bytes_s: float,
+    network_bytes_s: float,
+) -> SourceCost:
+    """What one snapshot takes of a node that captures `node_bytes`.
+
+    Args:
+        losses: members of a group that may be lost at once: so often everything is protected.
+        held: portion that is taken from the node's own devices; 0: everything is fetched.
+        copy_bytes_s: out of the devices of one node.
+        network_bytes_s: from one node to others.
+    """
+    sent = node_bytes * losses * (1 - held)
+    copied = node_bytes * (1 + losses * held)
+    return SourceCost(
+        sent_bytes=round(sent),
+        sent_s=sent / network_bytes_s,
+        copied_bytes=round(copied),
+        copied_s=copied / copy_bytes_s,
+    )

@@ -1,0 +1,28 @@
+"""A limit of bytes in a second that several threads share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Allowance:
+    """Bytes in a second, shared by all who ask. Any thread may ask."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._paid_until = 0.0
+
+    def take(self, nbytes: int, rate_bytes_s: int, wait: Callable[[float], object]) -> None:
+        """Return when `nbytes` more may move; `wait` is given the seconds until then, if any.
+        There is no limit where `rate_bytes_s` is 0."""
+        if rate_bytes_s <= 0:
+            return
+        with self._lock:
+            now = self._clock()
+            begins = max(self._paid_until, now)
+            self._paid_until = begins + nbytes / rate_bytes_s
+        if begins > now:
+            wait(begins - now)

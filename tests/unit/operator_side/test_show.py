@@ -1,0 +1,57 @@
+"""What `holdfast status` prints of a local run."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from holdfast_operator.local.status import MemberStatus, NodeStatus, Status
+from holdfast_operator.show import status_view
+
+
+def test_each_node_says_what_it_fetches_for_parity() -> None:
+    member = MemberStatus(
+        index=0,
+        node="n0",
+        agent="running",
+        exit_code=None,
+        epoch=1,
+        ranks=(),
+        complete="",
+        arena_bytes=0,
+        parity_bytes=0,
+        protection_bytes_s=42.4e6,
+        skipped=0,
+        failed=0,
+        rebuilding=False,
+        problem="",
+    )
+    nodes = tuple(
+        NodeStatus(
+            name=name,
+            role=role,
+            connected=True,
+            host="h",
+            root="",
+            socket="",
+            daemon_pid=1,
+            incarnation=1,
+            memory_used_bytes=0,
+            memory_budget_bytes=0,
+        )
+        for name, role in (("n0", "member 0"), ("n1", "spare"))
+    )
+    status = Status(
+        job="default.job", time=0.0, pid=1, directory="", phase="Running", reason="", epoch=1,
+        revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",
+        restarts=0, members=(member,), nodes=nodes,
+    )  # fmt: skip
+    out = StringIO()
+    Console(file=out, width=200).print(status_view(status))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith(("node", "n0", "n1"))]
+    assert [line.split()[-3:] for line in lines] == [
+        ["fetched", "for", "parity"],
+        ["GiB", "42", "MB/s"],
+        ["-", "-", "-"],
+    ]
