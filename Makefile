@@ -113,6 +113,11 @@ test-faults: $(STAMP) redis ## Run every fault test for every policy and redunda
 	@$(BIN)/python -m pytest tests/local -n $(PYTEST_WORKERS) --dist worksteal \
 	  --every-combination $(ARGS)
 
+.PHONY: test-schedules
+test-schedules: $(STAMP) ## Run ten thousand schedules of the simulation (long)
+	@$(BIN)/python -m pytest tests/simulation/test_schedules.py -n $(PYTEST_WORKERS) --dist worksteal \
+	  --schedules 10000 $(ARGS)
+
 # Not with -m: each daemon that is forked would import the main module anew, pictures and all.
 .PHONY: chaos
 chaos: $(STAMP) redis versitygw ## Break real processes at random for 30 minutes; ARGS="--minutes 3 --seed 1"

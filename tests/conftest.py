@@ -23,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run each fault test for every policy and redundancy, not for one of them (long)",
     )
+    parser.addoption(
+        "--schedules",
+        type=int,
+        default=2000,
+        help="how many seeded schedules of a whole cluster the simulation runs",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
