@@ -23,7 +23,7 @@ from holdfast_core.layouts import (
 )
 from holdfast_core.places import Lying, encode_places, runs, split_places
 from holdfast_core.values import Manifest
-from holdfast_daemon.files import Files, map_shared, replace, storage_errors
+from holdfast_daemon.files import Files, SharedFile, replace, storage_errors
 
 LAYOUT_FILE = "layout.json"
 ARENA_FILE = "arena"
@@ -62,7 +62,7 @@ class Arena:
         self.layout = layout
         self.layout_id = layout_id(encoded_layout)
         self.sealed: dict[int, Sealed] = {}
-        self._view: memoryview | None = None
+        self._file: SharedFile | None = None
 
     @property
     def rank(self) -> int:
@@ -91,13 +91,31 @@ class Arena:
             end = min(run.end * piece_bytes, stop)
             yield Part(offset=first, at=self.slot_start(run.slot) + first, nbytes=end - first)
 
-    def views(self, lying: Lying, start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-        """The same bytes with their offsets in the payload, shared with the trainer's mapping."""
-        if self._view is None:
-            with storage_errors(f"mapping {self.path}"):
-                self._view = map_shared(self.path)
-        for part in self.parts(lying, start, nbytes):
-            yield part.offset, self._view[part.at : part.at + part.nbytes]
+    def read_into(self, lying: Lying, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of a payload from `start` on, as they are now.
+
+        Raises:
+            CorruptError: the file no longer has them: its trainer cut it.
+            StorageError: the file system failed.
+        """
+        with storage_errors(f"reading {self.path}"):
+            file = self._opened()
+            for part in self.parts(lying, start, len(view)):
+                at = part.offset - start
+                file.read_into(part.at, view[at : at + part.nbytes])
+
+    def write(self, lying: Lying, start: int, data: memoryview) -> None:
+        """Put `data` where the bytes of a payload from `start` on lie. Raises StorageError."""
+        with storage_errors(f"writing {self.path}"):
+            file = self._opened()
+            for part in self.parts(lying, start, len(data)):
+                at = part.offset - start
+                file.write(part.at, data[at : at + part.nbytes])
+
+    def _opened(self) -> SharedFile:
+        if self._file is None:
+            self._file = SharedFile(self.path)
+        return self._file
 
     def manifest_path(self, slot: int) -> Path:
         return self.directory / f"slot-{slot}.manifest"

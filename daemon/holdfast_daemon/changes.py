@@ -23,7 +23,7 @@ from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Request
 from holdfast_daemon.combining import Stream
 from holdfast_daemon.holding import Held, Holding
-from holdfast_daemon.multiplying import xor_into
+from holdfast_daemon.multiplying import fill_zeros, xor_into
 
 
 def change_of(storage: Holding, request: Request) -> Iterator[bytes]:
@@ -47,27 +47,38 @@ def change_of(storage: Holding, request: Request) -> Iterator[bytes]:
 
 
 def _changes(held: list[Held], start: int, nbytes: int, piece_bytes: int) -> Iterator[bytes]:
+    one, other = held
+    made = memoryview(bytearray(piece_bytes + DIGEST_BYTES))
+    beside = memoryview(bytearray(piece_bytes))
     for at in range(start, start + nbytes, piece_bytes):
-        change = bytearray(min(piece_bytes, start + nbytes - at))
-        for one in held:
-            there = max(min(one.manifest.payload_bytes - at, piece_bytes), 0)
-            for _, view in one.views(at, there) if there else ():
-                # A copy: what is verified must be what is used, and a place can be given away.
-                data = memoryview(bytes(view))
-                _verify(one.manifest, at, data)
-                used = min(there, len(change))
-                xor_into(memoryview(change)[:used], data[:used])
-        yield bytes(change) + xxh3_64_intdigest(change).to_bytes(DIGEST_BYTES, "little")
+        there = _read_piece(one, at, made)
+        fill_zeros(made[there:piece_bytes])
+        there = _read_piece(other, at, beside)
+        xor_into(made[:there], beside[:there])
+        end = min(piece_bytes, start + nbytes - at)
+        digest = xxh3_64_intdigest(made[:end]).to_bytes(DIGEST_BYTES, "little")
+        made[end : end + DIGEST_BYTES] = digest
+        yield bytes(made[: end + DIGEST_BYTES])
 
 
-def _verify(manifest: Manifest, at: int, view: memoryview) -> None:
+def _read_piece(held: Held, at: int, buffer: memoryview) -> int:
+    """Put the piece at `at` at the start of `buffer`; its length, 0 beyond the payload's end.
+
+    What is verified is what is used: the arena's bytes may change at any time.
+    """
+    manifest = held.manifest
+    nbytes = max(min(manifest.payload_bytes - at, manifest.piece_bytes), 0)
+    piece = buffer[:nbytes]
+    if nbytes:
+        held.read_into(at, piece)
     first = at // manifest.piece_bytes
-    bad = first_bad_piece(view, manifest.digests, manifest.piece_bytes, first_piece=first)
+    bad = first_bad_piece(piece, manifest.digests, manifest.piece_bytes, first_piece=first)
     if bad is not None:
         raise CorruptError(
             f"piece {bad} of rank {manifest.rank} generation {manifest.generation} does not match "
             f"its manifest"
         )
+    return nbytes
 
 
 def changed_pieces(before: Manifest, after: Manifest, start: int, nbytes: int) -> Iterator[int]:

@@ -1,9 +1,12 @@
 """Combines ranges of several members' bytes into one destination while they are in cache.
 
-Stride by stride: every input's bytes are received (the first input's straight into the destination,
-the others' into a scratch of one stride a thread), verified (invariant 1), XORed into the
-destination and hashed, all while they are in cache. Nothing is read a second time. Where inputs are
-multiplied first, all go through the scratch.
+Stride by stride, in buffers of one stride a thread: every input's bytes are received (the first
+input's where the sum is made, the others' into a scratch), verified (invariant 1), XORed into the
+sum and hashed, all while they are in cache; then the sum is put where it belongs. Nothing is read a
+second time. Where inputs are multiplied first, all go through the scratch.
+
+Sums are made aside because nothing can be said of a destination: a bit that flips there meanwhile
+must not be among what digests are of, and a file of a trainer may be cut under whoever touches it.
 
 What is verified depends on what comes out. Parity has no digests yet, so each input is verified
 against its source's manifest before it is used. A payload that is rebuilt has: when it matches its
@@ -13,7 +16,7 @@ by one, to say whose is wrong.
 A piece that does not match is fetched once more: a byte that flipped on the wire costs one round
 trip. A piece that does not match twice is the source's fault, and the error names its rank.
 
-Memory beside the destination: twice `threads * stride_bytes`. This module knows no network and no
+Memory: twice `threads * stride_bytes`. This module knows no network and no
 files.
 """
 
@@ -107,14 +110,19 @@ class Input:
 class Work:
     """One destination and all that goes into it."""
 
-    destination: memoryview
+    nbytes: int
+    """Of the destination."""
+    put: Callable[[int, memoryview], None]
+    """Puts finished bytes at an offset of the destination. Called from several threads at once;
+    raises HoldfastError."""
     inputs: tuple[Input, ...]
     """The longest first: where it covers the whole destination and nothing is multiplied, its
-    bytes are received in place."""
+    bytes are received where the sum is made."""
     piece_bytes: int
     fetch: Fetch
     finish: Callable[[int, memoryview], bool]
-    """Called with the offset and the bytes of each finished stride; False when they are wrong."""
+    """Called with the offset and the bytes of each stride before it is put; False when they are
+    wrong."""
     check: Callable[[], None]
     """Raises HoldfastError when the work is no longer wanted."""
     effort: Effort
@@ -125,9 +133,9 @@ class Work:
 
     @property
     def in_place(self) -> bool:
-        """Whether the first input can be received straight into the destination."""
+        """Whether the first input can be received where the sum is made."""
         covered = self.inputs[0].nbytes if self.inputs else 0
-        return covered == len(self.destination) and all(item.factor == 1 for item in self.inputs)
+        return covered == self.nbytes and all(item.factor == 1 for item in self.inputs)
 
 
 def combine(work: Work) -> None:
@@ -142,7 +150,7 @@ def combine(work: Work) -> None:
             failed.set()
             raise
 
-    over_segments(len(work.destination), stride_bytes, work.effort.threads, run)
+    over_segments(work.nbytes, stride_bytes, work.effort.threads, run)
 
 
 class _Segment:
@@ -157,9 +165,8 @@ class _Segment:
         self._scratch = memoryview(bytearray(0 if alone else stride_bytes))
         self._sum = memoryview(bytearray(0 if self._in_place else work.piece_bytes))
         """The last piece, where the destination ends in the middle of it."""
-        self._private = memoryview(bytearray(0 if work.proves else stride_bytes))
-        """Where a stride is made whose digests come from what is made: a bit that flips in the
-        destination meanwhile must not be among what they are of."""
+        self._made = memoryview(bytearray(stride_bytes))
+        """Where a stride is made."""
 
     def run(self, start: int, end: int) -> None:
         work = self._work
@@ -192,15 +199,13 @@ class _Segment:
     def _stride(
         self, at: int, stop: int, streams: Sequence[Stream | None], *, verify: bool
     ) -> bool:
-        """Combine [at, stop) of the destination; whether what came out is right."""
-        destination = self._work.destination[at:stop]
-        if self._work.proves:
-            self._make(destination, at, stop, streams, verify=verify)
-            return self._work.finish(at, destination)
-        made = self._private[: stop - at]
+        """Combine [at, stop) of the destination, and put it there; whether what came out is right,
+        and so was put."""
+        made = self._made[: stop - at]
         self._make(made, at, stop, streams, verify=verify)
         right = self._work.finish(at, made)
-        destination[:] = made
+        if right:
+            self._work.put(at, made)
         return right
 
     def _make(

@@ -131,11 +131,51 @@ def storage_errors(what: str) -> Iterator[None]:
         raise StorageError(f"{what} failed: {error.strerror or error}") from error
 
 
+class SharedFile:
+    """A file that others may cut or punch at any time: what they have a descriptor of.
+
+    It is never mapped: whoever touches a page of a mapping that the file no longer has is killed
+    by SIGBUS. Closed with its last reference, so that it stays open under whoever uses it. Its
+    methods are for any thread.
+
+    Raises:
+        OSError: on construction, when it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read_into(self, at: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from `at` on.
+
+        Raises:
+            CorruptError: the file ends before.
+            OSError: the file system failed.
+        """
+        while len(view):
+            count = os.preadv(self._descriptor, [view], at)
+            if count == 0:
+                what = f"{self.path.parent.name}/{self.path.name}"
+                raise CorruptError(f"{what} was cut: it has nothing at byte {at}")
+            at, view = at + count, view[count:]
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Put `data` at `at`; a file that was cut grows again. Raises OSError."""
+        _write_at(self._descriptor, data, at)
+
+
 def map_shared(path: Path) -> memoryview:
     """All bytes of `path`, writable, shared with every other mapping of it.
 
-    The mapping lives as long as a view of it does. Files that are mapped are never cut below a size
-    that they were sealed with, so that a reader cannot run into a missing page.
+    The mapping lives as long as a view of it does. Only for files that nobody else has a descriptor
+    of, and that are never cut below a size that they were sealed with: who touches a page that the
+    file no longer has is killed (`SharedFile`).
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

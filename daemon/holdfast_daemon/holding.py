@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,15 +16,17 @@ from holdfast_core.values import Generation, Line, Manifest, Membership
 from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.blocks import ParityRecord
 
-Views = Callable[[int, int], Iterator[tuple[int, memoryview]]]
+ReadInto = Callable[[int, memoryview], None]
+"""Fills a view with the bytes of a payload from an offset on. Raises CorruptError, StorageError.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A sealed snapshot: what it is, and `arenas.Arena.views` of its payload."""
+    """A sealed snapshot: what it is, and `arenas.Arena.read_into` of its payload."""
 
     manifest: Manifest
-    views: Views
+    read_into: ReadInto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +42,11 @@ class OlderParity:
 class ArenaBytes(Protocol):
     """One rank's region of shared memory."""
 
-    def views(self, lying: Lying, start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-        """Bytes [start, start + nbytes) of a payload, with their offsets in it."""
+    def read_into(self, lying: Lying, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of a payload from `start` on. Raises CorruptError too."""
+
+    def write(self, lying: Lying, start: int, data: memoryview) -> None:
+        """Put `data` where the bytes of a payload from `start` on lie."""
 
 
 class Holding(Protocol):

@@ -235,8 +235,8 @@ class JobStorage:
     def held(self, rank: int, generation: Generation) -> Held:
         """A sealed snapshot and its bytes; StorageError when it is not held."""
         arena, slot, sealed = self._sealed(rank, generation)
-        views = partial(arena.views, Lying(slot, sealed.places))
-        return Held(manifest=sealed.manifest, views=views)
+        read_into = partial(arena.read_into, Lying(slot, sealed.places))
+        return Held(manifest=sealed.manifest, read_into=read_into)
 
     def older_parity(self, lane: int, slot: int) -> OlderParity | None:
         """The other block of the lane, if it is sealed and the manifests that it was made from are

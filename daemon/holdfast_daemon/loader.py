@@ -8,7 +8,7 @@ every piece was right.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -28,7 +28,7 @@ from holdfast_daemon.effects import (
     StoredFound,
 )
 from holdfast_daemon.group import EpochScope
-from holdfast_daemon.holding import Holding
+from holdfast_daemon.holding import Holding, ReadInto
 
 STRIDE_BYTES = 16 * 1024 * 1024
 
@@ -57,16 +57,20 @@ class SlotPieces:
     """A sealed snapshot in memory as a source of pieces."""
 
     content: Manifest
-    views: Callable[[int, int], Iterator[tuple[int, memoryview]]]
-    """`arenas.Arena.views` of its payload."""
+    read: ReadInto
+    """`arenas.Arena.read_into` of its payload."""
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
         """Pieces [first_piece, end), verified. Raises StorageError: not CorruptError, which would
         say of storage that it is wrong."""
         size = self.content.piece_bytes
         start = first_piece * size
-        for offset, view in self.views(start, len(buffer)):
-            buffer[offset - start : offset - start + len(view)] = view
+        try:
+            self.read(start, buffer)
+        except CorruptError as error:
+            raise StorageError(
+                f"generation {self.content.generation} in memory is looked at again: {error}"
+            ) from error
         bad = first_bad_piece(buffer, self.content.digests, size, first_piece=first_piece)
         if bad is not None:
             raise StorageError(
@@ -148,13 +152,14 @@ class Loader:
             )
         size = manifest.piece_bytes
         stride_bytes = max(self._stride_bytes // size, 1) * size
-        for offset, part in arena.views(lying, 0, manifest.payload_bytes):
-            for at in range(0, len(part), stride_bytes):
-                stride = part[at : at + stride_bytes]
-                scope.check()
-                first = (offset + at) // size
-                stored.read_into(first, first + piece_count(len(stride), size), stride)
-                self._set_read(effect.rank, offset + at + len(stride))
+        buffer = memoryview(bytearray(min(stride_bytes, manifest.payload_bytes)))
+        for at in range(0, manifest.payload_bytes, stride_bytes):
+            stride = buffer[: manifest.payload_bytes - at]
+            scope.check()
+            first = at // size
+            stored.read_into(first, first + piece_count(len(stride), size), stride)
+            arena.write(lying, at, stride)
+            self._set_read(effect.rank, at + len(stride))
         scope.check()
         sealed = Sealed(manifest=manifest, encoded=effect.encoded, places=effect.places)
         self._storage.seal(effect.rank, manifest.layout_id, effect.slot, sealed)
@@ -166,8 +171,8 @@ class Loader:
         found = []
         for held in effect.held:
             arena = self._storage.arena(effect.rank, held.manifest.layout_id)
-            views = partial(arena.views, Lying(slot=held.slot, places=held.places))
-            found.append(SlotPieces(content=held.manifest, views=views))
+            read = partial(arena.read_into, Lying(slot=held.slot, places=held.places))
+            found.append(SlotPieces(content=held.manifest, read=read))
         return found
 
     def _sets(self, uri: str) -> StoredSets:

@@ -6,7 +6,7 @@ module knows no network and no files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from holdfast_core.codes import Block, ChunkRecovery, Code
 from holdfast_core.errors import InvalidJobError
@@ -23,10 +23,7 @@ from holdfast_daemon.combining import (
     combine,
     over_segments,
 )
-
-Views = Callable[[int, int], Iterator[tuple[int, memoryview]]]
-"""Given the start and the length of a range of a payload: its parts in order, each with its offset
-in the payload, on the grid of pieces."""
+from holdfast_daemon.holding import ReadInto
 
 
 def build(
@@ -88,7 +85,8 @@ def build(
 
     combine(
         Work(
-            destination=block[:used_bytes],
+            nbytes=used_bytes,
+            put=put_into(block),
             inputs=tuple(sorted(inputs, key=lambda item: (-item.nbytes, item.position))),
             piece_bytes=piece_bytes,
             fetch=fetch,
@@ -100,17 +98,17 @@ def build(
     return used_bytes, bytes(digests)
 
 
-def whole(payload: memoryview) -> Views:
-    """A payload that lies in one part."""
+def put_into(block: memoryview) -> Callable[[int, memoryview], None]:
+    """What puts bytes at an offset of `block`."""
 
-    def views(start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-        yield start, payload[start : start + nbytes]
+    def put(at: int, data: memoryview) -> None:
+        block[at : at + len(data)] = data
 
-    return views
+    return put
 
 
 def rebuild(
-    payload: Views,
+    write: Callable[[int, memoryview], None],
     *,
     code: Code,
     lost: int,
@@ -124,7 +122,7 @@ def rebuild(
     """Recover the payload of the member at `lost` from parity and the others (REFT §4.3).
 
     Args:
-        payload: Where its `manifest.payload_bytes` go.
+        write: Puts bytes at an offset of its payload.
         manifest: Of the lost snapshot; every piece is verified against it before this returns.
         code: Of the group.
         sources: By position, the manifests of the members that hold their snapshots.
@@ -142,47 +140,70 @@ def rebuild(
     piece_bytes = common_piece_bytes(everything)
     payloads = {position: m.payload_bytes for position, m in everything.items()}
     for step in code.recovery(lost, payloads, blocks, piece_bytes):
-        for start, part in payload(step.range.start, step.range.nbytes):
-            if len(part) == 0:
-                continue
+        if step.range.nbytes == 0:
+            continue
 
-            def is_right(at: int, done: memoryview, start: int = start) -> bool:
-                first = (start + at) // piece_bytes
-                bad = first_bad_piece(done, manifest.digests, piece_bytes, first_piece=first)
-                return bad is None
+        def is_right(at: int, done: memoryview, start: int = step.range.start) -> bool:
+            first = (start + at) // piece_bytes
+            bad = first_bad_piece(done, manifest.digests, piece_bytes, first_piece=first)
+            return bad is None
 
-            into = start - step.range.start
-            combine(
-                Work(
-                    destination=part,
-                    inputs=_recovery_inputs(step, sources, piece_bytes, into, len(part)),
-                    piece_bytes=piece_bytes,
-                    fetch=fetch,
-                    finish=is_right,
-                    check=check,
-                    effort=effort or Effort(),
-                    proves=True,
-                    owners=tuple(block.owner for block, _ in step.blocks),
-                )
+        def put(at: int, done: memoryview, start: int = step.range.start) -> None:
+            write(start + at, done)
+
+        combine(
+            Work(
+                nbytes=step.range.nbytes,
+                put=put,
+                inputs=_recovery_inputs(step, sources, piece_bytes),
+                piece_bytes=piece_bytes,
+                fetch=fetch,
+                finish=is_right,
+                check=check,
+                effort=effort or Effort(),
+                proves=True,
+                owners=tuple(block.owner for block, _ in step.blocks),
             )
+        )
 
 
 def verify(
-    payload: memoryview,
+    read_into: ReadInto,
+    nbytes: int,
     digests: bytes,
     piece_bytes: int,
     *,
-    offset: int = 0,
     threads: int = THREADS,
 ) -> int | None:
-    """Index of a piece that does not match its digest, or None when all do.
+    """Index of a piece of a payload that does not match its digest, or None when all do.
 
     Args:
-        payload: From `offset` of the payload that `digests` are of, on the grid of pieces.
+        read_into: Fills a view from an offset of the payload on; what it raises is raised.
     """
+    stride_bytes = round_up(STRIDE_BYTES, piece_bytes)
 
     def first_bad(start: int, end: int) -> int | None:
-        first = (offset + start) // piece_bytes
+        buffer = memoryview(bytearray(min(stride_bytes, end - start)))
+        for at in range(start, end, stride_bytes):
+            part = buffer[: end - at]
+            read_into(at, part)
+            first = at // piece_bytes
+            bad = first_bad_piece(part, digests, piece_bytes, first_piece=first)
+            if bad is not None:
+                return bad
+        return None
+
+    found = over_segments(nbytes, stride_bytes, threads, first_bad)
+    return next((bad for bad in found if bad is not None), None)
+
+
+def verify_in_place(
+    payload: memoryview, digests: bytes, piece_bytes: int, *, threads: int = THREADS
+) -> int | None:
+    """The same for what lies in memory that nobody else can take away."""
+
+    def first_bad(start: int, end: int) -> int | None:
+        first = start // piece_bytes
         return first_bad_piece(payload[start:end], digests, piece_bytes, first_piece=first)
 
     found = over_segments(len(payload), round_up(STRIDE_BYTES, piece_bytes), threads, first_bad)
@@ -203,10 +224,9 @@ def _recovery_inputs(
     step: ChunkRecovery,
     sources: Mapping[int, Manifest],
     piece_bytes: int,
-    at: int,
-    nbytes: int,
 ) -> tuple[Input, ...]:
-    """What bytes [at, at + nbytes) of a chunk are recovered from."""
+    """What a chunk is recovered from."""
+    nbytes = step.range.nbytes
     needed = round_up(nbytes, piece_bytes)
     factors = [factor for _, factor in step.blocks] + [c.factor for c in step.others]
     multiplies = any(factor != 1 for factor in factors)
@@ -214,7 +234,7 @@ def _recovery_inputs(
         Input(
             position=block.owner,
             kind=Kind.PARITY,
-            start=at,
+            start=0,
             nbytes=needed if multiplies else nbytes,
             manifest=None,
             row=block.row,
@@ -226,8 +246,8 @@ def _recovery_inputs(
         Input(
             position=c.position,
             kind=Kind.SNAPSHOT,
-            start=c.range.start + at,
-            nbytes=max(min(c.range.nbytes - at, needed), 0),
+            start=c.range.start,
+            nbytes=min(c.range.nbytes, needed),
             manifest=sources[c.position],
             factor=c.factor,
         )

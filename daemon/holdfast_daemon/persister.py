@@ -123,7 +123,10 @@ class Persister:
                 nbytes = min(PART_BYTES, end - at)
                 self._allowance.take(nbytes, limit, scope.ended.wait)
                 scope.check()
-                yield from (view for _, view in arena.views(lying, at, nbytes))
+                # A buffer of its own: a store that retries a part may keep it for a while.
+                part = memoryview(bytearray(nbytes))
+                arena.read_into(lying, at, part)
+                yield part
                 self._count(rank, at + nbytes, manifest.payload_bytes)
 
         self._count(rank, 0, manifest.payload_bytes)

@@ -58,7 +58,7 @@ from holdfast_daemon.failures import failed
 from holdfast_daemon.group import BulkOpener, EpochScope, Group, PeerClient
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.loader import Loader
-from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify
+from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify, verify_in_place
 from holdfast_daemon.parity_traffic import JobTraffic, NodeTraffic, PacedFetch
 from holdfast_daemon.persister import Persister
 from holdfast_daemon.recomputing import forwards
@@ -289,7 +289,7 @@ class EffectWorker:
         lying = Lying(slot=effect.slot, places=effect.places)
         described = self._group.describe(effect.sources, manifest.generation, scope)
         rebuild(
-            partial(arena.views, lying),
+            partial(arena.write, lying),
             code=effect.code,
             lost=effect.own_position,
             manifest=manifest,
@@ -326,19 +326,18 @@ class EffectWorker:
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         self._storage.check_manifest_file(effect.rank, manifest.layout_id, effect.slot)
         lying = Lying(slot=effect.slot, places=effect.places)
-        for offset, part in arena.views(lying, 0, manifest.payload_bytes):
-            bad = verify(
-                part,
-                manifest.digests,
-                manifest.piece_bytes,
-                offset=offset,
-                threads=self._effort.threads,
+        bad = verify(
+            partial(arena.read_into, lying),
+            manifest.payload_bytes,
+            manifest.digests,
+            manifest.piece_bytes,
+            threads=self._effort.threads,
+        )
+        if bad is not None:
+            raise CorruptError(
+                f"piece {bad} of rank {effect.rank} generation {manifest.generation} does not "
+                f"match its manifest"
             )
-            if bad is not None:
-                raise CorruptError(
-                    f"piece {bad} of rank {effect.rank} generation {manifest.generation} does not "
-                    f"match its manifest"
-                )
         return SnapshotVerified(
             rank=effect.rank, slot=effect.slot, generation=manifest.generation, ok=True
         )
@@ -351,7 +350,7 @@ class EffectWorker:
                 f"{record.entry.generation}, not {effect.generation}"
             )
         self._storage.check_entry_file(effect.lane, effect.slot)
-        bad = verify(
+        bad = verify_in_place(
             self._storage.block_view(effect.lane, effect.slot)[: record.nbytes],
             record.digests,
             record.piece_bytes,

@@ -270,6 +270,10 @@ class RawTrainer:
         )
         self._base = Generation(self.epoch, step)
 
+    def cut(self, nbytes: int = 0) -> None:
+        """What whoever has the arena's descriptor can do. Saving afterwards kills this process."""
+        os.ftruncate(self._descriptor, nbytes)
+
     def die(self) -> None:
         """What the kernel does to a killed trainer: its mapping, descriptor and socket vanish."""
         if self._arena is not None:

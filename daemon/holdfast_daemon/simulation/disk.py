@@ -27,8 +27,7 @@ from holdfast_core.values import (
 )
 from holdfast_daemon.arenas import Arena, Sealed
 from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.holding import Held, OlderParity, Views, find_older
-from holdfast_daemon.parity import whole
+from holdfast_daemon.holding import Held, OlderParity, find_older
 
 BLOCK_BYTES = 4096
 
@@ -47,23 +46,34 @@ class DiskArena(Arena):
 
     def __init__(self, encoded: bytes) -> None:
         super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded))
-        self._view = memoryview(bytearray(self.nbytes))
+        self._bytes = memoryview(bytearray(self.nbytes))
         self.reading: dict[int, tuple[Lying, int]] = {}
         """By slot, what a living daemon writes to storage: where it lies, and its bytes."""
 
     def read(self, lying: Lying, nbytes: int) -> bytes:
         """The first `nbytes` of a payload."""
-        return b"".join(bytes(view) for _, view in self.views(lying, 0, nbytes))
+        data = bytearray(nbytes)
+        self.read_into(lying, 0, memoryview(data))
+        return bytes(data)
 
-    def write(self, lying: Lying, data: bytes, skip: frozenset[int]) -> None:
+    def read_into(self, lying: Lying, start: int, view: memoryview) -> None:
+        for part in self.parts(lying, start, len(view)):
+            at = part.offset - start
+            view[at : at + part.nbytes] = self._bytes[part.at : part.at + part.nbytes]
+
+    def write(self, lying: Lying, start: int, data: memoryview) -> None:
+        for part in self.parts(lying, start, len(data)):
+            at = part.offset - start
+            self._bytes[part.at : part.at + part.nbytes] = data[at : at + part.nbytes]
+
+    def capture(self, lying: Lying, data: bytes, skip: frozenset[int]) -> None:
         """Put a payload where its pieces go, all but those of `skip`."""
         self.check_free(lying, len(data), skip)
         size = self.layout.piece_bytes
         for piece in range(layouts.piece_count(len(data), size)):
             if piece not in skip:
                 part = data[piece * size : (piece + 1) * size]
-                for _, view in self.views(lying, piece * size, len(part)):
-                    view[:] = part
+                self.write(lying, piece * size, memoryview(part))
 
     def check_free(self, lying: Lying, nbytes: int, skip: frozenset[int] = frozenset()) -> None:
         """No snapshot that is sealed, or being persisted, has its pieces where those of this one
@@ -153,8 +163,8 @@ class Disk:
 
     def held(self, rank: int, generation: Generation) -> Held:
         arena, slot, sealed = self._sealed(rank, generation)
-        views = functools.partial(arena.views, Lying(slot, sealed.places))
-        return Held(manifest=sealed.manifest, views=views)
+        read_into = functools.partial(arena.read_into, Lying(slot, sealed.places))
+        return Held(manifest=sealed.manifest, read_into=read_into)
 
     def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
         sealed = self.arena(rank, layout).sealed.get(slot)
@@ -182,11 +192,11 @@ class Disk:
         view = self.blocks[lane, other][: record.nbytes]
         return OlderParity(record=record, view=view, manifests=manifests)
 
-    def parity(self, lane: int, generation: Generation) -> tuple[int, Views]:
-        """The bytes in use of a sealed parity block, and where they are."""
+    def parity(self, lane: int, generation: Generation) -> memoryview:
+        """The bytes in use of a sealed parity block."""
         for key, record in self.records.items():
             if key[0] == lane and record.entry.generation == generation:
-                return record.nbytes, whole(self.blocks[key])
+                return self.blocks[key][: record.nbytes]
         raise StorageError(f"no parity of lane {lane} for {generation} here")
 
     def seal_parity(self, slot: int, record: ParityRecord) -> None:

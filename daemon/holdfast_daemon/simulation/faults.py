@@ -172,8 +172,10 @@ class Faults:
         if held:
             arena, slot, sealed = self.clock.rng.choice(held)
             at = self.clock.rng.randrange(sealed.manifest.payload_bytes)
-            for _, view in arena.views(Lying(slot, sealed.places), at, 1):
-                view[0] ^= 0x10
+            byte, lying = bytearray(1), Lying(slot, sealed.places)
+            arena.read_into(lying, at, memoryview(byte))
+            byte[0] ^= 0x10
+            arena.write(lying, at, memoryview(byte))
         self._scrub(node)
 
     def _corrupt_parity(self, node: str) -> None:

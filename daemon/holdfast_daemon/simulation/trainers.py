@@ -234,7 +234,7 @@ class Worker:
         arena = daemon.disk.arenas[(self.rank, opened.arena.layout_id)]
         assert granted.slot not in arena.sealed, "a sealed slot was granted"
         self._arena = opened.arena.layout_id
-        arena.write(Lying(granted.slot, granted.places), data[: len(data) // 2], carried)
+        arena.capture(Lying(granted.slot, granted.places), data[: len(data) // 2], carried)
         self._copying = True
         cluster.clock.after(
             cluster.clock.rng.uniform(0.001, 0.06),
@@ -281,7 +281,7 @@ class Worker:
         arena = daemon.disk.arenas.get((self.rank, self._arena))
         if arena is not None:
             # A process that lives writes, whatever has been decided without it.
-            arena.write(Lying(granted.slot, granted.places), data, carried)
+            arena.capture(Lying(granted.slot, granted.places), data, carried)
         digests = bytearray(layouts.piece_digests(data, PIECE_BYTES))
         for piece in carried:
             digests[8 * piece : 8 * piece + 8] = bytes(8)

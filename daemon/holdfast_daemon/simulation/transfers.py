@@ -19,6 +19,7 @@ from holdfast_daemon.changes import change_of
 from holdfast_daemon.combining import Effort
 from holdfast_daemon.effects import Background, BuildParity, Completion
 from holdfast_daemon.group import EpochScope
+from holdfast_daemon.holding import ReadInto
 from holdfast_daemon.loader import Loader, StoredSets
 from holdfast_daemon.parity_traffic import PacedFetch
 from holdfast_daemon.persister import Persister
@@ -166,14 +167,24 @@ def _asked(disk: Disk, request: Request) -> Iterator[bytes]:
             return change_of(disk, request)
         case Kind.SNAPSHOT:
             held = disk.held(request.index, request.generation)
-            nbytes, views = held.manifest.payload_bytes, held.views
+            nbytes, read_into = held.manifest.payload_bytes, held.read_into
         case Kind.PARITY:
-            nbytes, views = disk.parity(request.index, request.generation)
+            block = disk.parity(request.index, request.generation)
+            nbytes, read_into = len(block), partial(_copy, block)
     if request.offset + request.nbytes > nbytes:
         raise StorageError(f"{request.nbytes} bytes at {request.offset} of {nbytes} asked for")
     end = request.offset + request.nbytes
     return (
-        bytes(view)
+        _read(read_into, at, min(SENT_BYTES, end - at))
         for at in range(request.offset, end, SENT_BYTES)
-        for _, view in views(at, min(SENT_BYTES, end - at))
     )
+
+
+def _copy(block: memoryview, start: int, view: memoryview) -> None:
+    view[:] = block[start : start + len(view)]
+
+
+def _read(read_into: ReadInto, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    read_into(start, memoryview(data))
+    return bytes(data)

@@ -39,7 +39,7 @@ def test_everything_sealed_is_adopted_and_nothing_else(root: Path) -> None:
     with opened(root) as (job, _, _):
         job.save_epoch(membership_of(2), line, Generation(1, 2))
         arena = job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=2 * PIECE)
-        next(arena.views(Lying(1, b""), 0, 3))[1][:] = b"abc"
+        arena.write(Lying(1, b""), 0, memoryview(b"abc"))
         seal(job, 1, step=3)
         seal(job, 2, step=4)
         job.free_slot(0, LAYOUT_ID, 2)
@@ -54,8 +54,9 @@ def test_everything_sealed_is_adopted_and_nothing_else(root: Path) -> None:
         assert {slot: s.manifest.generation.step for slot, s in sealed.items()} == {1: 3}
         assert [(p.lane, p.slot, p.record) for p in adopted.parities] == [(0, 1, record_of(3))]
         assert adopted.problems == ()
-        views = job.arena(0, LAYOUT_ID).views(Lying(1, b""), 0, 3)
-        assert [(at, bytes(view)) for at, view in views] == [(0, b"abc")]
+        adopted_bytes = memoryview(bytearray(3))
+        job.arena(0, LAYOUT_ID).read_into(Lying(1, b""), 0, adopted_bytes)
+        assert bytes(adopted_bytes) == b"abc"
         assert bytes(job.block_view(0, 1)[:3]) == b"xyz"
         assert node.reserved_bytes == reserved == held_bytes(root)
 

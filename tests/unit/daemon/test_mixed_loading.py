@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +58,7 @@ class Bench:
 
     def _seal(self, one: Made) -> HeldSlot:
         arena = self.storage.allocate(0, one.layout)
-        for at, view in arena.views(Lying(slot=2, places=b""), 0, len(one.payload)):
-            view[:] = one.payload[at : at + len(view)]
+        arena.write(Lying(slot=2, places=b""), 0, memoryview(one.payload))
         sealed = Sealed(manifest=one.content, encoded=one.manifest)
         self.storage.seal(0, one.content.layout_id, 2, sealed)
         digest = manifest_digest(one.manifest)
@@ -80,8 +80,9 @@ class Bench:
             ),
             SCOPE,
         )
-        views = self.storage.held(0, LINE).views(0, manifest.payload_bytes)
-        return manifest, b"".join(bytes(view) for _, view in views), rebuilt
+        payload = bytearray(manifest.payload_bytes)
+        self.storage.held(0, LINE).read_into(0, memoryview(payload))
+        return manifest, bytes(payload), rebuilt
 
 
 @pytest.fixture
@@ -109,10 +110,16 @@ def test_without_memory_both_are_as_old_as_storage_has_them(bench: Bench) -> Non
     assert payload == expected(0, HOMES, manifest)
 
 
+def test_memory_that_was_cut_is_not_taken_and_says_nothing_of_storage(bench: Bench) -> None:
+    os.truncate(bench.storage.arena(0, bench.later.content.layout_id).path, 0)
+    with pytest.raises(StorageError, match="was cut"):
+        bench.load(bench.held)
+
+
 def test_a_wrong_byte_in_memory_is_not_taken_and_says_nothing_of_storage(bench: Bench) -> None:
     arena = bench.storage.arena(0, bench.later.content.layout_id)
-    (_, view), *_ = arena.views(Lying(slot=2, places=b""), 4 * 64, 1)
-    view[0] ^= 1
+    wrong = bytes([bench.later.payload[4 * 64] ^ 1])
+    arena.write(Lying(slot=2, places=b""), 4 * 64, memoryview(wrong))
     with pytest.raises(StorageError, match="in memory does not match its digest"):
         bench.load(bench.held)
     with pytest.raises(StorageError):

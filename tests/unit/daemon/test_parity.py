@@ -12,7 +12,7 @@ from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.combining import Effort, ParityCorruptError, SourceCorruptError
 from holdfast_daemon.multiplying import xor_into
-from holdfast_daemon.parity import build, rebuild, verify, whole
+from holdfast_daemon.parity import build, put_into, rebuild, verify, verify_in_place
 
 PIECE = 64
 EFFORTS = (
@@ -155,7 +155,7 @@ def test_any_member_of_any_group_comes_back_from_the_others(effort: Effort) -> N
         for lost, payload in enumerate(members.payloads):
             target = bytearray(b"\x55" * len(payload))
             rebuild(
-                whole(memoryview(target)),
+                put_into(memoryview(target)),
                 code=raim5(len(members.payloads)),
                 lost=lost,
                 blocks=blocks_but(lost, len(members.payloads)),
@@ -203,7 +203,7 @@ def test_a_byte_that_flips_on_the_wire_is_healed(effort: Effort) -> None:
         members.flips = {(position, Kind.SNAPSHOT, 0): 1, (3, Kind.PARITY, 5): 1}
         target = bytearray(700)
         rebuild(
-            whole(memoryview(target)),
+            put_into(memoryview(target)),
             code=raim5(len(members.payloads)),
             lost=0,
             blocks=blocks_but(0, len(members.payloads)),
@@ -231,7 +231,7 @@ def test_a_damaged_source_is_named_in_a_rebuild_too() -> None:
     members.flips = {(2, Kind.SNAPSHOT, 0): 1000, (2, Kind.SNAPSHOT, 639): 1000}
     with pytest.raises(SourceCorruptError) as caught:
         rebuild(
-            whole(memoryview(bytearray(640))),
+            put_into(memoryview(bytearray(640))),
             code=raim5(len(members.payloads)),
             lost=0,
             blocks=blocks_but(0, len(members.payloads)),
@@ -250,7 +250,7 @@ def test_a_damaged_parity_block_is_noticed_by_what_comes_out() -> None:
     members.blocks[1] = bytes(broken)
     with pytest.raises(ParityCorruptError, match="parity block of position 1") as caught:
         rebuild(
-            whole(memoryview(bytearray(640))),
+            put_into(memoryview(bytearray(640))),
             code=raim5(len(members.payloads)),
             lost=0,
             blocks=blocks_but(0, len(members.payloads)),
@@ -305,10 +305,19 @@ def test_manifests_that_do_not_belong_together_are_refused() -> None:
 def test_a_check_finds_the_one_bad_piece() -> None:
     payload = bytearray(random.Random(11).randbytes(50 * PIECE + 5))
     manifest = manifest_of(0, bytes(payload))
+
+    def read_into(start: int, view: memoryview) -> None:
+        view[:] = payload[start : start + len(view)]
+
     for threads in (1, 2, 3):
-        assert verify(memoryview(payload), manifest.digests, PIECE, threads=threads) is None
+        assert (
+            verify(read_into, len(payload), manifest.digests, PIECE, threads=threads)
+            is verify_in_place(memoryview(payload), manifest.digests, PIECE, threads=threads)
+            is None
+        )
     payload[-1] ^= 1
-    assert verify(memoryview(payload), manifest.digests, PIECE) == 50
-    assert verify(memoryview(b""), b"", PIECE) is None
+    assert verify(read_into, len(payload), manifest.digests, PIECE) == 50
+    assert verify_in_place(memoryview(payload), manifest.digests, PIECE) == 50
+    assert verify(read_into, 0, b"", PIECE) is None
     short = replace(manifest, payload_bytes=PIECE, digests=manifest.digests[:8])
-    assert verify(memoryview(payload)[:PIECE], short.digests, PIECE) is None
+    assert verify(read_into, PIECE, short.digests, PIECE) is None

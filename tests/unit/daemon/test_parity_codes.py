@@ -18,7 +18,7 @@ from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.combining import Effort, Stream
 from holdfast_daemon.multiplying import multiply_into
-from holdfast_daemon.parity import build, rebuild, whole
+from holdfast_daemon.parity import build, put_into, rebuild
 from holdfast_daemon.simulation.checking import expected_block, times
 from holdfast_daemon.updating import update
 
@@ -59,7 +59,7 @@ def recover(
 ) -> bytes:
     target = bytearray(b"\x55" * len(members.payloads[lost]))
     rebuild(
-        whole(memoryview(target)),
+        put_into(memoryview(target)),
         code=code,
         lost=lost,
         manifest=parity.manifest_of(lost, members.payloads[lost]),

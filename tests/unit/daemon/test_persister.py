@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -80,8 +81,7 @@ class Node:
         storage.adopt()
         storage.allocate(0, LAYOUT)
         self.arena: Arena = storage.arena(0, MANIFEST.layout_id)
-        for at, view in self.arena.views(Lying(1, PLACES), 0, len(PAYLOAD)):
-            view[:] = PAYLOAD[at : at + len(view)]
+        self.arena.write(Lying(1, PLACES), 0, memoryview(PAYLOAD))
         self.tier = Tier(uri=(root / "tier").as_uri(), keep=1)
         self.store: type[SetStore] = SetStore
         self.allowance = Allowance()
@@ -168,10 +168,17 @@ def test_a_set_has_the_bytes_of_the_slots_wherever_they_lie(node: Node) -> None:
 
 
 def test_bytes_that_do_not_match_their_manifest_are_named_and_not_stored(node: Node) -> None:
-    next(node.arena.views(Lying(1, PLACES), PIECE, 1))[1][0] ^= 1
+    node.arena.write(Lying(1, PLACES), PIECE, memoryview(bytes([PAYLOAD[PIECE] ^ 1])))
     event = node.write()
     assert event.corrupt and event.file is None and event.slot == 1
     assert not list(Path(node.tier.uri.removeprefix("file://")).rglob("*.safetensors"))
+
+
+def test_bytes_that_were_cut_off_are_not_stored(node: Node) -> None:
+    os.truncate(node.arena.path, node.arena.slot_start(1) + PIECE)
+    event = node.write()
+    assert event.corrupt and event.file is None
+    assert "was cut" in event.error
 
 
 def test_a_set_that_lacks_a_file_is_not_committed(node: Node) -> None:

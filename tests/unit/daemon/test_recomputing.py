@@ -77,11 +77,10 @@ class Replica:
         self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
     ) -> Stream:
         def held(step: int) -> Held:
-            payload = memoryview(self.payloads[step])
-            return Held(
-                manifest=self.manifest(step),
-                views=lambda at, n: iter([(at, payload[at : at + n])]),
-            )
+            def read_into(at: int, view: memoryview) -> None:
+                view[:] = self.payloads[step][at : at + len(view)]
+
+            return Held(manifest=self.manifest(step), read_into=read_into)
 
         both = [held(base.step), held(self.trainer.step)]
         data = b"".join(_changes(both, offset, nbytes, piece_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -92,8 +93,9 @@ class Bench:
             tier=self.tier, rank=0, slot=1, manifest=from_file, encoded=opened.manifest
         )
         self.loader.load(effect, scope)
-        held = self.storage.held(0, generation)
-        return b"".join(bytes(view) for _, view in held.views(0, NBYTES))
+        payload = bytearray(NBYTES)
+        self.storage.held(0, generation).read_into(0, memoryview(payload))
+        return bytes(payload)
 
 
 @pytest.fixture
@@ -108,6 +110,13 @@ def test_a_copy_is_found_and_loaded_byte_for_byte(bench: Bench, tmp_path: Path) 
     assert found.copies == (StoredCopy(generation=GENERATION, world_size=1),)
     assert bench.load() == payload_of(GENERATION)
     assert bench.loader.read_bytes(0) == NBYTES
+
+
+def test_a_copy_is_loaded_whole_into_an_arena_that_was_cut(bench: Bench, tmp_path: Path) -> None:
+    store(tmp_path / "tier")
+    arena = bench.storage.allocate(0, LAYOUT)
+    os.truncate(arena.path, PIECE)
+    assert bench.load() == payload_of(GENERATION)
 
 
 def test_a_flipped_bit_seals_nothing(bench: Bench, tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def test_a_damaged_piece_is_not_sent() -> None:
     damaged = bytearray(payload)
     damaged[PIECE] ^= 1
     held = [
-        Held(manifest=manifest_of(0, payload, OLD), views=whole(payload)),
-        Held(manifest=manifest_of(0, payload, NEW), views=whole(bytes(damaged))),
+        Held(manifest=manifest_of(0, payload, OLD), read_into=whole(payload)),
+        Held(manifest=manifest_of(0, payload, NEW), read_into=whole(bytes(damaged))),
     ]
     parts = _changes(held, 0, 4 * PIECE, PIECE)
     assert next(parts)[:PIECE] == bytes(PIECE)

@@ -22,7 +22,6 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_digests,
 )
-from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
 from holdfast_daemon.bulk import Kind, Located, Request
 from holdfast_daemon.bulk_client import BulkClient
@@ -48,6 +47,7 @@ from holdfast_daemon.effects import (
     VerifyParity,
     VerifySnapshot,
 )
+from holdfast_daemon.files import map_shared
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.storage import NodeStorage
 from holdfast_daemon.worker import EffectWorker
@@ -177,8 +177,10 @@ class Cluster:
         return done
 
     def payload(self, index: int) -> memoryview:
+        """As its trainer maps it."""
         arena = self.daemons[index].storage.arena(index, layout_id(layout_of(index)))
-        return next(arena.views(Lying(1, b""), 0, SIZES[index]))[1]
+        start = arena.slot_start(1)
+        return map_shared(arena.path)[start : start + SIZES[index]]
 
 
 def allocation(rank: int) -> AllocateArena:

@@ -212,7 +212,7 @@ def member() -> Iterator[Member]:
         member = Member(node, storage, peer, executor, worker, traffic)
         assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id)
         arena = storage.arena(0, ALLOCATE.layout_id)
-        next(arena.views(Lying(1, b""), 0, len(PAYLOAD)))[1][:] = PAYLOAD
+        arena.write(Lying(1, b""), 0, memoryview(PAYLOAD))
         worker.apply(SEAL)
         yield member
 

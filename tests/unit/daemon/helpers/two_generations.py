@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from holdfast_core.codes import Block, Code
@@ -93,7 +92,7 @@ class Members:
     ) -> Stream:
         assert base == OLD
         held = [
-            Held(manifest=manifest_of(position, p, g), views=whole(p))
+            Held(manifest=manifest_of(position, p, g), read_into=whole(p))
             for p, g in ((self.old[position], OLD), (self.new[position], NEW))
         ]
         data = bytearray(b"".join(_changes(held, offset, nbytes, piece_bytes)))
@@ -121,10 +120,10 @@ class Members:
 
 
 def whole(payload: bytes):  # type: ignore[no-untyped-def]  # a closure of one line
-    def views(start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-        yield start, memoryview(payload)[start : start + nbytes]
+    def read_into(start: int, view: memoryview) -> None:
+        view[:] = payload[start : start + len(view)]
 
-    return views
+    return read_into
 
 
 def changed(payload: bytes, pieces: set[int], rng: random.Random) -> bytes:
