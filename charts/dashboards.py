@@ -94,6 +94,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_rate_limited_total",
         "holdfast_connections_shed_total",
         "holdfast_jobs_refused_total",
+        "holdfast_arenas_overgrown_total",
     ),
     "Health": (
         "holdfast_operator_leader",

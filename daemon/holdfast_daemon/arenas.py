@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
+from holdfast_core.job_names import job_of_file_name
 from holdfast_core.layouts import (
     SLOTS_PER_ARENA,
     Layout,
@@ -24,6 +25,7 @@ from holdfast_core.layouts import (
 from holdfast_core.places import Lying, encode_places, runs, split_places
 from holdfast_core.values import Manifest
 from holdfast_daemon.files import Files, SharedFile, replace, storage_errors
+from holdfast_daemon.grants import Grants
 
 LAYOUT_FILE = "layout.json"
 ARENA_FILE = "arena"
@@ -112,6 +114,10 @@ class Arena:
                 at = part.offset - start
                 file.write(part.at, data[at : at + part.nbytes])
 
+    def close(self) -> None:
+        """Nothing more is read or written; what runs may end."""
+        self._file = None
+
     def _opened(self) -> SharedFile:
         if self._file is None:
             self._file = SharedFile(self.path)
@@ -135,10 +141,11 @@ class AdoptedArena:
 class ArenaFiles:
     """The arenas of one job, below `<job>/arenas`."""
 
-    def __init__(self, directory: Path, job: str, files: Files) -> None:
+    def __init__(self, directory: Path, job: str, files: Files, grants: Grants) -> None:
         self._directory = directory
         self._job = job
         self._files = files
+        self._grants = grants
 
     def allocate(self, rank: int, encoded_layout: bytes) -> Arena:
         """A fresh arena; OSError when there is no memory, and nothing is left behind then."""
@@ -155,6 +162,7 @@ class ArenaFiles:
             with suppress(OSError):
                 self._files.remove_tree(arena.directory)
             raise
+        self._grants.grant(arena.path, arena.nbytes, self._job)
         return arena
 
     def remove(self, arena: Arena) -> None:
@@ -162,7 +170,8 @@ class ArenaFiles:
         for slot in sorted(arena.sealed):
             self.free(arena, slot)
         self._files.unlink(arena.directory / LAYOUT_FILE)
-        self._files.unlink(arena.path)
+        arena.close()
+        self._grants.remove(arena.path)
         self._files.rmdir(arena.directory)
 
     def seal(self, arena: Arena, slot: int, sealed: Sealed) -> None:
@@ -187,8 +196,10 @@ class ArenaFiles:
                     arena = _read_arena(directory)
                 except (HoldfastError, OSError) as error:
                     problems.append(f"arena {directory.name} removed: {error}")
+                    self._grants.remove(directory / ARENA_FILE)
                     self._files.remove_tree(directory)
                     continue
+                self._grants.grant(arena.path, arena.nbytes, self._job)
                 problems.extend(self._adopt_slots(arena))
                 arenas.append(arena)
         return arenas, problems
@@ -212,6 +223,15 @@ class ArenaFiles:
                 continue
             self._files.unlink(path)
         return problems
+
+
+def granted_below(jobs: Path) -> Iterator[tuple[Path, int, str]]:
+    """(file, bytes, job) of every arena of a node that has a layout; nothing is verified."""
+    for layout in sorted(jobs.glob(f"*/arenas/*/{LAYOUT_FILE}")):
+        with suppress(HoldfastError, OSError):
+            nbytes = decode_layout(layout.read_bytes()).arena_bytes
+            job = job_of_file_name(layout.parents[2].name)
+            yield layout.with_name(ARENA_FILE), nbytes, job
 
 
 def _read_arena(directory: Path) -> Arena:

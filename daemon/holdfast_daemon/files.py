@@ -9,9 +9,12 @@ There is no fsync: the files lie on tmpfs, which outlives a process and not a ma
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,7 +60,10 @@ class Files(Protocol):
         charged to this process and already faulted in."""
 
     def truncate(self, path: Path, nbytes: int) -> None:
-        """Cut `path` to `nbytes`."""
+        """Cut `path` to `nbytes`, and take back memory beyond its end."""
+
+    def overwrite(self, path: Path, data: bytes) -> None:
+        """Put `data` at the start of `path`, which exists, in the memory that it has."""
 
 
 class RealFiles:
@@ -95,6 +101,35 @@ class RealFiles:
 
     def truncate(self, path: Path, nbytes: int) -> None:
         os.truncate(path, nbytes)
+
+    def overwrite(self, path: Path, data: bytes) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _write_at(descriptor, memoryview(data), 0)
+        finally:
+            os.close(descriptor)
+
+
+def is_open(path: Path) -> bool:
+    """Whether a process, this one too, has the file open or mapped; False when it is missing.
+
+    Who has can do what he likes with it, also after it has lost its name. A lease tells: the kernel
+    gives it to nobody else's file, and only while nobody else has the file open. Where the file
+    system knows no leases, the answer is False.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Whoever opens the file meanwhile lets the kernel send a signal: one that is ignored.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def replace(files: Files, path: Path, data: bytes) -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.layouts import encode_layout
 from holdfast_daemon.descriptors import claim_is_free
 from holdfast_daemon.effects import (
@@ -41,6 +41,8 @@ from holdfast_daemon.worker import EffectWorker
 
 TICK_S = 0.25
 IDLE_TICK_S = 1.0
+REFUSED_S = 5.0
+"""A job of which a trainer took memory beyond its arena writes nothing until this long after."""
 
 
 class Outbox(Protocol):
@@ -82,6 +84,8 @@ class JobHost:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = False
+        self._refused_until = 0.0
+        """When the job may write again, whose trainer took more memory than its arena has."""
         self.evidence: object = None
         """What the control loop was told at once, as of the newest change."""
 
@@ -113,6 +117,24 @@ class JobHost:
     @property
     def now(self) -> float:
         return time.monotonic()
+
+    @property
+    def writer(self) -> JobEngine:
+        """The engine, for a trainer that wants to write.
+
+        Raises:
+            MemoryBudgetError: a trainer of the job took memory beyond its arena, a moment ago.
+        """
+        self._check_arenas()
+        if self.now < self._refused_until:
+            raise MemoryBudgetError(
+                f"a trainer of job {self.job} took memory beyond its arena on this node; it was "
+                f"taken back, and the job may not write here until {REFUSED_S:.0f} s after that "
+                f"has ended: end the process that extends the arena's file",
+                needed_bytes=0,
+                available_bytes=0,
+            )
+        return self.engine
 
     def carry_out(self, effects: list[Effect]) -> None:
         """In the order the engine asked; what they cause is appended, not nested."""
@@ -165,9 +187,26 @@ class JobHost:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _check_arenas(self) -> None:
+        try:
+            found = self.storage.overgrown()
+        except StorageError as error:
+            self._observer.note(self, Note(event="cut_back_failed", detail=str(error)))
+            return
+        if found and self.now >= self._refused_until:
+            said = ", ".join(
+                f"{nbytes} bytes of {path.parent.name}/{path.name}"
+                for path, nbytes in found.items()
+            )
+            detail = f"cut off beyond what was granted: {said}"
+            self._observer.note(self, Note(event="arena_overgrown", detail=detail))
+        if found:
+            self._refused_until = self.now + REFUSED_S
+
     def _tick(self) -> None:
         if self.dropped:
             return
+        self._check_arenas()
         for arena in self.engine.adopted_claims:
             if self._claim_is_free(arena.rank, arena.layout_id):
                 self.carry_out(self.engine.claim_ended(arena, self.now))

@@ -10,12 +10,12 @@ gigabytes never delays a seal or a transfer.
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -34,12 +34,12 @@ from holdfast_daemon.arenas import AdoptedArena, Arena, ArenaFiles, Sealed
 from holdfast_daemon.blocks import ParityBlocks, ParityRecord, encode_record
 from holdfast_daemon.bulk import Located
 from holdfast_daemon.files import replace, sign, storage_errors
+from holdfast_daemon.grants import LEFT_MAX
 from holdfast_daemon.holding import Held, OlderParity, find_older
 from holdfast_daemon.kept import KeptManifests
+from holdfast_daemon.reserve import FULL
 from holdfast_daemon.saved_epoch import EPOCH_FILE, SavedEpoch, decode_epoch
 from holdfast_daemon.storage import NodeStorage
-
-_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class JobStorage:
         self._node = node
         self._files = node.files
         self._arenas: dict[tuple[int, str], Arena] = {}
-        self._arena_files = ArenaFiles(self.directory / "arenas", job, self._files)
+        self._arena_files = ArenaFiles(self.directory / "arenas", job, self._files, node.grants)
         self._blocks = ParityBlocks(self.directory / "parity", self._files)
         self._kept = KeptManifests(self.directory / "peers", self._files)
         self._lock = threading.RLock()
@@ -134,7 +134,7 @@ class JobStorage:
         self._quota_bytes = membership.memory_bytes
         with self._lock, storage_errors(f"saving epoch {membership.epoch} of job {self.job}"):
             self._files.mkdir(self.directory)
-            replace(self._files, self.directory / EPOCH_FILE, sign(body))
+            replace(self._node.essential, self.directory / EPOCH_FILE, sign(body))
 
     # --- arenas ----------------------------------------------------------------------------------
 
@@ -156,6 +156,7 @@ class JobStorage:
                 known = self._arenas.get((rank, layout_id(layout)))
                 needed = self._blocks.missing_bytes(parity_lanes, parity_bytes)
             needed += 0 if known else decoded.arena_bytes
+            self._check_left(rank)
             self._check_quota(needed, rank)
             self._node.budget.reserve(needed, f"rank {rank} of job {self.job}")
             try:
@@ -314,7 +315,21 @@ class JobStorage:
             self._blocks = ParityBlocks(self.directory / "parity", self._files)
             self._files.remove_tree(self.directory)
 
+    def overgrown(self) -> dict[Path, int]:
+        """By arena file, what was cut off since the last call. Raises StorageError."""
+        with storage_errors(f"cutting back the arenas of job {self.job}"):
+            self._node.grants.cut_back(self.job)
+        return self._node.grants.take_overgrown(self.job)
+
     # --- inside ----------------------------------------------------------------------------------
+
+    def _check_left(self, rank: int) -> None:
+        left = self._node.grants.left_of(self.job)
+        if left >= LEFT_MAX:
+            raise StorageError(
+                f"rank {rank} of job {self.job} gets no arena: its processes still have {left} "
+                f"removed ones open; end those that no longer train"
+            )
 
     def _check_quota(self, needed: int, rank: int) -> None:
         """Memory that is held already stays, also beyond a quota that has become smaller."""
@@ -353,7 +368,7 @@ class JobStorage:
 
     def _raise_full(self, error: OSError, rank: int, layout: bytes, parity_bytes: int) -> NoReturn:
         what = f"allocating the arena of rank {rank} of job {self.job}"
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise StorageError(f"{what} failed: {error.strerror}") from error
         needed = decode_layout(layout).arena_bytes + parity_bytes
         free = self._node.free_bytes()

@@ -79,6 +79,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     _counter("saves_skipped", "Saves that were not taken; training went on.", "job", "cause"),
     _counter("saves_failed", "Saves that were begun and lost.", "job", "cause"),
+    _counter("arenas_overgrown", "Times that memory beyond arenas was taken back.", "job"),
     _gauge("saves_skipped_reported", "Saves skipped, by the count of the ranks here.", "job"),
     _gauge("saves_failed_reported", "Saves failed, by the count of the ranks here.", "job"),
     _gauge("tokens_routed", "Tokens that the ranks here routed to experts, times those.", "job"),

@@ -345,8 +345,8 @@ class Node:
     async def _beat(self) -> None:
         """Once a second: gauges, the catalogue, the scrub, and the sign that the loop turns."""
         while True:
-            before = time.monotonic()
-            self._turned_at = before
+            self._turned_at = before = time.monotonic()
+            self.storage.tidy()
             self._observer.refresh(
                 self.hosts, self.storage.reserved_bytes, self._settings.budget_bytes
             )

@@ -37,6 +37,8 @@ _BAD = frozenset(
         "rank_lost",
         "fenced",
         "arena_refused",
+        "arena_overgrown",
+        "cut_back_failed",
         "seal_failed",
         "rebuild_failed",
         "load_failed",
@@ -62,6 +64,7 @@ _STORY = frozenset(
         "corrupt_parity",
         "fenced",
         "arena_refused",
+        "arena_overgrown",
         "session_opened",
         "persisted",
         "persist_given_up",
@@ -236,6 +239,8 @@ class NodeObserver:
                 metrics.add("saves_failed", job=job, cause="storage")
             case "arena_refused":
                 metrics.add("saves_failed", job=job, cause="memory_budget")
+            case "arena_overgrown":
+                metrics.add("arenas_overgrown", job=job)
             case "parity_failed":
                 metrics.add("parity_failures", job=job)
             case "corrupt":

@@ -7,6 +7,7 @@ memory its identity, counts the starts, and holds the one account of bytes that 
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -17,7 +18,10 @@ from pathlib import Path
 
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError
 from holdfast_core.job_names import job_file_name, job_of_file_name
+from holdfast_daemon.arenas import granted_below
 from holdfast_daemon.files import Files, RealFiles, replace, storage_errors
+from holdfast_daemon.grants import Grants
+from holdfast_daemon.reserve import Reserve, ReservedFiles
 
 JOB_NAME_BYTES_MAX = 255
 """Longest file name on Linux; a job's directory is named after it."""
@@ -75,16 +79,24 @@ class NodeStorage:
 
     def __init__(self, root: Path, budget_bytes: int, files: Files | None = None) -> None:
         self.root = root
-        self.files = files if files is not None else RealFiles()
+        plain = files if files is not None else RealFiles()
+        self.grants = Grants(root / "left", plain)
+        self.files = ReservedFiles(plain, self.grants, Reserve(root / "reserve", budget_bytes))
         self.budget = Budget(budget_bytes)
         with storage_errors(f"making the directory {root}"):
             self.files.mkdir(root / "jobs")
         self._lock_descriptor = _lock_directory(root)
         try:
+            # First what trainers took beyond their arenas: nothing may fit before that.
+            with storage_errors(f"cleaning {root}"):
+                for path, nbytes, job in granted_below(root / "jobs"):
+                    self.grants.grant(path, nbytes, job)
+                self.grants.adopt()
             self._check_room(budget_bytes)
             with storage_errors(f"writing to {root}"):
                 self.memory_id = self._identify()
                 self.incarnation = self._count_start()
+            self.tidy()
         except BaseException:
             self.close()
             raise
@@ -95,6 +107,17 @@ class NodeStorage:
     @property
     def reserved_bytes(self) -> int:
         return self.budget.reserved_bytes
+
+    @property
+    def essential(self) -> Files:
+        """For what must be written also when there is no memory left."""
+        return dataclasses.replace(self.files, always=True)
+
+    def tidy(self) -> None:
+        """Cut back what trainers took, and make the reserve whole, as far as that can be done."""
+        with suppress(OSError):
+            self.grants.tidy()
+        self.files.reserve.fill(self.files.files)
 
     def job_directory(self, job: str) -> Path:
         """Where the files of `job` lie; the name is quoted, so that it stays one path component.
@@ -134,6 +157,7 @@ class NodeStorage:
                 f"{free} bytes are free and {held} are already held here; mount a larger tmpfs "
                 f"or lower the budget"
             )
+        self.files.reserve.limit(free + held - budget_bytes)
 
     def _identify(self) -> str:
         path = self.root / "memory-id"
@@ -150,7 +174,14 @@ class NodeStorage:
                 f"taken for old ones. Remove {self.root} to start on fresh memory"
             )
         incarnation = int(text) + 1
-        replace(self.files, path, str(incarnation).encode())
+        new = str(incarnation).encode()
+        try:
+            replace(self.essential, path, new)
+        except OSError:
+            if not path.exists():
+                raise
+            # A daemon must start on memory that is full. No longer than its page, so never torn.
+            self.files.overwrite(path, new)
         return incarnation
 
 

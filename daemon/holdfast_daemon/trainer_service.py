@@ -152,7 +152,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def Open(self, request: trainer_pb2.OpenRequest, context: Any) -> Any:
         host = await self._authorized(request.job, context)
-        session, effects = host.engine.open(
+        session, effects = host.writer.open(
             rank=request.rank,
             epoch=request.epoch,
             layout=request.layout,
@@ -176,7 +176,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Grant(self, request: trainer_pb2.GrantRequest, context: Any) -> Any:
         host, session = self._of_session(request.session)
         try:
-            granted, effects = host.engine.grant(
+            granted, effects = host.writer.grant(
                 session,
                 epoch=request.epoch,
                 step=request.step,
@@ -198,7 +198,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Commit(self, request: trainer_pb2.CommitRequest, context: Any) -> Any:
         host, session = self._of_session(request.session)
         host.carry_out(
-            host.engine.commit(
+            host.writer.commit(
                 session,
                 epoch=request.epoch,
                 step=request.step,

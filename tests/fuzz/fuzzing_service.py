@@ -101,6 +101,10 @@ class _Host:
         _, effects = self.engine.grant(self.session, epoch=1, step=8, now=0.0)
         self.carry_out(effects)
 
+    @property
+    def writer(self) -> JobEngine:
+        return self.engine
+
     def save(self, step: int) -> None:
         granted, effects = self.engine.grant(self.session, epoch=1, step=step, now=0.0)
         self.carry_out(effects)

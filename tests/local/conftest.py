@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from combinations import COMBINATIONS, Combination, is_drawn
 from harness import RawCluster
+from small_tmpfs import mounted
 
 from holdfast_core.job_snapshots import PolicyType
 
@@ -23,6 +25,13 @@ def cluster() -> Iterator[RawCluster]:
     with RawCluster(arguments=("--metrics-port", "0")) as running:
         yield running
         print(running.story())
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A small tmpfs of the test's own; needs root."""
+    with mounted() as where:
+        yield where
 
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda combination: combination.name)

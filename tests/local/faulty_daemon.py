@@ -18,7 +18,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from faulty_storage import Access, FaultyTier
@@ -235,7 +235,7 @@ class TrappedNode(Node):
         self._tier = self._durable = FaultyTier(
             settings.threads, lambda step: traps.pass_by("tier", "before", step), access
         )
-        self.storage.files = TrappedFiles(traps)
+        self.storage.files = replace(self.storage.files, files=TrappedFiles(traps))
         self._bulk.close()
         self._bulk = TrappedBulkServer(settings.host, settings.bulk_port, self, self._wiring)
         self._bulk.traps = traps

@@ -5,6 +5,7 @@ Prints a line when it is at full speed. It knows the protocol, and keeps to none
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import sys
@@ -89,7 +90,27 @@ def silent(kind: str, address: str, beginning: str) -> None:
         del crowd[:-CONNECTIONS]
 
 
+def grows(descriptor: str) -> None:
+    """A trainer that takes, again and again, all memory that there is, by its arena's file."""
+    held = int(descriptor)
+    ready = False
+    while True:
+        for nbytes in (1 << 20, 1 << 16, 1 << 12):
+            with suppress(OSError):
+                while True:
+                    os.posix_fallocate(held, os.fstat(held).st_size, nbytes)
+        if not ready:
+            ready = True
+            print("ready", flush=True)
+
+
 if __name__ == "__main__":
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    {"saves": saves, "reports": reports, "silent": silent}[sys.argv[1]](*sys.argv[2:])
+    ways: dict[str, Callable[..., None]] = {
+        "saves": saves,
+        "reports": reports,
+        "silent": silent,
+        "grows": grows,
+    }
+    ways[sys.argv[1]](*sys.argv[2:])

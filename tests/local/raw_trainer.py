@@ -274,6 +274,11 @@ class RawTrainer:
         """What whoever has the arena's descriptor can do. Saving afterwards kills this process."""
         os.ftruncate(self._descriptor, nbytes)
 
+    @property
+    def descriptor(self) -> int:
+        """Of the arena: what a trainer's other processes may have as well."""
+        return self._descriptor
+
     def die(self) -> None:
         """What the kernel does to a killed trainer: its mapping, descriptor and socket vanish."""
         if self._arena is not None:

@@ -22,11 +22,14 @@ SAVE_S_ALWAYS = 0.25
 
 
 @contextmanager
-def hostile(*arguments: str) -> Iterator[None]:
-    """A process of `hostile.py` at full speed."""
+def hostile(*arguments: str, inherited: tuple[int, ...] = ()) -> Iterator[None]:
+    """A process of `hostile.py` at full speed, with these descriptors."""
     script = Path(__file__).with_name("hostile.py")
     with subprocess.Popen(
-        [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=inherited,
     ) as process:
         try:
             assert process.stdout is not None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -14,28 +10,10 @@ import pytest
 from combinations import Combination
 from daemons import DaemonProcess
 from harness import RawCluster, RawJob
+from small_tmpfs import TMPFS_BYTES
 from waiting import error_of, wait_for
 
 from holdfast_core.errors import MemoryBudgetError, SnapshotSkippedError
-
-TMPFS_BYTES = 48 << 20
-
-
-@pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of `TMPFS_BYTES`."""
-    where = Path("/dev/shm") / f"hft-small-{os.getpid()}"
-    mount = shutil.which("mount")
-    if os.geteuid() != 0 or mount is None:
-        pytest.skip("mounting a small tmpfs needs root")
-    where.mkdir()
-    mounting = [mount, "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(where)]
-    if subprocess.run(mounting, check=False).returncode:
-        where.rmdir()
-        pytest.skip("mounting a tmpfs is not allowed here")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
-    where.rmdir()
 
 
 def _fill(where: Path) -> Path:
