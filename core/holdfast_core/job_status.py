@@ -126,6 +126,21 @@ class ProtectionTrafficStatus(_Part, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
 
+class FailureStatus(_Part, frozen=True, kw_only=True):
+    """The newest rank, or launcher, that ended with an error of its own."""
+
+    text: Annotated[str, Meta(description="what failed, and how")] | None = None
+    epoch: Annotated[int, Meta(description="the epoch in which it failed")] | None = None
+    member: Annotated[int, Meta(description="the index of its member")] | None = None
+    exit_code: Annotated[int, Meta(description="its exit code; 128 + n after signal n")] | None = (
+        None
+    )
+    last_lines: (
+        Annotated[str, Meta(description="what it wrote last, without what looks like a secret")]
+        | None
+    ) = None
+
+
 class JobStatus(_Part, frozen=True, kw_only=True):
     """What the operator sees of the job."""
 
@@ -180,6 +195,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    last_failure: FailureStatus | None = None
     members: (
         Annotated[
             tuple[MemberStatus, ...],

@@ -46,6 +46,11 @@ def exit_code(memory: JobMemory, record: RankRecord) -> int:
     return code if epoch == memory.epoch else 0
 
 
+def last_lines(memory: JobMemory, record: RankRecord) -> str:
+    """What that worker wrote to stderr last; empty when none has failed in this epoch."""
+    return record.last_lines if exit_code(memory, record) else ""
+
+
 def problem(memory: JobMemory) -> str:
     """Why nothing is protected, in words; empty when all is well."""
     if memory.membership is None or memory.me is None:
@@ -194,6 +199,7 @@ def _rank(host: JobHost, rank: int) -> control_pb2.RankState:
         restored=codec.optional_generation_to_proto(restored),
         restored_from=source,
         exit_code=exit_code(memory, record),
+        last_lines=last_lines(memory, record),
     )
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError
+from holdfast_core.last_lines import last_lines
 from holdfast_core.layouts import encode_layout
 from holdfast_daemon.descriptors import claim_is_free
 from holdfast_daemon.effects import (
@@ -163,13 +164,14 @@ class JobHost:
             self.engine.agent_waits(after_epoch)
             self.carry_out([])
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, written: str) -> None:
         """A worker failed; the control loop must hear of it.
 
         Raises:
             InvalidJobError: the rank does not live here.
         """
-        self.engine.worker_exited(epoch, rank, exit_code)
+        # Agents have cut it and taken secrets out; this is for those that have not.
+        self.engine.worker_exited(epoch, rank, exit_code, last_lines(written))
         self.carry_out([])
 
     def drop(self) -> None:

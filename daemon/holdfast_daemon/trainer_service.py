@@ -332,7 +332,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def WorkerExited(self, request: trainer_pb2.WorkerExitedRequest, context: Any) -> Any:
         host = await self._authorized(request.job, context)
-        host.worker_exited(request.epoch, request.rank, request.exit_code)
+        host.worker_exited(request.epoch, request.rank, request.exit_code, request.last_lines)
         return trainer_pb2.WorkerExitedReply()
 
     @_translating

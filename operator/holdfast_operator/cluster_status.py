@@ -27,6 +27,7 @@ from holdfast_operator.show import (
     PHASE_STYLES,
     conditions_view,
     event_text,
+    failure_text,
     make_table,
 )
 from holdfast_operator.views import Condition, ConditionType
@@ -119,7 +120,7 @@ def jobs_view(jobs: Sequence[Object], *, now: float) -> Table:
             str(found.get("protectedStep", "-")),
             str(found.get("restarts", "-")),
             f"{max(0.0, now - made) / 60:.0f} min",
-            found.get("problem", ""),
+            Text(found.get("problem", "").partition("\n")[0]),
         )
     return table
 
@@ -139,6 +140,9 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     parts: list[RenderableType] = [head]
     if found.get("problem"):
         parts.append(Text(found["problem"], style="dim"))
+    failure = found.get("lastFailure") or {}
+    if failure and phase != "Complete":
+        parts.append(failure_text(failure.get("text", ""), failure.get("lastLines", "")))
     if "tokenLoss" in found:
         parts.append(Text(found["tokenLoss"].get("text", "")))
     if "protectionTraffic" in found:
@@ -160,7 +164,7 @@ def _recoveries(found: Object) -> Table:
     table = make_table("recovery", "seconds", "from step", "again", "source")
     for each in found.get("lastRecoveries") or []:
         names = ("seconds", "restoredStep", "lostSteps", "source")
-        table.add_row(each["cause"], *(str(each.get(name, "-")) for name in names))
+        table.add_row(Text(each["cause"]), *(str(each.get(name, "-")) for name in names))
     return table
 
 

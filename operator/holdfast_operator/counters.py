@@ -17,6 +17,7 @@ import msgspec
 from holdfast_core.errors import HoldfastError
 from holdfast_core.loss_reports import JobLoss
 from holdfast_core.values import Generation
+from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.views import ControlState, Outcome
 
 
@@ -35,6 +36,8 @@ class Counters:
     losses: JobLoss | None = None
     renewed: tuple[int, ...] = ()
     noticed: tuple[str, ...] = ()
+    failure: TrainerFailure | None = None
+    stepped: bool = False
     suspended: bool = False
     active_since: float | None = None
     ran: bool = False
@@ -68,6 +71,8 @@ def counters(state: ControlState, *, now: float, wall: float) -> Counters:
         losses=state.losses,
         renewed=tuple(sorted(state.renewed)),
         noticed=tuple(sorted(state.noticed)),
+        failure=state.failure,
+        stepped=state.stepped,
         suspended=state.suspended,
         active_since=at_wall(state.active_since),
         ran=state.ran,
@@ -99,6 +104,8 @@ def remembered(counters: Counters, *, now: float, wall: float) -> ControlState:
         losses=counters.losses,
         renewed=frozenset(counters.renewed),
         noticed=frozenset(counters.noticed),
+        failure=counters.failure,
+        stepped=counters.stepped,
         suspended=counters.suspended,
         active_since=at_now(counters.active_since),
         ran=counters.ran,

@@ -66,6 +66,8 @@ class Cause:
     text: str
     member: int | None = None
     exit_code: int | None = None
+    last_lines: str = ""
+    """What it wrote last, when it ended by itself."""
     node_lost: bool = False
     """The member cannot go on where it lives now, and its memory there is lost."""
     evicted: bool = False
@@ -223,6 +225,7 @@ def _failures(place: MemberPlace, view: JobView | None, agent: AgentView | None)
             text=f"the agent of member {place.index} {how}",
             member=place.index,
             exit_code=code,
+            last_lines=agent.last_lines,
         )
 
 
@@ -232,14 +235,15 @@ def _rank_failures(
     """An agent tells the code of the first of its workers that failed, and ends the others."""
     if view is None:
         return
-    exits = [(rank.rank, rank.exit_code) for rank in view.ranks if rank.exit_code]
+    exits = [(rank, rank.exit_code) for rank in view.ranks if rank.exit_code]
     lost = [rank.rank for rank in view.ranks if rank.lost]
     for rank, code in exits:
         yield Cause(
             on=On.EXIT_CODE,
-            text=f"rank {rank} {exit_in_words(code)}",
+            text=f"rank {rank.rank} {exit_in_words(code)}",
             member=place.index,
             exit_code=code,
+            last_lines=rank.last_lines,
         )
     if exits:
         return

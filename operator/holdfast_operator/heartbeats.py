@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import inf
 
+from holdfast_core.last_lines import last_lines
 from holdfast_core.values import Membership
 from holdfast_operator.views import JobView, NodeView, RankView
 from holdfast_protos import codec, control_pb2, values_pb2
@@ -95,6 +96,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         ),
         restored_from=state.restored_from,
         exit_code=state.exit_code or None,
+        last_lines=last_lines(state.last_lines),
     )
 
 

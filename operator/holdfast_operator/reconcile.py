@@ -17,7 +17,8 @@ The rules, in order:
    or finds no room for, moves to a spare while its parity group can rebuild it (`replacing`).
 4. Failure rules: the first that matches a cause gives its action (`rules`). A lost node cannot be
    restarted in place, so it is replaced unless the rule says Fail. An epoch that fails before it
-   ran is not followed by the next at once.
+   ran is not followed by the next at once. A job that fails alike before its first step, again and
+   again, has failed (`trainer_failures`).
 5. A job does not start again from nothing once a generation was protected (without redundancy:
    complete). If no recovery line is left, in memory or in durable storage, it fails. Before that
    point a fresh start loses no promise, and happens; so it does when a person has changed the shape
@@ -52,6 +53,7 @@ from holdfast_operator.persisted import note_copies, pass_stored_epochs, storage
 from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
 from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
+from holdfast_operator.trainer_failures import note_first_step
 from holdfast_operator.views import (
     AT_WORK,
     AgentState,
@@ -198,6 +200,7 @@ def _note_progress(draft: Draft, membership: Membership) -> None:
         saved = judge.newest_protected(draft.observed)
     if saved is not None and (draft.state.saved is None or saved > draft.state.saved):
         draft.state = replace(draft.state, saved=saved)
+    note_first_step(draft, membership)
     note_copies(draft, membership)
     note_losses(draft, membership)
     resumed = judge.training_runs(draft.observed, membership)

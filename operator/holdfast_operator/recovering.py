@@ -16,6 +16,7 @@ from holdfast_operator.evidence import Cause, Evidence, gather, is_unschedulable
 from holdfast_operator.lookups import agent_at
 from holdfast_operator.replacing import Moves, replacements
 from holdfast_operator.rules import rule_for, tell_codes_apart
+from holdfast_operator.trainer_failures import fails_alike, note_failure, with_last_lines
 from holdfast_operator.views import AgentState, AgentView, Outcome, StartAgent
 from holdfast_operator.words import listed
 
@@ -45,13 +46,15 @@ def recover(draft: Draft, membership: Membership) -> str | None:
         draft.state = replace(draft.state, no_replacement_since=None, codes_awaited_since=None)
         return None
     text = in_words(causes)
+    note_failure(draft, membership, causes)
     if _await_codes(draft, causes):
         return f"{text}; waiting for the exit code"
     for cause, rule in zip(causes, rules, strict=True):
         if rule.action in (RuleAction.FAIL, RuleAction.SHRINK):
             what = "is not supported yet" if rule.action is RuleAction.SHRINK else "applies"
             rule_text = f"failure rule on {rule.on.value}: {rule.action.value} {what}"
-            draft.end(Outcome.FAILED, f"{cause.text}; {rule_text}", "FailureRule")
+            reason = with_last_lines(f"{cause.text}; {rule_text}", cause.last_lines)
+            draft.end(Outcome.FAILED, reason, "FailureRule")
             return ""
     pause_s = _pause_s(draft, membership, causes)
     if pause_s > 0:
@@ -60,7 +63,7 @@ def recover(draft: Draft, membership: Membership) -> str | None:
         return await_replacement(draft, text, moves.unplaced)
     if moves.held and not moves.to and all(cause.member in moves.held for cause in causes):
         return await_replacement(draft, text, moves.held, "their parity groups are not whole")
-    if not _may_restart(draft, membership, rules, text):
+    if fails_alike(draft, membership, rules) or not _may_restart(draft, membership, rules, text):
         return ""
     takes = begin_epoch(draft, membership, moves, causes)
     how = takes or "restart in place"
@@ -147,12 +150,14 @@ def _may_restart(draft: Draft, membership: Membership, rules: list[Rule], text: 
     if state.counted_epoch <= membership.epoch:
         if counts and len(recent) >= policy.max_restarts:
             draft.state = state
-            draft.end(
-                Outcome.FAILED,
+            reason = (
                 f"{text}; {len(recent)} restarts within {window_s:g} s are as many as "
-                f"failurePolicy.maxRestarts = {policy.max_restarts} allows",
-                "MaxRestartsExceeded",
+                f"failurePolicy.maxRestarts = {policy.max_restarts} allows"
             )
+            failure = state.failure
+            if failure is not None and failure.epoch == membership.epoch:
+                reason = with_last_lines(reason, failure.last_lines)
+            draft.end(Outcome.FAILED, reason, "MaxRestartsExceeded")
             return False
         state = replace(
             state,

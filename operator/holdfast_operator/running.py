@@ -113,7 +113,7 @@ class Printer:
             live.update(self._spinner)
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: TimedEvent) -> None:
         if self._live is not None:

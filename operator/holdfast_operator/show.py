@@ -42,7 +42,8 @@ def progress_line(status: Status) -> str:
 def event_line(event: TimedEvent) -> str:
     """One event, with the local time of day."""
     clock = datetime.fromtimestamp(event.time).strftime("%H:%M:%S.%f")[:-3]
-    return f"{clock}  {event.reason:<14} {event.message}"
+    message = event.message.replace("\n", "\n    ")
+    return f"{clock}  {event.reason:<14} {message}"
 
 
 def event_text(event: TimedEvent) -> Text:
@@ -66,6 +67,8 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         parts.append(Text(stale, style="yellow"))
     if not status.ended or status.phase == "Failed":
         parts.append(Text(status.reason, style="dim"))
+    if status.failure is not None and status.phase != "Complete":
+        parts.append(failure_text(status.failure.text, status.failure.last_lines))
     if status.line or status.line_reason:
         line = status.line or "the beginning"
         parts.append(Text(f"started from {line}: {status.line_reason}", style="dim"))
@@ -76,6 +79,12 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
     parts.append(conditions_view(status.conditions))
     parts.extend(event_text(event) for event in status.events[-EVENTS_SHOWN:])
     return Group(*parts)
+
+
+def failure_text(text: str, last_lines: str) -> Text:
+    """The newest failure of a trainer, with all that is kept of what it wrote."""
+    lines = f", and wrote last:\n{last_lines}".replace("\n", "\n    ") if last_lines else ""
+    return Text(f"last failure: {text}{lines}", style="yellow")
 
 
 def _members(status: Status) -> Table:
@@ -140,7 +149,7 @@ def conditions_view(conditions: Sequence[Condition]) -> Table:
             condition.type.value,
             Text(condition.status_word, style="" if condition.status else "dim"),
             condition.reason,
-            condition.message,
+            Text(condition.message),
         )
     return table
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from holdfast_core.loss_reports import JobLoss, LossReport
 from holdfast_core.values import Generation, Line, Membership
+from holdfast_operator.last_failure import TrainerFailure
 
 AT_WORK = frozenset({"HEALTHY", "SNAPSHOTTING"})
 """States of a rank whose SDK has a session (REFT §4.2)."""
@@ -45,6 +46,8 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     exit_code: int | None = None
     """Its worker failed in the epoch of the `JobView`, as the agent saw it; 128 + n for signal n.
     Arrives a moment after `lost`, and not at all when the agent is lost too."""
+    last_lines: str = ""
+    """Of what that worker wrote to stderr; empty when there are none or nobody kept them."""
 
 
 class JobView(Struct, frozen=True, kw_only=True, gc=False):
@@ -139,6 +142,8 @@ class AgentView:
     disruption: str = ""
     """Why the cluster took it away, as the reason of a pod's DisruptionTarget condition; empty
     when nobody did."""
+    last_lines: str = ""
+    """What it wrote last, of an agent that failed itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,6 +367,10 @@ class ControlState:
     losses: JobLoss | None = None
     """What recoveries have cost in tokens when all ranks last said so; of a job whose snapshots
     leave experts out."""
+    failure: TrainerFailure | None = None
+    """The first of the newest epoch that had one."""
+    stepped: bool = False
+    """Some rank has completed a step: the job's script can run."""
     suspended: bool = False
     active_since: float | None = None
     """When the job began, or was last resumed; None while it is suspended."""

@@ -241,6 +241,7 @@ class RankState(_message.Message):
     RESTORED_FIELD_NUMBER: _builtins.int
     RESTORED_FROM_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
+    LAST_LINES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """HEALTHY, SNAPSHOTTING, UNHEALTHY, OFFLINE (REFT §4.2)"""
@@ -255,6 +256,8 @@ class RankState(_message.Message):
     """"local", "parity", "storage", "none" """
     exit_code: _builtins.int
     """its worker failed in this epoch with this code; 0 when none has"""
+    last_lines: _builtins.str
+    """of what that worker wrote to stderr"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation: ...
     def __init__(
@@ -269,10 +272,11 @@ class RankState(_message.Message):
         restored: _values_pb2.Generation | None = ...,
         restored_from: _builtins.str = ...,
         exit_code: _builtins.int = ...,
+        last_lines: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "idle_s", b"idle_s", "lost", b"lost", "pid", b"pid", "rank", b"rank", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "idle_s", b"idle_s", "last_lines", b"last_lines", "lost", b"lost", "pid", b"pid", "rank", b"rank", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -719,11 +719,14 @@ class WorkerExitedRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
+    LAST_LINES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
     exit_code: _builtins.int
     """1 to 255; 128 + n when signal n ended it"""
+    last_lines: _builtins.str
+    """of what it wrote to stderr, for people; without secrets"""
     def __init__(
         self,
         *,
@@ -731,10 +734,11 @@ class WorkerExitedRequest(_message.Message):
         epoch: _builtins.int = ...,
         rank: _builtins.int = ...,
         exit_code: _builtins.int = ...,
+        last_lines: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exit_code", b"exit_code", "job", b"job", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exit_code", b"exit_code", "job", b"job", "last_lines", b"last_lines", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,8 +135,8 @@ class _Host:
     def agent_waits(self, after_epoch: int) -> None:
         self.engine.agent_waits(after_epoch)
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
-        self.engine.worker_exited(epoch, rank, exit_code)
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+        self.engine.worker_exited(epoch, rank, exit_code, last_lines)
 
 
 def request(data: bytes) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -45,6 +46,7 @@ class HoldfastAgent(LocalElasticAgent):
     Args:
         spec: what to start; its rendezvous handler must be `rendezvous`.
         grace_s: what workers get between SIGTERM and SIGKILL when the agent itself is told to end.
+        last_lines: of what a worker that failed wrote to stderr, by its local rank.
     """
 
     def __init__(
@@ -54,12 +56,13 @@ class HoldfastAgent(LocalElasticAgent):
         logs_specs: LogsSpecs,
         start_method: str,
         grace_s: float,
+        last_lines: Callable[[int], str] = lambda local_rank: "",
     ) -> None:
         super().__init__(
             spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
         )
         self._membership = rendezvous
-        self._grace_s = grace_s
+        self._grace_s, self._last_lines = grace_s, last_lines
         self._started = False
         rendezvous.kill = self.kill_workers
 
@@ -87,7 +90,8 @@ class HoldfastAgent(LocalElasticAgent):
         if result.is_failed() and result.failures:
             # Those that failed later were stopped by torchrun because of the first.
             rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
-            self._membership.worker_exited(rank, first.exitcode)
+            lines = self._last_lines(first.local_rank)
+            self._membership.worker_exited(rank, first.exitcode, lines)
         return result
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_snapshots import Policy
+from holdfast_core.last_lines import secrets_among
 
 _POLICY = msgspec.json.Decoder(Policy)
 
@@ -68,6 +69,16 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         policy=_policy(found.get("HOLDFAST_POLICY", "")),
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )
+
+
+def read_local_rank() -> int:
+    """`LOCAL_RANK` of this process: which of its node's workers it is."""
+    return _number(os.environ, "LOCAL_RANK", 0)
+
+
+def read_secrets() -> tuple[str, ...]:
+    """What of this process's environment must not be shown."""
+    return secrets_among(os.environ)
 
 
 def read_token_file(variables: Mapping[str, str] | None = None) -> Path | None:

@@ -85,7 +85,7 @@ class Daemon(Protocol):
     def publish_store(self, epoch: int, store_address: str) -> None:
         """Tells the other agents where the store of `epoch` is."""
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         """Tells the control loop that a worker failed; 128 + n stands for signal n."""
 
     def close(self) -> None:
@@ -128,9 +128,9 @@ class GrpcDaemon:
         )
         self._ask(self._stub.PublishStore, request)
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         request = trainer_pb2.WorkerExitedRequest(
-            job=self._job, epoch=epoch, rank=rank, exit_code=exit_code
+            job=self._job, epoch=epoch, rank=rank, exit_code=exit_code, last_lines=last_lines
         )
         self._ask(self._stub.WorkerExited, request)
 
@@ -194,14 +194,15 @@ class HoldfastRendezvous(RendezvousHandler):
         """Whether the epoch of the last world has ended, after waiting for it."""
         return self._ended.wait(timeout_s)
 
-    def worker_exited(self, rank: int, exit_code: int) -> None:
-        """Tell the control loop of a worker that failed in the present epoch, if the daemon is
-        there to hear it: failure rules look at exit codes, and a recovery happens without."""
+    def worker_exited(self, rank: int, exit_code: int, last_lines: str) -> None:
+        """Tell the control loop of a worker that failed in the present epoch, and what it wrote
+        last, if the daemon is there to hear it: failure rules look at exit codes, people at the
+        lines, and a recovery happens without."""
         if self._ended.is_set():
             return  # it was killed because the epoch has ended
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            self._daemon.worker_exited(self._epoch, rank, code)
+            self._daemon.worker_exited(self._epoch, rank, code, last_lines)
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error

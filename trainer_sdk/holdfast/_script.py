@@ -16,17 +16,30 @@ import sys
 import threading
 from multiprocessing import connection
 from pathlib import Path
+from types import TracebackType
+
+from holdfast._environment import read_local_rank
 
 MODULE = "-m"
+STDERR = 2
+FAILED = 1
+"""Exit code after an exception that nobody caught, as of any Python."""
 
 
-def run_script(*command: str) -> None:
+def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
     """Runs `script.py args…`, or `-m module args…`, in this process as `__main__`.
 
+    Args:
+        stderr_paths: of each worker of the node, what its stderr goes to; empty to leave it.
+
     Raises:
-        SystemExit: when the script exits with a code other than 0.
+        SystemExit: when the script exits with a code other than 0, or by an exception, which is
+            shown as any Python shows it.
     """
     _die_with_parent()
+    if stderr_paths:
+        with Path(stderr_paths[read_local_rank()]).open("wb", buffering=0) as stderr:
+            os.dup2(stderr.fileno(), STDERR)
     try:
         if command[0] == MODULE:
             sys.argv = list(command[1:])
@@ -39,9 +52,22 @@ def run_script(*command: str) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    except Exception as error:
+        # torchrun would carry it to the agent, and show it among the agent's own words.
+        shown = error.with_traceback(_of_script(error.__traceback__))
+        sys.excepthook(type(shown), shown, shown.__traceback__)
+        raise SystemExit(FAILED) from None
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Without the frames that started the script."""
+    ours = (__file__, runpy.__file__, f"<frozen {runpy.__name__}>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _die_with_parent() -> None:

@@ -31,9 +31,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from holdfast._agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
-from holdfast._environment import read_token_file, set_for_workers
+from holdfast._environment import read_secrets, read_token_file, set_for_workers
 from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._script import run_script
+from holdfast._stderr import StderrLogs, WorkerStderr
 from holdfast_core.errors import AccessDeniedError
 
 log = logging.getLogger(__name__)
@@ -114,23 +115,29 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     daemon = GrpcDaemon(settings.socket, settings.job, read_token_file())
     rendezvous = HoldfastRendezvous(daemon, settings.job, settings.host)
     entrypoint: Callable[..., None] | str = run_script if script else settings.command[0]
+    # Files of their own keep everything that workers write.
+    stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
+    paths = () if stderr is None else stderr.paths
     spec = WorkerSpec(
         role="trainer",
         local_world_size=settings.nproc,
         rdzv_handler=rendezvous,
         entrypoint=entrypoint,
-        args=script or settings.command[1:],
+        args=(paths, *script) if script else settings.command[1:],
         max_restarts=RESTARTS_MAX,
         monitor_interval=MONITOR_S,
     )
     logs = (
         DefaultLogsSpecs(log_dir=str(settings.log_dir), redirects=Std.ALL)
-        if settings.log_dir
-        else DefaultLogsSpecs()
+        if stderr is None
+        else StderrLogs(stderr, forked=script is not None)
     )
+    last_lines = stderr.last_lines if stderr is not None else lambda local_rank: ""
     try:
         while True:
-            agent = HoldfastAgent(spec, rendezvous, logs, "forkserver", settings.grace_s)
+            agent = HoldfastAgent(
+                spec, rendezvous, logs, "forkserver", settings.grace_s, last_lines
+            )
             try:
                 result = agent.run()
             except EpochEndedError:

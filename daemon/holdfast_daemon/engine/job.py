@@ -322,16 +322,17 @@ class JobEngine(Convergence):
         if after_epoch == self.memory.epoch:
             self.memory.agent_waiting = True
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
-        """The agent saw a worker of `epoch` fail. Of an ended epoch it says nothing: workers are
-        killed then.
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str = "") -> None:
+        """The agent saw a worker of `epoch` fail, and kept the end of its stderr. Of an ended epoch
+        it says nothing: workers are killed then.
 
         Raises:
             InvalidJobError: the rank does not live here.
         """
         if epoch == self.memory.epoch:
             self._check_rank(rank)
-            self.memory.rank(rank).exited = (epoch, exit_code)
+            record = self.memory.rank(rank)
+            record.exited, record.last_lines = (epoch, exit_code), last_lines
 
     def publish_store(self, epoch: int, address: str, now: float) -> list[Effect]:
         """The agent of the first member serves the world's store."""

@@ -59,6 +59,8 @@ class RankRecord:
     """Epoch in which its session ended without Close."""
     exited: tuple[int, int] = (0, 0)
     """(epoch, exit code) of its worker's newest failure, in the agent's words."""
+    last_lines: str = ""
+    """Of what that worker wrote to stderr, for people."""
     last_step: int = 0
     last_sign: float = 0.0
     seal_error: str = ""

@@ -182,6 +182,8 @@ def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
         *job.command,
     ]
     container.pop("args", None)
+    # A launcher that cannot even start says why in its log, which the pod's status then shows.
+    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     ours = {
         "PYTHONUNBUFFERED": "1",
         "HOLDFAST_SOCKET": SOCKET_PATH,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from holdfast_core.last_lines import last_lines, secrets_among
 from holdfast_operator.kube.amounts import Amounts, amounts
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import (
@@ -41,6 +42,8 @@ class TrainerPod:
     exit_code: int | None = None
     reason: str = ""
     disruption: str = ""
+    last_lines: str = ""
+    """Of what its container wrote before it failed."""
     requests: Amounts = ()
 
     @property
@@ -73,6 +76,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
         exit_code=exit_code,
         reason=reason,
         disruption=_condition(status, DISRUPTED, "True").get("reason", ""),
+        last_lines=_last_lines(spec, status) if state is AgentState.EXITED and exit_code else "",
         requests=amounts(spec),
     )
 
@@ -94,6 +98,7 @@ def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tu
             exit_code=pod.exit_code,
             reason=pod.reason,
             disruption=pod.disruption,
+            last_lines=pod.last_lines,
         )
         for place, pod in newest.items()
     }
@@ -116,8 +121,7 @@ def _state(metadata: Object, spec: Object, status: Object) -> tuple[AgentState, 
     ended = state.get("terminated")
     if ended is not None:
         code = int(ended.get("exitCode", KILLED_CODE))
-        why = _words(ended.get("reason", ""), ended.get("message", "")) if code else ""
-        return AgentState.EXITED, code, why
+        return AgentState.EXITED, code, ended.get("reason", "") if code else ""
     phase = status.get("phase", "Pending")
     if phase == "Succeeded":
         return AgentState.EXITED, 0, ""
@@ -127,6 +131,15 @@ def _state(metadata: Object, spec: Object, status: Object) -> tuple[AgentState, 
     if phase == "Running" and "running" in state:
         return AgentState.RUNNING, None, ""
     return AgentState.STARTING, None, _waits_for(status, state)
+
+
+def _last_lines(spec: Object, status: Object) -> str:
+    """The end of the log of a container that failed: the kubelet's words, by
+    `terminationMessagePolicy: FallbackToLogsOnError`. Variables of the template may be secret."""
+    ended = (_trainer_status(spec, status).get("state") or {}).get("terminated") or {}
+    given = (spec.get("containers") or [{}])[0].get("env") or []
+    variables = {str(each.get("name")): str(each.get("value", "")) for each in given}
+    return last_lines(str(ended.get("message", "")), secrets_among(variables))
 
 
 def _waits_for(status: Object, trainer_state: Object) -> str:

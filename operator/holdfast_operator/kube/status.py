@@ -16,6 +16,7 @@ from holdfast_operator.counters import counters, to_document
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import JOB_LABEL
 from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
+from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.lookups import agent_at
 from holdfast_operator.losses import loss_text
 from holdfast_operator.recoveries import Recovery
@@ -85,6 +86,8 @@ def status_of(
         status["startedAt"] = started
     if state.ended_at is not None:
         status["endedAt"] = clocks.text(state.ended_at)
+    if state.failure is not None:
+        status["lastFailure"] = _failure(state.failure)
     if state.losses is not None:
         status["tokenLoss"] = _token_loss(state.losses)
     traffic = traffic_of(observed, membership)
@@ -215,6 +218,17 @@ def _recovery(recovery: Recovery) -> Object:
         found["seconds"] = round(recovery.resumed_at - recovery.decided_at, 3)
         found["source"] = recovery.source
     return found
+
+
+def _failure(failure: TrainerFailure) -> Object:
+    code, lines = failure.exit_code, failure.last_lines
+    return {
+        "text": failure.text,
+        "epoch": failure.epoch,
+        "member": failure.member,
+        **({} if code is None else {"exitCode": code}),
+        **({"lastLines": lines} if lines else {}),
+    }
 
 
 def _token_loss(loss: JobLoss) -> Object:

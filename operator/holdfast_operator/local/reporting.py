@@ -59,6 +59,7 @@ def status_of(
         complete=_text(complete),
         protected=_text(newest_protected(observed)),
         restarts=state.recoveries,
+        failure=state.failure,
         token_loss=state.losses,
         conditions=decision.conditions,
         members=() if membership is None else _members(observed, membership),

@@ -14,6 +14,7 @@ import msgspec
 from holdfast_core.errors import StorageError
 from holdfast_core.loss_reports import JobLoss
 from holdfast_operator.counters import Counters
+from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import Condition, ConditionType
 
@@ -111,6 +112,8 @@ class Status:
     protected: str
     restarts: int
     """Recoveries so far."""
+    failure: TrainerFailure | None = None
+    """The newest rank or agent that failed by itself, and what it wrote last."""
     token_loss: JobLoss | None = None
     """What recoveries cost in tokens; None where snapshots hold all experts, or it is not known."""
     conditions: tuple[Condition, ...] = ()

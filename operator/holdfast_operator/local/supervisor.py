@@ -17,6 +17,7 @@ from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.last_lines import WINDOW_BYTES, decoded_end, last_lines, secrets_among
 from holdfast_operator.local.commands import Commands
 from holdfast_operator.local.directory import (
     AgentRecord,
@@ -66,6 +67,7 @@ class Supervisor:
         self._directory, self.run, self._job, self._commands = directory, run, job, commands
         self._on_change, self._tell = on_change, tell
         self._exits: dict[tuple[int, str], int] = {}
+        self._last_lines: dict[tuple[int, str], str] = {}
         self._daemon_changed_at: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -141,7 +143,8 @@ class Supervisor:
         if code is None or code < 0:
             return f"the daemon of {node.name} {how}; starting it again"
         log = self._directory.log(f"daemon-{node.name}")
-        return f"the daemon of {node.name} {how}: {last_line(log)} (log: {log})"
+        line = last_lines(end_of(log)).rpartition("\n")[2]
+        return f"the daemon of {node.name} {how}: {line} (log: {log})"
 
     async def restart_daemons(self) -> None:
         """End all daemons, so that they are started again with what has changed."""
@@ -171,7 +174,10 @@ class Supervisor:
         exit_code = code if state is AgentState.EXITED else None
         if exit_code is not None and exit_code < 0:
             exit_code = 128 - exit_code  # as a shell and a kubelet say it
-        return AgentView(member=member, node=node, state=state, exit_code=exit_code)
+        lines = self._last_lines.get((member, node), "") if exit_code else ""
+        return AgentView(
+            member=member, node=node, state=state, exit_code=exit_code, last_lines=lines
+        )
 
     def start_agent(self, member: int, name: str) -> None:
         """Start the member's agent on a node; nothing happens when it is there or the node lost."""
@@ -223,6 +229,9 @@ class Supervisor:
                 self._forget_agent(node, member, agent)
                 self._directory.write_record(self.run)
             else:
+                log = self._directory.log(f"member-{member}")
+                found = last_lines(end_of(log), secrets_among(self._job.env))
+                self._last_lines[(member, node.name)] = found
                 self._exits[(member, node.name)] = code
                 self._tell_exit(node, member, code)
             self._on_change()
@@ -304,15 +313,15 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log, for people; empty when there is none."""
+def end_of(log: Path) -> str:
+    """The end of a log; empty when there is none."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 4096))
-            lines = file.read().decode(errors="replace").strip().splitlines()
+            # One byte more than is looked at shows whether the first line is cut.
+            file.seek(max(0, file.seek(0, 2) - WINDOW_BYTES - 1))
+            return decoded_end(file.read())
     except OSError:
         return ""
-    return lines[-1] if lines else ""
 
 
 def _how(code: int | None) -> str:

@@ -15,6 +15,7 @@ from holdfast_daemon.describe import (
     as_json,
     current_loss,
     exit_code,
+    last_lines,
     loss_report,
     rank_state,
 )
@@ -61,10 +62,12 @@ def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: Job
     assert membership is not None
     engine.worker_exited(4, 0, 3)  # says nothing of epoch 5
     assert exit_code(memory, memory.rank(0)) == 0
-    engine.worker_exited(5, 0, 137)
+    engine.worker_exited(5, 0, 137, "why")
     assert exit_code(memory, memory.rank(0)) == 137
+    assert last_lines(memory, memory.rank(0)) == "why"
     memory.membership = replace(membership, epoch=6)
     assert exit_code(memory, memory.rank(0)) == 0
+    assert last_lines(memory, memory.rank(0)) == ""
 
 
 def test_an_exit_code_of_a_rank_that_lives_elsewhere_is_refused(memory: JobMemory) -> None:

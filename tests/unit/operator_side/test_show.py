@@ -6,8 +6,10 @@ from io import StringIO
 
 from rich.console import Console
 
-from holdfast_operator.local.status import MemberStatus, NodeStatus, Status
-from holdfast_operator.show import status_view
+from holdfast_operator.last_failure import TrainerFailure
+from holdfast_operator.local.status import MemberStatus, NodeStatus, Status, TimedEvent
+from holdfast_operator.show import event_line, status_view
+from holdfast_operator.views import Condition, ConditionType
 
 
 def test_each_node_says_what_it_fetches_for_parity() -> None:
@@ -55,3 +57,25 @@ def test_each_node_says_what_it_fetches_for_parity() -> None:
         ["GiB", "42", "MB/s"],
         ["-", "-", "-"],
     ]
+
+
+def test_a_failed_run_shows_the_last_lines_as_they_are() -> None:
+    lines = "Traceback:\n[/red] ValueError"  # no markup, whatever it looks like
+    failed = Condition(type=ConditionType.FAILED, status=True, reason="X", message=lines)
+    status = Status(
+        job="default.job", time=0.0, pid=1, directory="", phase="Failed", reason=lines, epoch=3,
+        revision=0, world_size=1, step=0, line="", line_reason="", complete="", protected="",
+        restarts=2, conditions=(failed,),
+        failure=TrainerFailure(epoch=3, member=0, text="rank 0 failed", last_lines=lines),
+    )  # fmt: skip
+    out = StringIO()
+    Console(file=out, width=200).print(status_view(status))
+    assert (
+        "last failure: rank 0 failed, and wrote last:\n    Traceback:\n    [/red] ValueError"
+        in (out.getvalue())
+    )
+
+
+def test_lines_of_an_event_are_indented() -> None:
+    event = TimedEvent(time=0.0, reason="LastLines", message="why:\nfirst\nsecond")
+    assert event_line(event).endswith("why:\n    first\n    second")

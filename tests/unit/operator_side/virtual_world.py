@@ -81,6 +81,8 @@ class Daemon:
     waiting: bool = False
     exits: dict[int, int] = field(default_factory=dict)
     """Rank → exit code that its agent has told."""
+    last_lines: dict[int, str] = field(default_factory=dict)
+    """Rank → what it wrote last, likewise."""
 
 
 class World:
@@ -200,6 +202,7 @@ class World:
                     idle_s=self.idle_s,
                     lost=rank in daemon.lost,
                     exit_code=daemon.exits.get(rank),
+                    last_lines=daemon.last_lines.get(rank, ""),
                     restored_from="local" if membership.epoch > 1 else "none",
                 )
                 for rank in ranks
@@ -260,6 +263,7 @@ class World:
         if daemon.alive and concerned and newer:
             if known is None or known.epoch < membership.epoch:
                 daemon.lost, daemon.waiting, daemon.exits = set(), False, {}
+                daemon.last_lines = {}
                 self.step, self.idle_s = 0, 0.0
             daemon.membership = membership
 
@@ -280,11 +284,12 @@ class World:
         member = self.membership.member_of(rank)
         self.daemons[self.membership.place(member).node].lost.add(rank)
 
-    def exit_rank(self, rank: int, code: int) -> None:
+    def exit_rank(self, rank: int, code: int, last_lines: str = "") -> None:
         """The rank is lost, and its agent has told why."""
         self.lose_rank(rank)
         member = self.membership.member_of(rank)
-        self.daemons[self.membership.place(member).node].exits[rank] = code
+        daemon = self.daemons[self.membership.place(member).node]
+        daemon.exits[rank], daemon.last_lines[rank] = code, last_lines
 
     def evict(self, member: int, why: str = "EvictionByEvictionAPI") -> None:
         """The cluster ends the member's agent; its ranks are lost with it."""

@@ -27,6 +27,8 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
         self.left: list[int] = []
         self.exits: list[tuple[int, int]] = []
         """(epoch, exit code) of workers that failed."""
+        self.last_lines: list[str] = []
+        """What these wrote last."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
         trainer_pb2_grpc.add_TrainerServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{socket}")
@@ -88,4 +90,6 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.WorkerExitedReply:
         with self.changed:
             self.exits.append((request.epoch, request.exit_code))
+            self.last_lines.append(request.last_lines)
+            self.changed.notify_all()
         return trainer_pb2.WorkerExitedReply()

@@ -39,7 +39,7 @@ class OneEpoch:
     def publish_store(self, epoch: int, store_address: str) -> None:
         self.address = store_address
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         raise AssertionError("no worker runs here")
 
     def end(self, world: World) -> None:

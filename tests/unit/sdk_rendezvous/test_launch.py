@@ -182,3 +182,38 @@ def test_an_agent_that_is_denied_its_job_says_so_and_does_not_wait(
     assert ended.returncode == EXIT_DENIED
     assert "AccessDeniedError: pod a may not act for job default.moe" in ended.stderr
     assert daemon.bearers == ["Bearer this-pod"]
+
+
+FAILING = """
+import os, sys
+print("password=hunter2hunter2", os.environ["HOLDFAST_TEST_SECRET"], file=sys.stderr)
+import no_such_module
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--fresh",)], ids=["forked", "fresh"])
+def test_the_last_lines_of_a_worker_that_fails_are_told_and_shown_without_secrets(
+    daemon: Any, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    command = [sys.executable, "-m", "holdfast.launch", "--socket", str(tmp_path / "daemon.sock")]
+    command += ["--job", "default.moe", "--nodes", "1", "--nproc", "1", *how]
+    process = subprocess.Popen(
+        [*command, "--", sys.executable, str(script)],
+        env=os.environ | {"HOLDFAST_TEST_SECRET": "open sesame"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    daemon.begin(1)
+    daemon.wait(lambda: daemon.exits, START_S)
+    daemon.finish()
+    _, written = process.communicate(timeout=START_S)
+    assert daemon.exits == [(1, 1)]
+    lines = daemon.last_lines[0].splitlines()
+    assert lines[0] == "password=*** ***"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert len(lines) == 5, lines  # no frames but the script's
+    assert written.count("No module named 'no_such_module'") == 1  # passed on, and once

@@ -54,6 +54,7 @@ class PlayedDaemon:
         self.failures = failures or []
         self.closed = False
         self.exits: list[tuple[int, int, int]] = []
+        self.lines: list[str] = []
         self.deaf = False
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
@@ -85,10 +86,11 @@ class PlayedDaemon:
             self.worlds.stores[epoch] = store_address
             self.worlds.changed.notify_all()
 
-    def worker_exited(self, epoch: int, rank: int, exit_code: int) -> None:
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         if self.deaf:
             raise UnreachableError("away")
         self.exits.append((epoch, rank, exit_code))
+        self.lines.append(last_lines)
 
     def close(self) -> None:
         with self.worlds.changed:
@@ -218,12 +220,13 @@ def test_the_exit_code_of_a_worker_is_told_and_signals_are_128_and_more() -> Non
     with rendezvous(daemon) as (handler, killed):
         worlds.begin(1)
         handler.next_rendezvous()
-        handler.worker_exited(0, 3)
-        handler.worker_exited(0, -9)
+        handler.worker_exited(0, 3, "why")
+        handler.worker_exited(0, -9, "")
         assert daemon.exits == [(1, 0, 3), (1, 0, 137)]
+        assert daemon.lines == ["why", ""]
         worlds.begin(2)
         assert killed.wait(30.0)
-        handler.worker_exited(0, -9)  # killed because epoch 1 has ended
+        handler.worker_exited(0, -9, "")  # killed because epoch 1 has ended
         assert len(daemon.exits) == 2
 
 
@@ -236,5 +239,5 @@ def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(
         worlds.begin(1)
         handler.next_rendezvous()
         daemon.deaf = True
-        handler.worker_exited(0, 3)
+        handler.worker_exited(0, 3, "why")
     assert "rank 0 exited with code 3, which was not reported: away" in caplog.text

@@ -47,6 +47,21 @@ def test_all_jobs_have_a_line_each() -> None:
     assert lines[2].split()[:2] == ["moe", "-"]
 
 
+def test_a_job_that_failed_shows_the_last_lines_as_they_are() -> None:
+    job = running_job()
+    lines = "Traceback:\n[/red] ValueError"  # no markup, whatever it looks like
+    job["status"] |= {  # type: ignore[operator]
+        "phase": "Failed",
+        "problem": f"rank 2 exited with code 1; it wrote last:\n{lines}",
+        "lastFailure": {"text": "rank 2 exited with code 1", "lastLines": lines},
+        "conditions": [{"type": "Failed", "status": "True", "reason": "x", "message": lines}],
+    }
+    shown = text(job_view(job, []))
+    assert "last failure: rank 2 exited with code 1, and wrote last:\n    Traceback:" in shown
+    assert "    [/red] ValueError\n" in shown
+    assert "Traceback" not in text(jobs_view([job], now=0.0))  # a line each
+
+
 def test_one_job_tells_its_members_recoveries_conditions_and_events() -> None:
     event = {
         "eventTime": "2023-11-14T22:13:20.250000Z",

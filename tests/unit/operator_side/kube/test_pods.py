@@ -97,6 +97,17 @@ def test_the_state_of_a_pod_is_that_of_its_trainer(
     assert (found.state, found.exit_code, found.reason) == (state, code, reason)
 
 
+def test_the_end_of_a_failed_containers_log_is_kept_without_secrets() -> None:
+    log = "ModuleNotFoundError: No module named 'torch'\nkey open sesame\n"
+    ended = {"exitCode": 1, "reason": "Error", "message": log}
+    raw = pod({"phase": "Failed", "containerStatuses": [container(terminated=ended)]})
+    raw["spec"]["containers"][0]["env"] = [{"name": "DB_PASSWORD", "value": "open sesame"}]
+    (agent,) = agents([seen(raw)])
+    assert agent.last_lines == "ModuleNotFoundError: No module named 'torch'\nkey ***"
+    ended["exitCode"] = 0
+    assert seen(raw).last_lines == ""
+
+
 def test_a_pod_that_is_deleted_stops_and_says_who_took_it() -> None:
     condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
     raw = pod(

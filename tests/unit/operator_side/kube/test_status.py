@@ -332,3 +332,21 @@ def test_lost_tokens_are_in_the_status_and_an_unknown_condition_is_unknown() -> 
     world.losses = {world.nodes_of_members()[0]: replace(report, at_risk=(9, 0))}
     world.look()
     assert essence(status(world, found)) == essence(found)  # need not be written at once
+
+
+def test_the_newest_failure_of_a_trainer_is_in_the_status_with_its_last_lines() -> None:
+    world = running()
+    assert "lastFailure" not in status(world)
+    world.exit_rank(2, 1, "ValueError: bad")
+    world.look()
+    found = status(world)
+    assert found["lastFailure"] == {
+        "text": "rank 2 exited with code 1",
+        "epoch": 1,
+        "member": 2,
+        "exitCode": 1,
+        "lastLines": "ValueError: bad",
+    }
+    msgspec.convert(found, JobStatus)
+    again = remembered(from_document(found["counters"]), now=0.0, wall=0.0)
+    assert again.failure == world.state.failure

@@ -1,0 +1,88 @@
+"""The last lines of what a process wrote before it failed, fit to be shown to people.
+
+Whoever reads a job's status wants to know why its script ends, and sees the end of a traceback
+there. The text comes from a trainer, so that it may hold anything: it is cut to a bounded size,
+loses what would steer a terminal, and secrets that it shows are replaced by `***`. What a secret
+looks like is a guess: values of variables with telling names, and the forms that well-known keys
+have. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+LINES_MAX = 20
+"""Lines that are kept, the last ones."""
+CHARACTERS_MAX = 2000
+"""Characters that are kept of them, the last ones."""
+WINDOW_BYTES = 16_384
+"""Of the output's end that is looked at: more than is kept, so that no secret is cut in two."""
+SECRET_CHARACTERS_MIN = 6
+"""Shorter values of variables hide nothing, and would be found in every other word."""
+HIDDEN = "***"
+
+_STEERING = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.")
+_NAMES = r"password|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|private[_-]?key"
+_SECRET_NAME = re.compile(rf"(?:{_NAMES}|credential|auth)(?![a-z])|_key$", re.IGNORECASE)
+_SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)", re.S),
+        HIDDEN,
+    ),
+    (re.compile(r"://[^/\s@]+@"), f"://{HIDDEN}@"),
+    (re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {HIDDEN}"),
+    (
+        re.compile(
+            rf"((?:{_NAMES}|credential)(?![a-z])[\w-]{{0,40}}[\"']?\s{{0,4}}[=:]\s{{0,4}})"
+            r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;&]+)",
+            re.IGNORECASE,
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), HIDDEN),
+    (re.compile(r"\b(?:gh[pousr]_|github_pat_|hf_|sk-|xox[abprs]-)[\w-]{16,}"), HIDDEN),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), HIDDEN),
+)
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+def secrets_among(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of environment variables whose names say that they are secret."""
+    return tuple(
+        value
+        for name, value in variables.items()
+        if len(value) >= SECRET_CHARACTERS_MIN and _SECRET_NAME.search(name)
+    )
+
+
+def last_lines(text: str, secrets: Iterable[str] = ()) -> str:
+    """The end of `text`: at most `LINES_MAX` lines and `CHARACTERS_MAX` characters of printable
+    text, in which `secrets` and whatever looks like one are replaced."""
+    text = _printable(text[-WINDOW_BYTES:])
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    for shape, shown in _SHAPES:
+        text = shape.sub(shown, text)
+    lines = text.rstrip().splitlines()[-LINES_MAX:]
+    return "\n".join(lines)[-CHARACTERS_MAX:].lstrip("\n")
+
+
+def decoded_end(data: bytes) -> str:
+    """The end of an output as text; a first line that the window cuts is left out."""
+    if len(data) > WINDOW_BYTES:
+        data = data[-WINDOW_BYTES:]
+        data = data[data.find(b"\n") + 1 :]
+    return data.decode(errors="replace")
+
+
+def essence_of(lines: str) -> str:
+    """What two failures of one kind have in common: the last line, without its numbers."""
+    return _VARYING.sub("#", lines.rpartition("\n")[2]).strip()
+
+
+def _printable(text: str) -> str:
+    """Without what steers a terminal; of a line that was written over, what it showed last."""
+    lines = (_STEERING.sub("", line).rstrip("\r") for line in text.split("\n"))
+    shown = (line.rpartition("\r")[2].expandtabs(4) for line in lines)
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in shown)

@@ -1,0 +1,70 @@
+"""`holdfast run` of a job whose script is wrong, with real daemons and launchers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.jobs import parse_job
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.views import Outcome
+
+SCRIPT = """
+import sys
+print("password=hunter2hunter2", file=sys.stderr)
+import no_such_module
+"""
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_that_fails_at_import_fails_the_job_with_its_last_lines(directory: Path) -> None:
+    script = directory / "wrong.py"
+    script.write_text(SCRIPT)
+    container = {"name": "trainer", "command": [sys.executable, str(script)]}
+    job = parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "wrong"},
+            "spec": {
+                "nodes": 2,
+                "nprocPerNode": 1,
+                "parallelism": {"dp": 2},
+                "snapshot": {"memoryPerNode": "16Mi"},
+                "redundancy": {"type": "None"},
+                "trainer": {"template": {"spec": {"containers": [container]}}},
+            },
+        }
+    )
+
+    async def run() -> tuple[Outcome, Status]:
+        async with LocalCluster(job, LocalSettings(directory=directory / "run")) as cluster:
+            return await cluster.finished(timeout_s=WAIT_S), cluster.status
+
+    outcome, status = asyncio.run(run())
+    assert outcome is Outcome.FAILED
+    assert status.restarts == 2
+    assert "3 times alike before the job's first step" in status.reason
+    assert status.failure is not None
+    for text in (status.reason, status.failure.last_lines, *_told(status)):
+        assert text.endswith("ModuleNotFoundError: No module named 'no_such_module'")
+        assert "password=***" in text and "hunter2" not in text
+
+
+def _told(status: Status) -> list[str]:
+    told = [e.message for e in status.events if e.reason in ("LastLines", "Failed")]
+    assert len(told) == 2
+    return told
