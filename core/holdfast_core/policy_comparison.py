@@ -136,7 +136,10 @@ class Comparison:
     """All policies beside each other."""
 
     costs: tuple[PolicyCost, ...]
+    fitting: tuple[PolicyCost, ...]
+    """Those whose memory is within the job's `memoryPerNode`."""
     best: PolicyCost
+    """Of those that fit, if any does."""
     reason: str
     """Why, in a sentence."""
 
@@ -165,8 +168,10 @@ def compare_policies(
         raise InvalidJobError("the model has no experts to leave out; every snapshot is full")
     world = _World(job, table, groups, assumed)
     costs = (world.full(), *world.partial(), world.selective())
-    best = _best(costs)
-    return Comparison(costs=costs, best=best, reason=_reason(costs, best, assumed))
+    limit = job.memory_per_node_bytes
+    fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
+    best = _best(fitting or costs)
+    return Comparison(costs=costs, fitting=fitting, best=best, reason=_reason(costs, best, assumed))
 
 
 class _World:
@@ -355,7 +360,7 @@ class _World:
 def _best(costs: Sequence[PolicyCost]) -> PolicyCost:
     """Of those that cost (almost) the least time, the one that loses the fewest tokens; of equal
     ones that with the fewest bytes."""
-    allowed = [cost for cost in costs if not cost.objection]
+    allowed = [cost for cost in costs if not cost.objection] or costs
     least = min(cost.overhead for cost in allowed)
     close = [cost for cost in allowed if cost.overhead <= least + NEGLIGIBLE]
     # Full comes first, and so wins ties.

@@ -11,7 +11,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.policy_comparison import Assumptions, Comparison
 from holdfast_operator.job_files import load_job
 from holdfast_operator.plan_inputs import assumptions_of, model_of
-from holdfast_operator.planning import PlannedModel, PlanSettings, compared, plan_view
+from holdfast_operator.planning import PlannedModel, PlanSettings, check_memory, compared, plan_view
 
 COLUMNS = 100
 """Tables are no narrower; where a terminal is, its lines wrap, and no number is cut off."""
@@ -39,6 +39,7 @@ def plan(options: argparse.Namespace) -> int:
     sizes = model_of(options, job)
     if sizes is None:
         console.print(plan_view(job, settings))
+        check_memory(job, settings, None)
         return 0
     model = PlannedModel(sizes=sizes, assumed=assumptions_of(options, job, sizes))
     found = compared(job, model)
@@ -46,6 +47,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.plot is not None:
         _plot(options.plot, found, model.assumed, title=job.key)
         print(f"wrote {options.plot}")
+    check_memory(job, settings, found)
     return 0
 
 

@@ -12,7 +12,7 @@ from math import expm1, inf
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from holdfast_core.budget import fits, predict
+from holdfast_core.budget import NodeMemory, fits, predict
 from holdfast_core.codes import code_for
 from holdfast_core.groups import form_groups
 from holdfast_core.intervals import group_loss_rate_per_s, snapshot_interval_s, steps_of
@@ -79,13 +79,27 @@ def compared(job: MoETrainingJob, model: PlannedModel) -> Comparison:
 
     Raises:
         InvalidJobError: when the model has no experts.
-        MemoryBudgetError: when the job's own limit for a node is too small.
     """
-    found = compare_policies(job, model.sizes, _groups(job), model.assumed)
-    if job.memory_per_node_bytes is not None:
+    return compare_policies(job, model.sizes, _groups(job), model.assumed)
+
+
+def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison | None) -> None:
+    """Refuse a job of which something does not fit into its own limit for a node; the tables say
+    what does.
+
+    Raises:
+        MemoryBudgetError: with the most that is needed, and the limit.
+    """
+    if job.memory_per_node_bytes is None:
+        return
+    if found is not None:
         needed = max(cost.memory_bytes for cost in found.costs)
-        fits(needed, job.memory_per_node_bytes, what="snapshots of one node")
-    return found
+    elif settings.bytes_per_rank is not None:
+        nodes = _node_memory(job, _groups(job), settings.bytes_per_rank)
+        needed = max(node.total_bytes for node in nodes)
+    else:
+        return
+    fits(needed, job.memory_per_node_bytes, what="snapshots of one node")
 
 
 def plan_view(
@@ -101,7 +115,6 @@ def plan_view(
 
     Raises:
         InvalidJobError: when an assumption is out of range.
-        MemoryBudgetError: when the job's own limit for a node is too small.
     """
     spec = job.spec
     groups = _groups(job)
@@ -114,7 +127,15 @@ def plan_view(
         head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
     parts: list[RenderableType] = [head, ""]
     if model is not None and found is not None:
-        parts.append(comparison_view(found, model.assumed, days=settings.days, model=str(model)))
+        parts.append(
+            comparison_view(
+                found,
+                model.assumed,
+                days=settings.days,
+                model=str(model),
+                limit_bytes=job.memory_per_node_bytes,
+            )
+        )
         if groups:
             parts += ["", sources_view(job, model.sizes, model.assumed, found)]
     elif settings.bytes_per_rank is None:
@@ -137,28 +158,34 @@ def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
     return form_groups(domains, job.group_size, at_least=redundancy.losses + 1).groups
 
 
-def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int) -> Table:
-    slots = [round_up(bytes_per_rank, PAGE_BYTES)] * job.world_size
+def _node_memory(
+    job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int
+) -> tuple[NodeMemory, ...]:
     redundancy = job.spec.redundancy
-    nodes = predict(
-        slots,
+    return predict(
+        [round_up(bytes_per_rank, PAGE_BYTES)] * job.world_size,
         groups,
         job.spec.nproc_per_node,
         redundancy=redundancy.type,
         replicas=max(redundancy.losses, 1),
     )
-    table = Table("members", "arenas", "parity", "total", box=None, pad_edge=False)
+
+
+def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int) -> Table:
+    nodes = _node_memory(job, groups, bytes_per_rank)
+    limit = job.memory_per_node_bytes
+    table = Table("members", "arenas", "parity", "total", "", box=None, pad_edge=False)
     by_size: dict[tuple[int, int], list[int]] = {}
     for node in nodes:
         by_size.setdefault((node.arena_bytes, node.parity_bytes), []).append(node.member)
     for (arenas, parity), members in by_size.items():
         names = f"{len(members)} members" if len(members) > 1 else f"member {members[0]}"
         sizes = (format_bytes(n) for n in (arenas, parity, arenas + parity))
-        table.add_row(names, *sizes)
-    if job.memory_per_node_bytes is not None:
-        needed = max(node.total_bytes for node in nodes)
-        fits(needed, job.memory_per_node_bytes, what="snapshots of one node")
-        table.add_row("limit", "", "", format_bytes(job.memory_per_node_bytes))
+        too_much = limit is not None and arenas + parity > limit
+        verdict = "" if limit is None else "does not fit" if too_much else "fits"
+        table.add_row(names, *sizes, verdict, style="red" if too_much else None)
+    if limit is not None:
+        table.add_row("limit", "", "", format_bytes(limit))
     return table
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from holdfast_core.jobs import PolicyType
 from holdfast_core.policy_comparison import Assumptions, Comparison, PolicyCost
-from holdfast_core.quantities import format_portion
+from holdfast_core.quantities import format_bytes, format_portion
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _COLUMNS = (
@@ -43,15 +43,20 @@ def unit_of(sizes: Sequence[int]) -> tuple[str, int]:
 
 
 def comparison_view(
-    found: Comparison, assumed: Assumptions, *, days: float, model: str
+    found: Comparison,
+    assumed: Assumptions,
+    *,
+    days: float,
+    model: str,
+    limit_bytes: int | None = None,
 ) -> RenderableType:
     """The policies, one a row; what is recommended and why; and how to read it.
 
     Args:
         model: in words.
+        limit_bytes: the job's own limit for the memory of a node.
     """
-    best = name_of(found.best)
-    lossy = [cost for cost in found.costs if cost.objection]
+    lossy = [cost for cost in found.fitting if cost.objection]
     notes = [
         f"model:     {model}",
         f"assumed:   a node copies {_rate(assumed.copy_bytes_s)} and sends "
@@ -66,17 +71,40 @@ def comparison_view(
         notes.append(
             "*          loses more tokens than its limit allows, so that it would grow (PEC §3.1)"
         )
-    notes += _network(found)
+    notes += _too_large(found, limit_bytes) + _network(found)
     if not any(cost.protect_s for cost in found.costs):
         notes.append("no redundancy: a lost node loses all snapshots, which is not counted here")
     return Group(
         _table(found, days),
         "",
-        Text.assemble(("recommended: ", "bold"), (best, "bold green"), f": {found.reason}."),
-        Text(_as_document(found.best), style="cyan"),
+        *_recommended(found),
         "",
         *(Text(note, style="dim") for note in notes),
     )
+
+
+def _recommended(found: Comparison) -> list[Text]:
+    if not found.fitting:
+        least = min(cost.memory_bytes for cost in found.costs)
+        text = f"nothing fits: give a node at least {format_bytes(least)}, or take more nodes"
+        return [Text(text, style="bold red")]
+    best = (name_of(found.best), "bold green")
+    return [
+        Text.assemble(("recommended: ", "bold"), best, f": {found.reason}."),
+        Text(_as_document(found.best), style="cyan"),
+    ]
+
+
+def _too_large(found: Comparison, limit_bytes: int | None) -> list[str]:
+    """Which rows do not fit, and which do."""
+    if limit_bytes is None or len(found.fitting) == len(found.costs):
+        return []
+    limit = format_bytes(limit_bytes).partition(" (")[0]
+    fitting = ", ".join(name_of(cost) for cost in found.fitting) or "none of them"
+    return [
+        f"!          needs more memory than spec.snapshot.memoryPerNode = {limit} on a node; what "
+        f"fits: {fitting}"
+    ]
 
 
 def _network(found: Comparison) -> list[str]:
@@ -118,8 +146,9 @@ def _table(found: Comparison, days: float) -> Table:
         head = f"{top}\n{below.format(unit=unit, days=days)}"
         table.add_column(head, justify="right", no_wrap=True)
     for cost in found.costs:
+        fits = cost in found.fitting
         row = (
-            name_of(cost) + (" *" if cost.objection else ""),
+            name_of(cost) + (" !" if not fits else " *" if cost.objection else ""),
             _number(cost.rank_bytes / scale),
             _number(cost.job_bytes / scale),
             _number(cost.copy_s),
@@ -131,7 +160,8 @@ def _table(found: Comparison, days: float) -> Table:
             _duration(cost.overhead * days * 86400),
             format_portion(cost.lost_tokens),
         )
-        table.add_row(*row, style="bold green" if cost is found.best else None)
+        style = "bold green" if cost is found.best else None
+        table.add_row(*row, style=style if fits else "red")
     return table
 
 

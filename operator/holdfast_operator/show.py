@@ -22,7 +22,12 @@ PHASE_STYLES = {
     "Failed": "bold red",
     "Suspended": "dim",
 }
-_STATE_STYLES = {"HEALTHY": "green", "SNAPSHOTTING": "cyan", "OFFLINE": "red"}
+_STATE_STYLES = {
+    "HEALTHY": "green",
+    "FINISHED": "bold green",
+    "SNAPSHOTTING": "cyan",
+    "OFFLINE": "red",
+}
 
 
 def progress_line(status: Status) -> str:
@@ -101,7 +106,7 @@ def _members(status: Status) -> Table:
                 f"{rank.restored or '-'} {rank.restored_from}".strip(),
             )
             for rank in member.ranks
-        ] or [("-", Text("no word from its daemon", style="red"), "-", "-", "-")]
+        ] or [("-", _silence(status), "-", "-", "-")]
         for index, row in enumerate(rows):
             first = index == 0
             table.add_row(
@@ -112,6 +117,11 @@ def _members(status: Status) -> Table:
                 (member.complete or "-") if first else "",
             )
     return table
+
+
+def _silence(status: Status) -> Text:
+    """Why nothing is known of a member's ranks: daemons forget a job that has ended."""
+    return Text("ended") if status.ended else Text("no word from its daemon", style="red")
 
 
 def _agent(member: MemberStatus) -> str:

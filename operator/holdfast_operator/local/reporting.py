@@ -22,7 +22,19 @@ from holdfast_operator.local.status import (
 )
 from holdfast_operator.lookups import agent_at, node_of
 from holdfast_operator.recoveries import Recovery
-from holdfast_operator.views import Decision, JobView, NodeView, Observed, RankView
+from holdfast_operator.views import (
+    AgentState,
+    AgentView,
+    Decision,
+    JobView,
+    NodeView,
+    Observed,
+    Outcome,
+    RankView,
+)
+
+FINISHED = "FINISHED"
+"""State of a rank that has ended well; what else there is are the daemon's (REFT §4.2)."""
 
 
 def status_of(
@@ -62,7 +74,11 @@ def status_of(
         failure=state.failure,
         token_loss=state.losses,
         conditions=decision.conditions,
-        members=() if membership is None else _members(observed, membership),
+        members=(
+            ()
+            if membership is None
+            else _members(observed, membership, complete=state.outcome is Outcome.COMPLETE)
+        ),
         nodes=tuple(_node(observed, run.nodes[name], membership, directory) for name in run.nodes),
         events=tuple(events),
         recoveries=tuple(recoveries),
@@ -70,7 +86,9 @@ def status_of(
     )
 
 
-def _members(observed: Observed, membership: Membership) -> tuple[MemberStatus, ...]:
+def _members(
+    observed: Observed, membership: Membership, *, complete: bool
+) -> tuple[MemberStatus, ...]:
     members = []
     for place, found in zip(membership.members, observed.views(membership), strict=True):
         view = found if found is not None and node_of(observed, place).connected else JobView()
@@ -82,7 +100,7 @@ def _members(observed: Observed, membership: Membership) -> tuple[MemberStatus, 
                 agent="absent" if agent is None else agent.state.value,
                 exit_code=None if agent is None else agent.exit_code,
                 epoch=view.epoch,
-                ranks=tuple(_rank(rank) for rank in view.ranks),
+                ranks=tuple(_rank(rank, complete or _has_finished(agent)) for rank in view.ranks),
                 complete=_text(view.complete),
                 arena_bytes=view.arena_bytes,
                 parity_bytes=view.parity_bytes,
@@ -96,10 +114,15 @@ def _members(observed: Observed, membership: Membership) -> tuple[MemberStatus, 
     return tuple(members)
 
 
-def _rank(rank: RankView) -> RankStatus:
+def _has_finished(agent: AgentView | None) -> bool:
+    """Whether a member's ranks have done their work: their daemon only knows that they are gone."""
+    return agent is not None and agent.state is AgentState.EXITED and agent.exit_code == 0
+
+
+def _rank(rank: RankView, finished: bool) -> RankStatus:
     return RankStatus(
         rank=rank.rank,
-        state=rank.state,
+        state=FINISHED if finished else rank.state,
         step=rank.step,
         idle_s=rank.idle_s,
         pid=rank.pid,

@@ -79,3 +79,19 @@ def test_a_failed_run_shows_the_last_lines_as_they_are() -> None:
 def test_lines_of_an_event_are_indented() -> None:
     event = TimedEvent(time=0.0, reason="LastLines", message="why:\nfirst\nsecond")
     assert event_line(event).endswith("why:\n    first\n    second")
+
+
+def test_a_member_of_which_nothing_is_known_any_more_has_ended_with_its_job() -> None:
+    member = MemberStatus(
+        index=0, node="n0", agent="absent", exit_code=None, epoch=0, ranks=(), complete="",
+        arena_bytes=0, parity_bytes=0, skipped=0, failed=0, rebuilding=False, problem="",
+    )  # fmt: skip
+    for phase, words in (("Complete", "ended"), ("Running", "no word from its daemon")):
+        status = Status(
+            job="default.job", time=0.0, pid=1, directory="", phase=phase, reason="", epoch=1,
+            revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",
+            restarts=0, members=(member,),
+        )  # fmt: skip
+        out = StringIO()
+        Console(file=out, width=200).print(status_view(status))
+        assert words in out.getvalue()
