@@ -209,6 +209,12 @@ class JobStorage:
             raise StorageError(f"parity block {slot} of lane {lane} of job {self.job} is free")
         return record
 
+    def sealed_parity_bytes(self, lane: int, slot: int) -> int:
+        """Bytes of what is sealed in a parity block; 0 when nothing is."""
+        with self._lock:
+            record = self._blocks.records.get((lane, slot))
+        return 0 if record is None else record.nbytes
+
     def seal_parity(self, slot: int, record: ParityRecord) -> None:
         """From here on the parity block exists."""
         lane = record.entry.lane

@@ -6,7 +6,7 @@ Pure: it is told the time and what is held, and it reads no clock and no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,12 +25,15 @@ class TargetKind(StrEnum):
 class Target:
     """Something sealed that can be verified."""
 
+    job: str
+    """Two jobs of a node may hold the same otherwise."""
     kind: TargetKind
     index: int
     """The rank of a snapshot, the lane of a parity block."""
     slot: int
     generation: Generation
     nbytes: int
+    """That are read to verify it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +93,15 @@ class ScrubPlan:
         return self._verified_at[target] + self._settings.interval_s
 
 
-def targets_of(memory: JobMemory) -> list[Target]:
-    """Everything sealed that a job holds on this node."""
+def targets_of(memory: JobMemory, parity_bytes: Callable[[int, int], int]) -> list[Target]:
+    """Everything sealed that a job holds on this node.
+
+    Args:
+        parity_bytes: (parity lane, slot) → bytes of the block that is sealed there.
+    """
     snapshots = [
         Target(
+            job=memory.job,
             kind=TargetKind.SNAPSHOT,
             index=arena.rank,
             slot=slot.index,
@@ -105,11 +113,12 @@ def targets_of(memory: JobMemory) -> list[Target]:
     ]
     parities = [
         Target(
+            job=memory.job,
             kind=TargetKind.PARITY,
             index=parity.lane,
             slot=parity.index,
             generation=parity.generation,
-            nbytes=0,
+            nbytes=parity_bytes(parity.lane, parity.index),
         )
         for parity in memory.parities.values()
         if parity.state is ParityState.READY and parity.generation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from holdfast_core.errors import HoldfastError
 from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
 from holdfast_core.values import Generation
@@ -28,21 +30,28 @@ WRONG_REBUILDS = 3
 this node."""
 
 
-def apply(memory: JobMemory, event: Completion, *, retry_at: float) -> None:
-    """Take the end of an effect into account; what failed may be tried again at `retry_at`."""
+class Times(NamedTuple):
+    """When an effect ended, and when what failed may be tried again."""
+
+    now: float
+    retry_at: float
+
+
+def apply(memory: JobMemory, event: Completion, at: Times) -> None:
+    """Take the end of an effect into account."""
     match event:
         case Sealed():
             _sealed(memory, event)
         case ArenaReady():
-            _arena_ready(memory, event, retry_at)
+            _arena_ready(memory, event, at)
         case ParityBuilt():
-            _parity_built(memory, event, retry_at)
+            _parity_built(memory, event, at)
         case ManifestFetched():
-            _manifest_fetched(memory, event, retry_at)
+            _manifest_fetched(memory, event, at)
         case StoredFound():
-            loading.found(memory, event, retry_at)
+            loading.found(memory, event, at.now)
         case Rebuilt():
-            _rebuilt(memory, event, retry_at)
+            _rebuilt(memory, event, at)
         case SnapshotVerified():
             _snapshot_verified(memory, event)
         case ParityVerified():
@@ -82,7 +91,7 @@ def _sealed(memory: JobMemory, event: Sealed) -> None:
         slot.clear()
 
 
-def _arena_ready(memory: JobMemory, event: ArenaReady, retry_at: float) -> None:
+def _arena_ready(memory: JobMemory, event: ArenaReady, at: Times) -> None:
     key = (event.rank, event.layout_id)
     arena = memory.arenas.get(key)
     if arena is None:
@@ -99,12 +108,12 @@ def _arena_ready(memory: JobMemory, event: ArenaReady, retry_at: float) -> None:
         session.error = event.error
     job = memory.rebuilds.get(event.rank)
     if job is not None:
-        _give_up(memory, event.rank, job, str(event.error), retry_at)
+        _give_up(memory, event.rank, job, str(event.error), at)
     if not arena.ready:
         del memory.arenas[key]
 
 
-def _parity_built(memory: JobMemory, event: ParityBuilt, retry_at: float) -> None:
+def _parity_built(memory: JobMemory, event: ParityBuilt, at: Times) -> None:
     parity = memory.lane_slots(event.lane)[event.slot]
     if parity.state is not ParityState.BUILDING or parity.generation != event.generation:
         return
@@ -114,7 +123,7 @@ def _parity_built(memory: JobMemory, event: ParityBuilt, retry_at: float) -> Non
         memory.note("parity_built", generation=event.generation)
         return
     parity.clear()
-    memory.retry_at[f"parity{event.lane}"] = retry_at
+    memory.retry_at[f"parity{event.lane}"] = at.retry_at
     memory.parity_failure = event.error
     memory.note("parity_failed", generation=event.generation, detail=event.error)
     if event.suspect is not None and memory.membership is not None:
@@ -122,7 +131,7 @@ def _parity_built(memory: JobMemory, event: ParityBuilt, retry_at: float) -> Non
         memory.out.append(SendSuspect(to=place, rank=event.suspect, generation=event.generation))
 
 
-def _manifest_fetched(memory: JobMemory, event: ManifestFetched, retry_at: float) -> None:
+def _manifest_fetched(memory: JobMemory, event: ManifestFetched, at: Times) -> None:
     job = memory.rebuilds.get(event.rank)
     if job is None or job.generation != event.generation or job.manifest is not None:
         return
@@ -131,7 +140,7 @@ def _manifest_fetched(memory: JobMemory, event: ManifestFetched, retry_at: float
     except HoldfastError as error:
         corrupt = event.corrupt or not event.error
         why = event.error or str(error)
-        _give_up(memory, event.rank, job, why, retry_at, corrupt=corrupt)
+        _give_up(memory, event.rank, job, why, at, corrupt=corrupt)
 
 
 def _give_up(
@@ -139,16 +148,16 @@ def _give_up(
     rank: int,
     job: RebuildJob,
     why: str,
-    retry_at: float,
+    at: Times,
     *,
     corrupt: bool = False,
 ) -> None:
     """A rebuild cannot go on; it begins anew later."""
     del memory.rebuilds[rank]
     if job.stored:
-        loading.failed(memory, rank, job.generation, why, corrupt=corrupt, now=retry_at)
+        loading.failed(memory, rank, job.generation, why, corrupt=corrupt, now=at.now)
         return
-    memory.retry_at[f"rebuild{rank}"] = retry_at
+    memory.retry_at[f"rebuild{rank}"] = at.retry_at
     memory.note("rebuild_failed", rank=rank, detail=why)
 
 
@@ -171,13 +180,13 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
         upkeep.allocate(memory, arena)
 
 
-def _rebuilt(memory: JobMemory, event: Rebuilt, retry_at: float) -> None:
+def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:
     found = _find(memory, event)
     job = memory.rebuilds.get(event.rank)
     if found is not None and event.error:
         found[1].clear()
         if job is not None:
-            _give_up(memory, event.rank, job, event.error, retry_at, corrupt=event.corrupt)
+            _give_up(memory, event.rank, job, event.error, at, corrupt=event.corrupt)
         if event.damaged is not None:
             _blame_parity(memory, event.rank, event.generation, event.damaged)
         return

@@ -219,7 +219,9 @@ class Convergence:
 
     def on_completion(self, event: Completion, now: float) -> list[Effect]:
         """An effect ended."""
-        completions.apply(self.memory, event, retry_at=now + self._settings.retry_s)
+        completions.apply(
+            self.memory, event, completions.Times(now=now, retry_at=now + self._settings.retry_s)
+        )
         return self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:

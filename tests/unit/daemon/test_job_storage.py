@@ -45,6 +45,7 @@ def test_everything_sealed_is_adopted_and_nothing_else(root: Path) -> None:
         job.free_slot(0, LAYOUT_ID, 2)
         job.block_view(0, 1)[:3] = b"xyz"
         job.seal_parity(1, record_of(3))
+        assert (job.sealed_parity_bytes(0, 0), job.sealed_parity_bytes(0, 1)) == (0, 5000)
         reserved = job.arena_bytes + job.parity_bytes
     with opened(root) as (job, adopted, node):
         assert adopted.membership == membership_of(2)

@@ -4,13 +4,48 @@ import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.values import Generation
-from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, Target, TargetKind
+from holdfast_daemon.engine.slots import ParitySlot, ParityState
+from holdfast_daemon.engine.state import JobMemory
+from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, Target, TargetKind, targets_of
 
 SETTINGS = ScrubSettings(interval_s=100.0, rate_bytes_s=1000.0)
 
 
-def target(index: int, nbytes: int = 1000, kind: TargetKind = TargetKind.SNAPSHOT) -> Target:
-    return Target(kind=kind, index=index, slot=0, generation=Generation(1, 1), nbytes=nbytes)
+def target(
+    index: int,
+    nbytes: int = 1000,
+    kind: TargetKind = TargetKind.SNAPSHOT,
+    job: str = "team/job",
+) -> Target:
+    generation = Generation(1, 1)
+    return Target(job=job, kind=kind, index=index, slot=0, generation=generation, nbytes=nbytes)
+
+
+def test_two_jobs_that_hold_the_same_are_both_verified() -> None:
+    plan = ScrubPlan(SETTINGS)
+    held = {target(0, job=job): job for job in ("a", "b")}
+    plan.next(0.0, held)
+    verified = []
+    for second in range(2000):
+        chosen = plan.next(float(second), held)
+        if chosen is not None:
+            verified.append(held[chosen])
+    assert verified.count("a") == verified.count("b") == 19
+
+
+def test_parity_takes_its_time_like_any_other_bytes() -> None:
+    memory = JobMemory(job="team/job", node="n0", memory_id="m", incarnation=1)
+    parity = ParitySlot(3, 1, state=ParityState.READY, generation=Generation(1, 1))
+    memory.parities = {(3, 1): parity}
+    (found,) = targets_of(memory, lambda lane, slot: 1000 * lane + slot)
+    assert found == Target(
+        job="team/job",
+        kind=TargetKind.PARITY,
+        index=3,
+        slot=1,
+        generation=Generation(1, 1),
+        nbytes=3001,
+    )
 
 
 def test_what_was_just_sealed_is_not_verified_again() -> None:
