@@ -49,12 +49,31 @@ def read_document(data: bytes) -> Any:
     try:
         text = data.decode()
         _count(text)
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidJobError(f"the file is not YAML: {error}") from error
     except (ValueError, OverflowError) as error:
         # A number of thousands of digits, the 31st of February, the year 0.
         raise InvalidJobError(f"a value in the file cannot be read: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Before merges (`<<`) are written out, whose keys may be there again.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise InvalidJobError(
+                    f"line {key.start_mark.line + 1}: {key.value[:80]!r} is there twice; which of "
+                    f"them is meant? Remove one"
+                )
+            seen.add(key.value)
+        return node
 
 
 def _count(text: str) -> None:

@@ -32,6 +32,8 @@ _MERGES = "a0: &a0 {k: v}\n" + "".join(
         ("a: 2001-02-31", "cannot be read"),
         ("a: !!python/object/apply:os.system [ls]", "not YAML"),
         ("a: \x00", "not YAML"),
+        ("a: 1\nb: {c: 1, d: 2, c: 3}", "line 2: 'c' is there twice"),
+        ("spec: {nodes: 1}\nspec: {nodes: 2}", "line 2: 'spec' is there twice"),
         ("x" * (FILE_BYTES_MAX + 1), "bytes"),
     ],
     ids=lambda value: str(value)[:20],
@@ -65,3 +67,8 @@ def test_a_file_with_an_ordinary_alias_is_read(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(EXAMPLE.replace("nodes: 4", "nodes: &n 4", 1).replace("dp: 4", "dp: *n", 1))
     assert load_job(path) == parse_job(read_document(EXAMPLE.encode()))
+
+
+def test_a_key_that_is_merged_in_may_be_there_again() -> None:
+    text = "a: &a {k: 1, l: 1}\nb: &b {<<: *a, k: 2}\nc: {<<: *b, k: 3}"
+    assert read_document(text.encode())["c"] == {"k": 3, "l": 1}
