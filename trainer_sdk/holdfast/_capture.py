@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast._changes import Inventory
 from holdfast._conventions import Place, UnitNamer, place_tensor
-from holdfast._dtensors import global_box, is_dtensor
+from holdfast._dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
 from holdfast_core.recompute import MASTER_KEYS
@@ -110,13 +111,8 @@ class LiveState:
         self._private = private
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
-        self._kept: list[object] = []
-        self._ids: list[int] | None = None
+        self._inventory: Inventory | None = None
         self._found: tuple[Source, ...] = ()
-        self._known: list[torch.Tensor] = []
-        self._sharded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._addresses: list[int] = []
-        self._lengths: list[int] = []
         self.anchors: dict[str, Anchor] = {}
         """By base name: of each parameter, and of each slice of a stacked one."""
         self.names: dict[int, str] = {}
@@ -129,18 +125,15 @@ class LiveState:
     # --- finding ----------------------------------------------------------------------------------
 
     def changed(self) -> bool:
-        """Whether any tensor moved, grew, appeared or went since `discover`. Takes a fraction of a
-        microsecond a tensor, because it runs in every `save`."""
-        known = self._known
-        return (
-            list(map(id, self._objects())) != self._ids
-            or [tensor.data_ptr() for tensor in known] != self._addresses
-            or [tensor.numel() for tensor in known] != self._lengths
-            or any(_raw(sharded) is not local for sharded, local in self._sharded)
-        )
+        """Whether any tensor moved, appeared, went or is read otherwise since `discover`."""
+        return self._inventory is None or self._inventory.differs(self._objects())
 
     def _objects(self) -> Iterator[object]:
         """Everything that `discover` looks at, in a fixed order, without descending into Python."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield group
+                yield from group["params"]
         groups = (*self._parameter_groups, *self._module_groups)
         states = (state for optimizer in self.optimizers for state in optimizer.state.values())
         for values in (*(group.values() for group in groups), *map(_tensors_in, states)):
@@ -150,17 +143,11 @@ class LiveState:
         modules = list(self.model.modules())
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
-        # Kept alive, so that no new object can be mistaken for an old one.
-        self._kept = [*self._objects()]
-        self._ids = list(map(id, self._kept))
-        self._known = [_raw(item) for item in self._kept if isinstance(item, torch.Tensor)]
-        self._sharded = [(item, _raw(item)) for item in self._kept if is_dtensor(item)]
-        self._addresses = [tensor.data_ptr() for tensor in self._known]
-        self._lengths = [tensor.numel() for tensor in self._known]
+        self._inventory = Inventory(self._objects())
 
     def sources(self) -> tuple[Source, ...]:
         """What `discover` found, which looks again only when something changed since."""
-        return self.discover() if self._ids is None or self.changed() else self._found
+        return self.discover() if self.changed() else self._found
 
     def discover(self) -> tuple[Source, ...]:
         """All tensors, by name of the model's order.
@@ -299,7 +286,7 @@ class LiveState:
         local: torch.Tensor,
         modules: Mapping[str, nn.Module],
     ) -> Place:
-        first = _first_of_sharded_stack(tensor)
+        first = first_of_sharded_stack(tensor)
         place = place_tensor(name, local, modules, ep_index=self._ep_index, first_in_stack=first)
         unit = self._units(name, tensor) if self._units is not None else None
         return place if unit is None else Place(unit, place.name)
@@ -311,7 +298,7 @@ class LiveState:
         anchor = self.anchors.get(base)
         if anchor is None or name in self._private or base.startswith(_ORPHAN):
             return True
-        return _is_sharded(anchor.parameter)
+        return is_sharded(anchor.parameter)
 
     def _source(
         self,
@@ -327,7 +314,7 @@ class LiveState:
         staging = None
         if not local.is_contiguous():
             staging = torch.empty_like(local, memory_format=torch.contiguous_format)
-        private = name in self._private or any(_is_sharded(holder) for holder in holders)
+        private = name in self._private or any(is_sharded(holder) for holder in holders)
         orphan = name.startswith(_ORPHAN)
         box = global_box(holders[0])
         shape, offsets = box or ((), ())
@@ -348,40 +335,8 @@ class LiveState:
         )
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor` that are on this rank, detached and sharing memory."""
-    return _raw(tensor).detach()
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    # The public `to_local` builds an autograd node, 100 times slower; this runs in `save`.
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
-
-
 def _tensors_in(state: Mapping[object, object]) -> Iterator[object]:
     return (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return is_dtensor(tensor) and any(
-        not placement.is_replicate() and tensor.device_mesh.size(dim) > 1
-        for dim, placement in enumerate(tensor.placements)
-    )
-
-
-def _first_of_sharded_stack(tensor: torch.Tensor) -> int | None:
-    """Global index of the first slice of a DTensor that is sharded along its first dimension."""
-    if not is_dtensor(tensor) or not any(p.is_shard(0) for p in tensor.placements):
-        return None
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    first, length = 0, tensor.shape[0]
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_shard(0):
-            chunk = -(-length // tensor.device_mesh.size(dim))
-            first += coordinate[dim] * chunk
-            length = min(chunk, max(length - coordinate[dim] * chunk, 0))
-    return first
 
 
 def _slice_of(place: Place, i: int) -> tuple[UnitKey, str]:

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast._capture import LiveState, local_of
+from holdfast._capture import LiveState
+from holdfast._dtensors import local_of
 from holdfast._handles import SaveHandle
 from holdfast._session import ProtectedSession, Session
 from holdfast_core.errors import HoldfastError, InvalidJobError

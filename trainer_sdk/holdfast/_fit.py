@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from holdfast._capture import Anchor, LiveState, Source, local_of
-from holdfast._dtensors import is_dtensor
+from holdfast._capture import Anchor, LiveState, Source
+from holdfast._dtensors import is_dtensor, local_of
 from holdfast._extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
 from holdfast_core.layouts import Entry, Layout

@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast._capture import Anchor, LiveState, Source, Whole, local_of
-from holdfast._dtensors import is_dtensor
+from holdfast._capture import Anchor, LiveState, Source, Whole
+from holdfast._dtensors import is_dtensor, local_of
 from holdfast_core.layouts import TensorRole
 from holdfast_core.optimizer_updates import Floats, apply
 from holdfast_core.recompute import (

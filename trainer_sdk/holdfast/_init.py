@@ -10,11 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from holdfast._capture import LiveState, local_of
+from holdfast._capture import LiveState
 from holdfast._client import DaemonClient, GrpcClient
 from holdfast._collect import Stateful
 from holdfast._conventions import UnitNamer
 from holdfast._devices import device_of
+from holdfast._dtensors import local_of
 from holdfast._environment import Environment, read_environment
 from holdfast._exchange import make_exchange
 from holdfast._nodaemon import UnprotectedSession
