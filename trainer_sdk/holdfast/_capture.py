@@ -21,6 +21,7 @@ from torch import nn
 from holdfast._changes import Inventory
 from holdfast._conventions import Place, UnitNamer, place_tensor
 from holdfast._dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
+from holdfast._groups import Groups, Members
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
 from holdfast_core.recompute import MASTER_KEYS
@@ -63,6 +64,14 @@ class Source:
     @property
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
+
+    def settle(self) -> None:
+        """Give the tensor the bytes that were put into its staging, if it has one."""
+        if self.staging is None:
+            return
+        # What is expanded has one memory for many elements, which torch refuses to write so often.
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in self.tensor.stride())
+        self.tensor[once].copy_(self.staging[once])
 
     def flat(self) -> torch.Tensor:
         """The bytes to copy: uint8 [nbytes], sharing memory with the tensor or its staging."""
@@ -119,8 +128,17 @@ class LiveState:
         """id of each parameter → its name."""
         self._groups: dict[int, int] = {}
         """id of each parameter that is in an optimizer → its parameter group, over all of them."""
+        self.changed_groups: dict[int, Members] = {}
+        """By optimizer, the parameter groups of those that have others than this program began
+        with."""
+        self._begun = Groups(self.optimizers)
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
+
+    def begin(self) -> None:
+        """This program is where it is when it is started again: its parameter groups are those
+        that a restore finds."""
+        self._begun = Groups(self.optimizers)
 
     # --- finding ----------------------------------------------------------------------------------
 
@@ -160,9 +178,10 @@ class LiveState:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._groups = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         modules = dict(self.model.named_modules())
-        found = [
-            *self._parameters(modules),
-            *self._foreign_parameters(),
+        found = [*self._parameters(modules), *self._foreign_parameters()]
+        own = {id(p): p for p in self.model.parameters()}
+        self.changed_groups = self._begun.changed(self.names, own)
+        found += [
             *self._states(),
             *self._buffers(modules),
         ]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from holdfast._capture import LiveState
+from holdfast._groups import regroup
 from holdfast_core.errors import LayoutMismatchError
 
 
@@ -33,7 +34,7 @@ def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dic
     return {
         "step": step,
         "stateful": {name: item.state_dict() for name, item in stateful.items()},
-        "optimizers": [_optimizer_state(live, optimizer) for optimizer in live.optimizers],
+        "optimizers": [_optimizer_state(live, index) for index in range(len(live.optimizers))],
         "modules": _module_states(live),
         "rng": _rng_states(),
     }
@@ -70,7 +71,22 @@ def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:
     return {name: kind for state in extras["optimizers"] for name, kind in state["devices"].items()}
 
 
-def _optimizer_state(live: LiveState, optimizer: Any) -> dict[str, Any]:
+def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
+    """Give optimizers the parameter groups that they had, where the program had changed them since
+    it began; before anything else is put back.
+
+    Raises:
+        LayoutMismatchError: when a parameter is unknown.
+    """
+    live.sources()
+    for optimizer, state in zip(live.optimizers, extras["optimizers"], strict=False):
+        if "members" in state:
+            parameters = {name: anchor.parameter for name, anchor in live.anchors.items()}
+            regroup(optimizer, state["members"], state["groups"], parameters)
+
+
+def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
+    optimizer = live.optimizers[index]
     scalars: dict[str, dict[Any, Any]] = {}
     devices: dict[str, str] = {}
     for parameter, state in optimizer.state.items():
@@ -85,7 +101,10 @@ def _optimizer_state(live: LiveState, optimizer: Any) -> dict[str, Any]:
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {"groups": groups, "scalars": scalars, "devices": devices}
+    state = {"groups": groups, "scalars": scalars, "devices": devices}
+    if index in live.changed_groups:
+        state["members"] = live.changed_groups[index]
+    return state
 
 
 def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from holdfast._arena import Arena
 from holdfast._capture import LiveState, Source
 from holdfast._client import DaemonClient, Decision, Hello
-from holdfast._collect import Stateful, devices_of, put_back
+from holdfast._collect import Stateful, devices_of, put_back, put_back_groups
 from holdfast._collector import without_collector
 from holdfast._copy import BadPieceError, CopyEngine, plan_copy
 from holdfast._exchange import Exchange
@@ -114,6 +114,7 @@ class Restore:
 
     def run(self) -> Restored:
         """See `Session.restore`."""
+        self.live.begin()
         with without_collector():
             return self._run()
 
@@ -288,6 +289,7 @@ class Restore:
         """Make room, verify this rank's payload and copy it out; the live sources by name."""
         wanted = wanted_by(self.rank, found.layout, all_offers)
         check_cover(wanted)
+        put_back_groups(self.live, found.extras)
         sources = make_room(self.live, wanted, devices_of(found.extras))
         ranges = [
             (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
@@ -303,8 +305,7 @@ class Restore:
 
     def _finish(self, found: _Found, sources: Mapping[str, Source]) -> None:
         for source in sources.values():
-            if source.staging is not None:
-                source.tensor.copy_(source.staging)
+            source.settle()
         put_back(self.live, self.stateful, found.extras)
 
     def _corrupt(self, layout: Layout, manifest: Manifest, piece: int) -> CorruptError:
