@@ -21,9 +21,9 @@ from benchmarks.measure import Figure, Outcome, decode
 from benchmarks.peers import PEERS
 from holdfast_core.quantities import parse_bytes
 
-PARTS = ("trainer", "partial", "protection", "overhead", "persist_loop")
-OF_THE_EXAMPLE = ("overhead", "persist_loop")
-"""Parts whose state has the size of the example's model."""
+PARTS = ("trainer", "partial", "protection", "overhead", "persist_loop", "many_tensors")
+OF_ONE_SIZE = ("overhead", "persist_loop", "many_tensors")
+"""Parts whose state has the size of the example's model, or one of their own."""
 
 
 WITHIN_S = 900.0
@@ -71,7 +71,7 @@ def main() -> int:
             if name in PEERS:
                 outcome = run_part("peers", [name, *size])
             else:
-                outcome = run_part(name, [] if name in OF_THE_EXAMPLE else size)
+                outcome = run_part(name, [] if name in OF_ONE_SIZE else size)
         if outcome.skipped:
             skipped[name] = outcome.skipped
             failed |= name in PARTS

@@ -50,4 +50,8 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(key="persist_overhead_busy", figure="… with a rank on every core", at_most=None),
     Target(key="persist_overhead_bare", figure="… … floor: plain writes", at_most=None),
+    Target(key="many_save_ms", figure="save() call, 20,000 small tensors", at_most=None),
+    Target(key="many_changed", figure="… looking for tensors that moved", at_most=None),
+    Target(key="many_noted", figure="… noting what may not change", at_most=None),
+    Target(key="many_checked", figure="… … compared, beside training", at_most=None),
 )

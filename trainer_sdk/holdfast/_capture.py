@@ -22,6 +22,7 @@ from holdfast._changes import Inventory
 from holdfast._conventions import Place, UnitNamer, place_tensor
 from holdfast._dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
 from holdfast._groups import Groups, Members
+from holdfast._in_place import Watched
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
 from holdfast_core.recompute import MASTER_KEYS
@@ -121,6 +122,9 @@ class LiveState:
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
         self._inventory: Inventory | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.watched = Watched({})
+        """What may not change in place while it is copied."""
         self._found: tuple[Source, ...] = ()
         self.anchors: dict[str, Anchor] = {}
         """By base name: of each parameter, and of each slice of a stacked one."""
@@ -175,6 +179,7 @@ class LiveState:
         """
         self.anchors.clear()
         self.names.clear()
+        self._tensors.clear()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._groups = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         modules = dict(self.model.named_modules())
@@ -193,6 +198,7 @@ class LiveState:
                 )
             seen.add(source.name)
         self._remember()
+        self.watched = Watched(self._tensors)
         self._found = tuple(found)
         return self._found
 
@@ -216,6 +222,7 @@ class LiveState:
         local, kind = local_of(parameter), role or TensorRole.COMPUTE
         group = self._groups.get(id(parameter), -1)
         self.anchors[place.name] = Anchor(optimizer, parameter, None, place)
+        self._tensors[place.name] = parameter
         if not place.stacked:
             yield self._source(place.unit, place.name, kind, local, parameter, group=group)
             return
@@ -268,6 +275,7 @@ class LiveState:
         role = TensorRole.MASTER if key in MASTER_KEYS else TensorRole.OPTIMIZER
         local = local_of(value)
         first = local_of(parameter).shape[:1]
+        self._tensors[f"{place.name}:{key}"] = value
         if place.stacked and local.ndim and local.shape[:1] == first:
             for i in range(local.shape[0]):
                 unit, name = _slice_of(place, i)

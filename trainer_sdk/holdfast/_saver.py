@@ -98,10 +98,6 @@ class Saver:
     def epoch(self) -> int | None:
         return self._link.epoch
 
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._link.epoch = epoch
-
     def resume(self, outcome: Restored) -> None:
         """Go on from a restore; called before anything is saved."""
         self._link.epoch = outcome.epoch
@@ -302,6 +298,7 @@ class Saver:
         plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
         digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
+        task.check()
         generation = Generation(self._link.epoch or 0, task.handle.step)
         if self.partial is not None:  # before training goes on
             self.partial.staged(generation, left_out)

@@ -26,6 +26,7 @@ from holdfast._exchange import Exchange
 from holdfast._extras import encode_extras
 from holdfast._gradients import Gradients
 from holdfast._handles import SaveHandle
+from holdfast._in_place import InPlaceCheck
 from holdfast._restore import Restore
 from holdfast._saver import Saver
 from holdfast._settings import Settings
@@ -79,7 +80,12 @@ class Session(ABC):
         """Begin to capture the state after `step` completed steps; returns at once, never raises.
 
         Tensors may not change until the handle's `staged`; the hook on the optimizer's `step` sees
-        to that. Buffers and extras are copied before this returns.
+        to that, and `wait_staged` for everything else. A save whose tensors changed in place before
+        they were copied is dropped, as far as that can be seen. Buffers and extras are copied
+        before this returns.
+
+        With an optimizer that is none of torch's it returns only when the tensors are copied, until
+        the loop calls `wait_staged` between saves.
         """
 
     @abstractmethod
@@ -137,7 +143,8 @@ class Session(ABC):
 
     @abstractmethod
     def wait_staged(self) -> None:
-        """Return when tensors may change. For loops without a torch optimizer."""
+        """Return when tensors may change. For loops without a torch optimizer, which call it before
+        every step, and before weights change otherwise: averages that are swapped in, clamps."""
 
     @abstractmethod
     def close(self) -> None:
@@ -209,11 +216,24 @@ class ProtectedSession(Session):
         self._capacity = Capacity()
         self._last_save_s = 0.0
         self._closed = False
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step)
-            for optimizer in live.optimizers
-            if isinstance(optimizer, torch.optim.Optimizer)
-        ]
+        hooked = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]
+        self._hooks = [one.register_step_pre_hook(self._before_step) for one in hooked]
+        self._held = len(hooked) == len(live.optimizers)
+        """Whether every optimizer waits by itself until a save is staged."""
+        self._asked = False
+        """Whether the loop has waited for that since the save before."""
+        if not self._held:
+            kinds = {
+                type(one).__qualname__
+                for one in live.optimizers
+                if not isinstance(one, torch.optim.Optimizer)
+            }
+            _log.warning(
+                "%s is no torch.optim.Optimizer, so nothing holds it back while a save is copied: "
+                "call session.wait_staged() before each change of parameters or optimizer state. "
+                "Until the loop does, save() waits for its copy",
+                ", ".join(sorted(kinds)),
+            )
 
     @property
     def live(self) -> LiveState:
@@ -238,7 +258,7 @@ class ProtectedSession(Session):
         return self._saver.tally.counters
 
     def restore(self) -> int | None:
-        self.wait_staged()
+        self._saver.wait_staged()
         self._stale = True
         outcome = self._restore.run()
         self._saver.resume(outcome)
@@ -281,6 +301,9 @@ class ProtectedSession(Session):
         if self._saver.busy:
             raise SnapshotSkippedError("the save before is still in progress")
         self._saver.submit(self._task(handle, copies=True))
+        asked, self._asked = self._asked, False
+        if not (self._held or asked):
+            self._saver.wait_staged()
 
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
@@ -311,6 +334,7 @@ class ProtectedSession(Session):
             number=self._number - 1,
             tokens=tokens,
             replenishing=self._capacity.tracker,
+            unchanged=InPlaceCheck(self._live.watched) if copies else None,
         )
 
     def count_tokens(
@@ -344,18 +368,19 @@ class ProtectedSession(Session):
         task.ended.wait()
 
     def wait_staged(self) -> None:
+        self._asked = True
         self._saver.wait_staged()
 
     def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        self.wait_staged()
+        self._saver.wait_staged()
         if self._gradients is not None:
             self._gradients.before_step(optimizer)
 
     def close(self) -> None:
         if self._closed:
             return
-        self.wait_staged()
+        self._saver.wait_staged()
         self._closed = True
         for hook in self._hooks:
             hook.remove()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from holdfast._capture import Source
 from holdfast._devices import Fence
 from holdfast._handles import SaveHandle
+from holdfast._in_place import InPlaceCheck
 from holdfast_core.replenish import Replenishing
 from holdfast_core.units import UnitKey, UnitKind
 
@@ -48,6 +49,7 @@ class Task:
         number: int = 0,
         tokens: Tokens | None = None,
         replenishing: Replenishing | None = None,
+        unchanged: InPlaceCheck | None = None,
     ) -> None:
         self.handle = handle
         self.sources = sources
@@ -62,6 +64,7 @@ class Task:
         """Routed since the last save."""
         self.replenishing = replenishing or Replenishing.start()
         """What this rank still makes up for."""
+        self._unchanged = unchanged
         self.began_s = time.monotonic()
         self.let_go = threading.Event()
         """The worker needs the live tensors no more, or never will."""
@@ -70,6 +73,11 @@ class Task:
         self._free = threading.Condition()
         self._held = False
         self._over = False
+
+    def check(self) -> None:
+        """Raises SnapshotSkippedError when tensors changed in place since `save`."""
+        if self._unchanged is not None:
+            self._unchanged.check()
 
     def hold(self) -> bool:
         """Keep tensors as they are from here on; False when the task was given up."""

@@ -1,0 +1,90 @@
+"""What a save costs the training thread when the state is many small tensors: `many_save_ms`, the
+call; and within it `many_changed`, looking for tensors that moved or are read otherwise, and
+`many_noted`, noting what tells whether training overtakes the save. `many_checked` is the
+comparison with that, on the saver's thread, after the copy.
+
+    python -m benchmarks.many_tensors --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import holdfast
+from benchmarks.floors import SHARED_MEMORY
+from benchmarks.measure import Figure, Outcome, encode, milliseconds, ratio, timed
+from holdfast._in_place import InPlaceCheck
+from holdfast._session import ProtectedSession
+from holdfast.testing import FakeDaemon
+
+TENSORS = 20_000
+PER_PARAMETER = 4
+"""A parameter, its two moments and its count of steps."""
+
+ELEMENTS = 64
+REPETITIONS = 15
+WARM_UPS = 3
+WITHIN_S = 60.0
+
+
+def measure() -> Outcome:
+    """All rows."""
+    parameters = [nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS // PER_PARAMETER)]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    saves: list[float] = []
+    changed: list[float] = []
+    noted: list[float] = []
+    checked: list[float] = []
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
+        session = holdfast.init(
+            model=nn.ParameterList(parameters), optimizer=optimizer, daemon=FakeDaemon(directory)
+        )
+        assert isinstance(session, ProtectedSession)
+        with session:
+            session.prepare()
+            for step in range(1, WARM_UPS + REPETITIONS + 1):
+                began_s = time.perf_counter()
+                handle = session.save(step)
+                saves.append(time.perf_counter() - began_s)
+                handle.committed.result(WITHIN_S)
+                changed.append(timed(session.live.changed))
+                noted.append(timed(lambda: InPlaceCheck(session.live.watched)))
+                checked.append(timed(InPlaceCheck(session.live.watched).check))
+    return Outcome(rows=_rows(saves, changed, noted, checked))
+
+
+def _rows(
+    saves: Sequence[float],
+    changed: Sequence[float],
+    noted: Sequence[float],
+    checked: Sequence[float],
+) -> dict[str, Figure]:
+    def of_save(seconds: Sequence[float], note: str) -> Figure:
+        return ratio(seconds[WARM_UPS:], saves[WARM_UPS:], "× save()", note)
+
+    return {
+        "many_save_ms": milliseconds(saves[WARM_UPS:], f"the call, with {TENSORS} small tensors"),
+        "many_changed": of_save(changed, "has a tensor moved, or is it read otherwise?"),
+        "many_noted": of_save(noted, "what tells whether training overtakes the save"),
+        "many_checked": of_save(checked, "did it? on the saver's thread"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.parse_args().out.write_bytes(encode(measure()))
+
+
+if __name__ == "__main__":
+    main()
