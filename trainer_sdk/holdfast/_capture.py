@@ -11,6 +11,7 @@ contiguous, and clones of buffers, which forward passes change.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,8 @@ class LiveState:
         """By optimizer, the parameter groups of those that have others than this program began
         with."""
         self._begun = Groups(self.optimizers)
+        self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
+        """The model's parameters when the session began."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
@@ -242,6 +245,7 @@ class LiveState:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             foreign = [p for p in params if id(p) not in self.names]
             match = [p for p in own if p.requires_grad]
+            self._refuse_replaced(index, foreign)
             masters = len(match) == len(foreign) and all(
                 a.shape == b.shape for a, b in zip(match, foreign, strict=True)
             )
@@ -254,6 +258,19 @@ class LiveState:
                     place = Place(UnitKey(None, UnitKind.OTHER), name)
                 self.names[id(parameter)] = place.name
                 yield from self._add(index, parameter, place, TensorRole.MASTER)
+
+    def _refuse_replaced(self, optimizer: int, foreign: Sequence[torch.Tensor]) -> None:
+        """Raises InvalidJobError when one of `foreign` was in the model: what trains it trains
+        nothing, and this program could not restore it."""
+        before = {id(ref()): name for name, ref in self._first.items() if ref() is not None}
+        for parameter in foreign:
+            if id(parameter) in before:
+                raise InvalidJobError(
+                    f"optimizer {optimizer} still trains what was {before[id(parameter)]} when the "
+                    f"session began, and the model holds another tensor there now; load with "
+                    f"load_state_dict(assign=True), and replace modules, before the optimizer is "
+                    f"made and holdfast.init is called"
+                )
 
     def _states(self) -> Iterator[Source]:
         for optimizer in self.optimizers:

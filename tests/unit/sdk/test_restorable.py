@@ -156,3 +156,40 @@ def test_what_an_optimizer_is_given_before_the_restore_is_not_late(
         session.save(epoch).committed.result(WAIT_S)
         session.close()
         assert extra.tolist() == [3.0] * 5
+
+
+def test_a_model_whose_parameters_were_replaced_after_init_is_refused_in_words(
+    trainer: Any, open_session: Any, daemon: FakeDaemon
+) -> None:
+    session = open_session(trainer, daemon)
+    loaded = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(loaded, assign=True)
+    for step in (1, 2):
+        error = error_of(session.save(step))
+        assert isinstance(error, InvalidJobError)
+        assert "optimizer 0 still trains what was embedding.weight" in str(error)
+        assert "load_state_dict(assign=True)" in str(error)
+    assert not daemon.sealed()
+    own = list(trainer.model.parameters())
+    trainer.optimizer.param_groups[0]["params"][:] = own
+    session.save(3).committed.result(WAIT_S)
+
+
+def test_parameters_that_were_replaced_before_init_are_saved(
+    make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+) -> None:
+    def loaded(seed: int) -> Any:
+        trainer = make_trainer(seed=seed)
+        state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(state, assign=True)
+        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
+        trainer.scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
+        return trainer
+
+    old, new = loaded(1), loaded(2)
+    session = open_session(old, FakeDaemon(tmp_path))
+    old.train()
+    session.save(1).committed.result(WAIT_S)
+    session.close()
+    assert open_session(new, FakeDaemon(tmp_path, epoch=2)).restore() == 1
+    same(new.state(), old.state())
