@@ -22,8 +22,9 @@ from torch import nn
 from holdfast._changes import Inventory
 from holdfast._conventions import Place, UnitNamer, place_tensor
 from holdfast._dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
-from holdfast._groups import Groups, Members
+from holdfast._groups import Groups, Members, check_optimizers
 from holdfast._in_place import Watched
+from holdfast._readable import readable
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TensorRole
 from holdfast_core.recompute import MASTER_KEYS
@@ -102,7 +103,7 @@ class LiveState:
         private: names (of tensors, optimizer states as `name:key`) that no other rank holds.
 
     Raises:
-        InvalidJobError: when the model has no parameters or a name is ambiguous.
+        InvalidJobError: when the model has no parameters, or an optimizer no groups of them.
     """
 
     def __init__(
@@ -117,11 +118,14 @@ class LiveState:
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
+        check_optimizers(self.optimizers)
         self._ep_index = topology.coordinates(rank).ep
         self._units = units
         self._private = private
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
+        self._empty: list[Mapping[str, object]] = []
+        """What modules had nothing in."""
         self._inventory: Inventory | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self.watched = Watched({})
@@ -151,7 +155,8 @@ class LiveState:
 
     def changed(self) -> bool:
         """Whether any tensor moved, appeared, went or is read otherwise since `discover`."""
-        return self._inventory is None or self._inventory.differs(self._objects())
+        known = self._inventory
+        return known is None or any(self._empty) or known.differs(self._objects())
 
     def _objects(self) -> Iterator[object]:
         """Everything that `discover` looks at, in a fixed order, without descending into Python."""
@@ -168,6 +173,7 @@ class LiveState:
         modules = list(self.model.modules())
         self._parameter_groups = [g for m in modules for g in (m._parameters, m._buffers) if g]
         self._module_groups = [m._modules for m in modules if m._modules]
+        self._empty = [g for m in modules for g in (m._parameters, m._buffers, m._modules) if not g]
         self._inventory = Inventory(self._objects())
 
     def sources(self) -> tuple[Source, ...]:
@@ -178,7 +184,8 @@ class LiveState:
         """All tensors, by name of the model's order.
 
         Raises:
-            InvalidJobError: when two tensors would get one name.
+            InvalidJobError: when two tensors would get one name, or a tensor, which is named, could
+                not be copied or restored.
         """
         self.anchors.clear()
         self.names.clear()
@@ -213,7 +220,7 @@ class LiveState:
             for p in group["params"]
         }
         for name, parameter in self.model.named_parameters():
-            local = local_of(parameter)
+            local = readable(name, parameter)
             place = self._place(name, parameter, local, modules)
             self.names[id(parameter)] = place.name
             yield from self._add(owner.get(id(parameter), -1), parameter, place)
@@ -222,7 +229,7 @@ class LiveState:
         self, optimizer: int, parameter: torch.Tensor, place: Place, role: TensorRole | None = None
     ) -> Iterator[Source]:
         """The sources of one parameter, and the anchors for its states."""
-        local, kind = local_of(parameter), role or TensorRole.COMPUTE
+        local, kind = readable(place.name, parameter), role or TensorRole.COMPUTE
         group = self._groups.get(id(parameter), -1)
         self.anchors[place.name] = Anchor(optimizer, parameter, None, place)
         self._tensors[place.name] = parameter
@@ -290,7 +297,7 @@ class LiveState:
         self, parameter: torch.Tensor, place: Place, key: str, value: torch.Tensor
     ) -> Iterator[Source]:
         role = TensorRole.MASTER if key in MASTER_KEYS else TensorRole.OPTIMIZER
-        local = local_of(value)
+        local = readable(f"{place.name}:{key}", value)
         first = local_of(parameter).shape[:1]
         self._tensors[f"{place.name}:{key}"] = value
         if place.stacked and local.ndim and local.shape[:1] == first:
@@ -310,8 +317,8 @@ class LiveState:
                 if id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                local = local_of(buffer)
                 name = f"{path}.{key}" if path else key
+                local = readable(name, buffer)
                 place = self._place(name, buffer, local, modules)
                 yield Source(
                     unit=place.unit,

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast._readable import why_without_bytes
 from holdfast_core.errors import CorruptError, HoldfastError
 
 _DEPTH_MAX = 200
@@ -168,14 +169,15 @@ _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z", set: "s",
 
 
 def _pack_tensor(value: torch.Tensor, path: str) -> object:
-    if value.layout is not torch.strided or value.is_quantized:
-        raise UnsupportedValueError(f"{path} is a tensor of layout {value.layout}; make it dense")
     if not type(value).__module__.startswith("torch.nn.parameter") and type(value) is not (
         torch.Tensor
     ):
         raise UnsupportedValueError(
             f"{path} is a {type(value).__qualname__}; pass its local tensor instead"
         )
+    why = why_without_bytes(value)
+    if why is not None:
+        raise UnsupportedValueError(f"{path} {why}")
     flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes()
     return ["x", dtype_name(value.dtype), list(value.shape), data]

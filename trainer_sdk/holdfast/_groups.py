@@ -20,6 +20,20 @@ Members = list[list[str]]
 """For each parameter group of an optimizer the names of its parameters."""
 
 
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raises InvalidJobError for what has not torch's `param_groups` and `state`."""
+    for index, optimizer in enumerate(optimizers):
+        groups = getattr(optimizer, "param_groups", None)
+        grouped = isinstance(groups, Sequence) and all(
+            isinstance(group, Mapping) and "params" in group for group in groups
+        )
+        if not grouped or not isinstance(getattr(optimizer, "state", None), Mapping):
+            raise InvalidJobError(
+                f"optimizer {index} is a {type(optimizer).__qualname__} without torch's "
+                f"param_groups and state; pass the optimizer that has them, or a list of such"
+            )
+
+
 class Groups:
     """The parameter groups of `optimizers`, beside those of the moment when this is made."""
 

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from concurrent.futures import Future
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import HoldfastError, StepOrderError
+
+_STEPS = range(2**63)
+_SHOWN_BITS_MAX = 128
+_SHOWN_CHARACTERS_MAX = 40
+
+
+def completed_steps(step: object) -> int:
+    """What `save` was called with, as a number of completed steps.
+
+    Raises:
+        StepOrderError: it is none.
+    """
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]  # whether it can is the question
+    except TypeError:
+        number = -1
+    if number in _STEPS:
+        return number
+    if isinstance(step, int) and step.bit_length() > _SHOWN_BITS_MAX:
+        shown = f"an integer of {step.bit_length()} bits"  # Python writes no very long ones
+    else:
+        plain = step is None or isinstance(step, int | float | str)
+        shown = repr(step)[:_SHOWN_CHARACTERS_MAX] if plain else f"a {type(step).__qualname__}"
+    raise StepOrderError(
+        f"save() was called with {shown}; a step is a whole number from 0 to 2**63 - 1: pass the "
+        f"completed steps"
+    )
 
 
 class SaveHandle:

@@ -15,7 +15,7 @@ from holdfast._client import DaemonClient, GrpcClient
 from holdfast._collect import Stateful
 from holdfast._conventions import UnitNamer
 from holdfast._devices import device_of
-from holdfast._dtensors import local_of
+from holdfast._dtensors import raw
 from holdfast._environment import Environment, read_environment
 from holdfast._exchange import make_exchange
 from holdfast._nodaemon import UnprotectedSession
@@ -63,7 +63,8 @@ def init(
         daemon: a client to use as it is, such as `holdfast.testing.FakeDaemon`.
 
     Raises:
-        InvalidJobError: when the topology does not fit the training world, or arguments contradict.
+        InvalidJobError: when the topology does not fit the training world, an optimizer has not
+            torch's `param_groups` and `state`, or arguments contradict.
     """
     environment = read_environment()
     path = Path(socket) if socket is not None else environment.socket
@@ -91,7 +92,7 @@ def init(
         client=client,
         exchange=make_exchange(world_size, tuned.exchange_timeout_s),
         counting=make_exchange(world_size, tuned.exchange_timeout_s) if by_tokens else None,
-        device=device_of([local_of(parameter) for parameter in model.parameters()]),
+        device=device_of([raw(parameter) for parameter in model.parameters()]),
         settings=tuned,
     )
 

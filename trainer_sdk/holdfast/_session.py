@@ -25,7 +25,7 @@ from holdfast._devices import Device
 from holdfast._exchange import Exchange
 from holdfast._extras import encode_extras
 from holdfast._gradients import Gradients
-from holdfast._handles import SaveHandle
+from holdfast._handles import SaveHandle, completed_steps
 from holdfast._in_place import InPlaceCheck
 from holdfast._restore import Restore
 from holdfast._saver import Saver
@@ -270,14 +270,15 @@ class ProtectedSession(Session):
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
-        handle = SaveHandle(step)
+        handle = SaveHandle(self._last_step or 0)
         try:
+            handle = SaveHandle(completed_steps(step))
             self._save(handle)
         except HoldfastError as error:
             self._saver.refuse(handle, error)
         except Exception as error:
-            _log.debug("unexpected failure of save(%d)", step, exc_info=True)
-            why = f"save({step}) failed with {type(error).__name__}: {error}"
+            _log.debug("unexpected failure of save(%d)", handle.step, exc_info=True)
+            why = f"save({handle.step}) failed with {type(error).__name__}: {error}"
             self._saver.refuse(handle, SnapshotSkippedError(why))
         return handle
 
