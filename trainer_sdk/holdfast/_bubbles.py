@@ -52,6 +52,8 @@ class Bubbles:
         self._began_s, self._step_s = clock(), 0.0
         self._bytes_s = 0.0
         """How fast blocks are copied; 0 before the first was."""
+        self.waited_s = 0.0
+        """Of the newest capture: while none of its threads copied, for want of a bubble."""
 
     # --- the training thread ----------------------------------------------------------------------
 
@@ -87,9 +89,9 @@ class Bubbles:
 
     # --- the copying threads ----------------------------------------------------------------------
 
-    def feed(self, blocks: Sequence[Block], threads: int) -> Feed:
-        """Hands out the blocks of one capture to `threads` threads."""
-        return Feed(self, blocks, threads)
+    def feed(self, blocks: Sequence[Block]) -> Feed:
+        """Hands out the blocks of one capture to the threads that call it."""
+        return Feed(self, blocks)
 
     def schedule(self, nbytes: int) -> CopySchedule:
         """What of a capture is kept for the bubbles; nothing before both were measured."""
@@ -100,8 +102,8 @@ class Bubbles:
 class Feed:
     """The blocks of one capture, in the order in which threads are to copy them."""
 
-    def __init__(self, bubbles: Bubbles, blocks: Sequence[Block], threads: int) -> None:
-        self._bubbles, self._threads = bubbles, threads
+    def __init__(self, bubbles: Bubbles, blocks: Sequence[Block]) -> None:
+        self._bubbles = bubbles
         self._nbytes = sum(block.nbytes for block in blocks)
         with bubbles._changed:
             self.schedule = bubbles.schedule(self._nbytes)
@@ -112,22 +114,38 @@ class Feed:
         for block in blocks:
             left -= block.nbytes
             (self._kept if left >= 0 else self._free).append(block.first)
-        self._taken_s: dict[int, float] = {}
-        """Thread → when it took the block that it copies."""
-        self._busy_s = 0.0
+        self._created_s = bubbles._clock()
+        self._copying: set[int] = set()
+        """Threads that copy a block."""
+        self._since_s = 0.0
+        """When the first of them began."""
+        self._copying_s = 0.0
+        """How long any of them has copied; without the time under way."""
 
     def __call__(self) -> int | None:
         """The first piece of the next block, once it may be copied; None when none is left."""
         bubbles, me = self._bubbles, threading.get_ident()
         with bubbles._changed:
-            self._busy_s += bubbles._clock() - self._taken_s.pop(me, bubbles._clock())
+            if me in self._copying:
+                self._copying.remove(me)
+                if not self._copying:
+                    self._copying_s += bubbles._clock() - self._since_s
             while (first := self._next()) is None and self._kept:
                 bubbles._changed.wait(bubbles._began_s + bubbles._step_s - bubbles._clock())
             if first is not None:
-                self._taken_s[me] = bubbles._clock()
-            elif self._busy_s and not self._taken_s:
-                bubbles._bytes_s = self._nbytes * self._threads / self._busy_s
+                if not self._copying:
+                    self._since_s = bubbles._clock()
+                self._copying.add(me)
+            elif not self._copying:
+                self._measure()
             return first
+
+    def _measure(self) -> None:
+        """All is copied: what that took, without the time in which all threads waited."""
+        bubbles, copying_s = self._bubbles, self._copying_s
+        bubbles.waited_s = bubbles._clock() - self._created_s - copying_s
+        if copying_s:
+            bubbles._bytes_s = self._nbytes / copying_s
 
     def _next(self) -> int | None:
         bubbles = self._bubbles

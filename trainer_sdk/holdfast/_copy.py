@@ -128,7 +128,7 @@ class CopyEngine:
         feed = None
         if bubbles is not None:
             sizes = [Block(first, size * len(pieces)) for first, pieces in blocks.items()]
-            feed = bubbles.feed(sizes, 1 + len(self._helpers))
+            feed = bubbles.feed(sizes)
         self._run(block, blocks, feed)
         return digests
 

@@ -44,6 +44,9 @@ class Device(Protocol):
     def fence(self) -> Fence:
         """Called by the training thread: later copies come after what is queued now."""
 
+    def reach(self, fence: Fence) -> None:
+        """Return when what the fence comes after is done. Called by any thread."""
+
     def download(
         self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Sequence[Callable[[], None]]:
@@ -68,6 +71,9 @@ class CpuDevice:
 
     def fence(self) -> Fence:
         return None
+
+    def reach(self, fence: Fence) -> None:
+        del fence
 
     def download(
         self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
@@ -107,6 +113,10 @@ class CudaDevice:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._index))
         return event
+
+    def reach(self, fence: Fence) -> None:
+        assert isinstance(fence, torch.cuda.Event)
+        fence.synchronize()
 
     def download(
         self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence

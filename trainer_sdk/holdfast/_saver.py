@@ -67,12 +67,9 @@ class Saver:
         counting: Exchange | None = None,
         gradients: Gradients | None = None,
     ) -> None:
-        self._exchange = exchange
-        self._engine = engine
-        self._topology = topology
-        self._rank = rank
-        self._settings = settings
-        self._client = client
+        self._client, self._exchange = client, exchange
+        self._device, self._engine = device, engine
+        self._topology, self._rank, self._settings = topology, rank, settings
         self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
         self.tally = Tally()
         self.problem: HoldfastError | None = None
@@ -295,8 +292,10 @@ class Saver:
         self, task: Task, placed: Placed, skip: Flags | None, left_out: Collection[UnitKey]
     ) -> Digests:
         """Copy the tensors, and give them back to training."""
-        plan, began_s = self._link.plan, time.monotonic()
+        plan = self._link.plan
         assert plan is not None
+        self._device.reach(task.fence)
+        began_s = time.monotonic()
         digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
         task.check()
         generation = Generation(self._link.epoch or 0, task.handle.step)
@@ -310,7 +309,8 @@ class Saver:
         if self.partial is not None:
             kept = 0 if skip is None else int(skip.sum()) * placed.layout.piece_bytes
             nbytes = placed.layout.extras_offset - kept
-            self.partial.measuring.copied(generation, nbytes, began_s, now_s)
+            waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
+            self.partial.measuring.copied(generation, nbytes, began_s + waited_s, now_s)
         return digests
 
     def _finish(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -30,7 +31,7 @@ def blocks_of(count: int) -> list[Block]:
 
 def copied(bubbles: Bubbles, clock: Clock, count: int, block_s: float) -> list[int | None]:
     """A capture on one thread, each of its blocks copied in `block_s`."""
-    feed = bubbles.feed(blocks_of(count), 1)
+    feed = bubbles.feed(blocks_of(count))
     order: list[int | None] = []
     while (first := feed()) is not None:
         order.append(first)
@@ -54,7 +55,7 @@ def experienced(clock: Clock, *, bubble_s: float, step_s: float = 100.0) -> Bubb
 def following(clock: Clock, bubbles: Bubbles, count: int = 6) -> Feed:
     """The capture of the next step."""
     bubbles.begin()
-    return bubbles.feed(blocks_of(count), 1)
+    return bubbles.feed(blocks_of(count))
 
 
 def test_what_fits_into_a_bubble_is_kept_for_it_and_the_rest_is_copied_beside_the_computation() -> (
@@ -98,6 +99,37 @@ def test_bubbles_that_do_not_come_are_given_up_after_a_step() -> None:
     assert [feed(), feed(), feed()] == [0, 16, None]
 
 
+def test_the_wait_for_a_bubble_does_not_count_as_copying() -> None:
+    clock = Clock()
+    bubbles = experienced(clock, bubble_s=9.0)
+    assert bubbles.waited_s == 0.0
+    feed = following(clock, bubbles, 2)
+    clock.now += 50.0
+    with bubbles.bubble():
+        while feed() is not None:
+            clock.now += 1.0
+    assert bubbles.waited_s == 50.0
+    assert bubbles.schedule(100 * BLOCK).bubble_bytes == 9 * BLOCK, "still a block a second"
+
+
+def test_threads_that_copy_at_the_same_time_count_once() -> None:
+    clock = Clock()
+    bubbles = Bubbles(2, clock)
+    bubbles.begin()
+    feed = bubbles.feed(blocks_of(2))
+    assert feed() == 0
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(feed).result(HUNG_S) == 16
+        clock.now += 1.0
+        assert other.submit(feed).result(HUNG_S) is None
+    clock.now += 1.0
+    assert feed() is None
+    with bubbles.bubble():
+        clock.now += 3.0
+    bubbles.end()
+    assert (bubbles.waited_s, bubbles.schedule(9 * BLOCK).bubble_bytes) == (0.0, 3 * BLOCK)
+
+
 def test_a_loop_that_never_says_when_tensors_change_has_nothing_kept() -> None:
     clock = Clock()
     bubbles = Bubbles(2, clock)
@@ -109,12 +141,12 @@ def test_a_loop_that_never_says_when_tensors_change_has_nothing_kept() -> None:
             clock.now += 50.0
 
 
-@given(st.lists(st.integers(0, BLOCK), max_size=20), st.floats(0, 30), st.integers(1, 4))
-def test_every_block_is_handed_out_once(sizes: list[int], bubble_s: float, threads: int) -> None:
+@given(st.lists(st.integers(0, BLOCK), max_size=20), st.floats(0, 30))
+def test_every_block_is_handed_out_once(sizes: list[int], bubble_s: float) -> None:
     clock = Clock()
     bubbles = experienced(clock, bubble_s=bubble_s)
     bubbles.begin()
-    feed = bubbles.feed([Block(index, nbytes) for index, nbytes in enumerate(sizes)], threads)
+    feed = bubbles.feed([Block(index, nbytes) for index, nbytes in enumerate(sizes)])
     kept = feed.schedule.bubble_bytes
     free = [feed() or 0 for _ in range(len(sizes) - len(feed._kept))]
     bubbles.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,47 @@ def stages_of_a_pipeline(rank: int, directory: str) -> None:
     resumed.close()
 
 
+def experts_in_bubbles(rank: int, directory: str) -> None:
+    """Copies wait almost a step for a bubble; the budget of experts is what they could do."""
+    torch.manual_seed(rank)
+    experts = nn.ModuleList([nn.Linear(300, 300) for _ in range(2)])
+    size = (700, 2000)[rank]  # what every snapshot holds is more than the first stage copies
+    layer = nn.ModuleDict({"dense": nn.Linear(size, size), "experts": experts})
+    model = nn.ModuleDict({"layers": nn.ModuleDict({str(rank): layer})})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"selective": Selective(loss_limit=1)}
+    session = open_session(rank, directory, model, optimizer, ep=1, pp=2, settings=settings)
+    activations = torch.zeros(8, 700)
+    for step in range(1, 9):
+        if rank == 0:
+            busy(0.2)
+            dist.send(activations, 1)
+            with session.bubble():
+                dist.recv(activations, 1)
+        else:
+            with session.bubble():
+                dist.recv(activations, 0)
+            busy(0.1)
+            dist.send(activations, 0)
+        train(model, optimizer, step)
+        session.count_tokens(rank, [5, 5])
+        handle = session.save(step)
+        if step == 1:  # the session opens
+            handle.committed.result(WAIT_S)
+    handle.committed.result(WAIT_S)
+    bubbles = session._saver.bubbles  # type: ignore[attr-defined]
+    assert rank == 1 or bubbles.waited_s > 0.05, "the pair was not tried"
+    assert session.counters.loss.k == WORLD * 2, "a step has time for every expert"
+    session.close()
+
+
+def busy(seconds: float) -> None:
+    """Compute for so long, as a stage does with its microbatches."""
+    end_s, numbers = time.monotonic() + seconds, torch.ones(64, 64)
+    while time.monotonic() < end_s:
+        numbers @ numbers
+
+
 def choose_by_tokens(rank: int, directory: str, settings: dict[str, Any]) -> None:
     model = MoE(1, 10 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -250,6 +292,7 @@ def everything(rank: int, directory: str, init_file: str) -> None:
         "corrupt": one_rank_is_corrupt,
         "disagree": ranks_disagree,
         "pipeline": stages_of_a_pipeline,
+        "experts in bubbles": experts_in_bubbles,
         "load aware": lambda r, d: choose_by_tokens(r, d, {"partial_experts": LOAD_AWARE}),
         "selective": lambda r, d: choose_by_tokens(r, d, {"selective": SELECTIVE}),
         "replenishing": each_makes_up_for_its_own,
