@@ -32,7 +32,12 @@ from holdfast._saver import Saver
 from holdfast._settings import Settings
 from holdfast._tally import Counters
 from holdfast._tasks import Task, Tokens
-from holdfast_core.errors import HoldfastError, SnapshotSkippedError, StepOrderError
+from holdfast_core.errors import (
+    HoldfastError,
+    NoRecoveryLineError,
+    SnapshotSkippedError,
+    StepOrderError,
+)
 from holdfast_core.replenish import Replenishing
 from holdfast_core.topology import Topology
 
@@ -61,7 +66,8 @@ class Session(ABC):
     def restore(self) -> int | None:
         """Load the recovery line into the model, the optimizers and the stateful objects.
 
-        Every rank calls it, once, before training. All ranks restore the same step, or all raise.
+        Every rank calls it, once, before its first save. All ranks restore the same step, or all
+        raise.
         Tensors are copies; optimizer state that does not exist yet is allocated.
 
         Returns:
@@ -70,7 +76,8 @@ class Session(ABC):
         Raises:
             LayoutMismatchError: a tensor differs in name, shape or dtype from the snapshot's.
             CorruptError: bytes do not match their checksums. The state is then undefined.
-            NoRecoveryLineError: ranks were told different generations.
+            NoRecoveryLineError: ranks were told different generations, or training has gone on:
+                this session has restored or saved before.
             UnreachableError: the daemon or another rank did not answer in time.
             StaleEpochError: this process belongs to a training world that has ended.
         """
@@ -211,6 +218,8 @@ class ProtectedSession(Session):
         self._sources: Sequence[Source] | None = None
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
+        self._began = ""
+        """The newest call after which it is too late to restore."""
         self._number = 0
         self._tokens = Tokens()
         self._capacity = Capacity()
@@ -258,6 +267,12 @@ class ProtectedSession(Session):
         return self._saver.tally.counters
 
     def restore(self) -> int | None:
+        if self._began:
+            raise NoRecoveryLineError(
+                f"restore() after {self._began} of this session: call it once, before the first "
+                f"save; to go back to the newest protected step, end the process and let the job "
+                f"start it again"
+            )
         self._saver.wait_staged()
         self._stale = True
         outcome = self._restore.run()
@@ -267,6 +282,7 @@ class ProtectedSession(Session):
         tracker = partial.replenishing if partial else Replenishing.start()
         self._capacity.resume(tracker, someone=outcome.replenishing)
         self._last_step = outcome.step
+        self._began = "restore()"
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
@@ -285,6 +301,7 @@ class ProtectedSession(Session):
     def _save(self, handle: SaveHandle) -> None:
         if self._closed:
             raise SnapshotSkippedError("the session is closed")
+        self._began = f"save({handle.step})"
         last, step = self._last_step, handle.step
         if last is not None and step <= last:
             raise StepOrderError(

@@ -31,6 +31,7 @@ from holdfast._client import (
 )
 from holdfast_core.errors import (
     HoldfastError,
+    NoRecoveryLineError,
     ProtocolError,
     RankInUseError,
     StaleEpochError,
@@ -85,7 +86,8 @@ class FakeDaemon:
         rank: of the only trainer that this daemon serves.
         epoch: what trainers are told; raise it to play a new training world.
         protects: whether a committed snapshot is announced as protected at once.
-        line: the generation to restore; by default the newest that was committed.
+        line: the generation to restore; by default the newest that was committed when the first
+            trainer of the epoch restored or opened its session.
     """
 
     def __init__(
@@ -118,6 +120,8 @@ class FakeDaemon:
         self._layout: Layout | None = None
         self._granted: dict[int, _Granted] = {}
         self._protected: Generation | None = None
+        self._lines: dict[int, Generation | None] = {}
+        """Epoch → where its training world starts."""
         self._news: queue.SimpleQueue[Event | HoldfastError | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
 
@@ -183,13 +187,20 @@ class FakeDaemon:
         self._enter("restore")
         self._check_epoch(epoch)
         on_progress("ready 1/1")
-        sealed = self.sealed()
-        generation = self.line if self.line is not None else max(sealed, default=None)
-        if generation is None:
-            return Decision(line=Line(generation=None, reason="no daemon holds a snapshot"))
         with self._lock:
+            generation, protected = self._line(), self._protected
+            if protected is not None and protected.epoch == epoch:
+                if generation is None or protected > generation:
+                    began = "fresh" if generation is None else f"from {generation}"
+                    raise NoRecoveryLineError(
+                        f"rank {self.rank} restores too late: epoch {epoch} started {began}, and "
+                        f"training has gone on to {protected}; restore once, before the first "
+                        f"save, or raise FakeDaemon.epoch to play a new world"
+                    )
+            if generation is None:
+                return Decision(line=Line(generation=None, reason="no daemon holds a snapshot"))
             self._protected = generation
-        held = sealed[generation]
+            held = self.sealed()[generation]
         layout = decode_layout((held.home / "layout.json").read_bytes())
         return Decision(
             line=Line(generation=generation, reason=f"generation {generation} in local memory"),
@@ -202,12 +213,18 @@ class FakeDaemon:
             places=held.lying.places,
         )
 
+    def _line(self) -> Generation | None:
+        """Where the epoch starts: decided once, as real daemons do."""
+        decided = self._lines.setdefault(self.epoch, max(self.sealed(), default=None))
+        return self.line if self.line is not None else decided
+
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
         del largest_slot_bytes, timeout_s
         self._enter("open")
         self._check_epoch(epoch)
         decoded = decode_layout(layout)
         with self._lock:
+            self._line()
             self._home = self.directory / f"{self.rank}-{layout_id(layout)}"
             self._home.mkdir(parents=True, exist_ok=True)
             (self._home / "layout.json").write_bytes(layout)

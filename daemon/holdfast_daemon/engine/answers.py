@@ -76,14 +76,15 @@ def restore_state(memory: JobMemory, rank: int) -> RestoreState:
     assert membership is not None
     if line is None:
         return _before_the_line(memory, membership, rank)
+    retained = memory.retained
+    if retained is not None and (line.generation is None or retained > line.generation):
+        began = "fresh" if line.generation is None else f"from {line.generation}"
+        raise NoRecoveryLineError(
+            f"rank {rank} restores too late: epoch {memory.epoch} started {began}, and training "
+            f"has gone on to {retained}; restore once, before the first save"
+        )
     if line.generation is None:
         return RestoreState(phase="ready", detail=line.reason, line=line)
-    retained = memory.retained
-    if retained is not None and retained > line.generation:
-        raise NoRecoveryLineError(
-            f"rank {rank} restores too late: the line {line.generation} of epoch {memory.epoch} "
-            f"was replaced by {retained}"
-        )
     held = memory.sealed(rank, line.generation)
     if held is None and _is_lost(memory, membership, rank, line.generation):
         raise NoRecoveryLineError(

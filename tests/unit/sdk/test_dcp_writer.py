@@ -47,6 +47,7 @@ def test_async_save_takes_a_snapshot_that_a_new_process_restores(
         done(async_save(state_of(trainer, step), checkpoint_id=f"{step}", storage_writer=writer))
     assert Generation(1, 2) in daemon.sealed()
     daemon.restart()
+    daemon.epoch += 1
     other = make_trainer(seed=7)
     assert open_session(other, daemon).restore() == 2
     same(other.state(), trainer.state())
@@ -64,6 +65,7 @@ def test_the_state_is_that_of_the_call_though_training_goes_on(
     trainer.train()  # the session's hook waits until the bytes are staged
     done(saved)
     daemon.restart()
+    daemon.epoch += 1
     other = make_trainer(seed=7)
     open_session(other, daemon).restore()
     assert torch.equal(other.state()["head.weight"], before["head.weight"])
