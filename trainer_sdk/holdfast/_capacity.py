@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from holdfast._tokens import Tokens
 from holdfast_core.replenish import CAPACITY_BOOST, Replenishing
 from holdfast_core.units import UnitKey, UnitKind
 
@@ -23,28 +26,25 @@ class Capacity:
         self.room = 1.0
         """See `Session.capacity_room`."""
         self._tracker = Replenishing.start()
-        self._processed: dict[UnitKey, int] = {}
+        self._processed = Tokens()
         """Since the tracker was brought up to date: once a step, not once a layer."""
 
     def resume(self, tracker: Replenishing, *, someone: bool) -> None:
         """Go on from a restore, in which `someone` of all ranks had tokens to make up for."""
         self.room = CAPACITY_BOOST if someone else 1.0
-        self._tracker, self._processed = tracker, {}
+        self._tracker, self._processed = tracker, Tokens()
 
-    def count(self, layer: int, counts: Sequence[int]) -> None:
+    def count(self, layer: int, counts: Sequence[int] | torch.Tensor) -> None:
         """Each expert of a layer processed so many of this rank's tokens."""
-        if not self._tracker.owed:
-            return
-        for expert, tokens in enumerate(counts):
-            unit = UnitKey(layer, UnitKind.EXPERT, expert)
-            self._processed[unit] = self._processed.get(unit, 0) + tokens
+        if self._tracker.owed:
+            self._processed.add(layer, counts)
 
     @property
     def tracker(self) -> Replenishing:
         """As of the last count; for the snapshot."""
         if self._processed:
-            self._tracker = self._tracker.after_step(self._processed)
-            self._processed = {}
+            counts, _ = self._processed.read()
+            self._tracker, self._processed = self._tracker.after_step(counts), Tokens()
         return self._tracker
 
     def factors(self, layer: int, experts: int) -> list[float]:

@@ -205,7 +205,9 @@ class Saver:
         if self._base is None:
             self._agree(task)
         if self.partial is not None:
-            self.partial.count(task.tokens.counts, task.tokens.assignments)
+            with task.held():  # a device may be a whole step behind
+                self._device.reach(task.fence)
+                self.partial.count(*task.tokens.read())
         self._open(task)
         if not task.copies:
             task.handle._reach(task.handle.staged)
@@ -292,10 +294,8 @@ class Saver:
         self, task: Task, placed: Placed, skip: Flags | None, left_out: Collection[UnitKey]
     ) -> Digests:
         """Copy the tensors, and give them back to training."""
-        plan = self._link.plan
+        plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
-        self._device.reach(task.fence)
-        began_s = time.monotonic()
         digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
         task.check()
         generation = Generation(self._link.epoch or 0, task.handle.step)

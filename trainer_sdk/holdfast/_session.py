@@ -31,7 +31,8 @@ from holdfast._restore import Restore
 from holdfast._saver import Saver
 from holdfast._settings import Settings
 from holdfast._tally import Counters
-from holdfast._tasks import Task, Tokens
+from holdfast._tasks import Task
+from holdfast._tokens import Tokens
 from holdfast_core.errors import (
     HoldfastError,
     NoRecoveryLineError,
@@ -101,11 +102,12 @@ class Session(ABC):
     ) -> None:
         """Say how many of this rank's tokens went to each expert of a layer since the last call.
 
-        Snapshots that leave experts out count by it what a recovery loses. Cheap, and without it
-        nothing is lost but the numbers.
+        Snapshots that leave experts out count by it what a recovery loses. Without it nothing is
+        lost but the numbers. Cheap: counts on a device are added up there, and nobody waits.
 
         Args:
-            counts: for each expert of the layer, over all ranks, the tokens that it processed.
+            counts: for each expert of the layer, over all ranks, the tokens that it processed;
+                whole numbers [experts], on any device.
             assignments: tokens times the experts that each was sent to, dropped ones included; by
                 default the sum of `counts`.
         """
@@ -125,7 +127,8 @@ class Session(ABC):
         1.1 for an expert that a recovery returned to an older version, until this rank has made up
         for the tokens that it lost to it (MoEtion §6), which `count_tokens` tells; otherwise 1.0.
         Ranks are done at different steps. So what one may send to another needs the room that
-        `capacity_room` says, whatever the factors are.
+        `capacity_room` says, whatever the factors are. While this rank has tokens to make up for,
+        the first call after `count_tokens` waits for counts that are on a device, all at once.
 
         Args:
             experts: of the layer, over all ranks.
@@ -358,9 +361,9 @@ class ProtectedSession(Session):
     def count_tokens(
         self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
     ) -> None:
-        numbers = [int(n) for n in counts]
-        self._tokens.add(layer, numbers, sum(numbers) if assignments is None else assignments)
-        self._capacity.count(layer, numbers)
+        if self._settings.experts is not None:
+            self._tokens.add(layer, counts, assignments)
+            self._capacity.count(layer, counts)
 
     def capacity_factors(self, layer: int, experts: int) -> list[float]:
         return self._capacity.factors(layer, experts)

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from holdfast._capture import Source
 from holdfast._devices import Fence
 from holdfast._handles import SaveHandle
 from holdfast._in_place import InPlaceCheck
+from holdfast._tokens import Tokens
 from holdfast_core.replenish import Replenishing
-from holdfast_core.units import UnitKey, UnitKind
-
-
-@dataclass(slots=True)
-class Tokens:
-    """Tokens that this rank routed, by expert and by layer."""
-
-    counts: dict[UnitKey, int] = field(default_factory=dict)
-    """Tokens that each expert processed."""
-    assignments: dict[int, int] = field(default_factory=dict)
-    """Tokens times the experts that each was sent to, dropped ones included."""
-
-    def add(self, layer: int, counts: Sequence[int], assignments: int) -> None:
-        for expert, count in enumerate(counts):
-            unit = UnitKey(layer, UnitKind.EXPERT, expert)
-            self.counts[unit] = self.counts.get(unit, 0) + count
-        self.assignments[layer] = self.assignments.get(layer, 0) + assignments
 
 
 class Task:
@@ -94,14 +78,24 @@ class Task:
                 self.let_go.set()
             self._free.notify_all()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the training thread be patient meanwhile, if it has not given the task up."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release(over=False)
+
     def wait(self, start_wait_s: float) -> bool:
         """Return when tensors may change. False when the worker had not begun in `start_wait_s`,
-        and so the task was given up."""
+        or not gone on so long after a hold, and so the task was given up."""
         deadline = time.monotonic() + start_wait_s
         with self._free:
             while not self._over:
                 if self._held:
                     self._free.wait()
+                    deadline = time.monotonic() + start_wait_s
                 elif not self._free.wait(max(deadline - time.monotonic(), 0.0)):
                     if self._held:  # it began at the last moment
                         continue

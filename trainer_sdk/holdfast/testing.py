@@ -189,14 +189,17 @@ class FakeDaemon:
         on_progress("ready 1/1")
         with self._lock:
             generation, protected = self._line(), self._protected
-            if protected is not None and protected.epoch == epoch:
-                if generation is None or protected > generation:
-                    began = "fresh" if generation is None else f"from {generation}"
-                    raise NoRecoveryLineError(
-                        f"rank {self.rank} restores too late: epoch {epoch} started {began}, and "
-                        f"training has gone on to {protected}; restore once, before the first "
-                        f"save, or raise FakeDaemon.epoch to play a new world"
-                    )
+            if (
+                protected is not None
+                and protected.epoch == epoch
+                and (generation is None or protected > generation)
+            ):
+                began = "fresh" if generation is None else f"from {generation}"
+                raise NoRecoveryLineError(
+                    f"rank {self.rank} restores too late: epoch {epoch} started {began}, and "
+                    f"training has gone on to {protected}; restore once, before the first save, "
+                    f"or raise FakeDaemon.epoch to play a new world"
+                )
             if generation is None:
                 return Decision(line=Line(generation=None, reason="no daemon holds a snapshot"))
             self._protected = generation
