@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.policies.figures import Figure, all_figures
+from benchmarks.policies.papers import CHOSEN, NOT_REPRODUCED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,14 +37,18 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
     print_table(console, figures)
+    print_lists(console)
     print(f"wrote {options.output}")
     return 0 if all(figure.met is not False for figure in figures) else 1
 
 
 def write_json(path: Path, figures: list[Figure]) -> None:
-    """For each key its value; under `details` all that the table shows, `met` included."""
+    """For each key its value; under `details` all that the table shows, `met` included; what was
+    chosen and what is missing."""
     report = {
         **{figure.key: figure.value for figure in figures},
+        "chosen": CHOSEN,
+        "not_reproduced": NOT_REPRODUCED,
         "details": {
             figure.key: {**dataclasses.asdict(figure), "met": figure.met} for figure in figures
         },
@@ -72,6 +77,17 @@ def print_table(console: Console, figures: list[Figure]) -> None:
             figure.note,
         )
     console.print(table)
+
+
+def print_lists(console: Console) -> None:
+    """What was chosen to match the papers, and what of them is missing."""
+    for title, items in (
+        ("Chosen, because the papers' figures come out with it:", CHOSEN),
+        ("Printed by the papers, and not computed here:", NOT_REPRODUCED),
+    ):
+        console.print(title)
+        for item in items:
+            console.print(f"- {item}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ class Shape:
 PEC_SMALL = Shape(layers=12, dim=768, hidden=4 * 768, experts=8, every=2)
 """GPT-MoE-Small of PEC, table 1, with an untied head."""
 
+PEC_SMALL_TIED = replace(PEC_SMALL, tied=True)
+"""The same with a tied head, which has the parameters that table 1 prints."""
+
 PEC_SMALL_MASKS = replace(PEC_SMALL, masks=True)
 """The same with causal masks in the checkpoint, as GPT-2 code of that time kept them: with them,
 the paper's figures come out to the digit."""

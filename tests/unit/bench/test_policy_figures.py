@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.policies.__main__ import TABLE_COLUMNS, print_table, write_json
-from benchmarks.policies.figures import Figure, pec_figures
+from benchmarks.policies.__main__ import TABLE_COLUMNS, print_lists, print_table, write_json
+from benchmarks.policies.figures import (
+    Figure,
+    data_path_peak,
+    head_figures,
+    moetion_figures,
+    pec_figures,
+    risk_figures,
+)
 from benchmarks.policies.models import MOETION, PEC_SMALL, Shape, captured
 from rich.console import Console
 
@@ -46,6 +54,56 @@ def test_the_figures_of_pec_are_reached() -> None:
     figures = {figure.key: figure for figure in pec_figures(PEC_SMALL, "pec")}
     assert [key for key, figure in figures.items() if figure.met is not True] == []
     assert figures["pec_peak_reduction_ranges"].value > 87
+
+
+def test_the_data_path_divides_the_work_once_and_nearly_as_well_as_anew() -> None:
+    """Decision 0019: a rank does more in a snapshot by one expert of one layer at most."""
+    figures = {figure.key: figure.value for figure in pec_figures(PEC_SMALL, "pec")}
+    anew = figures["pec_peak_reduction_ranges"]
+    assert anew - 1.0 < figures["pec_peak_reduction_data_path"] < anew
+
+
+def test_the_peak_of_the_data_path_is_that_of_shards_that_stay() -> None:
+    """Two ranks with an expert each: the one that captures its expert has most."""
+    topology = Topology(dp=2, ep=2)
+    tensors = captured(replace(TINY, layers=2, experts=2), topology)
+    table = ExpertTable.of(tensors, topology)
+    dense = table.dense_bytes / 2
+    peak = data_path_peak(tensors, table, [[unit] for unit in table.units], topology)
+    assert peak == pytest.approx(dense + table.expert_bytes_max, rel=0.05)
+    assert data_path_peak(tensors, table, [[]], topology) == pytest.approx(dense, rel=0.05)
+
+
+def test_figures_stand_beside_what_the_papers_print_and_nothing_else() -> None:
+    """Of MoEtion: sizes of two models, "over 9 times", half the tokens at risk for popularity."""
+    figures = [*head_figures(), *moetion_figures(), *risk_figures(21)]
+    printed = {figure.key: figure.paper for figure in figures if figure.paper is not None}
+    assert printed == {
+        **{f"pec_{head}_parameters": 323 for head in ("untied", "tied")},
+        **{f"pec_{head}_smaller": 54.2 for head in ("untied", "tied")},
+        "moetion_1.6B-64E_full": 587,
+        "moetion_1.6B-64E_6_experts": 61,
+        "moetion_1.6B-64E_ratio": 9,
+        "moetion_3.8B-32E_full": 1820,
+        **{f"risk_2.9B-16E_{k}_popularity": 0.5 for k in (4, 5, 6)},
+        "risk_1.6B-64E_6_popularity": 0.5,
+    }
+    values = {figure.key: figure.value for figure in figures}
+    assert values["pec_tied_parameters"] == pytest.approx(323, abs=0.5)
+    assert values["pec_untied_smaller"] == pytest.approx(54.2, abs=1), "so it was chosen"
+    assert values["pec_tied_smaller"] > 60
+
+
+def test_what_was_chosen_and_what_is_missing_is_said_with_the_figures(tmp_path: Path) -> None:
+    written = io.StringIO()
+    print_lists(Console(file=written, width=TABLE_COLUMNS))
+    said = " ".join(written.getvalue().split())
+    for words in ("untied head", "27 layers of 2048", "195 GB with 32 experts"):
+        assert words in said
+    write_json(tmp_path / "policies.json", [])
+    report = json.loads((tmp_path / "policies.json").read_text())
+    assert len(report["chosen"]) > 3
+    assert len(report["not_reproduced"]) > 3
 
 
 @pytest.mark.parametrize(("name", "billions"), [("1.6B-64E", 58.7), ("2.9B-16E", 30.1)])

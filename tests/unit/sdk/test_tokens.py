@@ -23,7 +23,9 @@ READS = ("item", "tolist", "numpy", "cpu", "__int__", "__index__", "__bool__", "
 class Scalars(TorchDispatchMode):
     """Counts the numbers that are taken out of tensors one by one."""
 
-    taken = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.taken = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.taken += func is torch.ops.aten._local_scalar_dense.default
