@@ -13,7 +13,7 @@ from benchmarks.policies.models import (
     Shape,
     captured,
 )
-from benchmarks.policies.risk import tokens_at_risk, ways
+from benchmarks.policies.risk import tokens_at_risk, two_selections, ways
 from benchmarks.policies.routing_traces import Traffic
 from holdfast_core.experts import ExpertTable, captured_tensors
 from holdfast_core.selection_pec import select_sequential
@@ -240,6 +240,22 @@ def risk_figures(steps: int) -> Iterator[Figure]:
                 )
 
 
+def selection_figures(steps: int) -> Iterator[Figure]:
+    """Tokens at risk when peers take less than memory, beside one selection within the network's
+    budget (decision 0027). A node copies four times as fast as it sends, as `holdfast plan`
+    assumes."""
+    table = ExpertTable.of(captured(MOETION["2.9B-16E"], Topology(dp=1)), Topology(dp=1))
+    for memory_k, peers_k in ((4, 4), (8, 4), (16, 4)):
+        found = two_selections(table, memory_k, peers_k, steps=steps, traffic=Traffic())
+        for where, value in zip(("in memory", "on peers"), found, strict=True):
+            yield Figure(
+                key=f"selections_{memory_k}_{peers_k}_{where.replace(' ', '_')}",
+                what=f"2.9B-16E, memory takes {memory_k}, peers {peers_k}: at risk {where}",
+                value=value,
+                unit="steps",
+            )
+
+
 def all_figures(steps: int) -> list[Figure]:
     """All of them, in the order of the report."""
     return [
@@ -248,6 +264,7 @@ def all_figures(steps: int) -> list[Figure]:
         *head_figures(),
         *moetion_figures(),
         *risk_figures(steps),
+        *selection_figures(steps),
     ]
 
 

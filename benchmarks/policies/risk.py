@@ -9,10 +9,13 @@ from statistics import fmean
 from benchmarks.policies.routing_traces import Traffic, routing_trace
 from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.experts import ExpertTable, Selection
-from holdfast_core.selection_budget import select_local
+from holdfast_core.selection_budget import select_local, select_remote
 from holdfast_core.selection_pec import select_load_aware, select_sequential
 from holdfast_core.token_loss import at_risk
 from holdfast_core.values import Generation
+
+WARMUP = 20
+"""Steps that are not counted, until the ages of experts have settled."""
 
 Select = Callable[[ExpertLedger], Selection]
 
@@ -25,22 +28,44 @@ class Risk:
     peak: float
 
 
-def tokens_at_risk(
-    table: ExpertTable, select: Select, *, steps: int, traffic: Traffic, warmup: int = 20
-) -> Risk:
-    """With a snapshot at each step, after a first one of everything.
-
-    Args:
-        warmup: steps that are not counted, until the ages of experts have settled.
-    """
+def tokens_at_risk(table: ExpertTable, select: Select, *, steps: int, traffic: Traffic) -> Risk:
+    """With a snapshot at each step, after a first one of everything."""
     ledger = ExpertLedger.start(table.units).captured(Generation(0, 0), table.units)
     found = []
     for step, counts in enumerate(routing_trace(table, steps, traffic), start=1):
         ledger = ledger.routed(counts)
         ledger = ledger.captured(Generation(0, step), select(ledger).units).pruned({})
-        if step > warmup:
+        if step > WARMUP:
             found.append(at_risk(ledger).lost_tokens / sum(counts.values()))
     return Risk(mean=fmean(found), peak=max(found))
+
+
+def two_selections(
+    table: ExpertTable, local_k: int, remote_k: int, *, steps: int, traffic: Traffic
+) -> tuple[float, float]:
+    """Mean tokens at risk in memory and on peers, in steps' worth of tokens, when memory takes as
+    many experts as `local_k` of each layer are, and peers take `remote_k` (MoEtion algorithm 1)."""
+    layers = len(table.layers)
+    ledger = ExpertLedger.start(table.units).captured(Generation(0, 0), table.units)
+    routed = dict.fromkeys(table.units, 0)
+    held, sent, ages = dict(routed), dict(routed), dict(routed)
+    in_memory, on_peers = [], []
+    for step, counts in enumerate(routing_trace(table, steps, traffic), start=1):
+        routed = {unit: tokens + counts[unit] for unit, tokens in routed.items()}
+        ledger = ledger.routed(counts)
+        taken = select_local(table, ledger, local_k * layers).units
+        ledger = ledger.captured(Generation(0, step), taken).pruned({})
+        held |= {unit: routed[unit] for unit in taken}
+        unsent = {unit: held[unit] - sent[unit] for unit in table.units}
+        needed = [unit for unit in table.units if unsent[unit]]
+        goes = select_remote(table, remote_k * layers, unsent=unsent, ages=ages, needed=needed)
+        sent |= {unit: held[unit] for unit in goes.units}
+        ages = {unit: 0 if unit in set(goes.units) else ages[unit] + 1 for unit in table.units}
+        if step > WARMUP:
+            whole = sum(counts.values())
+            in_memory.append(sum(routed[u] - held[u] for u in table.units) / whole)
+            on_peers.append(sum(routed[u] - sent[u] for u in table.units) / whole)
+    return fmean(in_memory), fmean(on_peers)
 
 
 def ways(table: ExpertTable, k: int) -> dict[str, Select]:

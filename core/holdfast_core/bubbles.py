@@ -3,9 +3,11 @@
 MoEtion §5.3, algorithm 4. Pipeline schedules leave each stage idle for a while (bubbles); copies
 that run then compete with nothing. What does not fit runs beside the computation.
 
-Bubbles are measured where they can be: `common_windows` takes those that recent steps had. The
-estimate for a 1F1B schedule stands in until there are measurements. Without pipeline parallelism
-there are no bubbles, and everything runs beside the computation, as it would without this module.
+The SDK measures bubbles, and counts on those that all recent steps had (`common_windows`); before
+it has measured any, it keeps nothing for them. The paper estimates them from the schedule instead:
+`bubble_s_1f1b` is that estimate, for reasoning about jobs that do not run; no data path uses it.
+Without pipeline parallelism there are no bubbles, and everything runs beside the computation, as it
+would without this module.
 """
 
 from __future__ import annotations

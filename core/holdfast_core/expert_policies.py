@@ -3,6 +3,10 @@
 It puts together what the papers describe apart: load-aware selection (PEC §3.1) and selection
 within a budget (MoEtion §4.2 and §4.3), with what a job says about either. Sequential selection
 needs nobody's counts: see `selection_pec`.
+
+MoEtion's algorithm 1 selects twice: what memory takes, and what of it peers take. Here a snapshot
+is protected as a whole, so there is one selection, within the smaller of both budgets (decision
+0027); `selection_budget.select_remote` is the other one, for measuring what that costs.
 """
 
 from __future__ import annotations
@@ -57,8 +61,9 @@ def experts_total(
 ) -> ExpertCount:
     """S_total of MoEtion §4.3: what the job says, or what can be copied within a step; times `k`.
 
-    What is not experts is in every snapshot, so it is taken off the budget first. The network
-    limits only where its bandwidth is known. Before anything was measured it is one expert.
+    What is not experts is in every snapshot, so it is taken off each budget first, and the budget
+    that holds fewer experts counts. The network limits only where its bandwidth is known. Before a
+    copy (or the job says how fast it is) and a step were measured it is one expert.
     """
     every = len(table.experts)
     base = _base_total(policy, table, measures, ranks)

@@ -9,7 +9,7 @@ A rate of 0 gives infinity: what never fails needs no saving.
 
 from __future__ import annotations
 
-from math import comb, expm1, inf, sqrt
+from math import ceil, comb, expm1, inf, sqrt
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.groups import MIN_GROUP_SIZE
@@ -140,6 +140,41 @@ def checkpoint_interval_s(
     """
     rate_per_s = group_loss_rate_per_s(node_failure_rate_per_s, n, exposure_s=exposure_s)
     return optimal_interval_s(save_overhead_s(snapshot_s, compute_s), rate_per_s)
+
+
+def recoveries_per_s(
+    nodes: int, *, node_losses_per_s: float, process_failures_per_s: float, redundant: bool
+) -> float:
+    """How often a job of so many nodes goes back to a snapshot in memory.
+
+    Every failure of a process returns all ranks to one. A lost node does where snapshots are
+    redundant; without, it takes them with it, however often they were taken.
+
+    Args:
+        node_losses_per_s: of one node.
+        process_failures_per_s: of the training processes of one node.
+    """
+    _check(node_losses_per_s=node_losses_per_s, process_failures_per_s=process_failures_per_s)
+    return nodes * (process_failures_per_s + (node_losses_per_s if redundant else 0.0))
+
+
+def snapshot_interval_steps(
+    *, copy_s: float, protect_s: float, step_s: float, rate_per_s: float, asked_steps: int
+) -> int:
+    """The steps from snapshot to snapshot that lose the least time (REFT appendix A, eq. 9); no
+    fewer than the job asks for, nor than protection can follow: a save is skipped while the one
+    before it is being protected.
+
+    Args:
+        rate_per_s: of recoveries, see `recoveries_per_s`; above 0 unless the copy hides.
+
+    Raises:
+        InvalidJobError: when there is no such number.
+    """
+    best_s = snapshot_interval_s(
+        snapshot_s=copy_s, compute_s=step_s, node_failure_rate_per_s=rate_per_s
+    )
+    return max(steps_of(best_s, step_s), asked_steps, ceil(protect_s / step_s))
 
 
 def steps_of(interval_s: float, step_s: float) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from holdfast_core.budget import predict
 from holdfast_core.dynamic_k import PLT_LIMIT, next_k
@@ -23,9 +22,9 @@ from holdfast_core.expected_loss import routed_tokens, selective_loss, sequentia
 from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.experts import ExpertTable
 from holdfast_core.intervals import (
+    recoveries_per_s,
     save_overhead_s,
-    snapshot_interval_s,
-    steps_of,
+    snapshot_interval_steps,
     total_overhead_s,
 )
 from holdfast_core.jobs import MoETrainingJob, PolicyType
@@ -263,8 +262,19 @@ class _World:
         protect_s = node_bytes * self._job.spec.redundancy.losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
         losses_per_s = assumed.node_losses_per_s if self._redundant else 0.0
-        rate_per_s = nodes * (losses_per_s + assumed.process_failures_per_s)
-        steps = self._interval_steps(copy_s, protect_s, rate_per_s)
+        rate_per_s = recoveries_per_s(
+            nodes,
+            node_losses_per_s=assumed.node_losses_per_s,
+            process_failures_per_s=assumed.process_failures_per_s,
+            redundant=self._redundant,
+        )
+        steps = snapshot_interval_steps(
+            copy_s=copy_s,
+            protect_s=protect_s,
+            step_s=assumed.step_s,
+            rate_per_s=rate_per_s,
+            asked_steps=self._job.spec.snapshot.interval.steps,
+        )
         interval_s = steps * assumed.step_s
         # A snapshot is of use when its copy has ended, and to a lost node when it is protected.
         late_s = copy_s + protect_s * nodes * losses_per_s / rate_per_s
@@ -307,16 +317,6 @@ class _World:
         carried = dense_bytes + int((job_bytes - dense_bytes) * GRADIENT_SHARE)
         more = self._memory_bytes(plan, gradients=True) - self._memory_bytes(plan)
         return carried * losses, more
-
-    def _interval_steps(self, copy_s: float, protect_s: float, rate_per_s: float) -> int:
-        """REFT eq. 9; no more often than the job asks for, nor than protection can follow: a save
-        is skipped while the one before it is being protected."""
-        step_s = self._assumed.step_s
-        best_s = snapshot_interval_s(
-            snapshot_s=copy_s, compute_s=step_s, node_failure_rate_per_s=rate_per_s
-        )
-        wanted = self._job.spec.snapshot.interval.steps
-        return max(steps_of(best_s, step_s), wanted, ceil(protect_s / step_s))
 
     def _by_node(self, loads: Sequence[int]) -> list[int]:
         ranks = self._job.spec.nproc_per_node

@@ -23,10 +23,7 @@ from holdfast_core.policy_comparison import Assumptions
 from holdfast_core.recompute import state_entries
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_operator.local.directory import RunDirectory
-from holdfast_operator.planning import COPY_BYTES_S, DAY_S
-
-NETWORK_BYTES_S = 2.5e9
-"""From node to node, when nobody says: about what one stream between daemons reaches."""
+from holdfast_operator.planning import COPY_BYTES_S, DAY_S, NETWORK_BYTES_S
 
 _MEASURED_BYTES = 256 * 1024**2
 _MEASUREMENTS = 5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import expm1, inf
+from math import expm1
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,7 +15,11 @@ from rich.table import Table
 from holdfast_core.budget import NodeMemory, fits, predict
 from holdfast_core.codes import code_for
 from holdfast_core.groups import form_groups
-from holdfast_core.intervals import group_loss_rate_per_s, snapshot_interval_s, steps_of
+from holdfast_core.intervals import (
+    group_loss_rate_per_s,
+    recoveries_per_s,
+    snapshot_interval_steps,
+)
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.layouts import PAGE_BYTES, round_up
 from holdfast_core.model_sizes import ModelSizes
@@ -34,6 +38,8 @@ from holdfast_operator.sources_view import sources_view
 DAY_S = 86400.0
 COPY_BYTES_S = 10e9
 """How fast the ranks of a node copy snapshots when nobody says."""
+NETWORK_BYTES_S = 2.5e9
+"""From node to node, when nobody says: about what one stream between daemons reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,18 +243,28 @@ def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[st
 
 
 def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
+    """The interval that the comparison of policies has for Full, as far as sizes are known."""
+    node_bytes = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node
     snapshot_s = settings.snapshot_s
     if snapshot_s is None:
-        snapshot_s = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node / COPY_BYTES_S
-    interval_s = snapshot_interval_s(
-        snapshot_s=snapshot_s,
-        compute_s=settings.step_s,
-        node_failure_rate_per_s=job.spec.nodes / settings.node_mtbf_days / DAY_S,
+        snapshot_s = node_bytes / COPY_BYTES_S
+    protect_s = node_bytes * job.spec.redundancy.losses / NETWORK_BYTES_S
+    steps = snapshot_interval_steps(
+        copy_s=snapshot_s,
+        protect_s=protect_s,
+        step_s=settings.step_s,
+        rate_per_s=recoveries_per_s(
+            job.spec.nodes,
+            node_losses_per_s=1 / (settings.node_mtbf_days * DAY_S),
+            process_failures_per_s=1 / (settings.process_mtbf_days * DAY_S),
+            redundant=job.spec.redundancy.type is not Redundancy.NONE,
+        ),
+        asked_steps=job.spec.snapshot.interval.steps,
     )
-    steps = "-" if interval_s == inf else str(steps_of(interval_s, settings.step_s))
     return (
         "snapshot interval, steps",
-        steps,
-        f"REFT eq. 9; snapshot {snapshot_s:.2f} s, step {settings.step_s:g} s; the job says "
+        str(steps),
+        f"REFT eq. 9, for lost nodes and processes; copy {snapshot_s:.2f} s, protection "
+        f"{protect_s:.2f} s, step {settings.step_s:g} s; the job says "
         f"{job.spec.snapshot.interval.steps}",
     )

@@ -4,7 +4,7 @@ from itertools import pairwise
 from statistics import fmean
 
 import pytest
-from benchmarks.policies.risk import tokens_at_risk, ways
+from benchmarks.policies.risk import tokens_at_risk, two_selections, ways
 from benchmarks.policies.routing_traces import Traffic, routing_trace
 from expert_worlds import unit, world
 
@@ -54,3 +54,21 @@ def test_choosing_by_popularity_halves_the_tokens_at_risk(experts: int, k: int) 
     }
     assert risks["popularity"].mean <= risks["round robin"].mean / 2
     assert risks["round robin"].mean == pytest.approx((experts / k - 1) / 2, rel=0.1)
+
+
+def test_two_selections_of_equal_budgets_are_one() -> None:
+    table, traffic = world([8, 8]), Traffic(tokens=10_000)
+    one = tokens_at_risk(table, ways(table, 2)["popularity"], steps=60, traffic=traffic).mean
+    memory, peers = two_selections(table, 2, 2, steps=60, traffic=traffic)
+    assert memory == pytest.approx(one)
+    assert peers == pytest.approx(one)
+
+
+def test_what_memory_takes_more_helps_against_what_leaves_memory_only() -> None:
+    table, traffic = world([8, 8]), Traffic(tokens=10_000)
+    one = tokens_at_risk(table, ways(table, 2)["popularity"], steps=60, traffic=traffic).mean
+    memory, peers = two_selections(table, 8, 2, steps=60, traffic=traffic)
+    assert memory == 0
+    assert peers == pytest.approx(one), "peers get the newest of everything that they take"
+    memory, peers = two_selections(table, 4, 2, steps=60, traffic=traffic)
+    assert 0 < memory < one <= peers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,6 +65,22 @@ def test_policies_are_compared_in_a_table_of_100_columns(
     assert "12 MoE layers of 16 experts" in text
     assert "nodes lost in the training" in text  # the odds are still there
     assert "snapshot interval" not in text  # the table has one for each policy
+
+
+@pytest.mark.parametrize("step_s", ["0.5", "2"])
+@pytest.mark.parametrize("redundancy", ["RAIM5", "None"])
+def test_sizes_of_ranks_and_of_the_model_lead_to_one_interval(
+    job: Path, capsys: pytest.CaptureFixture[str], step_s: str, redundancy: str
+) -> None:
+    """A copy that does not hide, at the best interval; one that does, as protection follows."""
+    job.write_text(JOB + f"  redundancy: {{type: {redundancy}}}\n")
+    by_model = printed(capsys, job, *SIZES[:4], "--step-seconds", step_s)
+    rank_bytes = str((192 * 335_000_000 + 8_000_000_000) // 8)
+    by_rank = printed(capsys, job, "--bytes-per-rank", rank_bytes, "--step-seconds", step_s)
+    (full,) = (line for line in by_model.splitlines() if line.startswith("Full"))
+    (row,) = (line for line in by_rank.splitlines() if line.startswith("snapshot interval"))
+    every = re.sub(r"\+(\S+) s", r"\1", full).split()[6]
+    assert row.split()[3] == every, (row, full)
 
 
 def test_flags_may_describe_another_model_than_the_job(
