@@ -8,18 +8,16 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from holdfast_core.documents import MISSING, YEAR_S, Document, Problem
+from holdfast_core.documents import YEAR_S, Document, Problem
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
 from holdfast_core.quantities import parse_bytes
+from holdfast_core.storage_locations import HOW_TO_WRITE_A_PLACE, NOT_A_PLACE, is_place
 from holdfast_core.values import Tier
 
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 LATEST = "latest"
-
-URI_PATTERN = "([a-z][-+.a-z0-9]*://.+|/.+)"
-"""An absolute path, or a URI; whether fsspec knows its scheme shows when a daemon opens it."""
 
 GENERATION_PATTERN = r"[0-9]{1,18}[.][0-9]{1,18}"
 
@@ -37,15 +35,6 @@ class PersistInterval(Document, frozen=True, kw_only=True):
     steps: Annotated[_Count, Meta(description="steps between copies", examples=[500])] | None = None
 
 
-class SecretReference(Document, frozen=True, kw_only=True):
-    """Where credentials are (not in this version)."""
-
-    name: Annotated[
-        str,
-        Meta(min_length=1, max_length=253, description="the name of a Secret", examples=["creds"]),
-    ]
-
-
 class Persistence(Document, frozen=True, kw_only=True):
     """Durable storage for generations."""
 
@@ -58,8 +47,9 @@ class Persistence(Document, frozen=True, kw_only=True):
             examples=["s3://bucket/run1"],
             extra={
                 "more": "A directory that every daemon reaches: an absolute path (of a file system "
-                "that all nodes share) or a URI that fsspec knows. The job has a directory of its "
-                "own below it."
+                "that all nodes share) or a URI of the kind s3, gs or abfs. In Kubernetes, one of "
+                "the storage locations that the platform team allows. The job has a directory of "
+                "its own below it."
             },
         ),
     ]
@@ -105,7 +95,6 @@ class Persistence(Document, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    secret_ref: SecretReference | None = None
 
 
 class Restore(Document, frozen=True, kw_only=True):
@@ -148,14 +137,12 @@ def persistence_problems(
             )
         return
     yield from _expert_problems(persistence.experts, policy)
-    uri = persistence.uri
-    host = uri.startswith("file://") and not uri.startswith("file:///")
-    if not re.fullmatch(URI_PATTERN, uri) or ".." in uri.split("/") or host:
+    if not is_place(persistence.uri):
         yield Problem(
             path="spec.persistence.uri",
             value=persistence.uri,
-            wrong="not an absolute path or URI",
-            fix="write a path from the root, or a URI like s3://bucket/run1, without ..",
+            wrong=NOT_A_PLACE,
+            fix=HOW_TO_WRITE_A_PLACE,
         )
     if persistence.interval.minutes is not None and persistence.interval.steps is not None:
         yield Problem(
@@ -193,18 +180,6 @@ def _expert_problems(experts: int | None, policy: Policy) -> Iterator[Problem]:
             value=experts,
             wrong=f"{experts} is more than the {captured} that a snapshot captures of each layer",
             fix="persist at most as many, or raise snapshot.policy.partialExperts.expertsPerLayer",
-        )
-
-
-def unsupported_persistence(persistence: Persistence | None) -> Iterator[Problem]:
-    """What may be said and cannot be done."""
-    if persistence is not None and persistence.secret_ref is not None:
-        yield Problem(
-            path="spec.persistence.secretRef",
-            value=MISSING,
-            wrong="this version cannot give a job's Secret to the daemons, which serve many jobs",
-            fix="remove it, and give the daemons credentials with the chart's "
-            "daemon.storage.envFrom",
         )
 
 

@@ -224,20 +224,15 @@ def _limit_problems(spec: Spec) -> Iterator[Problem]:
 
 
 def _name_problems(spec: Spec) -> Iterator[Problem]:
-    secret = None if spec.persistence is None else spec.persistence.secret_ref
-    names = {
-        "spec.persistence.secretRef.name": None if secret is None else secret.name,
-        "spec.scheduling.queue": spec.scheduling.queue,
-    }
-    for path, name in names.items():
-        if name is not None and not _DNS_NAME.fullmatch(name):
-            yield Problem(
-                path=path,
-                value=name,
-                wrong="not a DNS-1123 subdomain",
-                fix="use lower-case letters, digits, '-' and '.', beginning and ending with a "
-                "letter or a digit",
-            )
+    queue = spec.scheduling.queue
+    if queue is not None and not _DNS_NAME.fullmatch(queue):
+        yield Problem(
+            path="spec.scheduling.queue",
+            value=queue,
+            wrong="not a DNS-1123 subdomain",
+            fix="use lower-case letters, digits, '-' and '.', beginning and ending with a "
+            "letter or a digit",
+        )
 
 
 def _scheduling_problems(scheduling: Scheduling) -> Iterator[Problem]:

@@ -15,7 +15,6 @@ from typing import Any
 from holdfast_core.documents import MISSING, Problem, at, convert, refuse
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_failures import DEFAULT_RULES, Action, Detection, FailurePolicy, On, Rule
-from holdfast_core.job_persistence import unsupported_persistence
 from holdfast_core.job_rules import spec_problems
 from holdfast_core.job_schema import (
     API_VERSION,
@@ -125,7 +124,6 @@ def check_supported(job: MoETrainingJob) -> None:
         wrong, fix = NOT_SUPPORTED
         path = "spec.snapshot.policy.type"
         problems.append(Problem(path=path, value=policy, wrong=wrong, fix=fix))
-    problems.extend(unsupported_persistence(spec.persistence))
     if spec.min_nodes is not None and spec.min_nodes < spec.nodes:
         problems.append(
             Problem(

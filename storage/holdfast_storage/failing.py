@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from holdfast_core.errors import StorageError
+from holdfast_core.errors import HoldfastError, StorageError
 
 _ADVICE = {
     errno.ENOSPC: "it is full: free space there, or keep fewer copies",
@@ -41,3 +41,22 @@ def storage_errors(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise storage_error(doing, error) from error
+
+
+@contextmanager
+def foreign_errors(doing: str) -> Iterator[None]:
+    """Translates errors of a library that has its own, whatever they are."""
+    try:
+        with storage_errors(doing):
+            yield
+    except HoldfastError:
+        raise
+    except ImportError as error:
+        raise StorageError(f"{doing}: {error}; install what it names, or use s3 or a path") from (
+            error
+        )
+    except Exception as error:
+        raise StorageError(
+            f"{doing}: {type(error).__name__}: {error}; check the tier's URI, the daemon's "
+            f"credentials and the storage behind it"
+        ) from error

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from holdfast_core.errors import CorruptError
-from holdfast_storage.failing import storage_errors
+from holdfast_storage.failing import foreign_errors
 from holdfast_storage.places import Item, Unfinished
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.part")
@@ -33,7 +33,7 @@ class GenericPlace:
     ) -> None:
         target, token = self._full(path), secrets.token_hex(8)
         temporary = f"{target}.{token}.part"
-        with storage_errors(f"writing {target}"):
+        with foreign_errors(f"writing {target}"):
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
                 with self._fs.open(temporary, "wb") as file:
@@ -52,14 +52,14 @@ class GenericPlace:
         return True
 
     def size(self, path: str) -> int | None:
-        with storage_errors(f"looking at {self._full(path)}"):
+        with foreign_errors(f"looking at {self._full(path)}"):
             try:
                 return int(self._fs.info(self._full(path))["size"])
             except FileNotFoundError:
                 return None
 
     def read(self, path: str, start: int, buffer: memoryview) -> None:
-        with storage_errors(f"reading {self._full(path)}"):
+        with foreign_errors(f"reading {self._full(path)}"):
             data = self._fs.cat_file(self._full(path), start=start, end=start + len(buffer))
         if len(data) != len(buffer):
             raise CorruptError(f"{self._full(path)} ends at byte {start + len(data)}, too early")
@@ -85,7 +85,7 @@ class GenericPlace:
 
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with storage_errors(f"removing {self._full(path)}"), suppress(FileNotFoundError):
+            with foreign_errors(f"removing {self._full(path)}"), suppress(FileNotFoundError):
                 self._fs.rm_file(self._full(path))
         for parent in sorted({self._full(path).rpartition("/")[0] for path in paths}):
             with suppress(OSError):  # not empty, or not a thing that this storage has
@@ -95,7 +95,7 @@ class GenericPlace:
         return f"{self.root}/{path}"
 
     def _found(self, path: str) -> list[tuple[str, dict[str, Any]]]:
-        with storage_errors(f"listing {self._full(path)}"):
+        with foreign_errors(f"listing {self._full(path)}"):
             try:
                 self._fs.invalidate_cache(self._full(path))
                 found = self._fs.find(self._full(path), maxdepth=2, detail=True)

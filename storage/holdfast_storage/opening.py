@@ -1,4 +1,8 @@
-"""From a tier's URI to its place. The one module that asks fsspec which kind of storage that is."""
+"""From a tier's URI to its place. The one module that asks fsspec which kind of storage that is.
+
+The kinds are a closed list: of each the errors are translated, and none lies in the memory of the
+process or is reached by a host that the URI names.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +12,35 @@ from typing import Any
 
 import fsspec.core
 
-from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.storage_locations import StoragePlace, parse_place
+from holdfast_storage.failing import foreign_errors
 from holdfast_storage.generic import GenericPlace
 from holdfast_storage.local import LocalPlace
 from holdfast_storage.places import Place
 from holdfast_storage.retrying import Retry
 
-_S3 = ("s3", "s3a")
-
 
 def open_place(uri: str, options: Mapping[str, Any], retry: Retry) -> Place:
-    """The place that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or any other
-    that fsspec knows, with `options` for its file system. Nothing is read or made yet.
+    """The place that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or one of
+    the other kinds of `storage_locations.SCHEMES`, with `options` for its file system. Nothing is
+    read or made yet.
 
     Raises:
-        InvalidJobError: the URI names no one place.
-        StorageError: fsspec does not know the kind, or lacks a package for it.
+        InvalidJobError: the URI names no one place, or one of an unknown kind.
+        StorageError: fsspec lacks a package for the kind, or cannot prepare it.
     """
-    protocol, _, rest = uri.rpartition("://")
-    parts = rest.split("/")
-    if "::" in uri or ".." in parts or not rest or (not protocol and not rest.startswith("/")):
-        raise InvalidJobError(
-            f"{uri!r} cannot be a tier: give an absolute path or a URI like s3://bucket/prefix, "
-            f"without '..' or '::'"
-        )
-    if protocol in ("", "file", "local"):
-        if not rest.startswith("/"):
-            raise InvalidJobError(f"{uri!r} cannot be a tier: a file URI has three slashes")
-        return LocalPlace(Path(rest))
-    try:
-        if protocol in _S3:
-            # Needs s3fs, which not everybody who opens a tier has or wants to load.
-            from holdfast_storage.s3 import open_s3  # noqa: PLC0415
+    place = parse_place(uri)
+    if place.scheme == "file":
+        return LocalPlace(Path(str(place)))
+    with foreign_errors(f"opening {uri}"):
+        return _open_bucket(place, options, retry)
 
-            return open_s3(uri, options, retry)
-        fs, root = fsspec.core.url_to_fs(uri, **options)
-    except (ImportError, ValueError) as error:
-        raise StorageError(
-            f"{uri!r} cannot be opened: {error}; install what fsspec names, or use another storage"
-        ) from error
+
+def _open_bucket(place: StoragePlace, options: Mapping[str, Any], retry: Retry) -> Place:
+    if place.scheme == "s3":
+        # Needs s3fs, which not everybody who opens a tier has or wants to load.
+        from holdfast_storage.s3 import open_s3  # noqa: PLC0415
+
+        return open_s3(str(place), options, retry)
+    fs, root = fsspec.core.url_to_fs(str(place), **options)
     return GenericPlace(fs, root)

@@ -50,7 +50,7 @@ VALID = {
     "another controller": changed({"spec.managedBy": "example.com/controller"}),
     "what this version cannot do": changed(
         {"spec.snapshot.policy.type": "Sparse", "spec.minNodes": 3}
-        | {"spec.persistence": {"uri": "s3://bucket/run1", "secretRef": {"name": "creds"}}}
+        | {"spec.persistence": {"uri": "s3://bucket/run1"}}
     ),
     "more of a pod": changed(
         {"spec.trainer.template.spec.nodeSelector": {"gpu": "h200"}}

@@ -314,11 +314,10 @@ def test_a_job_without_room_says_so_once_and_waits(system: System, reason: str) 
 
 
 def test_a_job_that_wants_what_this_version_cannot_do_says_so(system: System) -> None:
-    copies = {"uri": "s3://bucket/path", "secretRef": {"name": "creds"}}
-    job = system.job(_small("advanced", persistence=copies))
+    job = system.job(_small("advanced", snapshot={"policy": {"type": "Sparse"}}))
     status = job.wait("the condition", lambda s: "conditions" in s, WAIT_S)
     assert _condition(status, "Scheduled") == ("False", "Unsupported")
-    assert "spec.persistence.secretRef" in status["problem"]
+    assert "spec.snapshot.policy.type" in status["problem"]
     system.live_through_another("beside-advanced")
     assert not system.pods("advanced")
     job.delete()

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.groups import MIN_GROUP_SIZE
-from holdfast_core.job_persistence import GENERATION_PATTERN, LATEST, URI_PATTERN
+from holdfast_core.job_persistence import GENERATION_PATTERN, LATEST
 from holdfast_core.job_schema import MANAGER
 from holdfast_core.job_snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_core.jobs import MAX_NAME_CHARACTERS
+from holdfast_core.storage_locations import HOW_TO_WRITE_A_PLACE, NOT_A_PLACE, URI_PATTERN
 from holdfast_core.values import Redundancy
 
 
@@ -318,13 +319,11 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         if kind is not Redundancy.NONE
     ),
     "spec.redundancy.bandwidth": _BANDWIDTH,
-    "spec.persistence.secretRef.name": (_DNS_NAME,),
     "spec.persistence.uri": (
         CelRule(
-            rule=f"self.matches('^{URI_PATTERN}$') && !self.split('/').exists(p, p == '..') && "
-            "(!self.startsWith('file://') || self.startsWith('file:///'))",
-            says="not an absolute path or URI; write a path from the root, or a URI like "
-            "s3://bucket/run1, without ..",
+            rule=f"self.matches('^{URI_PATTERN}$') && !self.contains('::') && "
+            "!self.split('/').exists(p, p == '.' || p == '..')",
+            says=f"{NOT_A_PLACE}; {HOW_TO_WRITE_A_PLACE}",
         ),
     ),
     "spec.persistence.interval": (

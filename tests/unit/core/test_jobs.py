@@ -74,7 +74,6 @@ FULL = document(
         "uri": "s3://bucket/run1",
         "interval": {"minutes": 30},
         "keep": 3,
-        "secretRef": {"name": "creds"},
     },
     failurePolicy={
         "maxRestarts": 20,
@@ -138,7 +137,7 @@ def test_every_field_of_the_schema_can_be_given() -> None:
     assert job.spec.model is not None
     assert job.spec.model.num_moe_layers == 32
     assert job.spec.persistence is not None
-    assert job.spec.persistence.secret_ref is not None
+    assert job.spec.persistence.uri == "s3://bucket/run1"
     shrink = job.spec.failure_policy.rules[3]
     assert (shrink.on, shrink.after_seconds, shrink.action) == (
         On.NO_REPLACEMENT,
@@ -200,12 +199,9 @@ def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
     with pytest.raises(InvalidJobError) as caught:
         check_supported(parse_job(FULL))
     assert str(caught.value).splitlines() == [
-        "job default.tiny asks for what this version cannot do, 4 problems:",
+        "job default.tiny asks for what this version cannot do, 3 problems:",
         '  spec.snapshot.policy.type = "Sparse": this version captures whole units: all of them, '
         "or some experts and everything else; use Full, PartialExperts or Selective",
-        "  spec.persistence.secretRef: this version cannot give a job's Secret to the daemons, "
-        "which serve many jobs; remove it, and give the daemons credentials with the chart's "
-        "daemon.storage.envFrom",
         "  spec.minNodes = 12: this version cannot train on fewer nodes than spec.nodes; remove "
         "the field or give 16",
         '  spec.failurePolicy.rules[3].action = "Shrink": this version cannot train on fewer '

@@ -343,8 +343,8 @@ CASES = [
         "spec.failurePolicy.rules: 33 entries; use at most 32",
     ),
     (
-        put("spec.persistence", {"uri": "s3://b", "secretRef": {"name": "My Secret"}}),
-        'spec.persistence.secretRef.name = "My Secret": not a DNS-1123 subdomain; use lower-case',
+        put("spec.persistence", {"uri": "s3://b", "secretRef": {"name": "creds"}}),
+        'spec.persistence.secretRef = {"name":"creds"}: unknown field',
     ),
     (
         put("spec.scheduling.gang", "Slurm"),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
 from holdfast_core.layouts import piece_digests
 from holdfast_core.values import Generation, Manifest
+from holdfast_storage.generic import GenericPlace
 from holdfast_storage.opening import open_place
 from holdfast_storage.retrying import Retry
 from holdfast_storage.s3 import _batches
@@ -111,14 +114,32 @@ def test_a_body_reads_as_a_file_and_goes_as_it_lies(data: bytes, cuts: list[int]
     "uri",
     [
         *("", "tier", "./tier", "../tier", "/a/../b", "file://tier", "file:///a/../b", "s3://"),
-        *("simplecache::s3://bucket/x", "s3://bucket/../other"),
+        *("simplecache::s3://bucket/x", "s3://bucket/../other", "memory://tier", "ftp://host/x"),
+        *("zip://x.zip", "http://169.254.169.254/latest", "S3://bucket", "file://host/tier"),
     ],
 )
 def test_uris_that_name_no_one_place_are_refused(uri: str) -> None:
-    with pytest.raises(InvalidJobError, match="cannot be a tier"):
+    with pytest.raises(InvalidJobError, match="not a place for copies"):
         open_place(uri, {}, Retry())
 
 
 def test_a_kind_of_storage_that_is_not_known_is_named() -> None:
-    with pytest.raises(StorageError, match="nowhere://x"):
+    with pytest.raises(InvalidJobError, match="nowhere://x"):
         open_place("nowhere://x/y", {}, Retry())
+
+
+def test_a_kind_of_storage_without_its_package_says_what_to_install() -> None:
+    with pytest.raises(StorageError, match=r"opening gs://bucket/x: .*install what it names"):
+        open_place("gs://bucket/x", {}, Retry())
+
+
+def test_errors_of_a_file_system_that_are_all_its_own_are_translated() -> None:
+    class Failing(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "failing"
+
+        def info(self, path: str, **more: Any) -> Any:
+            raise LookupError(f"no account for {path}")
+
+    place = GenericPlace(Failing(), "/tier")
+    with pytest.raises(StorageError, match=r"looking at /tier/x: LookupError: .*credentials"):
+        place.size("x")

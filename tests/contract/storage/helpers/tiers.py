@@ -8,6 +8,7 @@ from typing import Any
 import fsspec
 from stored_snapshots import JOB
 
+from holdfast_storage.generic import GenericPlace
 from holdfast_storage.opening import open_place
 from holdfast_storage.places import Place
 from holdfast_storage.retrying import Retry
@@ -24,8 +25,8 @@ class TierUnderTest:
     options: dict[str, Any]
 
     def store(self, **options: Any) -> SetStore:
-        settings = {"grace_s": -60.0, "retry": QUICK, **options}
-        return SetStore(self.uri, JOB, options=self.options, **settings)
+        settings = {"grace_s": -60.0, "place": self.place(), **options}
+        return SetStore(self.uri, JOB, **settings)
 
     def files(self) -> dict[str, int]:
         """Sizes of all that lies below the job's directory, by path in it."""
@@ -49,4 +50,6 @@ class TierUnderTest:
         fs.rm_file(f"{root}/{JOB}/{path}")
 
     def place(self) -> Place:
+        if self.uri.startswith("memory://"):  # no kind for tiers, but its files need no server
+            return GenericPlace(*fsspec.core.url_to_fs(self.uri))
         return open_place(self.uri, self.options, QUICK)
