@@ -28,6 +28,7 @@ from holdfast_core.job_schema import (
 from holdfast_core.job_snapshots import NOT_SUPPORTED, PolicyType
 from holdfast_core.job_templates import template_problems
 from holdfast_core.plain_values import check_plain
+from holdfast_core.storage_locations import Locations, location_of
 
 __all__ = [
     "API_VERSION",
@@ -45,6 +46,7 @@ __all__ = [
     "Scheduling",
     "Spec",
     "check_local",
+    "check_storage",
     "check_supported",
     "ignored_locally",
     "parse_job",
@@ -144,6 +146,16 @@ def check_supported(job: MoETrainingJob) -> None:
                 )
             )
     refuse(f"job {job.key} asks for what this version cannot do", problems)
+
+
+def check_storage(job: MoETrainingJob, locations: Locations) -> None:
+    """Refuse storage outside the locations that the platform team allows.
+
+    Raises:
+        InvalidJobError: it names those that the job may use.
+    """
+    if job.spec.persistence is not None and locations is not None:
+        location_of(job.spec.persistence.uri, job.key, locations)
 
 
 def check_local(job: MoETrainingJob) -> None:

@@ -150,6 +150,10 @@ def read_location(text: str) -> StorageLocation:
     return location
 
 
+Locations = Sequence[StorageLocation] | None
+"""Those that jobs may persist to; None where there is no list, on a person's own machine."""
+
+
 def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> StorageLocation:
     """The first of `locations` that lets `job` persist to `uri`.
 

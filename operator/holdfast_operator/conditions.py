@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.jobs import MoETrainingJob, check_supported
+from holdfast_core.jobs import MoETrainingJob, check_storage, check_supported
+from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Membership, Redundancy
 from holdfast_operator.evidence import is_unschedulable
 from holdfast_operator.lookups import (
@@ -70,13 +71,19 @@ def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
 
 
 def conditions(
-    job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
+    job: MoETrainingJob,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+    waiting: str,
+    locations: Locations = None,
 ) -> tuple[Condition, ...]:
     """All conditions, in the order of `ConditionType`; those of a kind of job only for such jobs.
     `waiting` says what the loop waits for."""
+    refusal = unsupported(job, locations) if state.membership is None else None
     found = (
         _suspended(job, observed),
-        _scheduled(job, observed, state, now, waiting),
+        refusal or _scheduled(job, observed, state, now, waiting),
         _running(job, observed, state, waiting),
         _recovering(job, observed, state, waiting),
         _protected(job, observed, state),
@@ -105,9 +112,7 @@ def _scheduled(
 ) -> Condition:
     kind = ConditionType.SCHEDULED
     if state.membership is None:
-        return unsupported(job) or Condition(
-            type=kind, status=False, reason="WaitingForNodes", message=waiting
-        )
+        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
     if state.no_replacement_since is not None:
         return Condition(type=kind, status=False, reason="NoReplacement", message=waiting)
     if now - max(state.began_at, state.attentive_since) >= UNSCHEDULABLE_SHOWN_S:
@@ -130,14 +135,17 @@ def _without_room(observed: Observed, membership: Membership) -> str:
     return f"members [{members}] wait for room; member {first.member} on {first.node}: {text}"
 
 
-def unsupported(job: MoETrainingJob) -> Condition | None:
-    """What the job asks for and this version cannot do; None when there is nothing. Nothing is
-    tried before the spec changes."""
+def unsupported(job: MoETrainingJob, locations: Locations = None) -> Condition | None:
+    """What the job asks for and this version cannot do, or nobody may; None when there is nothing.
+    Nothing is tried before the spec changes."""
+    reason = "Unsupported"
     try:
         check_supported(job)
+        reason = "StorageNotAllowed"
+        check_storage(job, locations)
     except InvalidJobError as error:
         return Condition(
-            type=ConditionType.SCHEDULED, status=False, reason="Unsupported", message=str(error)
+            type=ConditionType.SCHEDULED, status=False, reason=reason, message=str(error)
         )
     return None
 

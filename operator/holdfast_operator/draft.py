@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_persistence import tier_of
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.jobs import MoETrainingJob, check_storage
+from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Membership, Tier
 from holdfast_operator.lookups import agent_at, detection_s, is_reachable, node_of, silent_s
 from holdfast_operator.placement import place_on
@@ -39,9 +41,14 @@ class Draft:
     these methods; `state` is replaced, never modified."""
 
     def __init__(
-        self, job: MoETrainingJob, observed: Observed, state: ControlState, now: float
+        self,
+        job: MoETrainingJob,
+        observed: Observed,
+        state: ControlState,
+        now: float,
+        locations: Locations = None,
     ) -> None:
-        self.job, self.observed, self.now = job, observed, now
+        self.job, self.observed, self.now, self.locations = job, observed, now, locations
         pause_s = INATTENTIVE_HEARTBEATS * job.spec.failure_policy.detection.heartbeat_seconds
         attentive = now - state.looked_at <= pause_s
         self.state = replace(
@@ -136,11 +143,22 @@ class Draft:
         return str(stored) if stored is not None and self.state.stored_in == uri else ""
 
     def _tier(self, membership: Membership) -> Tier | None:
-        """As the job says now. The copy that it was to begin from counts until it has begun."""
+        """As the job says now, where it may. The copy that it was to begin from counts until it has
+        begun."""
         tier, known = tier_of(self.job.spec.persistence, self.job.spec.restore), membership.tier
+        if self.storage_refusal():
+            return known
         if tier is None or (self.state.started_from is None and known and known.restore_from):
             return tier
         return replace(tier, restore_from="")
+
+    def storage_refusal(self) -> str:
+        """Why the job may not persist to where it says now; empty when it may."""
+        try:
+            check_storage(self.job, self.locations)
+        except InvalidJobError as error:
+            return str(error)
+        return ""
 
     def publish_next(self, membership: Membership, moved: dict[int, NodeView]) -> Membership:
         """Publish the next epoch, with `moved` members on new nodes and all others where their

@@ -50,23 +50,31 @@ def note_copies(draft: Draft, membership: Membership) -> None:
         draft.state = replace(draft.state, stored=newest, stored_in=membership.tier.uri)
 
 
-def storage_conditions(observed: Observed, state: ControlState) -> tuple[Condition, ...]:
+def storage_conditions(
+    observed: Observed, state: ControlState, refusal: str = ""
+) -> tuple[Condition, ...]:
     """Whether copies can be read, and whether the newest could be written; nothing for jobs without
-    durable storage."""
+    durable storage. `refusal`: why the job may not persist to where its document says."""
     membership = state.membership
-    if membership is None or membership.tier is None:
+    if membership is None:
         return ()
+    if membership.tier is None:
+        return (_not_allowed(refusal),) if refusal else ()
     views = [view for view in observed.views(membership) if view is not None]
-    return _reachable(views, membership.tier), _persisted(views, membership.tier, state)
+    return _reachable(views, membership.tier), _persisted(views, membership.tier, state, refusal)
 
 
-def _persisted(views: Sequence[JobView], tier: Tier, state: ControlState) -> Condition:
+def _persisted(
+    views: Sequence[JobView], tier: Tier, state: ControlState, refusal: str
+) -> Condition:
     kind = ConditionType.PERSISTED
     newest = max((view.persisted for view in views if view.persisted is not None), default=None)
     held = (
         "nothing is in storage yet" if newest is None else f"generation {newest} is in {tier.uri}"
     )
     held += asked_because(state)
+    if refusal:
+        return _not_allowed(f"{held}; {refusal}")
     failure = next((view.persist_failure for view in views if view.persist_failure), "")
     if failure:
         message = f"{held}; the newest copy was given up: {failure}"
@@ -74,6 +82,12 @@ def _persisted(views: Sequence[JobView], tier: Tier, state: ControlState) -> Con
     if newest is None:
         return Condition(type=kind, status=False, reason="NotYet", message=held)
     return Condition(type=kind, status=True, reason="InStorage", message=held)
+
+
+def _not_allowed(message: str) -> Condition:
+    return Condition(
+        type=ConditionType.PERSISTED, status=False, reason="NotAllowed", message=message
+    )
 
 
 def _reachable(views: Sequence[JobView], tier: Tier) -> Condition:

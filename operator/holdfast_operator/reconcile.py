@@ -36,6 +36,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Membership, Redundancy
 from holdfast_operator import conditions as judge
 from holdfast_operator.deadlines import delete_when_due, is_overdue, note_activity
@@ -72,9 +73,16 @@ PLACEMENT_S = 10.0
 """How long the first placement waits for nodes that it could do without."""
 
 
-def reconcile(job: MoETrainingJob, observed: Observed, state: ControlState, now: float) -> Decision:
-    """What to do now, and the state to be given the next time."""
-    draft = Draft(job, observed, state, now)
+def reconcile(
+    job: MoETrainingJob,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+    locations: Locations = None,
+) -> Decision:
+    """What to do now, and the state to be given the next time. `locations`: where the job may
+    persist to."""
+    draft = Draft(job, observed, state, now, locations)
     waiting = _follow_rules(draft)
     ask_for_copy(draft, state.membership)
     return Decision(
@@ -87,8 +95,11 @@ def reconcile(job: MoETrainingJob, observed: Observed, state: ControlState, now:
 
 
 def _conditions(draft: Draft, waiting: str) -> tuple[Condition, ...]:
-    found = judge.conditions(draft.job, draft.observed, draft.state, draft.now, waiting)
-    return (*found, *storage_conditions(draft.observed, draft.state))
+    found = judge.conditions(
+        draft.job, draft.observed, draft.state, draft.now, waiting, draft.locations
+    )
+    refusal = draft.storage_refusal()
+    return (*found, *storage_conditions(draft.observed, draft.state, refusal))
 
 
 def _follow_rules(draft: Draft) -> str:
@@ -142,7 +153,7 @@ def _adopt(draft: Draft) -> None:
 def _place(draft: Draft) -> str:
     """The first placement, once there are enough daemons; others get time to be seen, since
     one of them may know the job already."""
-    refusal = judge.unsupported(draft.job)
+    refusal = judge.unsupported(draft.job, draft.locations)
     if refusal is not None:
         return refusal.message
     freeing = free_earlier_shape(draft)

@@ -214,7 +214,7 @@ class JobLoop:
             before = replace(before, looked_at=now)
         pods = self._pods()
         observed = self._observe(job, wants, pods)
-        decision = reconcile(job, observed, before, now)
+        decision = reconcile(job, observed, before, now, world.locations)
         if world.insecure:
             decision = replace(decision, conditions=(*decision.conditions, INSECURE))
         self._state = decision.state

@@ -194,6 +194,7 @@ class Operating:
             clock=clock,
             worked_s=time.thread_time,
             clocks=ClockPair(now=clock(), wall=time.time()),
+            locations=self._options.storage_locations,
             insecure=self._options.insecure,
             status_s=self._fleet.status_s,
         )

@@ -7,6 +7,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.storage_locations import NAMESPACE, StorageLocation, read_location
 from holdfast_protos.identity import add_options
 
 DESCRIPTION = "Carries out the MoETrainingJobs of a Kubernetes cluster."
@@ -49,6 +51,8 @@ class Options:
     daemon_selector: str
     notice: tuple[str, ...]
     """More taints and conditions that announce the end of a node."""
+    storage_locations: tuple[StorageLocation, ...]
+    """Where jobs may persist to; none: nowhere."""
     tls: str
     """Directory of this replica's certificate."""
     tls_domain: str
@@ -106,6 +110,15 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         help="a taint's key or a node condition's type that announces the end of a node, besides "
         "those of usual clouds and autoscalers; may be given again",
     )
+    add(
+        "--storage-location",
+        action="append",
+        default=[],
+        dest="storage_locations",
+        metavar="JSON",
+        help=f'where jobs may persist to: {{"prefix": "s3://copies/{NAMESPACE}", "namespaces": '
+        '["team-a"]}; without namespaces, jobs of all; may be given again; without any, nowhere',
+    )
     add_options(add, environment)
     levels = ["debug", "info", "warning", "error"]
     add("--log-level", default="info", choices=levels, help="default: %(default)s")
@@ -115,4 +128,8 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
     found.notice = tuple(found.notice)
+    try:
+        found.storage_locations = tuple(map(read_location, found.storage_locations))
+    except InvalidJobError as error:
+        parser.error(str(error))
     return Options(**vars(found))

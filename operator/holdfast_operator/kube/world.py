@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast_core.storage_locations import Locations
 from holdfast_operator.control_server import ControlServer
 from holdfast_operator.kube.api import Api
 from holdfast_operator.kube.attention import Attention
@@ -32,6 +33,8 @@ class World:
     worked_s: Callable[[], float]
     """Processor time that this thread has used: on a busy machine much less than what passes."""
     clocks: ClockPair
+    locations: Locations
+    """Where jobs may persist to."""
     insecure: bool = False
     """Daemons need not prove who they are: the one switch is off."""
     status_s: Callable[[], float]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from virtual_world import World, make_job, running
 
+from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.storage_locations import StorageLocation
 from holdfast_core.values import Generation, Line
 from holdfast_operator.views import ConditionType, JobView, NodeView
 
@@ -75,7 +78,7 @@ def test_what_is_in_storage_is_a_condition_and_so_is_a_copy_that_was_given_up() 
     assert _persisted(made) == (False, "Failing", given_up)
 
 
-def _persisted(made: StoredWorld) -> tuple[bool | None, str, str]:
+def _persisted(made: World) -> tuple[bool | None, str, str]:
     found = {c.type: c for c in made.decision.conditions}[ConditionType.PERSISTED]
     return found.status, found.reason, found.message
 
@@ -150,3 +153,62 @@ def _told(made: World) -> str:
     tier = made.membership.tier
     assert tier is not None
     return tier.persisted
+
+
+# --- locations that the platform team allows ----------------------------------------------------
+
+ALLOWED = (StorageLocation(prefix="s3://bucket/{namespace}"),)
+WORDS = (
+    "is in no storage location that the platform team allows. Namespace default may use "
+    "s3://bucket/default: choose one, or ask the platform team to add it to persistence.locations "
+    "of Holdfast's chart"
+)
+
+
+def stored_in(uri: str) -> MoETrainingJob:
+    return make_job(spec={"persistence": {"uri": uri}})
+
+
+def test_a_job_outside_all_locations_is_not_placed_and_says_what_it_may_use() -> None:
+    made = World(stored_in("s3://bucket/other"))
+    made.locations = ALLOWED
+    made.settle(60.0)
+    assert made.actions == []
+    assert made.condition("Scheduled") == (
+        False,
+        "StorageNotAllowed",
+        f"spec.persistence.uri = 's3://bucket/other' {WORDS}",
+    )
+    made.job = stored_in("s3://bucket/default/run1")
+    made.settle(1.0)
+    assert made.phase() == "Running"
+    tier = made.membership.tier
+    assert tier is not None and tier.uri == "s3://bucket/default/run1"
+
+
+def test_with_an_empty_list_no_job_persists_and_others_run() -> None:
+    made = World(stored_in("/mnt/shared"))
+    made.locations = ()
+    made.settle(5.0)
+    _, reason, message = made.condition("Scheduled")
+    assert (made.actions, reason) == ([], "StorageNotAllowed")
+    assert "Namespace default has none: ask the platform team" in message
+    made.job = make_job()
+    made.settle(1.0)
+    assert made.phase() == "Running"
+
+
+@pytest.mark.parametrize("before", ["s3://bucket/default", None])
+def test_a_running_job_does_not_get_out_of_its_locations_by_an_edit(before: str | None) -> None:
+    made = World(stored_in(before) if before else make_job())
+    made.locations = ALLOWED
+    made.settle(2.0)
+    made.job = stored_in("s3://theirs")
+    made.lose_rank(0)
+    made.settle(2.0)
+    assert (made.membership.epoch, made.phase()) == (2, "Running")
+    tier = made.membership.tier
+    assert (tier.uri if tier else None) == before
+    status, reason, message = _persisted(made)
+    assert (status, reason) == (False, "NotAllowed")
+    assert message.endswith(f"spec.persistence.uri = 's3://theirs' {WORDS}")

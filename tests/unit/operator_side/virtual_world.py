@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast_core.jobs import MoETrainingJob, parse_job
 from holdfast_core.loss_reports import LossReport
+from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Line, Membership
 from holdfast_operator.conditions import phase
 from holdfast_operator.counters import counters, from_document, remembered, to_document
@@ -95,6 +96,7 @@ class World:
         self.gone: set[str] = set()
         self.unheard: set[str] = set()
         self.returning: set[str] = set()
+        self.locations: Locations = None
         self.cordoned: set[str] = set()
         self.notices: dict[str, str] = {}
         """Node → why it will be taken away."""
@@ -126,7 +128,7 @@ class World:
     def look(self) -> Decision:
         """One look of the control loop, carried out at once."""
         self.beat()
-        decision = reconcile(self.job, self.observed(), self.state, self.now)
+        decision = reconcile(self.job, self.observed(), self.state, self.now, self.locations)
         self.state, self.decision = decision.state, decision
         self.events.extend(decision.events)
         self.actions.extend(decision.actions)

@@ -175,6 +175,7 @@ class SmallCluster:
                 clock=clock,
                 worked_s=time.thread_time,
                 clocks=ClockPair(now=clock(), wall=time.time()),
+                locations=None,
                 insecure=insecure,
                 status_s=lambda: 0.0,
             )

@@ -28,6 +28,18 @@ def test_a_pod_knows_itself_from_its_environment_and_flags_override_it() -> None
     assert parse(["--address", "10.0.0.2"], POD).address == "10.0.0.2"
 
 
+def test_storage_locations_are_read_and_what_is_none_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert parse([], POD).storage_locations == ()
+    given = ["--storage-location", '{"prefix": "s3://team-{namespace}"}']
+    (location,) = parse(given, POD).storage_locations
+    assert location.prefix == "s3://team-{namespace}"
+    with pytest.raises(SystemExit):
+        parse(["--storage-location", '{"prefix": "memory://x"}'], POD)
+    assert "not a place for copies" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_said_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse([], {"POD_NAME": "op-1"})
