@@ -201,7 +201,7 @@ class Cluster:
         command = [*within, sys.executable, "-m", module, "--root", str(root), "--node", node]
         command += ["--host", host, "--control", self.control.address]
         command += ["--insecure", "--budget", str(self._budget_bytes), "--scrub-interval", "86400"]
-        command += ["--metrics-port", "0"]
+        command += ["--metrics-port", "0", "--storage-anywhere"]
         path = self._directory / f"{node}.log"
         with path.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import HoldfastError, InvalidJobError
+from holdfast_core.storage_locations import NAMESPACE, StorageLocation, read_location
 from holdfast_daemon import mounting
 from holdfast_daemon._environment import api_server_address, given, redis_url
 from holdfast_daemon.logs import configure
@@ -110,12 +111,35 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="to fetch in a second for parity of new snapshots; 0: no limit (default)",
     )
     add(
+        "--storage-location",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help=f'where jobs may persist to: {{"prefix": "s3://copies/{NAMESPACE}", "namespaces": '
+        '["team-a"], "credentials": "DIR"}; may be given again; without any, nowhere',
+    )
+    add(
+        "--storage-anywhere",
+        action="store_true",
+        help="jobs may persist to whatever this daemon's user reaches: on a machine of one's own",
+    )
+    add(
         "--persist-grace",
         type=float,
         default=20.0,
         metavar="S",
         help="seconds to wait, on SIGTERM, for what is due soon in durable storage (default 20)",
     )
+
+
+def _locations(options: argparse.Namespace) -> tuple[StorageLocation, ...] | None:
+    if options.storage_anywhere and options.storage_location:
+        raise InvalidJobError(
+            "--storage-anywhere and --storage-location contradict each other: give one of both"
+        )
+    if options.storage_anywhere:
+        return None
+    return tuple(map(read_location, options.storage_location))
 
 
 async def _run(settings: DaemonSettings, make_node: Callable[[DaemonSettings], Node]) -> None:
@@ -184,6 +208,7 @@ def main(
             threads=options.threads,
             scrub_interval_s=options.scrub_interval,
             protection_bytes_s=options.protection_bandwidth,
+            storage_locations=_locations(options),
             persist_grace_s=options.persist_grace,
         )
         asyncio.run(_run(settings, make_node))

@@ -10,25 +10,42 @@ from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.engine import persist_leader
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.host import JobHost
-from holdfast_daemon.persister import Persister, Store
+from holdfast_daemon.persister import Persister
+from holdfast_daemon.settings import DaemonSettings
+from holdfast_daemon.stored_sets import TierSets
+from holdfast_daemon.tier_access import TierAccess
 from holdfast_storage.sets import SetStore
 
 
 class DurableTier:
     """Of one daemon. For the event loop's thread."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, access: TierAccess) -> None:
+        self._access = access
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="persist")
         self._allowance = Allowance()
+
+    @classmethod
+    def of(cls, settings: DaemonSettings) -> DurableTier:
+        """That of a daemon with these settings. Raises InvalidJobError, as `TierAccess` does."""
+        return cls(settings.threads, TierAccess(settings.storage_locations, settings.root))
 
     def persister(self, job: str, storage: Holding) -> Persister:
         """Writes what `job` has in `storage`."""
         return Persister(
             storage,
-            open_store=lambda uri: open_store(uri, job),
+            open_store=lambda uri: SetStore(uri, job, place=self._access.place(uri, job)),
             executor=self._executor,
             allowance=self._allowance,
         )
+
+    def open_sets(self, uri: str, job: str) -> TierSets:
+        """What storage holds of `job` below `uri`.
+
+        Raises:
+            HoldfastError: the job may not reach it, or it is of a kind that cannot be reached.
+        """
+        return TierSets(uri, job, place=self._access.place(uri, job))
 
     async def drain(self, hosts: Iterable[JobHost], grace_s: float) -> list[str]:
         """Before the daemon ends: have persisted what would be due soon, and wait for that.
@@ -51,12 +68,3 @@ class DurableTier:
     def close(self) -> None:
         """Wait for nothing: a storage that hangs must not keep the daemon from ending."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def open_store(uri: str, job: str) -> Store:
-    """The sets of `job` below `uri`.
-
-    Raises:
-        HoldfastError: `uri` is not of a storage that can be reached from here.
-    """
-    return SetStore(uri, job)

@@ -40,7 +40,6 @@ from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.stored_sets import TierSets
 from holdfast_daemon.traffic import Traffic
 from holdfast_daemon.trainer_service import TrainerService
 from holdfast_daemon.wires import Wiring
@@ -72,7 +71,7 @@ class Node:
         self._epochs: dict[str, int] = {}
         """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
         self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="effect")
-        self._durable = DurableTier(settings.threads)
+        self._durable = DurableTier.of(settings)
         self._wiring = Wiring(settings.identity, settings.bulk)
         self._bulk = BulkServer(settings.host, settings.bulk_port, self, self._wiring)
         self._bulk_client = BulkClient(BULK_TIMEOUT_S, self._wiring)
@@ -282,7 +281,7 @@ class Node:
             executor=self._executor,
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
-            loader=Loader(storage, storage.job, TierSets),
+            loader=Loader(storage, storage.job, self._durable.open_sets),
             parity_traffic=self._traffic.parity.of_job(),
         )
         return JobHost(

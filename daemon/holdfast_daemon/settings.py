@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_snapshots import BANDWIDTH_BYTES_S_MIN
+from holdfast_core.storage_locations import StorageLocation
 from holdfast_daemon.wires import Protection
 from holdfast_protos.identity import Identity
 
@@ -78,6 +79,8 @@ class DaemonSettings:
     """Bytes that the scrub verifies in a second at most."""
     protection_bytes_s: int = 0
     """What all jobs may fetch for parity of new generations in a second; 0: no limit."""
+    storage_locations: tuple[StorageLocation, ...] | None = ()
+    """Where jobs may persist to, by their namespaces: nowhere when empty; None: anywhere."""
     persist_grace_s: float = 20.0
     """How long a daemon that is told to end waits for what is due soon to be persisted."""
 

@@ -16,7 +16,9 @@ _ADVICE = {
     errno.EACCES: "permission denied: let the daemon's user read and write there",
     errno.EPERM: "not permitted: let the daemon's user read and write there",
     errno.ENOENT: "it is not there: check the tier's URI, and that the volume is mounted",
-    errno.ENOTDIR: "a file is where a directory belongs: check the tier's URI",
+    errno.ENOTDIR: "a file or a link is where a directory belongs: check the tier's URI, and put "
+    "no links into a storage location",
+    errno.ELOOP: "it is a link, which is not followed: put the file itself there",
     errno.EIO: "the device failed: check it; what was complete is kept",
     errno.ESTALE: "the file server lost it: check the mount; the next copy tries again",
 }

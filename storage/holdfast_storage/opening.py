@@ -8,22 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec.core
 
 from holdfast_core.storage_locations import StoragePlace, parse_place
+from holdfast_storage.confined import ConfinedFiles
 from holdfast_storage.failing import foreign_errors
 from holdfast_storage.generic import GenericPlace
 from holdfast_storage.local import LocalPlace
 from holdfast_storage.places import Place
 from holdfast_storage.retrying import Retry
 
+if TYPE_CHECKING:
+    from holdfast_storage.s3_session import S3Session
 
-def open_place(uri: str, options: Mapping[str, Any], retry: Retry) -> Place:
+
+def open_place(
+    uri: str,
+    options: Mapping[str, Any],
+    retry: Retry,
+    *,
+    top: Path | None = None,
+    session: S3Session | None = None,
+) -> Place:
     """The place that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or one of
     the other kinds of `storage_locations.SCHEMES`, with `options` for its file system. Nothing is
     read or made yet.
+
+    Args:
+        top: of a path, the directory at or above it below which links are not followed; None:
+            links of the path are followed.
+        session: for S3, what has other options, such as credentials of a location's own.
 
     Raises:
         InvalidJobError: the URI names no one place, or one of an unknown kind.
@@ -31,16 +47,21 @@ def open_place(uri: str, options: Mapping[str, Any], retry: Retry) -> Place:
     """
     place = parse_place(uri)
     if place.scheme == "file":
-        return LocalPlace(Path(str(place)))
+        return LocalPlace(Path(str(place)), ConfinedFiles(top) if top else None)
     with foreign_errors(f"opening {uri}"):
-        return _open_bucket(place, options, retry)
+        return _open_bucket(place, options, retry, session)
 
 
-def _open_bucket(place: StoragePlace, options: Mapping[str, Any], retry: Retry) -> Place:
+def _open_bucket(
+    place: StoragePlace,
+    options: Mapping[str, Any],
+    retry: Retry,
+    session: S3Session | None,
+) -> Place:
     if place.scheme == "s3":
         # Needs s3fs, which not everybody who opens a tier has or wants to load.
         from holdfast_storage.s3 import open_s3  # noqa: PLC0415
 
-        return open_s3(str(place), options, retry)
+        return open_s3(str(place), options, retry, session=session)
     fs, root = fsspec.core.url_to_fs(str(place), **options)
     return GenericPlace(fs, root)

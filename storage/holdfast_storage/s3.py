@@ -17,14 +17,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-import fsspec.core
 from botocore.exceptions import ClientError
 
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.layouts import round_up
 from holdfast_storage.places import Item, Unfinished
 from holdfast_storage.retrying import Retry
-from holdfast_storage.s3_calls import CONFIG, Calls, PartBody, code_of, wait_for
+from holdfast_storage.s3_calls import Calls, PartBody, code_of, wait_for
+from holdfast_storage.s3_session import S3Session, file_system
 
 MEBIBYTE = 1024 * 1024
 PART_BYTES = 16 * MEBIBYTE
@@ -37,16 +37,17 @@ _DELETED_AT_ONCE = 1000
 
 
 def open_s3(
-    uri: str, options: Mapping[str, Any], retry: Retry, *, part_bytes: int = PART_BYTES
+    uri: str,
+    options: Mapping[str, Any],
+    retry: Retry,
+    *,
+    part_bytes: int = PART_BYTES,
+    session: S3Session | None = None,
 ) -> S3Place:
-    """The place of an `s3://bucket/prefix`, with `options` for s3fs."""
-    config = {**CONFIG, **options.get("config_kwargs", {})}
-    endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")
-    if not str(endpoint or "https").startswith("http:"):
-        # TLS and each part's CRC32 do what a SHA-256 of the body would, and cost less.
-        config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
-    fs, root = fsspec.core.url_to_fs(uri, **{**options, "config_kwargs": config})
-    bucket, _, prefix = root.partition("/")
+    """The place of an `s3://bucket/prefix`, with `options` for s3fs, or in a `session` that has
+    others."""
+    bucket, _, prefix = uri.partition("://")[2].partition("/")
+    fs = session or file_system(options)
     return S3Place(fs, bucket, prefix, retry=retry, part_bytes=part_bytes)
 
 

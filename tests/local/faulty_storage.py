@@ -18,6 +18,7 @@ from typing import Any
 from holdfast_daemon.durable import DurableTier
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.persister import Persister
+from holdfast_daemon.tier_access import TierAccess
 from holdfast_storage.local import Files, LocalPlace
 from holdfast_storage.opening import open_place
 from holdfast_storage.places import Place
@@ -86,7 +87,7 @@ class FaultyTier(DurableTier):
 
     def __init__(self, threads: int, pass_by: Callable[[str], None], access: Access | None) -> None:
         """`pass_by` is told each step of a file system before it is done."""
-        super().__init__(threads)
+        super().__init__(threads, TierAccess(None))
         self._pass_by, self._access = pass_by, access
 
     def persister(self, job: str, storage: Holding) -> Persister:

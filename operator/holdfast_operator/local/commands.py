@@ -42,6 +42,7 @@ class Commands:
             *("--control", f"{run.control_host}:{run.control_port}"),
             *("--budget", str(self.budget_bytes)),
             *("--metrics-port", "0"),
+            "--storage-anywhere",  # that the person who runs it may write to
             *self._security(directory, run),
             *("--log-file", str(directory.log(f"daemon-{node.name}"))),
         ]

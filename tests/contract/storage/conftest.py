@@ -1,4 +1,5 @@
-"""Places to run the suites on: a directory, memory, and a real S3-compatible server."""
+"""Places to run the suites on: a directory, one in which no link is followed, memory, and a real
+S3-compatible server."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ def s3_tier(s3_server: versitygw.S3Server) -> TierUnderTest:
     return TierUnderTest(uri=prefix, options=versitygw.options(s3_server.port))
 
 
-@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(params=["local", "confined", "memory", pytest.param("s3", marks=pytest.mark.s3)])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> TierUnderTest:
     if request.param == "local":
         return TierUnderTest(uri=str(tmp_path / "tier"), options={})
+    if request.param == "confined":
+        return TierUnderTest(uri=str(tmp_path / "teams" / "a"), options={}, top=tmp_path)
     if request.param == "memory":
         return TierUnderTest(uri=f"memory://t{next(_numbers)}", options={})
     return request.getfixturevalue("s3_tier")  # type: ignore[no-any-return]

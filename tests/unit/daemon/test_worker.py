@@ -50,6 +50,7 @@ from holdfast_daemon.effects import (
 from holdfast_daemon.files import map_shared
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.storage import NodeStorage
+from holdfast_daemon.tier_access import TierAccess
 from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
@@ -138,7 +139,7 @@ class Cluster:
             bulk=bulk,
             peers=self,
             executor=self.executor,
-            persister=DurableTier(threads=1).persister(JOB, self.daemons[index].storage),
+            persister=DurableTier(1, TierAccess(None)).persister(JOB, self.daemons[index].storage),
             membership=self.membership,
             effort=Effort(threads=2, stride_bytes=2 * PIECE),
         )

@@ -47,6 +47,7 @@ from holdfast_daemon.effects import (
 from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.parity_traffic import NodeTraffic
 from holdfast_daemon.storage import NodeStorage
+from holdfast_daemon.tier_access import TierAccess
 from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
@@ -205,7 +206,7 @@ def member() -> Iterator[Member]:
             bulk=peer,
             peers=peer,
             executor=executor,
-            persister=DurableTier(threads=1).persister(JOB, storage),
+            persister=DurableTier(1, TierAccess(None)).persister(JOB, storage),
             membership=MEMBERSHIP,
             parity_traffic=traffic.of_job(),
         )

@@ -140,6 +140,7 @@ def main() -> None:
     for name in ("--root", "--node", "--host", "--control", "--metrics-port", "--log-file"):
         parser.add_argument(name, required=True)
     parser.add_argument("--budget", type=int, required=True)
+    parser.add_argument("--storage-anywhere", action="store_true", required=True)
     parser.add_argument("--insecure", action="store_true")
     for name in ("--tls", "--auth", "--tokens"):
         parser.add_argument(name, default="")

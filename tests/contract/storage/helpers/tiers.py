@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -23,6 +24,8 @@ class TierUnderTest:
 
     uri: str
     options: dict[str, Any]
+    top: Path | None = None
+    """Below it no link is followed."""
 
     def store(self, **options: Any) -> SetStore:
         settings = {"grace_s": -60.0, "place": self.place(), **options}
@@ -52,4 +55,4 @@ class TierUnderTest:
     def place(self) -> Place:
         if self.uri.startswith("memory://"):  # no kind for tiers, but its files need no server
             return GenericPlace(*fsspec.core.url_to_fs(self.uri))
-        return open_place(self.uri, self.options, QUICK)
+        return open_place(self.uri, self.options, QUICK, top=self.top)
