@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 VERSION = "v1.8.0"
@@ -64,18 +65,22 @@ def build() -> Path:
 
 
 class S3Server:
-    """One versitygw process with one bucket, over `directory`."""
+    """One versitygw process with one bucket, over `directory`. It may have more users than its
+    tester, each with a bucket that is nobody else's."""
 
-    def __init__(self, directory: Path) -> None:
-        self._root = directory
-        (directory / BUCKET).mkdir(parents=True)
+    def __init__(self, directory: Path, users: Mapping[str, str] | None = None) -> None:
+        """`users`: names, which are those of their buckets, too, and their secrets."""
+        self._root = directory / "buckets"
+        (self._root / BUCKET).mkdir(parents=True)
+        (directory / "users").mkdir()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self._process = subprocess.Popen(
             [
                 *(build(), "--access", ACCESS, "--secret", SECRET, "--quiet"),
-                *("--port", f"127.0.0.1:{self.port}", "posix", str(directory)),
+                *("--port", f"127.0.0.1:{self.port}", "--iam-dir", str(directory / "users")),
+                *("--iam-cache-disable", "posix", str(self._root)),
             ],
             stdout=subprocess.DEVNULL,
         )
@@ -83,6 +88,22 @@ class S3Server:
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"versitygw did not start on port {self.port}")
+
+        for name, secret in (users or {}).items():
+            self.set_user(name, secret, "create-user", "--role", "user")
+            self._administer("create-bucket", "--owner", name, "--bucket", name)
+
+    def set_user(self, name: str, secret: str, doing: str = "update-user", *more: str) -> None:
+        """Make a user, or give it another secret."""
+        self._administer(doing, "--access", name, "--secret", secret, *more)
+
+    def _administer(self, *command: str) -> None:
+        endpoint = ("--endpoint-url", f"http://127.0.0.1:{self.port}")
+        subprocess.run(
+            [str(binary()), "admin", "--access", ACCESS, "--secret", SECRET, *endpoint, *command],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
 
     def stop(self) -> None:
         self._process.kill()
