@@ -21,7 +21,7 @@ class DurableTier:
     """Of one daemon. For the event loop's thread."""
 
     def __init__(self, threads: int, access: TierAccess) -> None:
-        self._access = access
+        self._tier_access = access
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="persist")
         self._allowance = Allowance()
 
@@ -34,7 +34,7 @@ class DurableTier:
         """Writes what `job` has in `storage`."""
         return Persister(
             storage,
-            open_store=lambda uri: SetStore(uri, job, place=self._access.place(uri, job)),
+            open_store=lambda uri: SetStore(uri, job, place=self._tier_access.place(uri, job)),
             executor=self._executor,
             allowance=self._allowance,
         )
@@ -45,7 +45,7 @@ class DurableTier:
         Raises:
             HoldfastError: the job may not reach it, or it is of a kind that cannot be reached.
         """
-        return TierSets(uri, job, place=self._access.place(uri, job))
+        return TierSets(uri, job, place=self._tier_access.place(uri, job))
 
     async def drain(self, hosts: Iterable[JobHost], grace_s: float) -> list[str]:
         """Before the daemon ends: have persisted what would be due soon, and wait for that.

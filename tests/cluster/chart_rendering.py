@@ -65,6 +65,13 @@ VALUE_SETS: dict[str, Document] = {
             },
             "extraArgs": ["--log-format=text"],
         },
+        "persistence": {
+            "locations": [
+                {"prefix": "s3://team-{namespace}", "secretName": "s3.keys"},
+                {"prefix": "s3://old/copies", "namespaces": ["a", "b"], "secretName": "s3.keys"},
+                {"prefix": "file:///mnt/training/{namespace}/"},
+            ]
+        },
         "gangScheduling": {"volcano": True, "coscheduling": True},
         "redis": {
             "enabled": True,

@@ -13,6 +13,9 @@ from chart_rendering import DRY, URL, VALUE_SETS, Document, Renderer
 from cluster import Cluster
 from holdfast_system import CHART, NAMESPACE, RELEASE, VALUES, Holdfast
 from machine import ROOT, ClusterError, wait_for
+from msgspec.structs import replace
+
+from holdfast_core.storage_locations import StorageLocation, read_location
 
 RESOURCE = "holdfast.dev_moetrainingjobs.yaml"
 MONITORING = Path(__file__).with_name("monitoring_resources.yaml")
@@ -170,6 +173,39 @@ def test_one_namespace_needs_no_permission_in_any_other(render: Renderer) -> Non
     assert role["metadata"]["namespace"] == "team-a"
 
 
+def test_operator_and_daemons_have_the_same_list_and_daemons_alone_have_credentials(
+    render: Renderer,
+) -> None:
+    values = VALUE_SETS["everything"] | {"fullnameOverride": "holdfast"}
+    mount = "/etc/holdfast/storage/s3.keys"
+    expected = [
+        StorageLocation(prefix="s3://team-{namespace}", credentials=mount),
+        StorageLocation(prefix="s3://old/copies", namespaces=("a", "b"), credentials=mount),
+        StorageLocation(prefix="file:///mnt/training/{namespace}/"),
+    ]
+    daemon = render.one("DaemonSet", "holdfast-daemon", values)["spec"]["template"]["spec"]
+    operator = render.one("Deployment", "holdfast-operator", values)["spec"]["template"]["spec"]
+    assert _locations(daemon) == expected
+    assert _locations(operator) == [replace(one, credentials="") for one in expected]
+    secret = {"secretName": "s3.keys", "optional": True}
+    assert [v["secret"] for v in daemon["volumes"] if v["name"] == "location-0"] == [secret]
+    mounts = [m for m in daemon["containers"][0]["volumeMounts"] if "location" in m["name"]]
+    assert mounts == [{"name": "location-0", "mountPath": mount, "readOnly": True}]
+    assert not [v for v in operator["volumes"] if "location" in v["name"]]
+
+
+def test_by_default_no_job_may_persist(render: Renderer) -> None:
+    for kind, name in (("DaemonSet", "holdfast-daemon"), ("Deployment", "holdfast-operator")):
+        assert _locations(render.one(kind, name)["spec"]["template"]["spec"]) == []
+
+
+def _locations(pod: Document) -> list[StorageLocation]:
+    flag = "--storage-location="
+    given = pod["containers"][0]["args"]
+    assert "--storage-anywhere" not in given
+    return [read_location(each.removeprefix(flag)) for each in given if each.startswith(flag)]
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -189,6 +225,18 @@ def test_one_namespace_needs_no_permission_in_any_other(render: Renderer) -> Non
         ({"operator": {"replicas": 0}}, "'/operator/replicas': minimum"),
         ({"crds": {"enabled": "yes"}}, "'/crds/enabled': got string, want boolean"),
         ({"redis": {"external": {"url": "redis.example"}}}, "'/redis/external/url'"),
+        (
+            {"persistence": {"locations": [{"prefix": "memory://x"}]}},
+            "'/persistence/locations/0/prefix': 'memory://x' does not match",
+        ),
+        (
+            {"persistence": {"locations": [{"prefix": "/mnt/../x"}]}},
+            "/mnt/../x can be read in more than one way",
+        ),
+        (
+            {"persistence": {"locations": [{"prefix": "/mnt", "secretName": "s3"}]}},
+            "/mnt has a secretName, and only s3 has credentials of a location's own",
+        ),
         ({"security": {"bulk": "none"}}, "must be one of 'authenticated', 'encrypted'"),
         (
             {"security": {"certificates": {"source": "existing", "daemonSecret": "d"}}},

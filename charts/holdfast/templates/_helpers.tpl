@@ -143,6 +143,24 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 {{- end -}}
 
+{{/* Where jobs may persist to, as arguments. Arguments: root, credentials (whether to name them). */}}
+{{- define "holdfast.locations" -}}
+{{- range .root.Values.persistence.locations }}
+{{- $location := omit . "secretName" }}
+{{- $parts := splitList "/" .prefix }}
+{{- if or (has "." $parts) (has ".." $parts) (contains "::" .prefix) }}
+{{- fail (printf "persistence.locations: %s can be read in more than one way: write it without '.', '..' and '::'" .prefix) }}
+{{- end }}
+{{- if and .secretName (not (hasPrefix "s3://" .prefix)) }}
+{{- fail (printf "persistence.locations: %s has a secretName, and only s3 has credentials of a location's own: remove it, and use daemon.storage" .prefix) }}
+{{- end }}
+{{- if and .secretName $.credentials }}
+{{- $location = set $location "credentials" (printf "/etc/holdfast/storage/%s" .secretName) }}
+{{- end }}
+- {{ printf "--storage-location=%s" (toJson $location) | quote }}
+{{- end }}
+{{- end -}}
+
 {{/* Rules of a role. Arguments: root, rules (from files/rbac.yaml). */}}
 {{- define "holdfast.rules" -}}
 {{- range .rules }}

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import chart_files
+import msgspec
 import pytest
 import yaml
 from dashboards import SECTIONS, dashboard, series
 from values_schema import schema
 
 from holdfast_core.metric_definitions import Definition, MetricType
+from holdfast_core.storage_locations import PREFIX_PATTERN, StorageLocation
 from holdfast_daemon import metrics as daemon
 from holdfast_operator.kube import metrics as operator
 
@@ -183,6 +185,14 @@ def test_a_description_belongs_to_the_setting_below_it_alone() -> None:
     text = "# -- One.\none: 1\n\n# -- Two, far away.\n\ntwo: 2\n"
     with pytest.raises(ValueError, match="two has no comment"):
         schema(text, yaml.safe_load(text))
+
+
+def test_the_chart_admits_the_prefixes_that_daemons_can_read() -> None:
+    settings = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]
+    location = settings["persistence"]["properties"]["locations"]["items"]["properties"]
+    assert location["prefix"]["pattern"] == f"^{PREFIX_PATTERN}$"
+    names = {field.encode_name for field in msgspec.structs.fields(StorageLocation)}
+    assert names - {"credentials"} | {"secretName"} == set(location)
 
 
 # --- permissions --------------------------------------------------------------------------------
