@@ -1,4 +1,4 @@
-"""A tier in any other storage that fsspec knows, by what all of them can do.
+"""A tier in other object storage that fsspec reaches, by what all kinds of it can do.
 
 A file is written under a temporary name and moved; in object storage that is a copy inside the
 storage, so a kind that is used much deserves an adapter of its own, as S3 has.
