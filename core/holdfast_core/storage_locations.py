@@ -62,7 +62,7 @@ class StoragePlace:
 
     def __str__(self) -> str:
         path = "".join(f"/{part}" for part in self.parts)
-        return path if self.scheme == "file" else f"{self.scheme}://{self.bucket}{path}"
+        return path or "/" if self.scheme == "file" else f"{self.scheme}://{self.bucket}{path}"
 
     def is_within(self, other: StoragePlace) -> bool:
         """Whether this is `other` or lies below it; names are compared whole."""

@@ -110,15 +110,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         help="a taint's key or a node condition's type that announces the end of a node, besides "
         "those of usual clouds and autoscalers; may be given again",
     )
-    add(
-        "--storage-location",
-        action="append",
-        default=[],
-        dest="storage_locations",
-        metavar="JSON",
-        help=f'where jobs may persist to: {{"prefix": "s3://copies/{NAMESPACE}", "namespaces": '
-        '["team-a"]}; without namespaces, jobs of all; may be given again; without any, nowhere',
-    )
+    _add_locations(parser)
     add_options(add, environment)
     levels = ["debug", "info", "warning", "error"]
     add("--log-level", default="info", choices=levels, help="default: %(default)s")
@@ -128,8 +120,24 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
             variable = "POD_NAME" if flag == "--identity" else "POD_IP"
             parser.error(f"{flag} is missing: give it, or set {variable}")
     found.notice = tuple(found.notice)
-    try:
-        found.storage_locations = tuple(map(read_location, found.storage_locations))
-    except InvalidJobError as error:
-        parser.error(str(error))
+    found.storage_locations = tuple(found.storage_locations)
     return Options(**vars(found))
+
+
+def _add_locations(parser: argparse.ArgumentParser) -> None:
+    def location(text: str) -> StorageLocation:
+        try:
+            return read_location(text)
+        except InvalidJobError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    parser.add_argument(
+        "--storage-location",
+        action="append",
+        default=[],
+        type=location,
+        dest="storage_locations",
+        metavar="JSON",
+        help=f'where jobs may persist to: {{"prefix": "s3://copies/{NAMESPACE}", "namespaces": '
+        '["team-a"]}; without namespaces, jobs of all; may be given again; without any, nowhere',
+    )

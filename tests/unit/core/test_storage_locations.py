@@ -109,6 +109,7 @@ def test_a_job_without_a_namespace_is_in_no_location(job: str) -> None:
         ("/mnt/shared", "/mnt/shared"),
         ("file:///mnt/shared/{namespace}/copies", "/mnt/shared"),
         ("/mnt/team-{namespace}/", "/mnt"),
+        ("/{namespace}/copies", "/"),
         ("s3://b/x/", "s3://b/x"),
     ],
 )

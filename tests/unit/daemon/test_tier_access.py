@@ -73,7 +73,9 @@ def test_without_a_list_anything_that_a_person_writes_is_opened_but_no_memory(
         anywhere.place("memory://x", "default.run")
 
 
-@pytest.mark.parametrize("prefix", ["memory", "memory/x", "memory/{namespace}", "", "link"])
+@pytest.mark.parametrize(
+    "prefix", ["memory", "memory/x", "memory/{namespace}", "", "link", "/{namespace}"]
+)
 def test_no_location_may_hold_the_daemons_memory(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "memory")
