@@ -9,7 +9,8 @@ they go on in one of two ways, agreed upon in the same handshake (ALPN):
 - `encrypted`: TLS stays. It costs copies and ciphers at both ends (docs/security.md has figures).
 
 A connection is encrypted as soon as one end wants it, so that daemons can be switched one after
-another. Without an identity there is no handshake, and connections are plain.
+another. An end that agrees to nothing is refused: it would be sent bytes that this one wanted to
+encrypt. Without an identity there is no handshake, and connections are plain.
 """
 
 from __future__ import annotations
@@ -159,6 +160,17 @@ class Wiring:
                 self._prepared = loaded.version
         return loaded
 
+    def _agreed(self, tls: ssl.SSLSocket) -> Protection:
+        """What both ends of a handshake want."""
+        selected = tls.selected_alpn_protocol()
+        if selected not in self._offered:
+            raise UnauthenticatedError(
+                f"the other end showed a daemon's certificate but agreed to none of "
+                f"{', '.join(self._offered)} (ALPN): {selected or 'nothing'}; run the same release "
+                f"of the daemon on all nodes, and nothing between them that ends TLS"
+            )
+        return Protection(selected)
+
     def _shake(
         self,
         wrap: Callable[[socket.socket], ssl.SSLSocket],
@@ -175,7 +187,7 @@ class Wiring:
             handle.settimeout(HANDSHAKE_S)
             handle = tls = wrap(handle)
             _check_names(tls, self._identity.name(Role.DAEMON))
-            if tls.selected_alpn_protocol() == Protection.ENCRYPTED:
+            if self._agreed(tls) is Protection.ENCRYPTED:
                 return EncryptedWire(tls, connection, timeout_s)
             tls.unwrap()
             tls.close()

@@ -6,13 +6,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from certificate_makers import expired, made
 
-from holdfast_core.errors import StaleEpochError, UnreachableError
+from holdfast_core.errors import StaleEpochError, UnauthenticatedError, UnreachableError
 from holdfast_core.values import Generation
 from holdfast_daemon import wires
 from holdfast_daemon.bulk import Kind, Located, Request
@@ -135,6 +135,36 @@ def test_one_end_that_wants_encryption_gets_it(
     assert [isinstance(wire, wires.EncryptedWire) for wire in found] == [encrypted, encrypted]
     for wire in found:
         wire.close()
+
+
+@pytest.mark.parametrize("dialling", [True, False])
+@pytest.mark.parametrize("protection", Protection)
+def test_a_daemon_that_agrees_to_no_way_is_refused_rather_than_sent_plain_bytes(
+    tls: Path, protection: Protection, dialling: bool
+) -> None:
+    """The other end shows a daemon's certificate, and offers no ALPN."""
+    wiring, other = Wiring(Identity(tls), protection), Identity(tls)
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    far.settimeout(5)
+
+    def shake() -> None:
+        loaded, name = other.current(), other.name(Role.DAEMON)
+        with (
+            suppress(OSError),
+            loaded.server.wrap_socket(far, server_side=True)
+            if dialling
+            else loaded.client.wrap_socket(far, server_hostname=name) as shaken,
+        ):
+            shaken.recv(1)
+
+    thread = threading.Thread(target=shake)
+    thread.start()
+    with near, pytest.raises(UnauthenticatedError, match=r"agreed to none of .*encrypted"):
+        (wiring.dialled if dialling else wiring.accepted)(near, 5)
+    thread.join()
+    far.close()
 
 
 @pytest.mark.parametrize("protection", Protection)
