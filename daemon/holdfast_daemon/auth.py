@@ -40,7 +40,16 @@ AWAY_S = 5.0
 """Pause before an API server that did not answer is asked again about a token known before."""
 REMEMBERED_MAX = 4096
 """Tokens remembered: more than a node has pods, renewed hourly, for a day."""
+REFUSED_REMEMBERED_MAX = 1024
+"""Refused tokens remembered. They have a place of their own: a flood of them makes nobody forget
+the good ones."""
 REVIEWS_AT_ONCE = 4
+"""Of tokens that were not known to be good."""
+REVIEWS_WAITING_MAX = 64
+"""Tokens not known to be good that are under review or wait for it: for the API server's patience
+at most, each of them 16 times."""
+RENEWALS_AT_ONCE = 2
+"""Reviews of tokens known to be good, which wait for nobody else's."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -127,7 +136,8 @@ class TokenAuthenticator:
 
     Args:
         now: Unix time in seconds, because tokens expire by it.
-        reviewed: called after each review with `allowed`, `denied` or `failed`.
+        reviewed: called after each review with `allowed`, `denied` or `failed`; with `shed`
+            instead of one for which too many wait.
     """
 
     def __init__(
@@ -138,8 +148,14 @@ class TokenAuthenticator:
     ) -> None:
         self._reviewer, self._now, self._reviewed = reviewer, now, reviewed
         self._known: dict[bytes, _Known] = {}
+        """Tokens that the API server accepted."""
+        self._refused: dict[bytes, _Known] = {}
+        """Tokens that it refused."""
         self._asking: dict[bytes, asyncio.Task[_Known]] = {}
+        self._strange: set[bytes] = set()
+        """Those of `_asking` that are not known to be good."""
         self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="token-review")
+        self._renewals = ThreadPoolExecutor(RENEWALS_AT_ONCE, thread_name_prefix="token-renewal")
 
     async def authorize(self, token: str, job: str) -> None:
         identity = await self._identify(token)
@@ -158,7 +174,8 @@ class TokenAuthenticator:
     def close(self) -> None:
         for task in self._asking.values():
             task.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._renewals):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _identify(self, token: str) -> Identity:
         if not token:
@@ -167,7 +184,7 @@ class TokenAuthenticator:
                 f"{AUDIENCE}, and name its file in HOLDFAST_TOKEN_FILE"
             )
         digest = hashlib.sha256(token.encode()).digest()
-        known = self._known.get(digest)
+        known = self._known.get(digest) or self._refused.get(digest)
         if known is None or self._now() >= min(known.fresh_until, known.expires_at):
             known = await self._ask(digest, token)
         if known.identity is None:
@@ -181,20 +198,33 @@ class TokenAuthenticator:
         """One review for all calls that wait for the same token, whichever of them is given up."""
         task = self._asking.get(digest)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._review(digest, token))
+            if strange := digest not in self._known:
+                self._make_room(digest)
+            threads = self._threads if strange else self._renewals
+            task = asyncio.get_running_loop().create_task(self._review(digest, token, threads))
             self._asking[digest] = task
             task.add_done_callback(lambda ended: self._answered(digest, ended))
         return await asyncio.shield(task)
 
+    def _make_room(self, digest: bytes) -> None:
+        if len(self._strange) >= REVIEWS_WAITING_MAX:
+            self._reviewed("shed")
+            raise UnreachableError(
+                f"{REVIEWS_WAITING_MAX} unknown tokens wait until the API server has said whose "
+                f"they are; the call can be repeated"
+            )
+        self._strange.add(digest)
+
     def _answered(self, digest: bytes, ended: asyncio.Task[_Known]) -> None:
         del self._asking[digest]
+        self._strange.discard(digest)
         if not ended.cancelled():
             ended.exception()  # whoever asked may be gone; then nobody else looks at it
 
-    async def _review(self, digest: bytes, token: str) -> _Known:
+    async def _review(self, digest: bytes, token: str, threads: ThreadPoolExecutor) -> _Known:
         loop = asyncio.get_running_loop()
         try:
-            identity = await loop.run_in_executor(self._threads, self._reviewer.review, token)
+            identity = await loop.run_in_executor(threads, self._reviewer.review, token)
         except UnauthenticatedError as error:
             self._reviewed("denied")
             until = self._now() + DENIED_FRESH_S
@@ -232,13 +262,19 @@ class TokenAuthenticator:
         return replace(before, fresh_until=now + AWAY_S)
 
     def _remember(self, digest: bytes, known: _Known) -> None:
-        if len(self._known) >= REMEMBERED_MAX:
-            now = self._now()
-            self._known = {d: k for d, k in self._known.items() if k.expires_at > now}
-        if len(self._known) >= REMEMBERED_MAX:
-            del self._known[next(iter(self._known))]
         self._known.pop(digest, None)
-        self._known[digest] = known
+        self._refused.pop(digest, None)
+        if known.identity is None:
+            kept, most = self._refused, REFUSED_REMEMBERED_MAX
+        else:
+            kept, most = self._known, REMEMBERED_MAX
+        if len(kept) >= most:
+            now = self._now()
+            for expired in [d for d, k in kept.items() if k.expires_at <= now]:
+                del kept[expired]
+        if len(kept) >= most:
+            del kept[next(iter(kept))]
+        kept[digest] = known
 
 
 def token_expiry(token: str) -> float | None:

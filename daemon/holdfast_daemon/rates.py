@@ -35,8 +35,12 @@ milliseconds."""
 JOB_RATE = Rate(per_s=300.0, burst=600)
 """Other calls of one job's trainers and agents on this node, such as Hello and Restore."""
 STRANGER_RATE = Rate(per_s=200.0, burst=400)
-"""Calls that name no job of this node, and questions about the daemon: of all callers together."""
+"""Calls for jobs that are not on this node, and questions about the daemon: of all callers that
+have a right to them, together."""
 STRANGERS = (("strangers",), STRANGER_RATE)
+REFUSAL_RATE = Rate(per_s=200.0, burst=400)
+"""Calls that are refused because the caller has no right: of all such callers together."""
+REFUSALS = (("refusals",), REFUSAL_RATE)
 PEER_RATE = Rate(per_s=100.0, burst=200)
 """Reports and directives of one member. The newest wins, so that senders lose nothing by
 waiting."""

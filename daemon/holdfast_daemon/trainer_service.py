@@ -30,13 +30,14 @@ from holdfast_core.errors import (
 from holdfast_core.layouts import SLOTS_PER_ARENA
 from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon import request_limits
+from holdfast_daemon.admission import Admission
 from holdfast_daemon.auth import Authenticator
 from holdfast_daemon.claims import Claims, SessionSeal
 from holdfast_daemon.engine import RestoreState
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import Metrics
-from holdfast_daemon.rates import JOB_RATE, SESSION_RATE, STRANGERS, Accounts
+from holdfast_daemon.rates import Accounts
 from holdfast_daemon.refusals import Context, refuse
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import rank_loss_from_proto
@@ -54,7 +55,7 @@ def _translating(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
     @functools.wraps(handler)
     async def translated(self: TrainerService, request: Any, context: Context) -> Any:
         try:
-            await self.admit(request)
+            await self.admit(request, context)
             return await handler(self, request, context)
         except HoldfastError as error:
             await self.refuse(request, context, error)
@@ -83,17 +84,21 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self._arena_socket = arena_socket
         self._node_host = node_host
         self._status = status
-        self._authenticator = authenticator
         self._metrics = metrics
         self._complaints = OncePerCause(_log)
         self._seal = SessionSeal()
         limited = functools.partial(metrics.add, "rate_limited", service="trainers")
-        self._accounts = Accounts(time.monotonic, limited)
+        self._admission = Admission(
+            authenticator,
+            Accounts(time.monotonic, limited),
+            lambda job: host_of(job) is not None,
+            limited,
+        )
 
     @_translating
     async def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
-        host = await self._authorized(request.job, context)
+        host = self._placed(request.job)
         request_limits.check_address(request.store_address)
         epoch = host.engine.hello(request.rank, request.store_address)
         membership = host.engine.memory.membership
@@ -108,8 +113,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self, request: trainer_pb2.RestoreRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.RestoreProgress]:
         try:
-            await self.admit(request)
-            host = await self._authorized(request.job, context)
+            await self.admit(request, context)
+            host = self._placed(request.job)
             told = ""
             while True:
                 state = host.engine.restore_state(request.rank, request.epoch)
@@ -151,7 +156,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     @_translating
     async def Open(self, request: trainer_pb2.OpenRequest, context: Any) -> Any:
-        host = await self._authorized(request.job, context)
+        host = self._placed(request.job)
         session, effects = host.writer.open(
             rank=request.rank,
             epoch=request.epoch,
@@ -229,7 +234,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         self, request: trainer_pb2.WatchRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.WatchEvent]:
         try:
-            await self.admit(request)
+            await self.admit(request, context)
             host, name = self._of_session(request.session)
         except HoldfastError as error:
             await refuse(context, error)
@@ -288,7 +293,6 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, "the agent")
-        await self._authenticator.authorize(_token(context), request.job)
         loop = asyncio.get_running_loop()
         # Not min() alone: with NaN it would be NaN, and no time on the loop would be in order.
         until = loop.time() + (min(request.wait_s, WORLD_WAIT_S_MAX) if request.wait_s > 0 else 0)
@@ -324,27 +328,27 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     @_translating
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
-        host = await self._authorized(request.job, context)
+        host = self._placed(request.job)
         request_limits.check_address(request.store_address)
         host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
         return trainer_pb2.PublishStoreReply()
 
     @_translating
     async def WorkerExited(self, request: trainer_pb2.WorkerExitedRequest, context: Any) -> Any:
-        host = await self._authorized(request.job, context)
+        host = self._placed(request.job)
         host.worker_exited(request.epoch, request.rank, request.exit_code, request.last_lines)
         return trainer_pb2.WorkerExitedReply()
 
     @_translating
     async def Persist(self, request: trainer_pb2.PersistRequest, context: Any) -> Any:
-        host = await self._authorized(request.job, context)
+        host = self._placed(request.job)
         host.carry_out(host.engine.request_persist(host.now))
         return trainer_pb2.PersistReply()
 
     @_translating
     async def Status(self, request: trainer_pb2.StatusRequest, context: Context) -> Any:
         status = self._status()
-        seen = await self._authenticator.visible(_token(context), status["jobs"])
+        seen = await self._admission.visible(_token(context), status["jobs"])
         status["jobs"] = {job: status["jobs"][job] for job in seen}
         return trainer_pb2.StatusReply(json=msgspec.json.encode(status).decode())
 
@@ -359,22 +363,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             self._metrics.add("stale_epoch_refusals", job=job)
         await refuse(context, error)
 
-    async def admit(self, request: Any) -> None:
-        """Return when it is this call's turn. Raises RateLimitedError."""
-        if job := getattr(request, "job", ""):
-            known = self._host_of(job) is not None
-            await self._accounts.admit(*((("job", job), JOB_RATE) if known else STRANGERS))
-        elif hasattr(request, "session"):
-            _, session = self._of_session(request.session)
-            await self._accounts.admit(("session", session), SESSION_RATE)
-        else:
-            await self._accounts.admit(*STRANGERS)
+    async def admit(self, request: Any, context: Context) -> None:
+        """Return when it is this call's turn. Raises what it is refused with."""
+        fields = request.DESCRIPTOR.fields_by_name
+        if "job" in fields:
+            await self._admission.admit_job(_token(context), request.job)
+        elif "session" in fields:
+            await self._admission.admit_session(request.session, self._of_session)
+        # Else its handler admits it: what it answers depends on the caller.
 
-    # --- inside -----------------------------------------------------------------------------------
-
-    async def _authorized(self, job: str, context: Context) -> JobHost:
-        """The job, for a caller that may act for it."""
-        await self._authenticator.authorize(_token(context), job)
+    def _placed(self, job: str) -> JobHost:
+        """The job on this node."""
         host = self._host_of(job)
         if host is None:
             raise UnreachableError(

@@ -19,7 +19,9 @@ from holdfast_daemon.auth import (
     AWAY_S,
     DENIED_FRESH_S,
     FRESH_S,
+    REFUSED_REMEMBERED_MAX,
     REMEMBERED_MAX,
+    REVIEWS_WAITING_MAX,
     Identity,
     TokenAuthenticator,
     TrustingAuthenticator,
@@ -40,10 +42,12 @@ class FakeReviewer:
         self.error: HoldfastError | None = None
         self.gate = threading.Event()
         self.gate.set()
+        self.held = ""
+        """What tokens that wait at the gate begin with."""
 
     def review(self, token: str) -> Identity:
         self.asked.append(token)
-        assert self.gate.wait(10)
+        assert not token.startswith(self.held) or self.gate.wait(10)
         if self.error is not None:
             raise self.error
         return Identity(namespace="team", pod="moe-0-1")
@@ -248,6 +252,46 @@ def test_a_flood_of_tokens_takes_bounded_memory() -> None:
         asked = len(bench.reviewer.asked)
         await bench.auth.authorize(first, JOB)
         assert len(bench.reviewer.asked) == asked + 1, "the oldest was forgotten"
+
+    asyncio.run(run())
+
+
+def test_a_flood_of_garbage_makes_nobody_forget_a_good_token() -> None:
+    async def run() -> None:
+        bench, good = Bench(), token_until(NOW + 3600)
+        await bench.auth.authorize(good, JOB)
+        bench.reviewer.error = UnauthenticatedError("no such token")
+        for number in range(REMEMBERED_MAX + 1):
+            with pytest.raises(UnauthenticatedError):
+                await bench.auth.authorize(f"garbage-{number}", JOB)
+        asked = len(bench.reviewer.asked)
+        await bench.auth.authorize(good, JOB)
+        assert len(bench.reviewer.asked) == asked, "the good token was not asked about again"
+        assert len(bench.auth._refused) == REFUSED_REMEMBERED_MAX
+
+    asyncio.run(run())
+
+
+def test_garbage_waits_in_a_queue_with_an_end_and_a_known_token_does_not_wait_behind_it() -> None:
+    async def run() -> None:
+        bench, good = Bench(), token_until(NOW + 3600)
+        await bench.auth.authorize(good, JOB)
+        bench.now += FRESH_S
+        bench.reviewer.held, bench.reviewer.error = "garbage", None
+        bench.reviewer.gate.clear()
+        crowd = [
+            asyncio.create_task(bench.auth.authorize(f"garbage-{number}", JOB))
+            for number in range(3 * REVIEWS_WAITING_MAX)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(UnreachableError, match=r"64 unknown tokens wait .* can be repeated"):
+            await bench.auth.authorize("garbage-too", JOB)
+        await asyncio.wait_for(bench.auth.authorize(good, JOB), 10)
+        bench.reviewer.gate.set()
+        ended = await asyncio.gather(*crowd, return_exceptions=True)
+        assert [type(error) for error in ended].count(UnreachableError) == 2 * REVIEWS_WAITING_MAX
+        assert bench.outcomes.count("shed") == 2 * REVIEWS_WAITING_MAX + 1
+        await bench.auth.authorize("garbage-too", JOB)
 
     asyncio.run(run())
 

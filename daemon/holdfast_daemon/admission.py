@@ -1,0 +1,95 @@
+"""Which calls of trainers are let in, and on whose account.
+
+A call is paid for by whoever was proven to make it: first its right is checked, then its job's or
+session's account is charged. Whoever has no right pays from one account of their own, all together,
+so that strangers who name a job cannot spend what its trainers need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from holdfast_core.errors import HoldfastError
+from holdfast_daemon.auth import Authenticator
+from holdfast_daemon.rates import (
+    JOB_RATE,
+    REFUSALS,
+    SESSION_RATE,
+    STRANGERS,
+    WAIT_S_MAX,
+    Accounts,
+)
+
+REFUSALS_HELD_MAX = 64
+"""Refused calls that are held up at once because refusals come too fast; more are refused without a
+pause, since a call that is held up takes the place of another."""
+
+_T = TypeVar("_T")
+
+
+class Admission:
+    """Lets calls in. For one event loop.
+
+    Args:
+        accounts: of this service.
+        is_placed: whether a job is on this node.
+        limited: told of each refusal that came too fast.
+    """
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        accounts: Accounts,
+        is_placed: Callable[[str], bool],
+        limited: Callable[[], None],
+    ) -> None:
+        self._authenticator, self._accounts = authenticator, accounts
+        self._is_placed, self._limited = is_placed, limited
+        self._held = 0
+
+    async def admit_job(self, token: str, job: str) -> None:
+        """Return when it is the turn of a call for `job`. Raises as `Authenticator.authorize`, and
+        RateLimitedError."""
+        try:
+            await self._authenticator.authorize(token, job)
+        except HoldfastError:
+            await self.hold_refusal()
+            raise
+        account = (("job", job), JOB_RATE) if self._is_placed(job) else STRANGERS
+        await self._accounts.admit(*account)
+
+    async def admit_session(self, sealed: str, find: Callable[[str], _T]) -> _T:
+        """What `find` returns for a session's sealed id, when it is the call's turn. Raises what
+        `find` does, and RateLimitedError."""
+        try:
+            found = find(sealed)
+        except HoldfastError:
+            await self.hold_refusal()
+            raise
+        await self._accounts.admit(("session", sealed.rpartition("/")[0]), SESSION_RATE)
+        return found
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        """Those of `jobs` that the caller may see, when it is the call's turn. Raises as
+        `Authenticator.visible`, and RateLimitedError."""
+        try:
+            seen = await self._authenticator.visible(token, jobs)
+        except HoldfastError:
+            await self.hold_refusal()
+            raise
+        await self._accounts.admit(*STRANGERS)
+        return seen
+
+    async def hold_refusal(self) -> None:
+        """Return when a call may be refused: at once, but for some of those that come too fast."""
+        wait_s = self._accounts.wait_s(*REFUSALS)
+        if wait_s > WAIT_S_MAX:
+            self._limited()
+        if wait_s > 0 and self._held < REFUSALS_HELD_MAX:
+            self._held += 1
+            try:
+                await asyncio.sleep(min(wait_s, WAIT_S_MAX))
+            finally:
+                self._held -= 1
