@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import HoldfastError, UnknownSessionError
 from holdfast_daemon.auth import Authenticator
+from holdfast_daemon.host import JobHost
 from holdfast_daemon.rates import (
     JOB_RATE,
     REFUSALS,
@@ -21,11 +22,14 @@ from holdfast_daemon.rates import (
     WAIT_S_MAX,
     Accounts,
 )
+from holdfast_daemon.refusals import Context
+from holdfast_protos import channels
 
 REFUSALS_HELD_MAX = 64
 """Refused calls that are held up at once because refusals come too fast; more are refused without a
 pause, since a call that is held up takes the place of another."""
 
+_TOKEN_HEADER, _BEARER = "authorization", "Bearer "
 _T = TypeVar("_T")
 
 
@@ -82,6 +86,29 @@ class Admission:
         await self._accounts.admit(*STRANGERS)
         return seen
 
+    async def share_of(
+        self,
+        headers: dict[str, str],
+        of_session: bool,
+        find: Callable[[str], tuple[JobHost, str]],
+    ) -> str:
+        """The job in whose share a call is, by its headers. A session proves itself, whatever
+        token the call carries: training goes on while nobody can say whose a token is.
+
+        Raises:
+            UnknownSessionError: the call is one of a session, and proves neither session nor token.
+            HoldfastError: as `Authenticator.job_of`, for any other.
+        """
+        try:
+            host, _ = find(headers.get(channels.SESSION_HEADER, ""))
+            return host.job
+        except UnknownSessionError as unknown:
+            try:
+                return await self._authenticator.job_of(_bearer(headers.get(_TOKEN_HEADER)))
+            except HoldfastError as error:
+                await self.hold_refusal()
+                raise (unknown if of_session else error) from None
+
     async def hold_refusal(self) -> None:
         """Return when a call may be refused: at once, but for some of those that come too fast."""
         wait_s = self._accounts.wait_s(*REFUSALS)
@@ -93,3 +120,13 @@ class Admission:
                 await asyncio.sleep(min(wait_s, WAIT_S_MAX))
             finally:
                 self._held -= 1
+
+
+def bearer_token(context: Context) -> str:
+    """The bearer's token of a call; empty when it carries none."""
+    return _bearer(dict(context.invocation_metadata() or ()).get(_TOKEN_HEADER))
+
+
+def _bearer(header: str | bytes | None) -> str:
+    known = isinstance(header, str) and header.startswith(_BEARER)
+    return str(header).removeprefix(_BEARER) if known else ""

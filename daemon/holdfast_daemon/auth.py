@@ -48,6 +48,8 @@ REVIEWS_AT_ONCE = 4
 REVIEWS_WAITING_MAX = 64
 """Tokens not known to be good that are under review or wait for it: for the API server's patience
 at most, each of them 16 times."""
+CALLS_WAITING_MAX = 256
+"""Calls that wait for those reviews."""
 RENEWALS_AT_ONCE = 2
 """Reviews of tokens known to be good, which wait for nobody else's."""
 
@@ -88,6 +90,10 @@ class Authenticator(Protocol):
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
         """Those of `jobs` that the caller may act for. Raises as `authorize`, but for denials."""
 
+    async def job_of(self, token: str) -> str:
+        """The job that the bearer belongs to; "" where callers prove nothing. Raises as `visible`,
+        and for every token that is not good for any job."""
+
     def close(self) -> None:
         """Answer no more."""
 
@@ -101,6 +107,10 @@ class TrustingAuthenticator:
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
         del token
         return list(jobs)
+
+    async def job_of(self, token: str) -> str:
+        del token
+        return ""
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -154,6 +164,8 @@ class TokenAuthenticator:
         self._asking: dict[bytes, asyncio.Task[_Known]] = {}
         self._strange: set[bytes] = set()
         """Those of `_asking` that are not known to be good."""
+        self._waiting = 0
+        """Calls that wait for reviews of those."""
         self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="token-review")
         self._renewals = ThreadPoolExecutor(RENEWALS_AT_ONCE, thread_name_prefix="token-renewal")
 
@@ -170,6 +182,10 @@ class TokenAuthenticator:
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
         identity = await self._identify(token)
         return [job for job in jobs if may_act_for(identity, job)]
+
+    async def job_of(self, token: str) -> str:
+        identity = await self._identify(token)
+        return f"{identity.namespace}.{re.sub(r'-[0-9]+-[0-9]+$', '', identity.pod)}"
 
     def close(self) -> None:
         for task in self._asking.values():
@@ -196,22 +212,30 @@ class TokenAuthenticator:
 
     async def _ask(self, digest: bytes, token: str) -> _Known:
         """One review for all calls that wait for the same token, whichever of them is given up."""
+        strange = digest not in self._known
+        if strange:
+            self._make_room(digest)
         task = self._asking.get(digest)
         if task is None:
-            if strange := digest not in self._known:
-                self._make_room(digest)
             threads = self._threads if strange else self._renewals
             task = asyncio.get_running_loop().create_task(self._review(digest, token, threads))
             self._asking[digest] = task
             task.add_done_callback(lambda ended: self._answered(digest, ended))
-        return await asyncio.shield(task)
+        self._waiting += strange
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting -= strange
 
     def _make_room(self, digest: bytes) -> None:
-        if len(self._strange) >= REVIEWS_WAITING_MAX:
+        is_new = digest not in self._strange
+        if self._waiting >= CALLS_WAITING_MAX or (
+            is_new and len(self._strange) >= REVIEWS_WAITING_MAX
+        ):
             self._reviewed("shed")
             raise UnreachableError(
-                f"{REVIEWS_WAITING_MAX} unknown tokens wait until the API server has said whose "
-                f"they are; the call can be repeated"
+                f"{self._waiting} calls wait until the API server has said whose their "
+                f"{len(self._strange)} unknown tokens are; the call can be repeated"
             )
         self._strange.add(digest)
 

@@ -9,9 +9,16 @@ import grpc.aio
 
 from holdfast_core.errors import StorageError
 from holdfast_daemon.peers import PeerService
+from holdfast_daemon.receiving import Receiving
 from holdfast_daemon.trainer_service import TrainerService
-from holdfast_protos import channels, peer_pb2_grpc, trainer_pb2_grpc
+from holdfast_protos import channels, peer_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.identity import Identity, OnlyFor, Role, add_port
+
+SESSION_METHODS = frozenset(
+    f"/{method.containing_service.full_name}/{method.name}"
+    for method in trainer_pb2.DESCRIPTOR.services_by_name["Trainer"].methods
+    if "session" in method.input_type.fields_by_name
+)
 
 
 async def serve_trainers(service: TrainerService, path: Path, mode: int) -> grpc.aio.Server:
@@ -22,7 +29,11 @@ async def serve_trainers(service: TrainerService, path: Path, mode: int) -> grpc
     """
     clear_socket(path)
     server = grpc.aio.server(
-        options=channels.server_options(channels.TRAINER_STREAMS_MAX),
+        interceptors=[Receiving(service, SESSION_METHODS)],
+        options=[
+            *channels.server_options(channels.TRAINER_STREAMS_MAX),
+            *channels.open_to_strangers(channels.TRAINER_CONNECTIONS_MAX),
+        ],
         maximum_concurrent_rpcs=channels.TRAINER_CALLS_MAX,
     )
     trainer_pb2_grpc.add_TrainerServicer_to_server(service, server)

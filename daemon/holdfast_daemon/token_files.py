@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast_core.errors import AccessDeniedError, UnauthenticatedError
-from holdfast_core.job_names import job_file_name
+from holdfast_core.job_names import job_file_name, job_of_file_name
 
 
 class FileAuthenticator:
@@ -34,6 +34,20 @@ class FileAuthenticator:
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
         _insist_on(token)
         return [job for job in jobs if self._opens(token, job)]
+
+    async def job_of(self, token: str) -> str:
+        _insist_on(token)
+        try:
+            files = sorted(file.name for file in self._directory.iterdir())
+        except OSError:
+            files = []
+        for job in map(job_of_file_name, files):
+            if self._opens(token, job):
+                return job
+        raise UnauthenticatedError(
+            "the token of this call is that of no job on this machine; run the trainer as a part "
+            "of its job, which gives it HOLDFAST_TOKEN_FILE"
+        )
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -30,7 +30,7 @@ from holdfast_core.errors import (
 from holdfast_core.layouts import SLOTS_PER_ARENA
 from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon import request_limits
-from holdfast_daemon.admission import Admission
+from holdfast_daemon.admission import Admission, bearer_token
 from holdfast_daemon.auth import Authenticator
 from holdfast_daemon.claims import Claims, SessionSeal
 from holdfast_daemon.engine import RestoreState
@@ -48,7 +48,6 @@ DETAIL_CHARACTERS_MAX = 500
 """Logged of why a stranger's call was denied: what it sent as its job is part of it."""
 
 _log = bind(logging.getLogger(__name__))
-_BEARER = "Bearer "
 
 
 def _translating(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -348,9 +347,13 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     @_translating
     async def Status(self, request: trainer_pb2.StatusRequest, context: Context) -> Any:
         status = self._status()
-        seen = await self._admission.visible(_token(context), status["jobs"])
+        seen = await self._admission.visible(bearer_token(context), status["jobs"])
         status["jobs"] = {job: status["jobs"][job] for job in seen}
         return trainer_pb2.StatusReply(json=msgspec.json.encode(status).decode())
+
+    async def share_of(self, headers: dict[str, str], of_session: bool) -> str:
+        """The job in whose share a call is; see `receiving`."""
+        return await self._admission.share_of(headers, of_session, self._of_session)
 
     async def refuse(self, request: Any, context: Context, error: HoldfastError) -> None:
         """Count the refusal, then end the call with it."""
@@ -367,7 +370,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         """Return when it is this call's turn. Raises what it is refused with."""
         fields = request.DESCRIPTOR.fields_by_name
         if "job" in fields:
-            await self._admission.admit_job(_token(context), request.job)
+            await self._admission.admit_job(bearer_token(context), request.job)
         elif "session" in fields:
             await self._admission.admit_session(request.session, self._of_session)
         # Else its handler admits it: what it answers depends on the caller.
@@ -389,11 +392,3 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             if session in host.engine.memory.sessions:
                 return host, session
         raise UnknownSessionError(f"session {session} is not known here; open a new one")
-
-
-def _token(context: Context) -> str:
-    """The bearer's token of a call; empty when it carries none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str) and value.startswith(_BEARER):
-            return value.removeprefix(_BEARER)
-    return ""

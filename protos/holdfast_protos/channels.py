@@ -32,6 +32,9 @@ PEER_CALLS_MAX = 2048
 CONTROL_CALLS_MAX = 20_000
 """Daemons that one control loop hears at once."""
 
+TRAINER_CONNECTIONS_MAX = 4096
+"""Connections to the trainers' socket of a node."""
+
 HANDSHAKE_MS_MAX = 10_000
 """A connection that has not said that it speaks HTTP/2 by then is closed."""
 
@@ -44,6 +47,10 @@ KEEPALIVE_TIMEOUT_MS = 20_000
 
 PING_INTERVAL_MS_MIN = 2_000
 """A client that asks more often than this is cut off; daemons ask every five seconds."""
+
+SESSION_HEADER = "holdfast-session"
+"""In the headers of each call of a session: the session's id. By it, or by a good token, a daemon
+knows before it reads a request that the caller has a right to talk."""
 
 Options = list[tuple[str, int]]
 
@@ -62,6 +69,15 @@ def server_options(streams_max: int) -> Options:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_INTERVAL_MS_MIN),
+    ]
+
+
+def open_to_strangers(connections_max: int) -> Options:
+    """Besides, of a server whose socket is open to others than its callers: no more connections
+    than that, and no window that grows, so that a request that nobody reads takes 64 KiB."""
+    return [
+        ("grpc.max_allowed_incoming_connections", connections_max),
+        ("grpc.http2.bdp_probe", 0),
     ]
 
 

@@ -5,6 +5,9 @@ The trainer-facing service of a node's daemon, on a Unix socket. Bytes of tensor
 through it: the trainer copies them into the arena, whose descriptor it receives over
 `arena.sock` (SCM_RIGHTS) in exchange for the session's token.
 
+Nothing of a request is read before its headers prove the caller: `authorization` (Bearer and a
+token) or, for a call of a session, `holdfast-session` (its id).
+
 An error of ours is an aborted call with trailing metadata `holdfast-code` (HoldfastError.code);
 the message is the status detail.
 """

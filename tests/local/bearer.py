@@ -1,4 +1,4 @@
-"""Puts a token into every call of a channel."""
+"""Puts what proves a caller into every call of a channel: a token, and the call's session."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grpc
+
+from holdfast_protos import channels
 
 
 class _Details(NamedTuple):
@@ -20,25 +22,27 @@ class _Details(NamedTuple):
 
 
 class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    """Calls carry what `token` returns when they are made; nothing when that is empty."""
+    """Calls carry what `token` returns when they are made, unless that is empty."""
 
     def __init__(self, token: Callable[[], str]) -> None:
         self._token = token
 
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(self._with_token(details), request)
+        return continuation(self._proven(details, request), request)
 
     def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(self._with_token(details), request)
+        return continuation(self._proven(details, request), request)
 
-    def _with_token(self, details: Any) -> Any:
-        token = self._token()
-        if not token:
-            return details
+    def _proven(self, details: Any, request: Any) -> Any:
+        token, session = self._token(), getattr(request, "session", "")
+        headers = (
+            *((("authorization", f"Bearer {token}"),) if token else ()),
+            *(((channels.SESSION_HEADER, session),) if session else ()),
+        )
         return _Details(
             method=details.method,
             timeout=details.timeout,
-            metadata=(("authorization", f"Bearer {token}"),),
+            metadata=headers,
             credentials=details.credentials,
             wait_for_ready=details.wait_for_ready,
             compression=details.compression,

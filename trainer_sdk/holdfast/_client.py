@@ -19,7 +19,7 @@ import grpc
 
 from holdfast._arena import Arena, claim_arena, read_arena
 from holdfast._partial import NO_LOSS, Loss
-from holdfast._token import Token
+from holdfast._token import Metadata, Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
 from holdfast_core.values import ExpertVersion, Generation, Line, Manifest
@@ -292,7 +292,7 @@ class GrpcClient:
     def watch(self, session: str) -> Iterator[Event]:
         try:
             request = trainer_pb2.WatchRequest(session=session)
-            for message in self._stub.Watch(request, metadata=self._token.metadata()):
+            for message in self._stub.Watch(request, metadata=self._headers(request)):
                 event = _event(message)
                 if event is not None:
                     yield event
@@ -329,8 +329,13 @@ class GrpcClient:
     ) -> _T:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return self._call(
-            lambda: method(request, timeout=timeout_s, metadata=self._token.metadata())
+            lambda: method(request, timeout=timeout_s, metadata=self._headers(request))
         )
+
+    def _headers(self, request: object) -> Metadata:
+        """What a call carries: the token, and the session that it is one of."""
+        session = getattr(request, "session", "")
+        return (*self._token.metadata(), *([(channels.SESSION_HEADER, session)] * bool(session)))
 
     def _call(self, call: Callable[[], _T]) -> _T:
         try:

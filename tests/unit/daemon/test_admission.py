@@ -89,6 +89,7 @@ def test_strangers_who_name_a_job_do_not_spend_what_its_trainers_may_call(token:
         metrics = Metrics()
         service = _service(metrics)
         assert await _hello(service, "mine") == "let in"
+        await _hello(service, token)  # whose it is, is known from now on
         crowd = [asyncio.create_task(_hello(service, token)) for _ in range(3 * JOB_RATE.burst)]
         while not crowd[REFUSAL_RATE.burst - 1].done():
             await asyncio.sleep(0)

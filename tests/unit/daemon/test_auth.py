@@ -17,6 +17,7 @@ from holdfast_core.errors import (
 )
 from holdfast_daemon.auth import (
     AWAY_S,
+    CALLS_WAITING_MAX,
     DENIED_FRESH_S,
     FRESH_S,
     REFUSED_REMEMBERED_MAX,
@@ -39,6 +40,7 @@ class FakeReviewer:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.pod = "moe-0-1"
         self.error: HoldfastError | None = None
         self.gate = threading.Event()
         self.gate.set()
@@ -50,7 +52,7 @@ class FakeReviewer:
         assert not token.startswith(self.held) or self.gate.wait(10)
         if self.error is not None:
             raise self.error
-        return Identity(namespace="team", pod="moe-0-1")
+        return Identity(namespace="team", pod=self.pod)
 
 
 class Bench:
@@ -284,7 +286,7 @@ def test_garbage_waits_in_a_queue_with_an_end_and_a_known_token_does_not_wait_be
             for number in range(3 * REVIEWS_WAITING_MAX)
         ]
         await asyncio.sleep(0)
-        with pytest.raises(UnreachableError, match=r"64 unknown tokens wait .* can be repeated"):
+        with pytest.raises(UnreachableError, match=r"their 64 unknown tokens are; .* repeated"):
             await bench.auth.authorize("garbage-too", JOB)
         await asyncio.wait_for(bench.auth.authorize(good, JOB), 10)
         bench.reviewer.gate.set()
@@ -292,6 +294,37 @@ def test_garbage_waits_in_a_queue_with_an_end_and_a_known_token_does_not_wait_be
         assert [type(error) for error in ended].count(UnreachableError) == 2 * REVIEWS_WAITING_MAX
         assert bench.outcomes.count("shed") == 2 * REVIEWS_WAITING_MAX + 1
         await bench.auth.authorize("garbage-too", JOB)
+
+    asyncio.run(run())
+
+
+def test_calls_that_wait_for_one_made_up_token_have_an_end() -> None:
+    async def run() -> None:
+        bench = Bench()
+        bench.reviewer.gate.clear()
+        crowd = [
+            asyncio.create_task(bench.auth.job_of("made-up")) for _ in range(CALLS_WAITING_MAX)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(UnreachableError, match=r"256 calls wait .* their 1 unknown"):
+            await bench.auth.job_of("made-up")
+        bench.reviewer.gate.set()
+        assert set(await asyncio.gather(*crowd)) == {JOB}
+        assert await bench.auth.job_of("made-up") == JOB
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("pod", "job"), [("moe-0-1", "team.moe"), ("moe-0-0-1", "team.moe-0")])
+def test_a_token_says_which_job_its_bearer_belongs_to(pod: str, job: str) -> None:
+    async def run() -> None:
+        bench = Bench()
+        bench.reviewer.pod = pod
+        assert await bench.auth.job_of(token_until(NOW + 3600)) == job
+        bench.reviewer.error = UnauthenticatedError("no such token")
+        with pytest.raises(UnauthenticatedError):
+            await bench.auth.job_of("made-up")
+        assert may_act_for(Identity(namespace="team", pod=pod), job)
 
     asyncio.run(run())
 

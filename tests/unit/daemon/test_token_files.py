@@ -46,6 +46,13 @@ def test_no_token_is_told_what_to_do(judge: FileAuthenticator) -> None:
         asyncio.run(judge.visible("", ["team.moe"]))
 
 
+def test_a_token_says_which_job_its_bearer_belongs_to(judge: FileAuthenticator) -> None:
+    assert asyncio.run(judge.job_of(TOKEN)) == "team.moe"
+    for token in ("", "made-up", TOKEN[:-1]):
+        with pytest.raises(UnauthenticatedError):
+            asyncio.run(judge.job_of(token))
+
+
 @pytest.mark.parametrize("job", ["../outside", "..", ".", "", "x/../../outside", "a\0b", "j" * 300])
 def test_no_name_of_a_job_leads_out_of_the_directory(judge: FileAuthenticator, job: str) -> None:
     denied(judge, TOKEN, job)

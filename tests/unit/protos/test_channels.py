@@ -10,12 +10,20 @@ import grpc
 import grpc.aio
 import pytest
 
+from holdfast_core.errors import HoldfastError
+from holdfast_daemon.refusals import refuse
 from holdfast_daemon.serving import serve_trainers
 from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
 
 
 class Greeter(trainer_pb2_grpc.TrainerServicer):
-    """Answers Hello with what it was sent."""
+    """Answers Hello with what it was sent, whoever asks."""
+
+    async def share_of(self, headers: dict[str, str], of_session: bool) -> str:
+        return ""
+
+    async def refuse(self, request: Any, context: Any, error: HoldfastError) -> None:
+        await refuse(context, error)
 
     async def Hello(self, request: Any, context: Any) -> Any:
         return trainer_pb2.HelloReply(epoch=len(request.job))

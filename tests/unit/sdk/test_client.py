@@ -22,7 +22,7 @@ from holdfast_core.errors import (
 from holdfast_core.layouts import Layout, encode_layout, encode_manifest
 from holdfast_core.loss_reports import LossReport
 from holdfast_core.values import Generation, Manifest
-from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import loss_from_proto
 
 WAIT_S = 10.0
@@ -65,11 +65,15 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
         self.error: HoldfastError | None = None
         self.version = codec.PROTOCOL_VERSION
         self.seen: list[Any] = []
+        self.sessions: list[str] = []
+        """What the headers of each call name as its session."""
         self.fresh = False
         self.ended = threading.Event()
 
     def _enter(self, request: Any, context: grpc.ServicerContext) -> None:
         self.seen.append(request)
+        headers = dict(context.invocation_metadata())
+        self.sessions.append(str(headers.get(channels.SESSION_HEADER, "")))
         if self.error is not None:
             context.set_trailing_metadata(codec.error_to_metadata(self.error))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(self.error))
@@ -199,6 +203,18 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
     said = service.seen[-1]
     assert (said.failed, said.failure) == (3, "f")
     assert loss_from_proto(said.loss) == LOSS
+
+
+def test_the_headers_of_a_sessions_calls_name_it_before_the_request_is_read(
+    client: GrpcClient, service: Trainer
+) -> None:
+    client.hello()
+    client.open(2, b"layout", 99, WAIT_S)
+    client.grant("s1", 2, 1)
+    client.abort("s2", 2, 1, "why")
+    list(client.watch("s3"))
+    client.close_session("s4")
+    assert service.sessions == ["", "", "s1", "s2", "s3", "s4"]
 
 
 def test_a_restore_tells_its_progress_and_ends_in_a_decision(
