@@ -1,10 +1,11 @@
-"""What a daemon's jobs share of the durable tier: threads, the limit of bandwidth, a good end."""
+"""A daemon's way to the durable tier: threads of each job, the limit of bandwidth that all jobs
+share, a good end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.engine import persist_leader
@@ -18,11 +19,16 @@ from holdfast_storage.sets import SetStore
 
 
 class DurableTier:
-    """Of one daemon. For the event loop's thread."""
+    """Of one daemon. For the event loop's thread.
+
+    Args:
+        threads: of each job that writes, started when it does: a storage that hangs holds those of
+            its own job.
+    """
 
     def __init__(self, threads: int, access: TierAccess) -> None:
-        self._tier_access = access
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="persist")
+        self._threads, self._tier_access = threads, access
+        self._executors: dict[str, Executor] = {}
         self._allowance = Allowance()
 
     @classmethod
@@ -35,7 +41,7 @@ class DurableTier:
         return Persister(
             storage,
             open_store=lambda uri: SetStore(uri, job, place=self._tier_access.place(uri, job)),
-            executor=self._executor,
+            executor=self.executor(job),
             allowance=self._allowance,
         )
 
@@ -46,6 +52,18 @@ class DurableTier:
             HoldfastError: the job may not reach it, or it is of a kind that cannot be reached.
         """
         return TierSets(uri, job, place=self._tier_access.place(uri, job))
+
+    def executor(self, job: str) -> Executor:
+        """The threads that write for `job`, until `release`."""
+        if job not in self._executors:
+            self._executors[job] = ThreadPoolExecutor(self._threads, thread_name_prefix="persist")
+        return self._executors[job]
+
+    def release(self, job: str) -> None:
+        """Let the threads of a job end that has left the node; those that hang, when they can."""
+        executor = self._executors.pop(job, None)
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, hosts: Iterable[JobHost], grace_s: float) -> list[str]:
         """Before the daemon ends: have persisted what would be due soon, and wait for that.
@@ -67,4 +85,5 @@ class DurableTier:
 
     def close(self) -> None:
         """Wait for nothing: a storage that hangs must not keep the daemon from ending."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for job in list(self._executors):
+            self.release(job)

@@ -294,10 +294,10 @@ class Node:
         )
 
     def _drop(self, job: str) -> None:
-        host = self.hosts.pop(job, None)
-        if host is None:
+        if (host := self.hosts.pop(job, None)) is None:
             return
         host.drop()
+        self._durable.release(job)
         with self._lock:
             self._epochs.pop(job, None)
         self._observer.forget(job)
