@@ -23,6 +23,7 @@ TARGETS: tuple[Target, ...] = (
     Target(key="save_call_ms", figure="save() call", at_most=5.0),
     Target(key="committed", figure="time to committed", at_most=1.2),
     Target(key="first_save", figure="first save after open", at_most=1.5),
+    Target(key="looked", figure="… comparing all of it, if replicated", at_most=None),
     Target(key="partial_staged", figure="1 of 8 experts: staged", at_most=1.1),
     Target(key="partial_committed", figure="1 of 8 experts: committed", at_most=1.1),
     Target(key="partial_2_staged", figure="2 of 8 experts: staged", at_most=1.1),

@@ -1,5 +1,5 @@
-"""What a training process notices: `blocked`, `staged`, `save_call_ms`, `committed`, `first_save`
-and `restore`, through the public SDK and a real daemon.
+"""What a training process notices: `blocked`, `staged`, `save_call_ms`, `committed`, `first_save`,
+`looked` and `restore`, through the public SDK and a real daemon.
 
 A few rounds, each with a new daemon: a process opens a session, saves and dies by SIGKILL. After
 the last one, new processes restore, each in an epoch of its own.
@@ -72,6 +72,12 @@ def _rows(rounds: list[Saves], restores: list[Restored]) -> dict[str, Figure]:
             [statistics.median(saves.committed) for saves in rounds],
             "× warm save",
             note="the first save of a new session into a new arena, until committed",
+        ),
+        "looked": ratio(
+            [s for saves in rounds for s in saves.looked],
+            [statistics.median(saves.committed) for saves in rounds for _ in saves.looked],
+            "× warm save",
+            note="digests of all units, which a save that compares replicas makes before it copies",
         ),
         "restore": ratio(
             [restored.seconds for restored in restores],

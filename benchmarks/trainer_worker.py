@@ -19,6 +19,10 @@ import holdfast
 from benchmarks.floors import Memcpy
 from benchmarks.measure import REPETITIONS, WARM_UPS
 from benchmarks.states import State
+from holdfast._capture import LiveState
+from holdfast._copy import CopyEngine
+from holdfast._devices import CpuDevice
+from holdfast._replicas import digests_of
 
 JOB = "bench"
 
@@ -32,6 +36,8 @@ class Saves(msgspec.Struct, kw_only=True):
     blocked: list[float] = []
     staged: list[float] = []
     committed: list[float] = []
+    looked: list[float] = []
+    """Of the digests of all units, as a save makes them that compares replicas."""
     step: int = 0
     digest: int = 0
     state_bytes: int = 0
@@ -70,8 +76,20 @@ def save(socket: Path, total_bytes: int) -> Saves:
             saves.staged.append(staged)
             saves.committed.append(committed)
         saves.step = turn + 2
+        saves.looked.append(_look(state))
     saves.digest = state.digest()
     return saves
+
+
+def _look(state: State) -> float:
+    pair, settings = holdfast.Topology(dp=2), holdfast.Settings()
+    sources = LiveState(state.model, [state.optimizer], pair, 0).discover()
+    engine = CopyEngine(settings.copy_threads, CpuDevice())
+    begin = time.perf_counter()
+    digests_of(sources, pair, 0, engine, None)
+    seconds = time.perf_counter() - begin
+    engine.close()
+    return seconds
 
 
 def restore(socket: Path, total_bytes: int) -> Restored:

@@ -123,6 +123,12 @@ class ReplicaMismatchError(HoldfastError):
     code = "replica_mismatch"
 
 
+class ReplicasDivergedError(HoldfastError):
+    """Ranks that held the same bytes of a unit no longer do; a snapshot would be a mixture."""
+
+    code = "replicas_diverged"
+
+
 class LayoutMismatchError(HoldfastError):
     """A snapshot's tensors differ in name, shape or dtype from the live ones."""
 

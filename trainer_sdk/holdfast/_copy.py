@@ -198,9 +198,15 @@ class CopyEngine:
 
         self._run(block, range(0, count, BLOCK_PIECES))
 
-    def each(self, work: Callable[[int], None], count: int) -> None:
-        """Call `work` for 0 … count - 1 on all threads; raises what one of them raised."""
-        self._run(work, range(count))
+    def each(self, work: Callable[[int], None], count: int, fence: Fence = None) -> None:
+        """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raises what
+        one of them raised."""
+
+        def after(index: int) -> None:
+            with self._device.after(fence):
+                work(index)
+
+        self._run(after, range(count))
 
     def close(self) -> None:
         """End the threads."""

@@ -10,7 +10,8 @@ This module moves bytes only; what to move is in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +48,9 @@ class Device(Protocol):
     def reach(self, fence: Fence) -> None:
         """Return when what the fence comes after is done. Called by any thread."""
 
+    def after(self, fence: Fence) -> AbstractContextManager[None]:
+        """What this thread does with tensors within it comes after the fence, beside training."""
+
     def download(
         self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Sequence[Callable[[], None]]:
@@ -74,6 +78,10 @@ class CpuDevice:
 
     def reach(self, fence: Fence) -> None:
         del fence
+
+    def after(self, fence: Fence) -> AbstractContextManager[None]:
+        del fence
+        return nullcontext()
 
     def download(
         self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
@@ -117,6 +125,13 @@ class CudaDevice:
     def reach(self, fence: Fence) -> None:
         assert isinstance(fence, torch.cuda.Event)
         fence.synchronize()
+
+    @contextmanager
+    def after(self, fence: Fence) -> Iterator[None]:
+        with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
+            if isinstance(fence, torch.cuda.Event):
+                self._stream.wait_event(fence)
+            yield
 
     def download(
         self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence

@@ -13,11 +13,12 @@ from torch import nn
 from holdfast._capture import LiveState
 from holdfast._client import DaemonClient, GrpcClient
 from holdfast._collect import Stateful
+from holdfast._comparing import Comparing
 from holdfast._conventions import UnitNamer
 from holdfast._devices import device_of
 from holdfast._dtensors import raw
 from holdfast._environment import Environment, read_environment
-from holdfast._exchange import make_exchange
+from holdfast._exchange import Alone, make_exchange
 from holdfast._nodaemon import UnprotectedSession
 from holdfast._session import ProtectedSession, Session
 from holdfast._settings import Settings
@@ -92,8 +93,19 @@ def init(
         client=client,
         exchange=make_exchange(world_size, tuned.exchange_timeout_s),
         counting=make_exchange(world_size, tuned.exchange_timeout_s) if by_tokens else None,
+        comparing=_comparing(chosen, tuned),
         device=device_of([raw(parameter) for parameter in model.parameters()]),
         settings=tuned,
+    )
+
+
+def _comparing(topology: Topology, settings: Settings) -> Comparing:
+    """What compares replicas again, where there are any. Collective."""
+    every = settings.compare_replicas_every if settings.check_replicas else 0
+    if not every or len(topology.dense_replicas(0)) == 1:
+        return Comparing(Alone(), topology, 0)
+    return Comparing(
+        make_exchange(topology.world_size, settings.exchange_timeout_s), topology, every
     )
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import torch
-import xxhash
 
 from holdfast._capture import Source
 from holdfast._copy import CopyEngine
+from holdfast._devices import Fence
+from holdfast._digests import digest_of
 from holdfast._exchange import Exchange
 from holdfast._plan import BasePlan, plan_alone, plan_together, table_of
 from holdfast_core.errors import ReplicaMismatchError
+from holdfast_core.recompute import BESIDE_STATE
 from holdfast_core.sharding import ShardStrategy
 from holdfast_core.topology import Topology
 from holdfast_core.units import TensorSize, UnitKey, UnitKind
@@ -30,25 +31,19 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True):
     table: tuple[TensorSize, ...]
     extras_bytes: int
     digests: dict[str, int]
-    """Unit → xxh3-64 over its shared tensors by name; empty when not checked."""
+    """Unit → digest of its shared tensors by name; empty when not checked."""
 
 
 _STATEMENT = msgspec.json.Decoder(Statement)
 
 
 def state_of(
-    step: int,
-    sources: Sequence[Source],
-    extras_bytes: int,
-    topology: Topology,
-    rank: int,
-    engine: CopyEngine | None,
+    step: int, sources: Sequence[Source], extras_bytes: int, digests: Mapping[str, int]
 ) -> Statement:
-    """This rank's statement; hashes the live bytes with `engine` unless that is None."""
-    digests: dict[str, int] = {}
-    if engine is not None:
-        digests = _digests(sources, topology, rank, engine)
-    return Statement(step=step, table=table_of(sources), extras_bytes=extras_bytes, digests=digests)
+    """This rank's statement."""
+    return Statement(
+        step=step, table=table_of(sources), extras_bytes=extras_bytes, digests=dict(digests)
+    )
 
 
 def agree(
@@ -74,55 +69,69 @@ def agree(
     extras = {r: said.extras_bytes for r, said in enumerate(statements)}
     plan = plan_together(rank, topology, tables, extras, strategy, partial=partial)
     if len({said.step for said in statements}) == 1:
-        _compare({r: said.digests for r, said in enumerate(statements)}, topology)
+        _compare({r: said.digests for r, said in enumerate(statements) if said.digests}, topology)
     return plan
 
 
-def _digests(
-    sources: Sequence[Source], topology: Topology, rank: int, engine: CopyEngine
+def digests_of(
+    sources: Sequence[Source], topology: Topology, rank: int, engine: CopyEngine, fence: Fence
 ) -> dict[str, int]:
+    """Unit → digest of its live bytes, of the units that other ranks hold as well.
+
+    Args:
+        fence: what the tensors' bytes must come after on their device.
+    """
     by_unit: dict[UnitKey, list[Source]] = {}
     for source in sources:
-        if not source.private and len(_replicas(topology, rank, source.unit)) > 1:
+        shared = not source.private and source.role not in BESIDE_STATE
+        if shared and len(replicas_of(topology, rank, source.unit)) > 1:
             by_unit.setdefault(source.unit, []).append(source)
     units = sorted(by_unit)
     found: dict[str, int] = {}
 
-    def hash_unit(index: int) -> None:
-        digest = xxhash.xxh3_64()
-        for source in sorted(by_unit[units[index]], key=lambda source: source.name):
-            flat = source.tensor.contiguous().reshape(-1).view(torch.uint8)
-            digest.update(flat.cpu().numpy().data)
-        found[str(units[index])] = digest.intdigest()
+    def look(index: int) -> None:
+        held = sorted(by_unit[units[index]], key=lambda source: source.name)
+        found[str(units[index])] = digest_of(source.tensor.contiguous() for source in held)
 
-    engine.each(hash_unit, len(units))
+    engine.each(look, len(units), fence)
     return found
 
 
-def _compare(digests: Mapping[int, Mapping[str, int]], topology: Topology) -> None:
+def differing(
+    digests: Mapping[int, Mapping[str, int]], topology: Topology
+) -> list[tuple[UnitKey, list[int]]]:
+    """The units of which replicas have other digests: each with the first of its ranks, and those
+    that differ from it. Ranks that are not among `digests` are not compared."""
     groups = {topology.dense_replicas(r) for r in digests}
     groups |= {topology.expert_replicas(r) for r in digests}
     wrong: list[tuple[UnitKey, list[int]]] = []
     for group in sorted(groups):
-        for name in sorted({name for r in group for name in digests[r]}):
+        ranks = [r for r in group if r in digests]
+        for name in sorted({name for r in ranks for name in digests[r]}):
             unit = UnitKey.parse(name)
-            if _replicas(topology, group[0], unit) != group:
+            if replicas_of(topology, group[0], unit) != group:
                 continue
-            first = digests[group[0]].get(name)
-            differ = [r for r in group if digests[r].get(name) != first]
+            first = digests[ranks[0]].get(name)
+            differ = [r for r in ranks if digests[r].get(name) != first]
             if differ:
-                wrong.append((unit, [group[0], *differ]))
+                wrong.append((unit, [ranks[0], *differ]))
+    return sorted(wrong)
+
+
+def replicas_of(topology: Topology, rank: int, unit: UnitKey) -> tuple[int, ...]:
+    """The ranks that hold `unit` as `rank` does."""
+    if unit.kind is UnitKind.EXPERT:
+        return topology.expert_replicas(rank)
+    return topology.dense_replicas(rank)
+
+
+def _compare(digests: Mapping[int, Mapping[str, int]], topology: Topology) -> None:
+    wrong = differing(digests, topology)
     if wrong:
-        unit, ranks = min(wrong)
+        unit, ranks = wrong[0]
         others = f" ({len(wrong) - 1} more units differ)" if len(wrong) > 1 else ""
         raise ReplicaMismatchError(
             f"unit {unit}: {topology} declares ranks {ranks} to be replicas, but rank {ranks[0]} "
             f"holds other bytes than ranks {ranks[1:]}{others}; correct the topology, synchronise "
             f"the initial weights, or name the units with the `units` argument"
         )
-
-
-def _replicas(topology: Topology, rank: int, unit: UnitKey) -> tuple[int, ...]:
-    if unit.kind is UnitKind.EXPERT:
-        return topology.expert_replicas(rank)
-    return topology.dense_replicas(rank)

@@ -20,6 +20,7 @@ from holdfast._awaiting import Awaiting
 from holdfast._bubbles import Bubbles
 from holdfast._capture import Source
 from holdfast._client import Commit, DaemonClient, Event, Stage
+from holdfast._comparing import Comparing
 from holdfast._copy import CopyEngine, Digests
 from holdfast._devices import Device
 from holdfast._exchange import Exchange
@@ -32,7 +33,7 @@ from holdfast._partial import partial_capture
 from holdfast._partial_state import PartialState
 from holdfast._placed import Flags, Placed
 from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
-from holdfast._replicas import agree, state_of
+from holdfast._replicas import agree, digests_of, state_of
 from holdfast._restore import Restored
 from holdfast._settings import Settings
 from holdfast._tally import Tally
@@ -64,12 +65,14 @@ class Saver:
         topology: Topology,
         rank: int,
         settings: Settings,
+        comparing: Comparing,
         counting: Exchange | None = None,
         gradients: Gradients | None = None,
     ) -> None:
         self._client, self._exchange = client, exchange
         self._device, self._engine = device, engine
         self._topology, self._rank, self._settings = topology, rank, settings
+        self.comparing = comparing
         self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
         self.tally = Tally()
         self.problem: HoldfastError | None = None
@@ -105,6 +108,7 @@ class Saver:
 
     def called(self, number: int, step: int, now_s: float) -> None:
         """Save `number` was called; said before anything else is done about it."""
+        self.comparing.called(number, step)
         if (partial := self.partial) is not None:
             partial.called(number, step, now_s)
 
@@ -142,6 +146,7 @@ class Saver:
 
     def refuse(self, handle: SaveHandle, error: HoldfastError) -> None:
         """Put `error` into `handle` and count it. Any thread."""
+        self.comparing.missed(handle.step)
         self.tally.refuse(handle.step, error)
         handle._fail(error)
 
@@ -151,6 +156,7 @@ class Saver:
         self._thread.join(timeout_s)
         if self.partial is not None:
             self.partial.close(timeout_s)
+        self.comparing.close(timeout_s)
         if self._thread.is_alive():
             _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
             self._client.close()  # ends the call that it waits for
@@ -213,6 +219,7 @@ class Saver:
             task.handle._reach(task.handle.staged)
             return
         step, link = task.handle.step, self._link
+        due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
         left_out, skip, base, unchanged = frozenset[UnitKey](), None, None, b""
         if self.partial is not None:
             left_out = self.partial.left_out(task.number)
@@ -226,8 +233,11 @@ class Saver:
             left_out = left_out if carried else left_out - self.partial.own
             self.partial.attempt(task.number, left_out)
         try:
+            if due:
+                self.comparing.say(task.number, self._live_digests(task))
             digests = self._capture(task, placed, skip if carried else None, left_out)
             commit, state = self._finish(task, placed, left_out, digests)
+            self.comparing.settle(task.number)
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
             raise
@@ -239,33 +249,25 @@ class Saver:
 
     def _agree(self, task: Task) -> None:
         """Exchange tables with the other ranks, and compare what the topology calls replicas."""
-        check = self._settings.check_replicas and self._exchange.together
-        engine = self._engine if check and task.hold() else None
+        exchange, strategy = self._exchange, self._settings.strategy
+        check = self._settings.check_replicas and exchange.together
         try:
-            statement = state_of(
-                task.handle.step,
-                self._sources,
-                len(task.extras),
-                self._topology,
-                self._rank,
-                engine,
-            )
+            digests = self._live_digests(task) if check and task.hold() else {}
         finally:
             task.release(over=False)
-        self._base = agree(
-            self._exchange,
-            statement,
-            self._topology,
-            self._rank,
-            self._settings.strategy,
-            partial=self.partial is not None,
-        )
+        said = state_of(task.handle.step, self._sources, len(task.extras), digests)
+        partial = self.partial is not None
+        self._base = agree(exchange, said, self._topology, self._rank, strategy, partial=partial)
         if self._base.experts is None:
             self.partial = None
         elif self.partial is not None:
             shards = own_shards(self._base, table_of(self._sources))
             own = self._base.apart.intersection(shard.unit for shard in shards)
             self.partial.agreed(self._base.experts, self._topology.world_size, own)
+
+    def _live_digests(self, task: Task) -> dict[str, int]:
+        """Of each unit that other ranks hold as well, while the task is held."""
+        return digests_of(self._sources, self._topology, self._rank, self._engine, task.fence)
 
     def _open(self, task: Task) -> None:
         """Have a session whose layout fits the task."""
@@ -343,12 +345,10 @@ class Saver:
 
     def _commit(self, task: Task, commit: Commit, placed: Placed, old: Collection[UnitKey]) -> None:
         handle, link, every = task.handle, self._link, self._settings.nan_check_every
-        nan_units: tuple[str, ...] = ()
         # Not the first: until it is committed, a session that has just begun can lose everything.
-        if every and self._saves % every == min(1, every - 1) and link.layout is not None:
-            nan_units = units_with_nan(placed, set(map(str, old)))
-            if nan_units:
-                _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
+        due = every and self._saves % every == min(1, every - 1)
+        if nan_units := units_with_nan(placed, set(map(str, old))) if due else ():
+            _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
         self._saves += 1
         generation = Generation(commit.epoch, commit.step)
         self._awaiting.add(generation, handle)

@@ -20,6 +20,7 @@ from holdfast._capacity import Capacity
 from holdfast._capture import LiveState, Source
 from holdfast._client import DaemonClient
 from holdfast._collect import Stateful, collect
+from holdfast._comparing import Comparing
 from holdfast._copy import CopyEngine
 from holdfast._devices import Device
 from holdfast._exchange import Exchange
@@ -56,7 +57,8 @@ class Session(ABC):
     @property
     @abstractmethod
     def problem(self) -> HoldfastError | None:
-        """Why no save can succeed any more; None when all is well."""
+        """Why no save can succeed any more, or before replicas are equal again; None when all is
+        well."""
 
     @property
     @abstractmethod
@@ -186,6 +188,7 @@ class ProtectedSession(Session):
         exchange: Exchange,
         device: Device,
         settings: Settings,
+        comparing: Comparing,
         counting: Exchange | None = None,
     ) -> None:
         self._live = live
@@ -204,6 +207,7 @@ class ProtectedSession(Session):
             topology,
             rank,
             settings,
+            comparing,
             counting,
             self._gradients,
         )
@@ -263,7 +267,7 @@ class ProtectedSession(Session):
 
     @property
     def problem(self) -> HoldfastError | None:
-        return self._saver.problem
+        return self._saver.problem or self._saver.comparing.problem
 
     @property
     def counters(self) -> Counters:

@@ -43,6 +43,9 @@ class Settings:
     """Saves between two checks of all units for NaN, from the second save on; 0 for never."""
     check_replicas: bool = True
     """Whether the first save compares the units that the topology declares to be replicas."""
+    compare_replicas_every: int = 10
+    """Saves from one comparison of them to the next; 1 for every save, 0 for the first save only.
+    Equal on all ranks. What is saved in between is not looked at."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """How replicas divide the capture of what they share (PEC §3.2)."""
     partial_experts: PartialExperts | None = None
@@ -70,8 +73,9 @@ class Settings:
             )
         if self.copy_threads < 1:
             raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")
-        if self.nan_check_every < 0:
-            raise InvalidJobError(f"nan_check_every={self.nan_check_every}: give 0 or more")
+        for name in ("nan_check_every", "compare_replicas_every"):
+            if getattr(self, name) < 0:
+                raise InvalidJobError(f"{name}={getattr(self, name)}: give 0 or more")
         for name in (
             "start_wait_s",
             "rpc_timeout_s",
