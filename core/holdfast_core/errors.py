@@ -127,6 +127,8 @@ class ReplicasDivergedError(HoldfastError):
     """Ranks that held the same bytes of a unit no longer do; a snapshot would be a mixture."""
 
     code = "replicas_diverged"
+    words = "are replicas and no longer equal"
+    """In every such message."""
 
 
 class LayoutMismatchError(HoldfastError):
