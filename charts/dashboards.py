@@ -81,6 +81,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_recomputed_pieces_sent_total",
         "holdfast_peer_messages_lost_total",
         "holdfast_operator_daemons_connected",
+        "holdfast_operator_daemons_outdated",
     ),
     "Integrity and access": (
         "holdfast_corrupt_total",

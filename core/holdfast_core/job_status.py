@@ -185,7 +185,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
                     "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
                     "StorageReachable and Persisted (with durable storage), TokenLossWithinLimit "
                     "(where snapshots leave experts out), Insecure (where identity is off), "
-                    "Complete and Failed."
+                    "DaemonsOutdated (until those of its nodes are renewed), Complete and Failed."
                 },
                 extra_json_schema={
                     "x-kubernetes-list-type": "map",

@@ -43,6 +43,11 @@ class Groups:
         """From now on `member` counts as one whose memory is new."""
         self._weak.add(member)
 
+    @property
+    def weak(self) -> frozenset[int]:
+        """Members whose memory is away or not filled."""
+        return frozenset(self._weak)
+
     @cached_property
     def _group_of(self) -> dict[int, tuple[int, ...]]:
         return {member: group for group in self._membership.groups for member in group}

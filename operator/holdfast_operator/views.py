@@ -275,6 +275,7 @@ class ConditionType(StrEnum):
     STORAGE_REACHABLE = "StorageReachable"
     PERSISTED = "Persisted"
     INSECURE = "Insecure"
+    DAEMONS_OUTDATED = "DaemonsOutdated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,11 +27,13 @@ VALUES = {
     "image.pullPolicy": "IfNotPresent",
     "daemon.memory.budget": "768Mi",
     "daemon.memory.overhead": "320Mi",
+    "daemon.updateStrategy.type": "OnDelete",
     "operator.resources.requests.cpu": "50m",
     "redis.enabled": "true",
     "redis.image": images.REDIS,
 }
-"""Our images, and what a machine of two cores that plays five nodes has to spare."""
+"""Our images, and what a machine of two cores that plays five nodes has to spare. No daemon is
+replaced while a test looks at it; test_daemon_renewal.py is about that."""
 
 
 class Holdfast:
@@ -69,6 +71,25 @@ class Holdfast:
     def daemon_on(self, node: str) -> str:
         """Name of the daemon's pod on `node`."""
         return self._pods("daemon", f"spec.nodeName={node}")[0]
+
+    def daemon_set(self) -> dict[str, Any]:
+        """The DaemonSet of the daemons."""
+        found: dict[str, Any] = self.cluster.get("daemonset", "holdfast-daemon", "-n", NAMESPACE)
+        return found
+
+    def renewed(self) -> int:
+        """How many daemons are of the newest version of their DaemonSet, as Kubernetes counts."""
+        found = self.daemon_set()
+        if found["status"].get("observedGeneration") != found["metadata"]["generation"]:
+            return 0
+        return int(found["status"].get("updatedNumberScheduled", 0))
+
+    def change_daemons(self, word: str) -> None:
+        """Make a new version of the daemons: `word` is in an annotation of their pods."""
+        template = {"metadata": {"annotations": {"holdfast.dev/tests": word}}}
+        patch = json.dumps({"spec": {"template": template}})
+        words = ("daemonset", "holdfast-daemon", "-n", NAMESPACE, "--type=merge", "-p", patch)
+        self.cluster.kubectl("patch", *words)
 
     def wait_daemon(self, node: str) -> None:
         """Return when the daemon on `node` is ready, on a node that may just have its power back.

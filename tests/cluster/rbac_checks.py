@@ -199,10 +199,28 @@ def _events(scene: Scene) -> bool:
     return bool(scene.cluster.get(*words)["items"])
 
 
+def _change_daemons(scene: Scene) -> None:
+    scene.seen = str(_told_of_daemons(scene))
+    scene.holdfast.change_daemons(scene.name)
+
+
+def _daemons_for_a_new_leader(scene: Scene) -> None:
+    scene.change_leader()
+    _change_daemons(scene)
+
+
+def _told_of_daemons(scene: Scene) -> int:
+    """How many events there are of the renewal of daemons."""
+    chosen = "regarding.kind=DaemonSet,reportingController=holdfast.dev/operator"
+    words = ("events.events.k8s.io", "-n", NAMESPACE, "--field-selector", chosen)
+    return len(scene.cluster.get(*words)["items"])
+
+
 def _gang(name: str) -> Callable[[Scene], None]:
     return lambda scene: scene.job(scheduling={"gang": name})
 
 
+RENEWAL = {"daemon__updateStrategy__type": "Protected", "operator__watchNamespace": TEAM}
 GANGS = {"gangScheduling__volcano": "true", "gangScheduling__coscheduling": "true"}
 CREATE_ROLE = Permission(verb="create", group="rbac.authorization.k8s.io", resource="roles")
 GET_POD = Permission(verb="get", group="", resource="pods")
@@ -248,7 +266,22 @@ CHECKS = {
         provoke=_job_of_a_new_leader,
         done=Scene.status,
         changes_leader=True,
-        values={"operator__watchNamespace": TEAM},
+        values=RENEWAL,
+    ),
+    "daemons-delete": Check(
+        provoke=_change_daemons, done=lambda scene: scene.holdfast.renewed(), values=RENEWAL
+    ),
+    "daemons-events": Check(
+        provoke=_change_daemons,
+        done=lambda scene: _told_of_daemons(scene) > int(scene.seen),
+        again=True,
+        values=RENEWAL,
+    ),
+    "revisions-watch": Check(
+        provoke=_daemons_for_a_new_leader,
+        done=lambda scene: scene.holdfast.renewed(),
+        changes_leader=True,
+        values=RENEWAL,
     ),
     "lease-create": Check(provoke=_delete(*LEASE), done=_exists(*LEASE)),
     "lease-renew": Check(provoke=_note_renewal, done=_is_renewed),

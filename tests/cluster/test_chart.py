@@ -159,6 +159,24 @@ def test_daemons_read_the_url_of_redis_from_its_secret(render: Renderer) -> None
         assert found == ([wanted[name]] if name in wanted else [])
 
 
+def test_kubernetes_leaves_daemons_to_the_operator_or_renews_them_itself(render: Renderer) -> None:
+    """And the operator only does where it is asked to, with the permission that it needs."""
+    for chosen, known in (
+        ("Protected", "OnDelete"),
+        ("OnDelete", "OnDelete"),
+        ("RollingUpdate", "RollingUpdate"),
+    ):
+        values = {} if chosen == "Protected" else {"daemon": {"updateStrategy": {"type": chosen}}}
+        daemons = render.one("DaemonSet", "holdfast-daemon", values)
+        assert daemons["spec"]["updateStrategy"]["type"] == known
+        operator = render.one("Deployment", "holdfast-operator", values)
+        (container,) = operator["spec"]["template"]["spec"]["containers"]
+        assert ("--renew-daemons" in container["args"]) == (chosen == "Protected")
+        role = render.one("Role", "holdfast-operator", values)
+        allowed = {resource for rule in role["rules"] for resource in rule["resources"]}
+        assert ("controllerrevisions" in allowed) == (chosen == "Protected")
+
+
 def test_one_namespace_needs_no_permission_in_any_other(render: Renderer) -> None:
     roles = [
         each
@@ -217,7 +235,10 @@ def _locations(pod: Document) -> list[StorageLocation]:
         ({"daemon": {"memory": {"budget": "1 GB"}}}, "'/daemon/memory/budget': '1 GB' does not"),
         ({"daemon": {"memory": {"budget": "-1"}}}, "'/daemon/memory/budget': '-1' does not match"),
         ({"daemon": {"memory": {"overhead": 0}}}, "'/daemon/memory/overhead': minimum"),
-        ({"daemon": {"updateStrategy": {"type": "Recreate"}}}, "must be one of 'OnDelete'"),
+        (
+            {"daemon": {"updateStrategy": {"type": "Recreate"}}},
+            "must be one of 'Protected', 'OnDelete', 'RollingUpdate'",
+        ),
         ({"daemon": {"protectionBandwidth": "9M"}}, "9M is too little to protect anything in time"),
         ({"daemon": {"protectionBandwidth": 9}}, "'/daemon/protectionBandwidth': minimum"),
         ({"daemon": {"auth": "token"}}, "must be one of 'token-review', 'none'"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,16 +147,21 @@ def team(cluster: Cluster, holdfast: Holdfast) -> Iterator[None]:
     cluster.kubectl("delete", "crd", *(group["metadata"]["name"] for group in groups))
 
 
-@contextmanager
-def _installed_with(holdfast: Holdfast, values: Mapping[str, str]) -> Iterator[None]:
-    if not values:
-        yield
-        return
-    holdfast.install(CHART, timeout_s=180.0, **values)
-    try:
-        yield
-    finally:
-        holdfast.install()
+@pytest.fixture(scope="module")
+def installed(holdfast: Holdfast) -> Iterator[Callable[[Mapping[str, str]], None]]:
+    """Installs the chart with these values and no others, if it is not; at last without any."""
+    there: dict[str, str] = {}
+
+    def install(values: Mapping[str, str]) -> None:
+        if values != there:
+            holdfast.install(CHART, timeout_s=180.0, **values)
+            there.clear()
+            there.update(values)
+
+    yield install
+    install({})
+    for node in holdfast.cluster.nodes:
+        holdfast.wait_daemon(node)
 
 
 def test_every_permission_has_a_check() -> None:
@@ -183,31 +188,34 @@ def test_the_service_accounts_have_the_known_permissions_and_no_others(
 
 @pytest.mark.parametrize("name", RULES)
 def test_without_one_permission_something_is_not_done(
-    holdfast: Holdfast, team: None, name: str
+    holdfast: Holdfast, team: None, installed: Callable[[Mapping[str, str]], None], name: str
 ) -> None:
     """And every verb of it is used."""
     check, permissions = CHECKS[name], _permissions(RULES[name])
-    with _installed_with(holdfast, check.values):
-        scene = Scene(holdfast, name)
-        if check.changes_leader or check.values:
-            scene.wait_standby()
-        scene.audit = Audit(holdfast.cluster)
-        refusals = permissions if check.refusal is None else {check.refusal}
-        with without(holdfast.cluster, name, check.account):
-            check.provoke(scene)
-            wait_for("the refusal", lambda: refusals & scene.refused(check.account), WAIT_S)
-            assert not check.done(scene)
-        if check.again:
-            scene.name = f"{name}-again"
-            check.provoke(scene)
-        wait_for("it to be done after all", lambda: check.done(scene), WAIT_S)
-        if check.refusal is None:
-            told = f"all of {', '.join(sorted(map(str, permissions)))} to be used"
-            wait_for(told, lambda: permissions <= scene.used(check.account), WAIT_S)
-        holdfast.cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
+    installed(check.values)
+    scene = Scene(holdfast, name)
+    if check.changes_leader or check.values:
+        scene.wait_standby()
+    scene.audit = Audit(holdfast.cluster)
+    refusals = permissions if check.refusal is None else {check.refusal}
+    with without(holdfast.cluster, name, check.account):
+        check.provoke(scene)
+        wait_for("the refusal", lambda: refusals & scene.refused(check.account), WAIT_S)
+        assert not check.done(scene)
+    if check.again:
+        scene.name = f"{name}-again"
+        check.provoke(scene)
+    wait_for("it to be done after all", lambda: check.done(scene), WAIT_S)
+    if check.refusal is None:
+        told = f"all of {', '.join(sorted(map(str, permissions)))} to be used"
+        wait_for(told, lambda: permissions <= scene.used(check.account), WAIT_S)
+    holdfast.cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
 
 
-def test_nothing_is_refused_in_the_life_of_a_job(holdfast: Holdfast, team: None) -> None:
+def test_nothing_is_refused_in_the_life_of_a_job(
+    holdfast: Holdfast, team: None, installed: Callable[[Mapping[str, str]], None]
+) -> None:
+    installed({})
     scene = Scene(holdfast, "whole-life")
     scene.wait_standby()
     scene.audit = Audit(holdfast.cluster)

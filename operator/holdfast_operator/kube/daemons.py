@@ -7,9 +7,12 @@ its memory is there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast_operator.kube.api import Object
+
+REVISION_LABEL = "controller-revision-hash"
+"""Of a DaemonSet's pods and ControllerRevisions; Kubernetes writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +24,14 @@ class DaemonPod:
     containers: tuple[tuple[str, bool], ...]
     """(id, whether it runs) of each container."""
     ending: bool
+    name: str = field(default="", compare=False)
+    owner: str = field(default="", compare=False)
+    """Uid of its DaemonSet."""
+    revision: str = field(default="", compare=False)
+    """Hash of the template that it was made from."""
+    ready: bool = field(default=False, compare=False)
+    begun: bool = field(default=False, compare=False)
+    """Some container has passed its startup probe since it was started last."""
 
     @property
     def runs(self) -> bool:
@@ -31,15 +42,55 @@ class DaemonPod:
 def read_daemon(raw: Object) -> DaemonPod:
     """The pod."""
     metadata, status = raw["metadata"], raw.get("status") or {}
+    conditions = status.get("conditions") or []
+    containers = status.get("containerStatuses") or []
     return DaemonPod(
         node=(raw.get("spec") or {}).get("nodeName", ""),
         uid=metadata.get("uid", ""),
         containers=tuple(
             (each.get("containerID", ""), "running" in (each.get("state") or {}))
-            for each in status.get("containerStatuses") or []
+            for each in containers
         ),
         ending="deletionTimestamp" in metadata,
+        name=metadata.get("name", ""),
+        owner=owner_of(metadata)[0],
+        revision=(metadata.get("labels") or {}).get(REVISION_LABEL, ""),
+        ready=any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions),
+        begun=any(each.get("started") for each in containers),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateRevision:
+    """One version of the pods of a DaemonSet, as its controller keeps them. The newest is what a
+    new pod is made from; going back to an older one makes that the newest."""
+
+    owner: str
+    """Uid of the DaemonSet."""
+    owner_name: str
+    number: int
+    revision: str
+    """As in `DaemonPod.revision`."""
+
+
+def read_revision(raw: Object) -> TemplateRevision:
+    """The ControllerRevision."""
+    metadata = raw["metadata"]
+    owner, name = owner_of(metadata)
+    return TemplateRevision(
+        owner=owner,
+        owner_name=name,
+        number=int(raw.get("revision", 0)),
+        revision=(metadata.get("labels") or {}).get(REVISION_LABEL, ""),
+    )
+
+
+def owner_of(metadata: Object) -> tuple[str, str]:
+    """(uid, name) of the DaemonSet that an object belongs to; empty when it belongs to none."""
+    for owner in metadata.get("ownerReferences") or []:
+        if owner.get("kind") == "DaemonSet":
+            return owner.get("uid", ""), owner.get("name", "")
+    return "", ""
 
 
 class Daemons:

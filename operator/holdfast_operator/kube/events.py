@@ -57,9 +57,9 @@ class Recorder:
         self._queue: asyncio.Queue[tuple[str, Object]] = asyncio.Queue(WAITING_MAX)
         self._said: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
-    def tell(self, job: Object, event: Event) -> None:
-        """Post `event` about `job`, the resource, soon."""
-        metadata = job["metadata"]
+    def tell(self, about: Object, event: Event) -> None:
+        """Post `event` about an object, a job if it does not say its kind, soon."""
+        metadata = about["metadata"]
         words = (metadata["uid"], event.reason, event.message)
         now = self._clock()
         if now - self._said.get(words, float("-inf")) < REPEAT_S:
@@ -67,7 +67,7 @@ class Recorder:
         self._said[words] = now
         while len(self._said) > REMEMBERED_MAX:
             self._said.popitem(last=False)
-        body = self._body(metadata, event)
+        body = self._body(about, event)
         try:
             self._queue.put_nowait((metadata["namespace"], body))
         except asyncio.QueueFull:
@@ -93,7 +93,8 @@ class Recorder:
         except TimeoutError:
             _log.info("%d events were not posted in time", self._queue.qsize())
 
-    def _body(self, metadata: Object, event: Event) -> Object:
+    def _body(self, about: Object, event: Event) -> Object:
+        metadata = about["metadata"]
         return {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
@@ -109,8 +110,8 @@ class Recorder:
             "note": event.message[:NOTE_CHARACTERS_MAX],
             "type": "Warning" if event.warning else "Normal",
             "regarding": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
+                "apiVersion": about.get("apiVersion", API_VERSION),
+                "kind": about.get("kind", KIND),
                 "name": metadata["name"],
                 "namespace": metadata["namespace"],
                 "uid": metadata["uid"],

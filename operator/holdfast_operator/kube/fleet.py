@@ -13,6 +13,7 @@ from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.job_loop import JobLoop
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import World
+from holdfast_operator.renewal import JobStand
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,11 @@ class Fleet:
             return
         loop = self._loops[key] = JobLoop(self._world, resource)
         self._tasks[key] = asyncio.get_running_loop().create_task(loop.run(), name=f"job {key}")
+
+    def stands(self) -> list[JobStand]:
+        """What all jobs have to say to those who replace daemons."""
+        found = (loop.stand() for loop in self._loops.values())
+        return [stand for stand in found if stand is not None]
 
     def requests_of(self, key: str) -> Amounts:
         """What a member of the job takes of its node."""

@@ -27,7 +27,15 @@ from holdfast_operator.kube.status_writer import StatusWriter
 from holdfast_operator.kube.story import Story
 from holdfast_operator.kube.world import World
 from holdfast_operator.reconcile import reconcile
-from holdfast_operator.views import ControlState, Decision, Event, Observed
+from holdfast_operator.renewal import JobStand, stand_of
+from holdfast_operator.views import (
+    Condition,
+    ControlState,
+    Decision,
+    Event,
+    NodeView,
+    Observed,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -215,8 +223,7 @@ class JobLoop:
         pods = self._pods()
         observed = self._observe(job, wants, pods)
         decision = reconcile(job, observed, before, now, world.locations)
-        if world.insecure:
-            decision = replace(decision, conditions=(*decision.conditions, INSECURE))
+        decision = replace(decision, conditions=(*decision.conditions, *self._surroundings()))
         self._state = decision.state
         world.metrics.observe("reconcile_seconds", world.clock() - self._woken_at)
         for event in decision.events:
@@ -231,6 +238,25 @@ class JobLoop:
             world.recorder.tell(self._resource, event)
         late = world.attention.late()
         return pause_s(job, decision, late=late, failed=bool(failed), now=world.clock())
+
+    def _surroundings(self) -> list[Condition]:
+        """What the job has to bear, and did not choose."""
+        found = [INSECURE] if self._world.insecure else []
+        members = () if self._state.membership is None else self._state.membership.members
+        outdated = self._world.outdated(place.node for place in members)
+        return found if outdated is None else [*found, outdated]
+
+    def stand(self) -> JobStand | None:
+        """What the job has to say to those who replace its daemons; None when it has nothing."""
+        if self._job is None or self._state.membership is None:
+            if not self._members_before:
+                return None
+            groups = (tuple(sorted(self._members_before)),)
+            return JobStand(key=self.key, groups=groups, hold="its daemons are still being heard")
+        server, now = self._world.server, self._world.clock()
+        names = [place.node for place in self._state.membership.members]
+        nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
+        return stand_of(self._job, self._state, Observed(nodes=nodes), now)
 
     def _pods(self) -> list[TrainerPod]:
         """The job's pods; not those of another job that had its name."""

@@ -46,6 +46,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     _gauge("ranks_desired", "Ranks of all jobs that have not ended."),
     _gauge("ranks_ready", "Ranks at work."),
     _gauge("daemons_connected", "Daemons whose Control stream is open."),
+    _gauge("daemons_outdated", "Daemons of an older version that the operator is to replace."),
     _histogram("reconcile_seconds", "From what woke a job's loop to its decision.", _FAST_S),
     _histogram("act_seconds", "Carrying out the actions of one decision.", _FAST_S),
     _counter("recoveries", "Recoveries that were begun.", "cause"),

@@ -11,7 +11,13 @@ from contextlib import AsyncExitStack
 from holdfast_operator.control_server import ControlServer
 from holdfast_operator.kube.api import Api
 from holdfast_operator.kube.attention import Attention
-from holdfast_operator.kube.daemons import DaemonPod, Daemons, read_daemon
+from holdfast_operator.kube.daemons import (
+    DaemonPod,
+    Daemons,
+    TemplateRevision,
+    read_daemon,
+    read_revision,
+)
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.events import Recorder
 from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, Fleet
@@ -25,7 +31,8 @@ from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
 from holdfast_operator.kube.places import Places
 from holdfast_operator.kube.pods import TrainerPod, read_pod
-from holdfast_operator.kube.resources import NODES, PODS, Resource
+from holdfast_operator.kube.renewing import Renewing
+from holdfast_operator.kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache, Fed, Watch
@@ -101,6 +108,18 @@ class Operating:
             wall=time.time,
             on_drop=lambda: metrics.add("events_dropped"),
         )
+        self._revisions: Cache[TemplateRevision] = Cache(read_revision, lambda before, now: None)
+        self._renewing = Renewing(
+            api,
+            options.namespace,
+            pods=self._daemon_cache.all,
+            revisions=self._revisions.all,
+            jobs=lambda: self._fleet.stands() if self._ready else None,
+            changed=self._daemons_changed,
+            recorder=self._recorder,
+            metrics=metrics,
+            clock=clock,
+        )
         self._attention = Attention(self._server, clock=clock, wake=self._fleet.wake)
         self._stop = asyncio.Event()
         self._ready = False
@@ -153,6 +172,8 @@ class Operating:
                 self._attention.run(),
                 Endpoints(self._api, target).run(),
             ]
+            if options.renew_daemons:
+                work += [self._watch_revisions().run(), self._renewing.run()]
             tasks = [asyncio.create_task(each) for each in work]
             stack.callback(lambda: [task.cancel() for task in tasks])
             for kind, watch in self._watches.items():
@@ -196,6 +217,7 @@ class Operating:
             clocks=ClockPair(now=clock(), wall=time.time()),
             locations=self._options.storage_locations,
             insecure=self._options.insecure,
+            outdated=self._renewing.condition,
             status_s=self._fleet.status_s,
         )
 
@@ -216,6 +238,15 @@ class Operating:
             namespace=namespace,
             query=query,
         )
+
+    def _watch_revisions(self) -> Watch:
+        """Not among those that a leader waits for: jobs do not need it."""
+        selector = {"labelSelector": self._options.daemon_selector}
+        return self._watch(CONTROLLER_REVISIONS, self._revisions, self._options.namespace, selector)
+
+    def _daemons_changed(self, nodes: frozenset[str]) -> None:
+        for node in nodes:
+            self._fleet.wake(self._server.jobs_on(node))
 
     def _node_changed(self, before: KubeNode | None, now: KubeNode | None) -> None:
         node = now or before

@@ -49,6 +49,9 @@ class Options:
     """The Service that daemons dial."""
     lease: str
     daemon_selector: str
+    """Labels of the daemons' pods in `namespace`."""
+    renew_daemons: bool
+    """Delete the pods of daemons of an older version, when nobody loses by it."""
     notice: tuple[str, ...]
     """More taints and conditions that announce the end of a node."""
     storage_locations: tuple[StorageLocation, ...]
@@ -57,7 +60,6 @@ class Options:
     """Directory of this replica's certificate."""
     tls_domain: str
     insecure: bool
-    """Labels of the daemons' pods in `namespace`."""
     log_level: str
 
 
@@ -101,6 +103,12 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         default="app.kubernetes.io/component=daemon,app.kubernetes.io/part-of=holdfast",
         metavar="LABELS",
         help="of the daemons' pods (default: %(default)s)",
+    )
+    add(
+        "--renew-daemons",
+        action="store_true",
+        help="replace daemons of an older version, one of each parity group at a time and only "
+        "while its jobs are protected; for a DaemonSet whose updateStrategy is OnDelete",
     )
     add(
         "--notice",

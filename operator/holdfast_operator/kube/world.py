@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from holdfast_core.storage_locations import Locations
@@ -14,6 +14,7 @@ from holdfast_operator.kube.metrics import Metrics
 from holdfast_operator.kube.places import Places
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
+from holdfast_operator.views import Condition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,5 +38,7 @@ class World:
     """Where jobs may persist to."""
     insecure: bool = False
     """Daemons need not prove who they are: the one switch is off."""
+    outdated: Callable[[Iterable[str]], Condition | None] = lambda nodes: None
+    """What is to be said of daemons of an older version on these nodes."""
     status_s: Callable[[], float]
     """How long news of a job's status that can wait is kept back: the more jobs, the longer."""

@@ -59,6 +59,18 @@ def test_an_event_is_about_its_job() -> None:
     assert event["metadata"]["namespace"] == "team"
 
 
+def test_an_event_may_be_about_another_kind_of_object() -> None:
+    about = {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": "d", "namespace": "hf", "uid": "u"},
+    }
+    (event,) = Desk().posted(lambda recorder: recorder.tell(about, LOST))
+    assert event["metadata"]["namespace"] == "hf"
+    assert event["regarding"]["apiVersion"] == "apps/v1"
+    assert event["regarding"]["kind"] == "DaemonSet"
+
+
 def test_the_same_words_are_not_said_again_and_again() -> None:
     desk = Desk()
 

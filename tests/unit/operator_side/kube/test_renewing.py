@@ -1,0 +1,174 @@
+"""Daemons of an older version are replaced through the API, and people are told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fake_api import FakeApi
+
+from holdfast_core.values import Generation
+from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.daemons import DaemonPod, TemplateRevision, read_daemon, read_revision
+from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.renewing import CATCH_UP_S, TOLD_AFTER_S, Renewing
+from holdfast_operator.kube.resources import PODS
+from holdfast_operator.renewal import JobStand
+from holdfast_operator.views import Event
+
+OWNER = [{"kind": "DaemonSet", "name": "holdfast-daemon", "uid": "ds"}]
+
+
+def revision(number: int, text: str, owner: list[Object] | None = None) -> TemplateRevision:
+    metadata = {
+        "labels": {"controller-revision-hash": text},
+        "ownerReferences": OWNER if owner is None else owner,
+    }
+    return read_revision({"metadata": metadata, "revision": number})
+
+
+class Desk:
+    """Daemons on a and b, of revision "old"; "new" is the newest."""
+
+    def __init__(self) -> None:
+        self.api, self.metrics, self.now = FakeApi(), Metrics(), 100.0
+        self.pods: dict[str, DaemonPod] = {}
+        for node in ("a", "b"):
+            self.pod(node, "old")
+        self.revisions = {"1": revision(1, "old"), "2": revision(2, "new")}
+        self.jobs: list[JobStand] | None = []
+        self.changed: list[set[str]] = []
+        self.told: list[tuple[str, Event]] = []
+        self.renewing = Renewing(
+            self.api,
+            "hf",
+            pods=lambda: self.pods,
+            revisions=lambda: self.revisions,
+            jobs=lambda: self.jobs,
+            changed=lambda nodes: self.changed.append(set(nodes)),
+            recorder=self,
+            metrics=self.metrics,
+            clock=lambda: self.now,
+        )
+
+    def tell(self, about: Object, event: Event) -> None:
+        self.told.append((f"{about['kind']} {about['metadata']['name']}", event))
+
+    def pod(self, node: str, version: str, *, ready: bool = True, begun: bool = True) -> None:
+        name = f"daemon-{node}-{version}"
+        metadata: dict[str, Any] = {
+            "name": name,
+            "namespace": "hf",
+            "uid": name,
+            "labels": {"controller-revision-hash": version},
+            "ownerReferences": OWNER,
+        }
+        status = {
+            "conditions": [{"type": "Ready", "status": str(ready)}],
+            "containerStatuses": [{"started": begun, "state": {}}],
+        }
+        raw = {"metadata": metadata, "spec": {"nodeName": node}, "status": status}
+        self.api.put(PODS, raw)
+        self.pods[node] = read_daemon(raw)
+
+    def turn(self) -> list[str]:
+        """The pods that one turn deletes."""
+        before = len(self.api.requests)
+        asyncio.run(self.renewing.turn())
+        return [name for verb, _, name in self.api.requests[before:] if verb == "delete"]
+
+    def outdated(self) -> float | None:
+        return self.metrics.registry.get_sample_value("holdfast_operator_daemons_outdated")
+
+
+PAIR = JobStand(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, step=5))
+LATER = JobStand(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, step=6))
+
+
+def test_one_after_the_other_is_replaced_and_it_is_told() -> None:
+    desk = Desk()
+    desk.jobs = [PAIR]
+    assert desk.turn() == ["daemon-a-old"]
+    assert desk.outdated() == 2.0
+    assert desk.changed == [{"a", "b"}]
+    assert desk.turn() == []  # the watch has not told of the end of the first yet
+    desk.pod("a", "new", ready=False, begun=False)
+    assert desk.turn() == []
+    desk.pod("a", "new")
+    assert desk.turn() == []  # not protected anew yet
+    desk.jobs = [LATER]
+    assert desk.turn() == ["daemon-b-old"]
+    desk.pod("b", "new")
+    assert desk.turn() == []
+    assert desk.outdated() == 0.0
+    assert desk.renewing.condition(("a", "b")) is None
+    assert [event.reason for _, event in desk.told] == [
+        *("RenewingDaemon", "RenewingDaemon", "DaemonsRenewed")
+    ]
+    about, event = desk.told[0]
+    assert about == "DaemonSet holdfast-daemon"
+    assert event.message == (
+        "the daemon on a is replaced by one of revision new; 0 of 2 daemons run the new version"
+    )
+
+
+def test_a_job_that_saves_rarely_is_not_waited_for_without_end() -> None:
+    desk = Desk()
+    desk.jobs = [PAIR]
+    desk.turn()
+    desk.pod("a", "new")
+    assert desk.turn() == []
+    desk.now += CATCH_UP_S
+    assert desk.turn() == ["daemon-b-old"]
+
+
+def test_a_wait_is_told_once_it_lasts() -> None:
+    desk = Desk()
+    desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
+    assert desk.turn() == []
+    assert desk.told == []
+    desk.now += TOLD_AFTER_S
+    assert desk.turn() == []
+    assert desk.told[0][1].message == (
+        "the daemon on a keeps its version: job t.j: it is not protected"
+    )
+
+
+def test_nothing_is_replaced_before_all_jobs_are_known() -> None:
+    desk = Desk()
+    desk.jobs = None
+    assert desk.turn() == []
+    desk.jobs = []
+    assert desk.turn() == ["daemon-a-old"]
+
+
+def test_one_that_never_started_up_is_replaced_at_once() -> None:
+    desk = Desk()
+    desk.pod("b", "old", ready=False, begun=False)
+    desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
+    assert desk.turn() == ["daemon-b-old"]
+    assert "at once, because it never started up" in desk.told[0][1].message
+
+
+def test_going_back_to_an_older_version_is_a_renewal_too() -> None:
+    desk = Desk()
+    desk.revisions = {"1": revision(3, "old"), "2": revision(2, "new")}
+    desk.pod("a", "new")
+    assert desk.turn() == ["daemon-a-new"]
+
+
+def test_daemons_of_no_known_daemon_set_are_left_alone() -> None:
+    desk = Desk()
+    desk.revisions = {"1": revision(9, "new", owner=[{**OWNER[0], "uid": "another"}])}
+    assert desk.turn() == []
+    desk.revisions = {"1": revision(9, "new", owner=[])}
+    assert desk.turn() == []
+
+
+def test_a_deletion_that_is_refused_is_tried_again() -> None:
+    desk = Desk()
+    desk.api.refuse = ApiError("no", status=403)
+    assert desk.turn() == ["daemon-a-old"]
+    assert desk.turn() == ["daemon-a-old"]
+    name = "holdfast_operator_action_failures_total"
+    assert desk.metrics.registry.get_sample_value(name, {"action": "RenewDaemon"}) == 1.0
