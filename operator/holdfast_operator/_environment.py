@@ -22,3 +22,10 @@ def inherited() -> dict[str, str]:
 def given() -> dict[str, str]:
     """The environment as it is, for options that have a variable."""
     return dict(os.environ)
+
+
+def kubeconfig() -> str:
+    """The kubeconfig that kubectl would read here, or several, joined as in KUBECONFIG; empty when
+    there is none."""
+    named = os.environ.get("KUBECONFIG", "") or str(Path.home() / ".kube" / "config")
+    return named if any(Path(path).is_file() for path in named.split(os.pathsep)) else ""

@@ -43,6 +43,8 @@ _STATUS_EPILOG = """
   holdfast status --dir /tmp/run1 --json | jq .protected
   holdfast status -n team-a            all jobs of a namespace of a cluster
   holdfast status -n team-a llm        one of them
+  holdfast status llm                  the run on this machine; without one, and with a kubeconfig,
+                                       the job of the namespace default
 """
 
 _INJECT_EPILOG = """

@@ -18,7 +18,7 @@ from rich.spinner import Spinner
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.jobs import MoETrainingJob, ignored_locally
 from holdfast_operator import cluster_status
-from holdfast_operator._environment import given
+from holdfast_operator._environment import given, kubeconfig
 from holdfast_operator.cli import EXIT_FAILED, EXIT_INTERRUPTED
 from holdfast_operator.job_files import load_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
@@ -34,6 +34,8 @@ LINE_S = 0.2
 PLAIN_LINE_S = 5.0
 """How often progress is written where lines cannot be overwritten."""
 WATCH_S = 0.5
+_FILES = (".yaml", ".yml", ".json")
+"""Endings by which a job's file is told from its name."""
 _SIGNALS = {
     "kill-rank": signal.SIGKILL,
     "stop-rank": signal.SIGSTOP,
@@ -146,7 +148,12 @@ def _printer() -> Iterator[Printer]:
 def status(options: argparse.Namespace) -> int:
     """`holdfast status`."""
     if options.namespace or options.kubeconfig or options.context:
-        return cluster_status.status(options)
+        return cluster_status.status(_in_cluster(options))
+    known = kubeconfig() if options.dir is None and not _has_run(options.job) else ""
+    if known:
+        print(f"no such run on this machine; looking at the cluster of {known}", file=sys.stderr)
+        options.kubeconfig = known
+        return cluster_status.status(_in_cluster(options))
     path = find_run(options.dir, options.job) / "status.json"
     console = Console()
     if options.json:
@@ -163,6 +170,26 @@ def status(options: argparse.Namespace) -> int:
             if found.ended:
                 return 0
             time.sleep(WATCH_S)
+
+
+def _has_run(job: str | None) -> bool:
+    """Whether this machine has a run of the job, or any run when none is named."""
+    if job is None:
+        return any(default_directory("any").parent.glob("*/status.json"))
+    return (find_run(None, job) / "status.json").exists()
+
+
+def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
+    """The options, with namespace and name as the cluster knows them: a job may be named by its
+    file, or as in `team-a.llm`."""
+    found, namespace = options.job, ""
+    if found is not None and Path(found).suffix in _FILES:
+        metadata = load_job(Path(found)).metadata
+        namespace, found = metadata.namespace, metadata.name
+    elif found is not None and "." in found:
+        namespace, _, found = found.partition(".")
+    chosen = options.namespace or namespace or None
+    return argparse.Namespace(**{**vars(options), "job": found, "namespace": chosen})
 
 
 def inject(options: argparse.Namespace) -> int:
@@ -196,7 +223,7 @@ def find_run(directory: Path | None, job: str | None) -> Path:
     if directory is not None:
         return directory
     if job is not None:
-        if Path(job).suffix in (".yaml", ".yml", ".json"):
+        if Path(job).suffix in _FILES:
             return default_directory(load_job(Path(job)).key)
         return default_directory(job if "." in job else f"default.{job}")
     home = default_directory("any").parent
