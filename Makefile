@@ -13,6 +13,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTHON ?= python3
 HOLDFAST_CACHE ?= $(HOME)/.cache/holdfast
 PYTEST_WORKERS ?= 2
+REGISTRY ?=
+TAG ?=
+BUILDER ?=
 ARGS ?=
 
 BIN := .venv/bin
@@ -128,6 +131,19 @@ chaos: $(STAMP) redis versitygw ## Break real processes at random for 30 minutes
 format: $(STAMP) ## Rewrite the sources in the house format
 	@$(BIN)/python -m ruff check --fix-only --quiet .
 	$(BIN)/python -m ruff format .
+
+##@ For a cluster of your own (needs docker, podman or buildah)
+
+PUBLISH := $(BIN)/python charts/publish.py
+NAMES = --registry "$(REGISTRY)" --tag "$(TAG)" --builder "$(BUILDER)"
+
+.PHONY: images
+images: $(STAMP) ## Build our images; REGISTRY=registry.example/team TAG=1 name them
+	@$(PUBLISH) build $(NAMES) -- $(ARGS)
+
+.PHONY: push
+push: images ## Build and push them, and write values and a job that use them; REGISTRY=...
+	@$(PUBLISH) push $(NAMES)
 
 ##@ On a real Kubernetes (needs root and Go)
 
