@@ -25,6 +25,7 @@ import binaries
 import images
 import slots
 from cluster import Cluster
+from directions import directions
 from machine import ClusterError, require
 
 _NODE_COMMANDS = {
@@ -67,7 +68,7 @@ def _run(command: str, words: list[str]) -> int:
             os.execv(program, [command, "--kubeconfig", str(cluster.kubeconfig), *words])
         case "status":
             print(Cluster.running().kubectl("get", "nodes", "-o", "wide"))
-            print(_directions(Cluster.running()))
+            print(directions(Cluster.running()))
         case "images":
             Cluster.running().load_image(images.build())
         case "load":
@@ -92,24 +93,12 @@ def _up(words: list[str]) -> None:
         if built is not None:
             cluster.load_image(built.result())
     print(cluster.kubectl("get", "nodes", "-o", "wide"))
-    print(_directions(cluster))
+    print(directions(cluster))
 
 
 def _down() -> None:
     require()
     Cluster(1, slot=slots.PERSONS_SLOT).stop()
-
-
-def _directions(cluster: Cluster) -> str:
-    return f"""\
-Use it from this shell:
-  export KUBECONFIG={cluster.kubeconfig} PATH={cluster.commands}:$PATH
-  kubectl get nodes
-  helm install holdfast charts/holdfast --namespace holdfast-system --create-namespace
-Break it:
-  .venv/bin/python tests/cluster/cli.py kill node2      # and: boot, partition, heal
-End it:
-  make cluster-down"""
 
 
 if __name__ == "__main__":
