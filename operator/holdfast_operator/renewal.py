@@ -174,7 +174,7 @@ def stand_of(
 
 def outdated_condition(renewal: Renewal, nodes: Iterable[str]) -> Condition | None:
     """The condition of a job with members on `nodes`; None when their daemons are all new."""
-    old = sorted(renewal.outdated.intersection(nodes))
+    old = sorted(renewal.outdated.intersection(nodes)) if renewal.outdated else []
     if not old:
         return None
     waiting = [(node, renewal.waiting[node]) for node in old if node in renewal.waiting]

@@ -14,7 +14,7 @@ from machine import ROOT
 
 FILES = ROOT / "build" / "cluster"
 """Where they are, unless a test wants them elsewhere."""
-STEPS = 1000
+STEPS = 10_000
 
 _VALUES = {
     "operator": {
@@ -51,7 +51,7 @@ Install Holdfast, and train:
   helm test {RELEASE} --namespace {NAMESPACE}
   kubectl apply -f {_short(job)}
   kubectl wait moejob moe --for=jsonpath='{{.status.phase}}'=Running --timeout 5m
-  kubectl describe moejob moe
+  .venv/bin/holdfast status -n default moe
 Break it:
   .venv/bin/python tests/cluster/cli.py kill node2      # and: boot, partition, heal
 End it:

@@ -33,7 +33,7 @@ VALUES = {
     "redis.image": images.REDIS,
 }
 """Our images, and what a machine of two cores that plays five nodes has to spare. No daemon is
-replaced while a test looks at it; test_daemon_renewal.py is about that."""
+replaced while a test looks at it; test_as_printed.py is about that."""
 
 
 class Holdfast:

@@ -211,7 +211,7 @@ def _daemons_for_a_new_leader(scene: Scene) -> None:
 
 def _told_of_daemons(scene: Scene) -> int:
     """How many events there are of the renewal of daemons."""
-    chosen = "regarding.kind=DaemonSet,reportingController=holdfast.dev/operator"
+    chosen = "regarding.kind=DaemonSet,reason=RenewingDaemon"
     words = ("events.events.k8s.io", "-n", NAMESPACE, "--field-selector", chosen)
     return len(scene.cluster.get(*words)["items"])
 

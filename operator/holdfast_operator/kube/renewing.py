@@ -27,6 +27,8 @@ TICK_S = 1.0
 CATCH_UP_S = 60.0
 """Once a daemon is back, the next one of its job waits for a snapshot that is newer than what was
 protected before, but not for longer: saves may be rare."""
+ABSENT_S = 60.0
+"""A node that has no pod after its daemon was deleted is to get one, for so long."""
 TOLD_AFTER_S = 30.0
 """Waiting is told once it lasts this long."""
 
@@ -80,6 +82,8 @@ class Renewing:
         daemons was last seen away."""
         self._waits_since: dict[str, tuple[str, float]] = {}
         self._renewal = Renewal()
+        self._replaced: dict[str, float] = {}
+        """Node → when its daemon was deleted from here, until all is done."""
 
     def condition(self, nodes: Iterable[str]) -> Condition | None:
         """What a job with members on `nodes` is told; None when all their daemons are new."""
@@ -99,15 +103,18 @@ class Renewing:
         pods = _by_node(pod for pod in self._pods().values() if pod.owner == newest.owner)
         self._deleted &= {pod.uid for pod in pods.values()}
         stands = {node: self._stand(pod, newest) for node, pod in pods.items()}
+        for node, at in self._replaced.items():
+            if node not in stands and self._clock() - at < ABSENT_S:
+                stands[node] = DaemonStand(outdated=False, serves=False, begun=False)
         before, self._renewal = self._renewal, await self._decide(stands, pods, newest)
         now_old = self._renewal.outdated
         self._metrics.set("daemons_outdated", len(now_old))
         if before.outdated != now_old:
             self._changed(before.outdated ^ now_old)
-            if not now_old:
-                self._tell(
-                    newest, "DaemonsRenewed", f"all {len(stands)} daemons are of one version"
-                )
+        if self._replaced and not now_old and all(each.serves for each in stands.values()):
+            self._replaced = {}
+            text = f"all {len(stands)} daemons are of revision {newest.revision}, and ready"
+            self._tell(newest, "DaemonsRenewed", text)
 
     async def _decide(
         self,
@@ -164,6 +171,7 @@ class Renewing:
                 _log.warning("the daemon on %s is not replaced: %s", pod.node, error)
             return
         self._deleted.add(pod.uid)
+        self._replaced[pod.node] = self._clock()
         why = "" if pod.begun else ", at once, because it never started up"
         self._tell(
             newest,

@@ -26,6 +26,7 @@ from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache
 from holdfast_operator.kube.world import World
+from holdfast_operator.views import Condition
 from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.changes import changed
 
@@ -148,6 +149,8 @@ class SmallCluster:
         self.nodes: Cache[KubeNode] = Cache(read_node, lambda before, now: None)
         self._index = PodIndex(lambda key: self.fleet.wake((key,)))
         self.pods: Cache[TrainerPod | None] = Cache(read_pod, self._index.change)
+        self.outdated: Condition | None = None
+        """What is to be said of daemons of an older version."""
         self.runs_pods = True
         """Whether pods run once they are created."""
         self._changed = asyncio.Condition()
@@ -177,6 +180,7 @@ class SmallCluster:
                 clocks=ClockPair(now=clock(), wall=time.time()),
                 locations=None,
                 insecure=insecure,
+                outdated=lambda nodes: self.outdated if list(nodes) else None,
                 status_s=lambda: 0.0,
             )
         )

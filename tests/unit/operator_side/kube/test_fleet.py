@@ -12,6 +12,7 @@ from holdfast_core.values import MemberPlace, Membership
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN, ORPHAN_S
 from holdfast_operator.kube.resources import JOBS, PODS
+from holdfast_operator.views import Condition, ConditionType
 
 
 def job(name: str, heartbeat_s: float = 60.0, **spec: object) -> Object:
@@ -160,3 +161,51 @@ def job_with(template: Object, name: str, **spec: object) -> Object:
     found = job(name, **spec)  # type: ignore[arg-type]
     found["spec"]["trainer"]["template"]["spec"] |= template
     return found
+
+
+# --- while daemons are renewed --------------------------------------------------------------------
+
+
+def test_who_replaces_daemons_hears_of_every_job_with_members() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        first = job("a", nodes=2, parallelism={"dp": 2}, redundancy={"raim5": {"groupSize": 2}})
+        cluster.apply(first)
+        await cluster.runs(first)
+        (stand,) = cluster.fleet.stands()
+        assert stand.key == "team.a"
+        members = cluster.job(first)["status"]["members"]
+        assert stand.groups == (tuple(member["node"] for member in members),)
+        assert stand.hold == ""
+
+    on_a_cluster(test)
+
+
+def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        unheard = {**job("a"), "status": {"members": [{"index": 0, "node": "far", "pod": "a-0-1"}]}}
+        cluster.api.put(JOBS, unheard)
+        await cluster.heard(cluster.fleet.stands)
+        (stand,) = cluster.fleet.stands()
+        assert stand.groups == (("far",),)
+        assert stand.hold == "its daemons are still being heard"
+
+    on_a_cluster(test)
+
+
+def test_a_job_is_told_of_older_daemons_for_as_long_as_there_are_any() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        def shown() -> list[str]:
+            found = cluster.job(job("a")).get("status") or {}
+            return [each["type"] for each in found.get("conditions", ())]
+
+        cluster.outdated = Condition(
+            type=ConditionType.DAEMONS_OUTDATED, status=True, reason="BeingRenewed"
+        )
+        cluster.apply(job("a"))
+        await cluster.runs(job("a"))
+        assert "DaemonsOutdated" in shown()
+        cluster.outdated = None
+        cluster.fleet.wake(("team.a",))
+        await cluster.until(lambda: "DaemonsOutdated" not in shown())
+
+    on_a_cluster(test)

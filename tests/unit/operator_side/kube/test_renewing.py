@@ -11,7 +11,7 @@ from holdfast_core.values import Generation
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.daemons import DaemonPod, TemplateRevision, read_daemon, read_revision
 from holdfast_operator.kube.metrics import Metrics
-from holdfast_operator.kube.renewing import CATCH_UP_S, TOLD_AFTER_S, Renewing
+from holdfast_operator.kube.renewing import ABSENT_S, CATCH_UP_S, TOLD_AFTER_S, Renewing
 from holdfast_operator.kube.resources import PODS
 from holdfast_operator.renewal import JobStand
 from holdfast_operator.views import Event
@@ -98,6 +98,9 @@ def test_one_after_the_other_is_replaced_and_it_is_told() -> None:
     assert desk.turn() == []  # not protected anew yet
     desk.jobs = [LATER]
     assert desk.turn() == ["daemon-b-old"]
+    desk.pod("b", "new", ready=False, begun=False)
+    assert desk.turn() == []
+    assert "DaemonsRenewed" not in {event.reason for _, event in desk.told}
     desk.pod("b", "new")
     assert desk.turn() == []
     assert desk.outdated() == 0.0
@@ -105,6 +108,7 @@ def test_one_after_the_other_is_replaced_and_it_is_told() -> None:
     assert [event.reason for _, event in desk.told] == [
         *("RenewingDaemon", "RenewingDaemon", "DaemonsRenewed")
     ]
+    assert desk.told[-1][1].message == "all 2 daemons are of revision new, and ready"
     about, event = desk.told[0]
     assert about == "DaemonSet holdfast-daemon"
     assert event.message == (
@@ -148,6 +152,15 @@ def test_one_that_never_started_up_is_replaced_at_once() -> None:
     desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == ["daemon-b-old"]
     assert "at once, because it never started up" in desk.told[0][1].message
+
+
+def test_the_first_of_a_new_version_is_alone_although_its_pod_is_not_there_yet() -> None:
+    desk = Desk()
+    assert desk.turn() == ["daemon-a-old"]
+    del desk.pods["a"]
+    assert desk.turn() == []
+    desk.now += ABSENT_S  # the node is gone
+    assert desk.turn() == ["daemon-b-old"]
 
 
 def test_going_back_to_an_older_version_is_a_renewal_too() -> None:
