@@ -67,17 +67,8 @@ def pec_figures(shape: Shape, key: str, note: str = "") -> Iterator[Figure]:
     partial = max(table.snapshot_bytes(units) for units in round_of)
     held = max(sum(tensor.nbytes for tensor in of_rank) for of_rank in tensors.values())
     taken_of = [captured_tensors(tensors, table, units) for units in round_of]
-
-    def peak(strategy: ShardStrategy, grain: Grain) -> int:
-        plans = [plan_shards(taken, topology, strategy, grain=grain) for taken in taken_of]
-        return max(plan.load_bytes(rank) for plan in plans for rank in tensors)
-
     unsharded = [sum(t.nbytes for t in held_by) for taken in taken_of for held_by in taken.values()]
     mean = sum(unsharded) / len(unsharded)
-    adaptive = peak(ShardStrategy.ADAPTIVE, Grain.UNIT)
-    equal = peak(ShardStrategy.EQUAL, Grain.UNIT)
-    ranges = peak(ShardStrategy.ADAPTIVE, Grain.RANGE)
-    once = data_path_peak(tensors, table, round_of, topology)
     yield Figure(
         key=f"{key}_size_reduction",
         what="snapshot without duplicates is smaller by",
@@ -98,6 +89,29 @@ def pec_figures(shape: Shape, key: str, note: str = "") -> Iterator[Figure]:
         at_most=16,
         note="the mean of all ranks",
     )
+    once = data_path_peak(tensors, table, round_of, topology)
+    yield from _pec_peaks(taken_of, topology, key, note, held=held, partial=partial, once=once)
+
+
+def _pec_peaks(
+    taken_of: Sequence[Mapping[int, Sequence[TensorSize]]],
+    topology: Topology,
+    key: str,
+    note: str,
+    *,
+    held: int,
+    partial: int,
+    once: int,
+) -> Iterator[Figure]:
+    """What the most loaded rank saves, for each way to divide what is taken."""
+
+    def peak(strategy: ShardStrategy, grain: Grain) -> int:
+        plans = [plan_shards(taken, topology, strategy, grain=grain) for taken in taken_of]
+        return max(plan.load_bytes(rank) for plan in plans for rank in range(topology.world_size))
+
+    adaptive = peak(ShardStrategy.ADAPTIVE, Grain.UNIT)
+    equal = peak(ShardStrategy.EQUAL, Grain.UNIT)
+    ranges = peak(ShardStrategy.ADAPTIVE, Grain.RANGE)
     yield Figure(
         key=f"{key}_peak_reduction_modules",
         what="most loaded rank, whole modules divided anew, is lower by",

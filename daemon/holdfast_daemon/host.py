@@ -18,6 +18,7 @@ from typing import Protocol
 from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.last_lines import last_lines
 from holdfast_core.layouts import encode_layout
+from holdfast_daemon.adopted import AdoptedJob
 from holdfast_daemon.descriptors import claim_is_free
 from holdfast_daemon.effects import (
     Completion,
@@ -36,7 +37,7 @@ from holdfast_daemon.effects import (
     StopPersisting,
 )
 from holdfast_daemon.engine import JobEngine
-from holdfast_daemon.job_storage import AdoptedJob, JobStorage
+from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.pulse import until_next
 from holdfast_daemon.worker import EffectWorker
 

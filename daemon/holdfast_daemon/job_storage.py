@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +29,7 @@ from holdfast_core.errors import (
 from holdfast_core.layouts import decode_layout, layout_id
 from holdfast_core.places import Lying
 from holdfast_core.values import Generation, Line, Membership
+from holdfast_daemon.adopted import AdoptedJob, AdoptedParity
 from holdfast_daemon.arenas import AdoptedArena, Arena, ArenaFiles, Sealed
 from holdfast_daemon.blocks import ParityBlocks, ParityRecord, encode_record
 from holdfast_daemon.bulk import Located
@@ -40,29 +40,6 @@ from holdfast_daemon.kept import KeptManifests
 from holdfast_daemon.reserve import FULL
 from holdfast_daemon.saved_epoch import EPOCH_FILE, SavedEpoch, decode_epoch
 from holdfast_daemon.storage import NodeStorage
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdoptedParity:
-    """A sealed parity block that a starting daemon found."""
-
-    lane: int
-    slot: int
-    record: ParityRecord
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdoptedJob:
-    """What a starting daemon found of a job. Nothing of it is verified yet."""
-
-    membership: Membership | None
-    """None when there is none, or none that can be read."""
-    line: Line | None
-    retained: Generation | None
-    arenas: tuple[AdoptedArena, ...]
-    parities: tuple[AdoptedParity, ...]
-    problems: tuple[str, ...]
-    """What was damaged and removed, in words."""
 
 
 class JobStorage:

@@ -366,8 +366,7 @@ class ControlState:
     """Newest copy in durable storage that a daemon has told of, and in `stored_in`, its URI."""
     stored_in: str = ""
     losses: JobLoss | None = None
-    """What recoveries have cost in tokens when all ranks last said so; of a job whose snapshots
-    leave experts out."""
+    """What recoveries have cost in tokens when all ranks last said so, if snapshots lack any."""
     failure: TrainerFailure | None = None
     """The first of the newest epoch that had one."""
     stepped: bool = False

@@ -14,9 +14,9 @@ This module is the whole public API; `holdfast.testing` has a daemon for tests.
 from holdfast._extras import UnsupportedValueError
 from holdfast._handles import SaveHandle
 from holdfast._init import init
+from holdfast._interface import Session
 from holdfast._mesh import topology_from_device_mesh
 from holdfast._sampler import RecoverableSampler
-from holdfast._session import Session
 from holdfast._settings import Settings
 from holdfast_core.errors import (
     AccessDeniedError,

@@ -23,7 +23,8 @@ from torch.futures import Future
 from holdfast._capture import LiveState
 from holdfast._dtensors import local_of
 from holdfast._handles import SaveHandle
-from holdfast._session import ProtectedSession, Session
+from holdfast._interface import Session
+from holdfast._session import ProtectedSession
 from holdfast_core.errors import HoldfastError, InvalidJobError
 
 _log = logging.getLogger("holdfast")

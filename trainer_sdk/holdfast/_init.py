@@ -19,8 +19,9 @@ from holdfast._devices import device_of
 from holdfast._dtensors import raw
 from holdfast._environment import Environment, read_environment
 from holdfast._exchange import Alone, make_exchange
+from holdfast._interface import Session
 from holdfast._nodaemon import UnprotectedSession
-from holdfast._session import ProtectedSession, Session
+from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.expert_policies import needs_counts

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from holdfast._handles import SaveHandle
-from holdfast._session import Session
+from holdfast._interface import Session
 from holdfast._tally import Counters
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
 

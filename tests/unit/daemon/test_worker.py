@@ -180,8 +180,7 @@ class Cluster:
     def payload(self, index: int) -> memoryview:
         """As its trainer maps it."""
         arena = self.daemons[index].storage.arena(index, layout_id(layout_of(index)))
-        start = arena.slot_start(1)
-        return map_shared(arena.path)[start : start + SIZES[index]]
+        return map_shared(arena.path)[arena.slot_start(1) :][: SIZES[index]]
 
 
 def allocation(rank: int) -> AllocateArena:

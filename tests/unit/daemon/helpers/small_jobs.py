@@ -14,10 +14,11 @@ from holdfast_core.layouts import (
     piece_digests,
 )
 from holdfast_core.values import Generation, Manifest, MemberPlace, Membership, ParityEntry
+from holdfast_daemon.adopted import AdoptedJob
 from holdfast_daemon.arenas import Sealed
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.files import RealFiles
-from holdfast_daemon.job_storage import AdoptedJob, JobStorage
+from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.storage import NodeStorage
 
 MIB = 1024 * 1024
