@@ -267,7 +267,9 @@ class Saver:
 
     def _live_digests(self, task: Task) -> dict[str, int]:
         """Of each unit that other ranks hold as well, while the task is held."""
-        return digests_of(self._sources, self._topology, self._rank, self._engine, task.fence)
+        found = digests_of(self._sources, self._topology, self._rank, self._engine, task.fence)
+        task.check()  # or they may be of another moment than those of other ranks
+        return found
 
     def _open(self, task: Task) -> None:
         """Have a session whose layout fits the task."""

@@ -6,14 +6,23 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._capture import LiveState
+from holdfast._client import Grant
 from holdfast._comparing import Comparing
+from holdfast._copy import CopyEngine
+from holdfast._devices import CpuDevice
 from holdfast._exchange import Alone, Broadcast
+from holdfast._replicas import digests_of
+from holdfast._session import ProtectedSession
+from holdfast._settings import Settings
+from holdfast.testing import FakeDaemon
 from holdfast_core.errors import (
     HoldfastError,
     ReplicasDivergedError,
@@ -21,6 +30,7 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.topology import Topology
+from holdfast_core.values import Generation
 
 WAIT_S = 30.0
 TOPOLOGY = Topology(dp=4, ep=2)
@@ -30,9 +40,9 @@ RANKS = 4
 class Meeting:
     """Where the ranks of one process meet; counts the meetings of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         self.broken = False
-        self.done = [0] * RANKS
+        self.done = [0] * ranks
         self._news = threading.Condition()
         self._given: dict[int, dict[int, bytes]] = {}
 
@@ -42,10 +52,10 @@ class Meeting:
             self.done[rank] += 1
             given[rank] = data
             self._news.notify_all()
-            self._news.wait_for(lambda: len(given) == RANKS or self.broken, WAIT_S)
-            if len(given) < RANKS or self.broken:
+            self._news.wait_for(lambda: len(given) == len(self.done) or self.broken, WAIT_S)
+            if len(given) < len(self.done) or self.broken:
                 raise UnreachableError("a rank does not take part")
-            return [given[r] for r in range(RANKS)]
+            return [given[r] for r in range(len(self.done))]
 
     def break_up(self) -> None:
         with self._news:
@@ -279,3 +289,55 @@ def test_at_most_so_many_whole_saves_are_mixed(
         mixed.append(run)
     world.close()
     assert max(mixed, default=0) < every
+
+
+class Overtaking(FakeDaemon):
+    """Training goes on when a slot is granted, without waiting for the copy."""
+
+    parameter: torch.nn.Parameter
+
+    def grant(
+        self,
+        session: str,
+        epoch: int,
+        step: int,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+    ) -> Grant:
+        with torch.no_grad():
+            self.parameter.add_(1.0)
+        return super().grant(session, epoch, step, base, unchanged)
+
+
+def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
+    """Rank 0 is a session; rank 1 says that it holds what rank 0 held when both saved."""
+    pair, meeting = Topology(dp=2), Meeting(2)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters())
+    live = LiveState(model, [optimizer], pair, 0)
+    daemon = Overtaking(tmp_path, rank=0, world_size=2)
+    daemon.parameter = model.get_parameter("0.weight")
+    engine = CopyEngine(1, CpuDevice())
+    held_by_both = digests_of(live.discover(), pair, 0, engine, None)
+    engine.close()
+    session = ProtectedSession(
+        live=live,
+        stateful={},
+        topology=pair,
+        rank=0,
+        client=daemon,
+        exchange=Alone(),
+        device=CpuDevice(),
+        settings=Settings(start_wait_s=WAIT_S),
+        comparing=Comparing(Seat(meeting, 0), pair, 1),
+    )
+    other = Comparing(Seat(meeting, 1), pair, 1)
+    other.called(0, 1)
+    other.say(0, held_by_both)
+    error = session.save(1).committed.exception(WAIT_S)
+    assert isinstance(error, SnapshotSkippedError), error
+    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] could not look"):
+        other.settle(0)
+    assert session.problem is None
+    session.close()
+    other.close(WAIT_S)
