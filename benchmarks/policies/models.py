@@ -1,4 +1,4 @@
-"""The models of the papers, built on torch's meta device, and the units that the SDK finds in them.
+"""The models of the papers, in files without blocks, and the units that the SDK finds in them.
 
 Nothing is allocated, so that a model of 182 billion parameters takes seconds; but modules, tensors
 and optimizer states are real, and sizes come from the SDK's own discovery, not from formulas.
@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -153,12 +156,12 @@ class Gpt(nn.Module):
 class Adam(torch.optim.Optimizer):
     """Holds what Adam holds: two moments in float32, 8 bytes for each parameter."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, directory: Path) -> None:
         super().__init__(params, {"lr": 1e-3})
         for p in (p for group in self.param_groups for p in group["params"]):
             self.state[p] = {
-                "exp_avg": torch.zeros_like(p, dtype=torch.float32),
-                "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32),
+                name: _untouched(directory / "bytes", p.detach(), torch.float32)
+                for name in ("exp_avg", "exp_avg_sq")
             }
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -173,9 +176,21 @@ def captured(shape: Shape, topology: Topology) -> dict[int, tuple[TensorSize, ..
 def _captured_by(shape: Shape, topology: Topology, rank: int) -> tuple[TensorSize, ...]:
     with torch.device("meta"):
         model = Gpt(shape, shape.experts // topology.ep)
-        optimizer = Adam([p for p in model.parameters() if p.requires_grad])
-    live = LiveState(model, [optimizer], topology, rank, units=_unit_of)
-    return table_of(live.discover())
+    with TemporaryDirectory() as directory:
+        model._apply(partial(_untouched, Path(directory) / "bytes"))
+        if shape.tied:
+            model.head.weight = model.wte.weight
+        optimizer = Adam([p for p in model.parameters() if p.requires_grad], Path(directory))
+        live = LiveState(model, [optimizer], topology, rank, units=_unit_of)
+        return table_of(live.discover())
+
+
+def _untouched(path: Path, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor in a file without any blocks: the SDK captures nothing that has no bytes, and a
+    file that nobody reads takes no room, however long it is."""
+    kind = dtype or like.dtype
+    found = torch.from_file(str(path), shared=True, size=max(like.numel(), 1), dtype=kind)
+    return found[: like.numel()].view(like.shape)
 
 
 def _unit_of(name: str, tensor: torch.Tensor) -> UnitKey | None:
