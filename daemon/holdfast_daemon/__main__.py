@@ -101,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_work(parser: argparse.ArgumentParser) -> None:
     """What the daemon may take for its work in the background, and how often it is done."""
     add = parser.add_argument
-    add("--threads", type=int, default=4, help="threads for parity, rebuilds and checks")
+    add(
+        "--threads",
+        type=int,
+        default=4,
+        help="threads of each job for parity, rebuilds and checks, and as many to persist",
+    )
     add("--scrub-interval", type=float, default=600.0, metavar="S", help="seconds between checks")
     add(
         "--protection-bandwidth",

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
 
 from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.engine import persist_leader
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.host import JobHost
+from holdfast_daemon.job_threads import JobThreads
 from holdfast_daemon.persister import Persister
 from holdfast_daemon.settings import DaemonSettings
 from holdfast_daemon.stored_sets import TierSets
@@ -22,13 +22,12 @@ class DurableTier:
     """Of one daemon. For the event loop's thread.
 
     Args:
-        threads: of each job that writes, started when it does: a storage that hangs holds those of
-            its own job.
+        threads: of each job that writes.
     """
 
     def __init__(self, threads: int, access: TierAccess) -> None:
-        self._threads, self._tier_access = threads, access
-        self._executors: dict[str, Executor] = {}
+        self._tier_access = access
+        self._threads = JobThreads(threads, "persist")
         self._allowance = Allowance()
 
     @classmethod
@@ -41,7 +40,7 @@ class DurableTier:
         return Persister(
             storage,
             open_store=lambda uri: SetStore(uri, job, place=self._tier_access.place(uri, job)),
-            executor=self.executor(job),
+            executor=self._threads.of(job),
             allowance=self._allowance,
         )
 
@@ -53,17 +52,9 @@ class DurableTier:
         """
         return TierSets(uri, job, place=self._tier_access.place(uri, job))
 
-    def executor(self, job: str) -> Executor:
-        """The threads that write for `job`, until `release`."""
-        if job not in self._executors:
-            self._executors[job] = ThreadPoolExecutor(self._threads, thread_name_prefix="persist")
-        return self._executors[job]
-
     def release(self, job: str) -> None:
-        """Let the threads of a job end that has left the node; those that hang, when they can."""
-        executor = self._executors.pop(job, None)
-        if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
+        """Let the threads of a job end that has left the node."""
+        self._threads.release(job)
 
     async def drain(self, hosts: Iterable[JobHost], grace_s: float) -> list[str]:
         """Before the daemon ends: have persisted what would be due soon, and wait for that.
@@ -85,5 +76,4 @@ class DurableTier:
 
     def close(self) -> None:
         """Wait for nothing: a storage that hangs must not keep the daemon from ending."""
-        for job in list(self._executors):
-            self.release(job)
+        self._threads.close(wait=False)

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.http import HttpServer
 from holdfast_daemon.job_storage import JobStorage
+from holdfast_daemon.job_threads import JobThreads
 from holdfast_daemon.loader import Loader
 from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import Metrics
@@ -70,7 +70,7 @@ class Node:
         self._lock = threading.Lock()
         self._epochs: dict[str, int] = {}
         """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
-        self._executor = ThreadPoolExecutor(settings.threads, thread_name_prefix="effect")
+        self._threads = JobThreads(settings.threads, "effect")
         self._durable = DurableTier.of(settings)
         self._wiring = Wiring(settings.identity, settings.bulk)
         self._bulk = BulkServer(settings.host, settings.bulk_port, self, self._wiring)
@@ -175,7 +175,7 @@ class Node:
         self._bulk_client.close()
         self._fetcher.close()
         self._durable.close()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._threads.close(wait=True)
         self.storage.close()
         _log.info("daemon_stopped", node=self._settings.node)
 
@@ -278,7 +278,7 @@ class Node:
             storage,
             bulk=self._bulk_client,
             peers=self._fetcher,
-            executor=self._executor,
+            executor=self._threads.of(storage.job),
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
             loader=Loader(storage, storage.job, self._durable.open_sets),
@@ -297,6 +297,7 @@ class Node:
         if (host := self.hosts.pop(job, None)) is None:
             return
         host.drop()
+        self._threads.release(job)
         self._durable.release(job)
         with self._lock:
             self._epochs.pop(job, None)

@@ -86,7 +86,7 @@ class EffectWorker:
         """
         Args:
             storage: Already adopted.
-            executor: Threads that background effects run on; shared by the jobs of a daemon.
+            executor: Threads of the job that background effects run on.
             persister: Writes to the durable tier, on threads of its own.
             membership: What was adopted, so that work can begin before the next `SaveEpoch`.
             effort: Threads and memory of one build, rebuild or check.

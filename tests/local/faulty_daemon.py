@@ -268,7 +268,7 @@ class TrappedNode(Node):
             storage,
             bulk=opener,
             peers=self._fetcher,
-            executor=self._executor,
+            executor=self._threads.of(storage.job),
             persister=self._durable.persister(engine.memory.job, storage),
             membership=membership,
             parity_traffic=self._traffic.parity.of_job(),

@@ -94,7 +94,7 @@ class FaultyTier(DurableTier):
         return Persister(
             storage,
             open_store=lambda uri: SetStore(uri, job, place=self.open(uri)),
-            executor=self.executor(job),
+            executor=self._threads.of(job),
             allowance=self._allowance,
         )
 
