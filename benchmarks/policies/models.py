@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -177,12 +176,22 @@ def _captured_by(shape: Shape, topology: Topology, rank: int) -> tuple[TensorSiz
     with torch.device("meta"):
         model = Gpt(shape, shape.experts // topology.ep)
     with TemporaryDirectory() as directory:
-        model._apply(partial(_untouched, Path(directory) / "bytes"))
+        _fill(model, Path(directory) / "bytes")
         if shape.tied:
             model.head.weight = model.wte.weight
         optimizer = Adam([p for p in model.parameters() if p.requires_grad], Path(directory))
         live = LiveState(model, [optimizer], topology, rank, units=_unit_of)
         return table_of(live.discover())
+
+
+def _fill(model: nn.Module, path: Path) -> None:
+    """Give everything in `model` bytes in the file at `path`."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            held = _untouched(path, parameter.detach())
+            setattr(module, name, nn.Parameter(held, requires_grad=parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, _untouched(path, buffer))
 
 
 def _untouched(path: Path, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
