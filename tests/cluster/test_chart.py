@@ -286,11 +286,21 @@ def test_a_wrong_value_is_refused_in_these_words(
 
 @pytest.fixture(scope="module")
 def holdfast(cluster: Cluster, dry_namespace: None) -> Iterator[Holdfast]:
-    """Installed as a person would; a resource that another test applied is taken over."""
+    """Installed as a person would; a resource that another test applied is taken over. The release
+    that other tests share, if it is there already, is put back afterwards."""
+    system, shared = Holdfast(cluster), _is_installed(cluster)
+    if shared:
+        system.uninstall()
     _release(cluster, "install", "--create-namespace", "--take-ownership", *WAIT)
-    yield Holdfast(cluster)
-    if RELEASE in cluster.helm("list", "--short", "--namespace", NAMESPACE).split():
-        cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
+    yield system
+    if _is_installed(cluster):
+        system.uninstall()
+    if shared:
+        system.install()
+
+
+def _is_installed(cluster: Cluster) -> bool:
+    return RELEASE in cluster.helm("list", "--short", "--namespace", NAMESPACE).split()
 
 
 def _release(cluster: Cluster, verb: str, *words: str, **values: str) -> None:
