@@ -68,6 +68,8 @@ class MemoryBudgetError(HoldfastError):
     """
 
     code = "memory_budget"
+    words = "trains unprotected, without memory for snapshots"
+    """In each daemon's word on a rank that has no session because of it."""
 
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from holdfast_core.errors import MemoryBudgetError
 from holdfast_core.loss_reports import LossReport, merged
 from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon.engine.slots import SlotState
@@ -60,6 +61,10 @@ def problem(memory: JobMemory) -> str:
     directive = memory.directive
     if memory.loading.problem:
         return memory.loading.problem
+    for rank, record in memory.ranks.items():
+        epoch, why = record.refused
+        if why and epoch == memory.epoch:
+            return f"rank {rank} {MemoryBudgetError.words}: {why}"
     if directive is None or directive.line is None:
         return "the recovery line of this epoch is not decided yet"
     failures = [r.failure for r in memory.ranks.values() if r.failure]

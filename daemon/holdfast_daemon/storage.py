@@ -51,8 +51,9 @@ class Budget:
             if nbytes > available:
                 raise MemoryBudgetError(
                     f"{what} needs {nbytes} bytes, and of this node's budget of "
-                    f"{self.total_bytes} bytes {available} are left: raise the daemon's memory "
-                    f"budget, or shard the state over more ranks",
+                    f"{self.total_bytes} bytes {available} are left: raise "
+                    f"spec.snapshot.memoryPerNode or the daemon's budget, or shard the state over "
+                    f"more ranks",
                     needed_bytes=nbytes,
                     available_bytes=available,
                 )

@@ -40,7 +40,6 @@ from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Membership, Redundancy
 from holdfast_operator import conditions as judge
 from holdfast_operator.deadlines import delete_when_due, is_overdue, note_activity
-from holdfast_operator.divergence import note_divergence
 from holdfast_operator.draft import Draft
 from holdfast_operator.evidence import is_left_over
 from holdfast_operator.lookups import (
@@ -56,6 +55,7 @@ from holdfast_operator.placement import form, refreshed
 from holdfast_operator.recovering import recover
 from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
 from holdfast_operator.trainer_failures import note_first_step
+from holdfast_operator.unprotected import note_unprotected
 from holdfast_operator.views import (
     AT_WORK,
     AgentState,
@@ -215,7 +215,7 @@ def _note_progress(draft: Draft, membership: Membership) -> None:
     note_first_step(draft, membership)
     note_copies(draft, membership)
     note_losses(draft, membership)
-    note_divergence(draft, membership)
+    note_unprotected(draft, membership)
     resumed = judge.training_runs(draft.observed, membership)
     if resumed and draft.state.resumed_epoch < membership.epoch:
         draft.state = replace(

@@ -371,8 +371,8 @@ class ControlState:
     """The first of the newest epoch that had one."""
     stepped: bool = False
     """Some rank has completed a step: the job's script can run."""
-    diverged: bool = False
-    """Replicas have diverged, and it was told."""
+    unprotected: frozenset[str] = frozenset()
+    """Reasons why nothing is protected, of those that were told (`unprotected`)."""
     suspended: bool = False
     active_since: float | None = None
     """When the job began, or was last resumed; None while it is suspended."""

@@ -102,10 +102,12 @@ def _arena_ready(memory: JobMemory, event: ArenaReady, at: Times) -> None:
         arena.ready = True
         if session is not None and mine:
             session.allocated = True
+            memory.rank(event.rank).refused = (memory.epoch, "")
         return
     memory.note("arena_refused", rank=event.rank, detail=str(event.error))
     if session is not None and mine:
         session.error = event.error
+        memory.rank(event.rank).refused = (memory.epoch, str(event.error))
     job = memory.rebuilds.get(event.rank)
     if job is not None:
         _give_up(memory, event.rank, job, str(event.error), at)

@@ -64,6 +64,8 @@ class RankRecord:
     last_step: int = 0
     last_sign: float = 0.0
     seal_error: str = ""
+    refused: tuple[int, str] = (0, "")
+    """(epoch, why) of the newest arena that could not be allocated; empty once one could be."""
     skipped: int = 0
     failed: int = 0
     failure: str = ""

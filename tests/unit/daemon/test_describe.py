@@ -17,6 +17,7 @@ from holdfast_daemon.describe import (
     exit_code,
     last_lines,
     loss_report,
+    problem,
     rank_state,
 )
 from holdfast_daemon.engine import EngineSettings, JobEngine
@@ -68,6 +69,16 @@ def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: Job
     memory.membership = replace(membership, epoch=6)
     assert exit_code(memory, memory.rank(0)) == 0
     assert last_lines(memory, memory.rank(0)) == ""
+
+
+def test_a_refused_arena_is_the_problem_until_another_fits_or_the_epoch_ends(
+    memory: JobMemory,
+) -> None:
+    assert memory.membership is not None
+    memory.rank(0).refused = (5, "20 bytes, and 1 are left")
+    assert problem(memory).endswith("without memory for snapshots: 20 bytes, and 1 are left")
+    memory.membership, memory.epoch_seen = replace(memory.membership, epoch=6), 6
+    assert "without memory" not in problem(memory)
 
 
 def test_an_exit_code_of_a_rank_that_lives_elsewhere_is_refused(memory: JobMemory) -> None:

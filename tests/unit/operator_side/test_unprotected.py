@@ -1,14 +1,17 @@
-"""What the control loop tells of replicas that are no longer equal."""
+"""What the control loop tells of jobs that train unprotected until somebody does something."""
 
 from __future__ import annotations
 
 import msgspec
 from virtual_world import World, make_job
 
-from holdfast_core.errors import ReplicasDivergedError
+from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
 from holdfast_operator.views import NodeView
 
 WHY = f"unit layer2/dense: ranks [0, 1] {ReplicasDivergedError.words}: at step 40"
+
+
+REFUSED = f"rank 0 {MemoryBudgetError.words}: it needs 20 bytes, and 1 are left"
 
 
 class SayingWorld(World):
@@ -53,7 +56,24 @@ def test_that_they_diverged_a_second_time_is_told_again() -> None:
     assert made.told("ReplicasDiverged") == [WHY, WHY]
 
 
+def test_that_memory_was_refused_is_told_once_with_both_numbers() -> None:
+    made = world()
+    say(made, REFUSED)
+    say(made, "the save before is still in progress")
+    say(made, REFUSED)
+    assert made.told("SnapshotsRefused") == [REFUSED]
+    assert [e.warning for e in made.events if e.reason == "SnapshotsRefused"] == [True]
+
+
+def test_a_second_reason_is_told_beside_the_first() -> None:
+    made = world()
+    for problem in (WHY, REFUSED, WHY):
+        say(made, problem)
+    assert made.told("ReplicasDiverged") == [WHY]
+    assert made.told("SnapshotsRefused") == [REFUSED]
+
+
 def test_other_problems_are_no_divergence() -> None:
     made = world()
     say(made, "every slot of rank 0 is in use: protection is behind")
-    assert made.told("ReplicasDiverged") == []
+    assert made.told("ReplicasDiverged") == made.told("SnapshotsRefused") == []

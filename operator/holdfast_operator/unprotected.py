@@ -1,0 +1,34 @@
+"""Tells once that a job trains unprotected for a reason that somebody has to remove. Pure.
+
+Either replicas have diverged, which the ranks find out (`holdfast._comparing`), or a daemon has no
+room for a rank's snapshots. Their words come with the daemons' heartbeats, as what keeps the job
+from being protected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
+from holdfast_core.values import Membership
+from holdfast_operator.draft import Draft
+
+_WORDS = {
+    "ReplicasDiverged": ReplicasDivergedError.words,
+    "SnapshotsRefused": MemoryBudgetError.words,
+}
+"""Reason of the event → words by which the problem is known."""
+
+
+def note_unprotected(draft: Draft, membership: Membership) -> None:
+    """Tell each reason when daemons begin to say it. Until nothing keeps the job from being
+    protected, it is the same one, whatever else they say meanwhile."""
+    views = draft.observed.views(membership)
+    problems = [view.problem for view in views if view is not None and view.problem]
+    told = draft.state.unprotected if problems else frozenset()
+    for reason, words in _WORDS.items():
+        found = next((problem for problem in problems if words in problem), "")
+        if found and reason not in told:
+            draft.tell(reason, found, warning=True)
+            told |= {reason}
+    draft.state = replace(draft.state, unprotected=told)
