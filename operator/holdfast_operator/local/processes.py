@@ -24,6 +24,11 @@ MARK = "HOLDFAST_LOCAL"
 KILLED = -int(signal.SIGKILL)
 """Exit code of a process whose real one is unknown, because nobody was there to see it."""
 
+TRACKER_S = 2.0
+"""What a resource tracker gets to clean up, once no process that it tracks for is left."""
+_TRACKER = b"from multiprocessing.resource_tracker import main"
+"""In the command line by which Python starts one."""
+
 _STARTTIME_FIELD = 19
 """Of /proc/<pid>/stat, counted from the state, which is the first after the name."""
 
@@ -112,14 +117,26 @@ def kill_marked(mark: str) -> int:
     """SIGKILL all processes with the mark, until a look finds none; returns how many there were.
 
     A process may start another between being found and being killed, hence the second look.
+    Python's resource trackers come last, and get `TRACKER_S` to end by themselves: once the others
+    are gone they remove the named semaphores that those have left in shared memory.
     """
     killed: set[ProcessId] = set()
     while found := [process for process in marked(mark) if process.pid != os.getpid()]:
+        killed.update(found)
+        if all(map(_is_tracker, found)):
+            _wait_all(found, TRACKER_S)
+        else:
+            found = [process for process in found if not _is_tracker(process)]
         for process in found:
             send(process, signal.SIGKILL)
-        killed.update(found)
         _wait_all(found)
     return len(killed)
+
+
+def _is_tracker(process: ProcessId) -> bool:
+    with suppress(OSError):
+        return _TRACKER in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    return False
 
 
 def _wait_all(processes: Sequence[ProcessId], patience_s: float = 5.0) -> None:

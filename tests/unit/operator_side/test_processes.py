@@ -24,6 +24,14 @@ from holdfast_operator.local.processes import (
     wait_exit,
 )
 
+SEMAPHORES = Path("/dev/shm")
+MAKES_SEMAPHORES = """
+import multiprocessing, time
+context = multiprocessing.get_context("spawn")
+made = [context.Semaphore() for _ in range(7)]
+print(*(each._semlock.name.lstrip("/") for each in made), flush=True)
+time.sleep(600)
+"""
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
@@ -90,3 +98,34 @@ def test_all_processes_with_a_mark_are_killed_and_no_other(tmp_path: Path) -> No
         kill_marked(run)
         for process in (parent, other):
             exit_of(process)
+
+
+def test_killed_processes_leave_no_semaphores_and_those_of_others_stay(tmp_path: Path) -> None:
+    run = f"/run/{uuid.uuid4().hex}"
+    held = {}
+    for node in ("n1", "n2"):
+        (tmp_path / node).mkdir()
+        where, mark = tmp_path / node, f"{run}:{node}:agent:0:1"
+        process = started(sys.executable, "-c", MAKES_SEMAPHORES, tmp_path=where, mark=mark)
+        while not (names := (where / "log").read_text().split()):
+            assert is_alive(process)
+        held[process] = [SEMAPHORES / f"sem.{name}" for name in names]
+    (lost, gone), (living, kept) = held.items()
+    try:
+        assert len(gone) == 7 and all(path.exists() for path in [*gone, *kept])
+        assert kill_marked(f"{run}:n1") == 2
+        assert not any(path.exists() for path in gone)
+        assert all(path.exists() for path in kept)
+    finally:
+        kill_marked(run)
+        for process in (lost, living):
+            exit_of(process)
+    assert not any(path.exists() for path in kept)
+
+
+def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    run = f"/run/{uuid.uuid4().hex}"
+    code = f"{SLEEP[2]}\nfrom multiprocessing.resource_tracker import main"
+    process = started(sys.executable, "-c", code, tmp_path=tmp_path, mark=run)
+    assert kill_marked(run) == 1
+    assert exit_of(process) == -signal.SIGKILL
