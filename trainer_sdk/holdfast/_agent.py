@@ -8,6 +8,7 @@ whose workers have finished goes back to work when another node is lost before a
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -33,11 +34,15 @@ EXIT_WAIT_S = 300.0
 LEAVE_S = 5.0
 """How long the store is served for agents that have yet to see that all have finished."""
 POLL_S = 0.1
+ROOM_S = 1.0
+"""Between attempts to start workers while /dev/shm is full."""
+NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
 FINISHED, LEFT = "holdfast/finished", "holdfast/left"
 
 
 class EpochEndedError(Exception):
-    """The epoch ended after this node's workers had finished and before all others had."""
+    """The epoch ended after this node's workers had finished and before all others had, or before
+    there was room to start them."""
 
 
 class HoldfastAgent(LocalElasticAgent):
@@ -81,9 +86,26 @@ class HoldfastAgent(LocalElasticAgent):
         self._remaining_restarts = restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        workers: dict[int, Any] = super()._start_workers(worker_group)
-        self._started = True
-        return workers
+        """Starts the workers, as soon as /dev/shm has room for their semaphores.
+
+        Raises:
+            EpochEndedError: when the epoch ended before there was room.
+        """
+        told = False
+        while True:
+            try:
+                workers: dict[int, Any] = super()._start_workers(worker_group)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                if not told:
+                    log.warning("workers wait for room: %s; %s", error, NO_ROOM)
+                told = True
+                if self._membership.wait_ended(ROOM_S):
+                    raise EpochEndedError from error
+            else:
+                self._started = True
+                return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -141,7 +141,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
             try:
                 result = agent.run()
             except EpochEndedError:
-                log.info("another node was lost before it finished; going back to work")
+                log.info("the epoch has ended meanwhile; going back to work")
                 continue
             return 1 if result is None or result.is_failed() else 0
     except RendezvousClosedError as error:

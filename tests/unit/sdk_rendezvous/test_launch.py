@@ -91,7 +91,7 @@ def daemon(fake_daemon: ModuleType, tmp_path: Path) -> Iterator[Any]:
 class Agent:
     """A launcher's process with two workers that note their starts in a pipe."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *before: str, stderr: int | None = None) -> None:
         script, self.notes = folder / "worker.py", folder / "notes"
         script.write_text(WORKER)
         os.mkfifo(self.notes)
@@ -101,7 +101,9 @@ class Agent:
         command = [sys.executable, "-m", "holdfast.launch", "--socket", str(folder / "daemon.sock")]
         command += ["--job", "default.moe", "--nodes", "1", "--nproc", "2"]
         command += ["--exit-file", str(self.exit_file), "--", "python", str(script)]
-        self.process = subprocess.Popen([*command, str(self.notes)], start_new_session=True)
+        self.process = subprocess.Popen(
+            [*before, *command, str(self.notes)], start_new_session=True, stderr=stderr
+        )
 
     def workers(self, timeout_s: float) -> list[dict[str, Any]]:
         """The notes of the next two workers that start."""
@@ -117,6 +119,8 @@ class Agent:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
         os.close(self._pipe)
 
 
@@ -166,6 +170,38 @@ def test_a_terminated_agent_takes_its_workers_along(daemon: Any, agent: Agent) -
     for worker in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(worker["pid"], 0)
+
+
+ALONE = ("unshare", "--mount", "--propagation", "private", "sh", "-c")
+FULL_SHM = (
+    "mount -t tmpfs -o size=1m tmpfs /dev/shm || exit 1; "
+    "head -c 2m /dev/zero > /dev/shm/hog 2> /dev/null; "
+    'exec "$@"'
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_agent_waits_for_room_in_shared_memory_through_epochs(
+    daemon: Any, tmp_path: Path
+) -> None:
+    if subprocess.run([*ALONE, "mount -t tmpfs tmpfs /dev/shm"], check=False).returncode:
+        pytest.skip("mounting a /dev/shm of its own needs root")
+    agent = Agent(tmp_path, *ALONE, FULL_SHM, "sh", stderr=subprocess.PIPE)
+    try:
+        assert agent.process.stderr is not None
+        daemon.begin(2)
+        line = next(line for line in agent.process.stderr if b"wait for room" in line)
+        assert b"No space left on device" in line and b"remove what fills it" in line
+        daemon.begin(4)
+        daemon.wait(lambda: 2 in daemon.left)  # the agent waits for the epoch after 2
+        Path(f"/proc/{agent.process.pid}/root/dev/shm/hog").unlink()
+        workers = agent.workers(START_S)
+        assert [worker["epoch"] for worker in workers] == ["4", "4"]
+        assert agent.process.wait(RESTART_S) == 0
+        assert daemon.exits == []
+    finally:
+        agent.end()
 
 
 @pytest.mark.slow
