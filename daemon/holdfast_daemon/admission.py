@@ -8,7 +8,8 @@ so that strangers who name a job cannot spend what its trainers need.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from holdfast_core.errors import HoldfastError, UnknownSessionError
@@ -56,33 +57,24 @@ class Admission:
     async def admit_job(self, token: str, job: str) -> None:
         """Return when it is the turn of a call for `job`. Raises as `Authenticator.authorize`, and
         RateLimitedError."""
-        try:
+        async with self._refusals_held_up():
             await self._authenticator.authorize(token, job)
-        except HoldfastError:
-            await self.hold_refusal()
-            raise
         account = (("job", job), JOB_RATE) if self._is_placed(job) else STRANGERS
         await self._accounts.admit(*account)
 
     async def admit_session(self, sealed: str, find: Callable[[str], _T]) -> _T:
         """What `find` returns for a session's sealed id, when it is the call's turn. Raises what
         `find` does, and RateLimitedError."""
-        try:
+        async with self._refusals_held_up():
             found = find(sealed)
-        except HoldfastError:
-            await self.hold_refusal()
-            raise
         await self._accounts.admit(("session", sealed.rpartition("/")[0]), SESSION_RATE)
         return found
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
         """Those of `jobs` that the caller may see, when it is the call's turn. Raises as
         `Authenticator.visible`, and RateLimitedError."""
-        try:
+        async with self._refusals_held_up():
             seen = await self._authenticator.visible(token, jobs)
-        except HoldfastError:
-            await self.hold_refusal()
-            raise
         await self._accounts.admit(*STRANGERS)
         return seen
 
@@ -104,9 +96,9 @@ class Admission:
             return host.job
         except UnknownSessionError as unknown:
             try:
-                return await self._authenticator.job_of(_bearer(headers.get(_TOKEN_HEADER)))
+                async with self._refusals_held_up():
+                    return await self._authenticator.job_of(_bearer(headers.get(_TOKEN_HEADER)))
             except HoldfastError as error:
-                await self.hold_refusal()
                 raise (unknown if of_session else error) from None
 
     async def hold_refusal(self) -> None:
@@ -120,6 +112,15 @@ class Admission:
                 await asyncio.sleep(min(wait_s, WAIT_S_MAX))
             finally:
                 self._held -= 1
+
+    @asynccontextmanager
+    async def _refusals_held_up(self) -> AsyncIterator[None]:
+        """Around what may refuse a call: its error is raised when the call may be refused."""
+        try:
+            yield
+        except HoldfastError:
+            await self.hold_refusal()
+            raise
 
 
 def bearer_token(context: Context) -> str:

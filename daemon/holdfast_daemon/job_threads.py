@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 
 class JobThreads:
-    """For the event loop's thread.
+    """Hands each job its threads. Only the event loop's thread may call it.
 
     Args:
         threads: of each job.

@@ -102,14 +102,18 @@ class ProtectedSession(Session):
         self._capacity = Capacity()
         self._last_save_s = 0.0
         self._closed = False
-        hooked = [one for one in live.optimizers if isinstance(one, torch.optim.Optimizer)]
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in hooked]
-        self._held = len(hooked) == len(live.optimizers)
+        unheld = [one for one in live.optimizers if not isinstance(one, torch.optim.Optimizer)]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step)
+            for optimizer in live.optimizers
+            if isinstance(optimizer, torch.optim.Optimizer)
+        ]
+        self._held = not unheld
         """Whether every optimizer waits by itself until a save is staged."""
         self._asked = False
         """Whether the loop has waited for that since the save before."""
-        if not self._held:
-            _warn_unheld(live.optimizers)
+        if unheld:
+            _warn_unheld(unheld)
 
     @property
     def live(self) -> LiveState:
@@ -273,9 +277,7 @@ class ProtectedSession(Session):
 
 
 def _warn_unheld(optimizers: Sequence[object]) -> None:
-    kinds = {
-        type(one).__qualname__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)
-    }
+    kinds = {type(one).__qualname__ for one in optimizers}
     _log.warning(
         "%s is no torch.optim.Optimizer, so nothing holds it back while a save is copied: call "
         "session.wait_staged() before each change of parameters or optimizer state. Until the loop "
