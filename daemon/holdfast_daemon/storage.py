@@ -1,7 +1,7 @@
 """The daemon's directory: whose memory it is, who may use it, and how much.
 
-`NodeStorage` owns `<root>` (docs/architecture.md §4): it keeps a second daemon out, gives the
-memory its identity, counts the starts, and holds the one account of bytes that all jobs draw from
+`NodeStorage` owns `<root>` (docs/data-path.md): it keeps a second daemon out, gives the memory
+its identity, counts the starts, and holds the one account of bytes that all jobs draw from
 (invariant 5). What lies below `<root>/jobs/<job>` belongs to `job_storage`.
 """
 

@@ -113,7 +113,7 @@ class DiskArena(Arena):
 
 @dataclass(slots=True)
 class Disk:
-    """The files of docs/architecture.md §4 for one job."""
+    """The files of docs/data-path.md for one job."""
 
     memory_id: str
     incarnation: int = 0
