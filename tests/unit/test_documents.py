@@ -1,4 +1,4 @@
-"""House rules for the documents: prose fits in 100 columns, so that a change shows."""
+"""House rules for the documents: prose fits in 100 columns, and whatever they name exists."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ GENERATED = {"docs/job.md"}
 """Text that comes from the sources."""
 UNWRAPPED = {"CHANGELOG.md"}
 """One line an entry, so far."""
+FOLDERS = (
+    "benchmarks|charts|core|crds|daemon|docs|examples|operator|protos|storage|tests|trainer_sdk"
+)
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "charts/**/*.md")
@@ -38,3 +41,40 @@ def test_prose_fits_in_a_hundred_columns(path: Path) -> None:
     lines = enumerate(_prose(path.read_text(encoding="utf-8")).splitlines(), start=1)
     long = [number for number, line in lines if len(line) > COLUMNS_MAX]
     assert not long, f"wrap lines {long} of {_name(path)} at {COLUMNS_MAX} columns"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_every_file_that_a_document_names_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]+)", text)
+    linked = re.findall(r"\]\(([\w./-]+)[#)]", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    missing += [target for target in linked if not (path.parent / target).exists()]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_every_heading_that_a_link_names_exists(path: Path) -> None:
+    links = re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", path.read_text(encoding="utf-8"))
+    missing = [
+        f"{target}#{heading}"
+        for target, heading in links
+        if heading not in _headings(path.parent / target if target else path)
+    ]
+    assert not missing, missing
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
+    known = set(re.findall(r"def (test_\w+)\(", tests))
+    named = {
+        name for path in DOCUMENTS for name in re.findall(r"::(test_\w+)", path.read_text("utf-8"))
+    }
+    assert named, "no document names a test: the pattern no longer finds them"
+    assert named <= known, sorted(named - known)
+
+
+def _headings(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"(?m)^#+ (.+)$", _prose(path.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
