@@ -31,13 +31,20 @@ class StoredCopy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnreadableCopy:
+    """A set in storage that says it is whole and cannot be read."""
+
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     """What storage holds of a job."""
 
     copies: tuple[StoredCopy, ...] = ()
     """Whole sets, in any order."""
-    unreadable: tuple[tuple[str, str], ...] = ()
-    """(name, why) of each set that says it is whole and cannot be read."""
+    unreadable: tuple[UnreadableCopy, ...] = ()
     marked: bool = False
     """The job's mark is there. Nobody looks for it where there are sets."""
 
@@ -89,31 +96,24 @@ def choose_copy(
     wanted = [copy for copy in copies if tier.restore_from in ("", str(copy.generation))]
     if tier.restore_from and not wanted:
         return Choice(reason=_not_there(tier, copies))
-    refused: list[str] = []
+    refused: list[tuple[Generation, str]] = []
     fits: list[Generation] = []
     for copy in wanted:
         why = unusable.get(copy.generation, "")
         if copy.world_size != world_size:
             why = f"is of {copy.world_size} ranks and the job has {world_size}; {ELSEWHERE}"
         if why:
-            refused.append(f"{copy.generation} {why}")
+            refused.append((copy.generation, why))
         else:
             fits.append(copy.generation)
     if not tier.restore_from:
-        refused += [f"{name} {why}" for name, why in found.unreadable]
+        refused += [(copy.generation, copy.reason) for copy in found.unreadable]
     if not fits:
         return Choice(reason=_all_refused(tier, refused))
     chosen = current if current in fits else fits[0]
-    skipped = [text for text in refused if _is_newer(text, chosen)]
-    note = f"; skipped {_listed(skipped)}" if skipped else ""
+    skipped = [(generation, why) for generation, why in refused if generation > chosen]
+    note = f"; skipped {_refusals(skipped)}" if skipped else ""
     return Choice(reason=f"generation {chosen} from {tier.uri}{note}", generation=chosen)
-
-
-def _is_newer(refused: str, chosen: Generation) -> bool:
-    name = refused.partition(" ")[0]
-    epoch, _, step = name.partition(".")
-    known = epoch.isdecimal() and step.isdecimal()
-    return not known or Generation(int(epoch), int(step)) > chosen
 
 
 def _not_there(tier: Tier, copies: list[StoredCopy]) -> str:
@@ -133,11 +133,15 @@ def _not_the_right_one(tier: Tier) -> str:
     )
 
 
-def _all_refused(tier: Tier, refused: list[str]) -> str:
+def _all_refused(tier: Tier, refused: list[tuple[Generation, str]]) -> str:
     return (
-        f"no copy in {tier.uri} can be used: {_listed(refused)}. The job waits, because a fresh "
+        f"no copy in {tier.uri} can be used: {_refusals(refused)}. The job waits, because a fresh "
         f"start would lose them: repair them, or give the job another persistence.uri"
     )
+
+
+def _refusals(refused: list[tuple[Generation, str]]) -> str:
+    return _listed([f"{generation} {why}" for generation, why in refused])
 
 
 def _listed(texts: list[str]) -> str:

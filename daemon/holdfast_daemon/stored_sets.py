@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import StorageError
 from holdfast_core.persisted_retention import SetState
-from holdfast_core.stored_line import Found, StoredCopy
+from holdfast_core.stored_line import Found, StoredCopy, UnreadableCopy
 from holdfast_core.values import Generation
 from holdfast_storage.composed import Pieces, RankSnapshot
 from holdfast_storage.finding import find_sets, read_manifest
@@ -46,7 +46,7 @@ class TierSets:
                 if one.found.state is SetState.COMPLETE and one.stored is not None
             ),
             unreadable=tuple(
-                (str(one.found.generation), one.reason)
+                UnreadableCopy(generation=one.found.generation, reason=one.reason)
                 for one in looked
                 if one.found.state is SetState.DAMAGED
             ),

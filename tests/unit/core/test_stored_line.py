@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_core.stored_line import Choice, Found, StoredCopy, choose_copy
+from holdfast_core.stored_line import Choice, Found, StoredCopy, UnreadableCopy, choose_copy
 from holdfast_core.values import Generation, Tier
 
 TIER = Tier(uri="s3://bucket/run1")
@@ -40,7 +40,13 @@ def test_a_copy_that_a_rank_could_not_load_is_skipped_by_name() -> None:
 
 
 def test_an_unreadable_set_is_named_only_when_it_would_have_come_first() -> None:
-    there = replace(found(OLD), unreadable=(("3.1200", "is cut off"), ("2.1", "is old")))
+    there = replace(
+        found(OLD),
+        unreadable=(
+            UnreadableCopy(generation=NEW, reason="is cut off"),
+            UnreadableCopy(generation=Generation(2, 1), reason="is old"),
+        ),
+    )
     assert (
         choice(there).reason == "generation 3.900 from s3://bucket/run1; skipped 3.1200 is cut off"
     )
@@ -62,7 +68,11 @@ def test_a_job_without_any_copy_begins_from_the_beginning() -> None:
     [
         (found(NEW), {"unusable": {NEW: "rank 1: cut off"}}, "rank 1: cut off"),
         (found(NEW, world_size=8), {}, "load it with torch.distributed.checkpoint"),
-        (Found(unreadable=(("3.1200", "bad checksum"),)), {}, "3.1200 bad checksum"),
+        (
+            Found(unreadable=(UnreadableCopy(generation=NEW, reason="bad checksum"),)),
+            {},
+            "3.1200 bad checksum",
+        ),
         (found(NEW), {"tier": replace(TIER, restore_from="3.7")}, "holds 3.1200"),
         (Found(), {"tier": replace(TIER, restore_from="3.7")}, "holds nothing"),
     ],

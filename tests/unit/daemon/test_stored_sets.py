@@ -146,7 +146,7 @@ def test_a_damaged_manifest_is_told_apart_from_no_set(bench: Bench, tmp_path: Pa
     found = bench.loader.find(FindStored(epoch=4, tier=bench.tier)).found
     assert found is not None
     assert found.copies == ()
-    assert [name for name, _ in found.unreadable] == ["3.1200"]
+    assert [str(copy.generation) for copy in found.unreadable] == ["3.1200"]
 
 
 def test_storage_that_cannot_be_listed_is_an_error_and_not_empty(
