@@ -1,12 +1,13 @@
-"""What daemons tell each other about loading from storage, as messages."""
+"""What daemons report of restores, and of loading from storage, as messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from holdfast_core.errors import ProtocolError
+from holdfast_core.states import RestorePhase, RestoreProgress
 from holdfast_core.values import FailedLoad, Generation
-from holdfast_protos import peer_pb2, values_pb2
+from holdfast_protos import peer_pb2, trainer_pb2, values_pb2
 
 
 def failed_loads_to_proto(values: Iterable[FailedLoad]) -> list[peer_pb2.FailedLoad]:
@@ -36,3 +37,13 @@ def failed_loads_from_proto(messages: Iterable[peer_pb2.FailedLoad]) -> tuple[Fa
         generation = Generation(message.generation.epoch, message.generation.step)
         found.append(FailedLoad(rank=message.rank, generation=generation, reason=message.reason))
     return tuple(found)
+
+
+def progress_from_proto(message: trainer_pb2.RestoreProgress) -> RestoreProgress:
+    """How far a restore is, by a daemon of any version."""
+    return RestoreProgress(
+        phase=RestorePhase.of(message.phase),
+        done=message.done,
+        total=message.total,
+        detail=message.detail,
+    )

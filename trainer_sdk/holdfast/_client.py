@@ -22,13 +22,16 @@ from holdfast._partial import NO_LOSS, Loss
 from holdfast._token import Metadata, Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.layouts import Layout, decode_layout, decode_manifest
+from holdfast_core.states import RestoreProgress, RestoreSource
 from holdfast_core.values import ExpertVersion, Generation, Line, Manifest
 from holdfast_protos import channels, codec, persisting, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.loading import progress_from_proto
 from holdfast_protos.losses import loss_to_proto
 
 _RECONNECT_MS_MAX = 1000
 _T = TypeVar("_T")
 _Request = TypeVar("_Request")
+OnProgress = Callable[[RestoreProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +50,7 @@ class Decision:
     manifest: Manifest | None = None
     layout: Layout | None = None
     slot: int = 0
-    source: str = "none"
-    """`local`, `parity` or `none`."""
+    source: RestoreSource = RestoreSource.NONE
     token: str = ""
     arena_bytes: int = 0
     places: bytes = b""
@@ -133,7 +135,7 @@ class DaemonClient(Protocol):
     def hello(self) -> Hello:
         """Raises StaleEpochError for a worker of a training world that has ended."""
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: Callable[[str], None]) -> Decision:
+    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> Decision:
         """Blocks until the epoch's line is decided and this rank's snapshot is ready."""
 
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
@@ -212,7 +214,7 @@ class GrpcClient:
             self._arena_socket = Path(reply.arena_socket)
         return Hello(epoch=reply.epoch, world_size=reply.world_size)
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: Callable[[str], None]) -> Decision:
+    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> Decision:
         request = trainer_pb2.RestoreRequest(job=self._job, rank=self._rank, epoch=epoch)
 
         def run() -> Decision:
@@ -221,9 +223,7 @@ class GrpcClient:
             ):
                 if message.HasField("decision"):
                     return _decision(message.decision)
-                on_progress(
-                    f"{message.phase} {message.done}/{message.total} {message.detail}".strip()
-                )
+                on_progress(progress_from_proto(message))
             raise ProtocolError("the daemon ended a restore without a decision")
 
         return self._call(run)
@@ -381,7 +381,7 @@ def _decision(message: trainer_pb2.RestoreDecision) -> Decision:
         manifest=decode_manifest(message.manifest),
         layout=decode_layout(message.layout),
         slot=message.slot,
-        source=message.source,
+        source=RestoreSource.of(message.source),
         token=message.token,
         arena_bytes=message.arena_bytes,
         places=message.places,

@@ -39,13 +39,12 @@ from holdfast_core.errors import (
 )
 from holdfast_core.layouts import Layout, first_bad_piece
 from holdfast_core.recompute import state_entries
+from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
 from holdfast_core.topology import Topology
 from holdfast_core.values import Generation, Manifest
 
 _log = logging.getLogger("holdfast")
 _RETRY_S = 0.2
-_WAITS_FOR_STORAGE = ("storage ", "load ")
-"""How the daemon begins what it says while it waits for storage, or reads it."""
 _T = TypeVar("_T")
 
 
@@ -77,7 +76,7 @@ class Restored:
 
     epoch: int
     step: int | None
-    source: str
+    source: RestoreSource
     generation: Generation | None = None
     layout: Layout | None = None
     partial: PartialState | None = None
@@ -95,7 +94,7 @@ class _Found:
     arena: Arena
     placed: Placed
     extras: dict[str, Any]
-    source: str
+    source: RestoreSource
     partial: PartialState | None
 
 
@@ -155,7 +154,7 @@ class Restore:
         standings = self._agree(error, own)
         if found is None:
             _log.info("epoch %d starts fresh", epoch)
-            return Restored(epoch=epoch, step=None, source="none")
+            return Restored(epoch=epoch, step=None, source=RestoreSource.NONE)
         all_offers = [standing.offers for standing in standings]
         chosen = found
         sources, error = _attempt(lambda: self._copy_own(chosen, all_offers))
@@ -215,22 +214,23 @@ class Restore:
     def _find(self, epoch: int) -> _Found | None:
         """Storage is waited for without an end, as long as the daemon says that it does: whoever
         gave up would only use up restarts of the job."""
-        told = ""
+        phase = RestorePhase.UNKNOWN
 
-        def tell(text: str) -> None:
-            nonlocal told
-            told = text
-            _log.info("restore: %s", text)
+        def follow(progress: RestoreProgress) -> None:
+            nonlocal phase
+            phase = progress.phase
+            _log.info("restore: %s", progress)
 
         deadline = time.monotonic() + self.settings.restore_timeout_s
         while True:
             try:
                 left_s = max(deadline - time.monotonic(), 0.1)
-                decision = self.client.restore(epoch, left_s, tell)
+                decision = self.client.restore(epoch, left_s, follow)
                 break
             except UnreachableError as error:  # the daemon restarts
-                if told.startswith(_WAITS_FOR_STORAGE):
-                    deadline, told = time.monotonic() + self.settings.restore_timeout_s, ""
+                if phase.waits_for_storage:
+                    deadline = time.monotonic() + self.settings.restore_timeout_s
+                    phase = RestorePhase.UNKNOWN
                 if time.monotonic() >= deadline:
                     raise
                 _log.info("asking the daemon again where to start: %s", error)

@@ -14,7 +14,7 @@ import fcntl
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from holdfast._client import (
     Event,
     Grant,
     Hello,
+    OnProgress,
     Opened,
     Report,
     Stage,
@@ -49,6 +50,7 @@ from holdfast_core.layouts import (
     piece_count,
 )
 from holdfast_core.places import Lying, choose, encode_places, merge_digests, split_places
+from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
 from holdfast_core.values import Generation, Line, Manifest
 
 _NO_STEP = -1
@@ -182,11 +184,11 @@ class FakeDaemon:
         self._enter("hello")
         return Hello(epoch=self.epoch, world_size=self.world_size)
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: Callable[[str], None]) -> Decision:
+    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> Decision:
         del timeout_s
         self._enter("restore")
         self._check_epoch(epoch)
-        on_progress("ready 1/1")
+        on_progress(RestoreProgress(phase=RestorePhase.READY, done=1, total=1))
         with self._lock:
             generation, protected = self._line(), self._protected
             if (
@@ -210,7 +212,7 @@ class FakeDaemon:
             manifest=held.manifest,
             layout=layout,
             slot=held.lying.slot,
-            source="local",
+            source=RestoreSource.LOCAL,
             token=f"read {held.home}",
             arena_bytes=layout.arena_bytes,
             places=held.lying.places,

@@ -21,6 +21,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.layouts import Layout, encode_layout, encode_manifest
 from holdfast_core.loss_reports import LossReport
+from holdfast_core.states import RestorePhase, RestoreProgress
 from holdfast_core.values import Generation, Manifest
 from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.losses import loss_from_proto
@@ -220,9 +221,11 @@ def test_the_headers_of_a_sessions_calls_name_it_before_the_request_is_read(
 def test_a_restore_tells_its_progress_and_ends_in_a_decision(
     client: GrpcClient, service: Trainer
 ) -> None:
-    progress: list[str] = []
+    progress: list[RestoreProgress] = []
     decision = client.restore(2, WAIT_S, progress.append)
-    assert progress == ["rebuild 1/2 rank 3"]
+    assert [(each.phase, str(each)) for each in progress] == [
+        (RestorePhase.REBUILD, "rebuild 1/2 rank 3")
+    ]
     assert (decision.manifest, decision.layout) == (MANIFEST, LAYOUT)
     assert (decision.slot, decision.token, decision.source) == (2, "t", "parity")
     service.fresh = True

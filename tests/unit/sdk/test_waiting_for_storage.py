@@ -11,25 +11,28 @@ import pytest
 from holdfast._client import Decision
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import UnreachableError
+from holdfast_core.states import RestorePhase, RestoreProgress
 
 
 class Busy(FakeDaemon):
     """Says what it does, and the call ends; the third one is answered."""
 
-    phase = ""
+    phase = RestorePhase.UNKNOWN
     asked = 0
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: Callable[[str], None]) -> Decision:
+    def restore(
+        self, epoch: int, timeout_s: float, on_progress: Callable[[RestoreProgress], None]
+    ) -> Decision:
         self.asked += 1
         if self.asked < 3:
-            on_progress(f"{self.phase} 0/0 in words")
+            on_progress(RestoreProgress(phase=self.phase, detail="in words"))
             raise UnreachableError("the call took too long")
         return super().restore(epoch, timeout_s, on_progress)
 
 
-@pytest.mark.parametrize("phase", ["storage", "load"])
+@pytest.mark.parametrize("phase", [RestorePhase.STORAGE, RestorePhase.LOAD])
 def test_a_daemon_that_waits_for_storage_is_asked_again(
-    phase: str, tmp_path: Path, trainer: Any, open_session: Any
+    phase: RestorePhase, tmp_path: Path, trainer: Any, open_session: Any
 ) -> None:
     daemon = Busy(tmp_path)
     daemon.phase = phase
@@ -42,7 +45,7 @@ def test_any_other_daemon_is_given_up_after_the_timeout(
     tmp_path: Path, trainer: Any, open_session: Any
 ) -> None:
     daemon = Busy(tmp_path)
-    daemon.phase = "inventories"
+    daemon.phase = RestorePhase.INVENTORIES
     session = open_session(trainer, daemon, restore_timeout_s=0.1)
     with pytest.raises(UnreachableError):
         session.restore()
