@@ -15,7 +15,6 @@ from holdfast_operator.lookups import (
 )
 from holdfast_operator.losses import loss_condition
 from holdfast_operator.views import (
-    AT_WORK,
     AgentState,
     Condition,
     ConditionType,
@@ -60,7 +59,7 @@ def training_runs(observed: Observed, membership: Membership) -> bool:
     """Whether every rank of the world has a session in this epoch, and none is lost."""
     ranks = ranks_in(observed, membership)
     return len(ranks) == membership.world_size and all(
-        r.state in AT_WORK and not r.lost for r in ranks
+        r.state.at_work and not r.lost for r in ranks
     )
 
 
@@ -131,7 +130,7 @@ def _without_room(observed: Observed, membership: Membership) -> str:
         return ""
     members = listed(agent.member for agent in waiting)
     first = waiting[0]
-    text = first.reason.partition(":")[2].strip() or "the scheduler gives no reason"
+    text = first.message or "the scheduler gives no reason"
     return f"members [{members}] wait for room; member {first.member} on {first.node}: {text}"
 
 

@@ -19,10 +19,16 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
+from holdfast_core.states import RestoreSource
 from holdfast_operator.local import Recovery, TimedEvent
 
 UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
-SOURCES = {"local": "memory", "parity": "parity", "storage": "storage", "none": "nothing"}
+SOURCES = {
+    RestoreSource.LOCAL: "memory",
+    RestoreSource.PARITY: "parity",
+    RestoreSource.STORAGE: "storage",
+    RestoreSource.NONE: "nothing",
+}
 PACKAGES = ("holdfast", "torch", "grpcio", "numpy")
 LOSS_TOLERANCE = 0.05
 """By which the final loss may differ where snapshots leave experts out."""
@@ -75,7 +81,7 @@ class FaultReport:
     detected_seconds: float | None
     recovery_seconds: float | None
     """From the fault to the end of the next step."""
-    source: str
+    source: RestoreSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +150,7 @@ def account(
         lost_steps=lost,
         detected_seconds=None if detected_at is None else round(detected_at - fault.time, 3),
         recovery_seconds=None if first is None else round(first.time - fault.time, 3),
-        source=caused[-1].source if caused else "local",
+        source=caused[-1].source if caused else RestoreSource.LOCAL,
     )
 
 

@@ -22,7 +22,6 @@ from holdfast_operator.lookups import (
 )
 from holdfast_operator.protection import Groups
 from holdfast_operator.views import (
-    AT_WORK,
     NEVER,
     AgentState,
     AgentView,
@@ -52,6 +51,9 @@ job has stood still for long enough, and starts from what is left, or fails and 
 
 UNSCHEDULABLE_S = 30.0
 """How long an agent may find no room on its node before another node is tried."""
+
+UNSCHEDULABLE = "Unschedulable"
+"""Why an agent waits for which the cluster finds no room: the word of Kubernetes' scheduler."""
 
 FOLLOWING_CODE = 1
 """Exit code of a rank that Python ended with a traceback, such as a broken connection to a peer."""
@@ -219,7 +221,7 @@ def _failures(place: MemberPlace, view: JobView | None, agent: AgentView | None)
     yield from _rank_failures(place, view, agent)
     if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
         code = agent.exit_code
-        how = exit_in_words(code) if code is not None else agent.reason or "ended"
+        how = exit_in_words(code) if code is not None else agent.why or "ended"
         yield Cause(
             on=On.EXIT_CODE,
             text=f"the agent of member {place.index} {how}",
@@ -269,13 +271,13 @@ def _better_places(
         text = f"node {place.node} of member {place.index} will be taken away: {node.disruption}"
         yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
     elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
-        text = f"there is no room for member {place.index} on node {place.node} ({agent.reason})"
+        text = f"there is no room for member {place.index} on node {place.node} ({agent.why})"
         yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
 
 
 def is_unschedulable(agent: AgentView) -> bool:
     """Whether an agent waits because the cluster finds no room for it."""
-    return agent.state is AgentState.STARTING and agent.reason.startswith("Unschedulable")
+    return agent.state is AgentState.STARTING and agent.reason == UNSCHEDULABLE
 
 
 def _contradiction(
@@ -307,7 +309,7 @@ def _hang(
 ) -> Iterator[Cause]:
     """No rank has made progress for too long. Ranks wait for each other in collectives, so one
     that hangs stops all; those that are a step behind, or idle for longest, are named."""
-    ranks = [r for r in ranks_in(observed, membership) if r.state in AT_WORK]
+    ranks = [r for r in ranks_in(observed, membership) if r.state.at_work]
     if not ranks:
         return
     idle_s = min(r.idle_s for r in ranks)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import inf
 
 from holdfast_core.last_lines import last_lines
+from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_core.values import Membership
 from holdfast_operator.views import JobView, NodeView, RankView
 from holdfast_protos import codec, control_pb2, values_pb2
@@ -86,7 +87,7 @@ def _membership(encoded: bytes) -> Membership:
 def _rank_view(state: control_pb2.RankState) -> RankView:
     return RankView(
         rank=state.rank,
-        state=state.state,
+        state=RankHealth.of(state.state),
         step=state.step,
         idle_s=state.idle_s,
         pid=state.pid,
@@ -94,7 +95,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         restored=(
             codec.generation_from_proto(state.restored) if state.HasField("restored") else None
         ),
-        restored_from=state.restored_from,
+        restored_from=RestoreSource.of(state.restored_from),
         exit_code=state.exit_code or None,
         last_lines=last_lines(state.last_lines),
     )

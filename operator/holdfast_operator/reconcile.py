@@ -36,6 +36,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.states import RestoreSource
 from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Membership, Redundancy
 from holdfast_operator import conditions as judge
@@ -57,7 +58,6 @@ from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, s
 from holdfast_operator.trainer_failures import note_first_step
 from holdfast_operator.unprotected import note_unprotected
 from holdfast_operator.views import (
-    AT_WORK,
     AgentState,
     Condition,
     ControlState,
@@ -231,10 +231,10 @@ def _resumption(draft: Draft, membership: Membership, start: Generation | None) 
         return f"{who} from the beginning"
     ranks = ranks_in(draft.observed, membership)
     by_source = {
-        word: [rank.rank for rank in ranks if rank.restored_from == word]
-        for word in ("parity", "storage")
+        source: [rank.rank for rank in ranks if rank.restored_from is source]
+        for source in (RestoreSource.PARITY, RestoreSource.STORAGE)
     }
-    parts = [f"{ranks_in_words(found)} from {word}" for word, found in by_source.items() if found]
+    parts = [f"{ranks_in_words(found)} from {kind}" for kind, found in by_source.items() if found]
     source = " and ".join(parts) or "all from local memory"
     return f"{who} from generation {start} (step {start.step}), {source}"
 
@@ -299,7 +299,7 @@ def _tend(draft: Draft, membership: Membership) -> str:
             draft.actions.append(StartAgent(member=place.index, node=place.node))
     if draft.state.resumed_epoch == membership.epoch:
         return ""
-    ready = sum(r.state in AT_WORK for r in ranks_in(draft.observed, membership))
+    ready = sum(r.state.at_work for r in ranks_in(draft.observed, membership))
     text = f"{ready} of {membership.world_size} ranks are at work in epoch {current.epoch}"
     return text + _agents_that_wait(draft, current)
 
@@ -308,6 +308,6 @@ def _agents_that_wait(draft: Draft, membership: Membership) -> str:
     """The first agent that has not started, and why."""
     for place in membership.members:
         agent = agent_at(draft.observed, place)
-        if agent is not None and agent.state is AgentState.STARTING and agent.reason:
-            return f"; the agent of member {place.index} on {place.node} waits: {agent.reason}"
+        if agent is not None and agent.state is AgentState.STARTING and agent.why:
+            return f"; the agent of member {place.index} on {place.node} waits: {agent.why}"
     return ""

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from holdfast_core.states import RestoreSource
 from holdfast_operator.conditions import newest_step, training_runs
 from holdfast_operator.lookups import ranks_in
 from holdfast_operator.views import Decision, Observed
+
+_FARTHEST_FIRST = (
+    RestoreSource.STORAGE,
+    RestoreSource.PARITY,
+    RestoreSource.LOCAL,
+    RestoreSource.NONE,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,17 +34,17 @@ class Recovery:
     restored_step: int | None = None
     """0 for a fresh start."""
     lost_steps: int | None = None
-    sources: tuple[tuple[int, str], ...] = ()
-    """(rank, "local", "parity", "storage" or "none")."""
+    sources: tuple[tuple[int, RestoreSource], ...] = ()
+    """(rank, where its bytes came from)."""
     advanced_at: float | None = None
     """The first step after it was completed."""
 
     @property
-    def source(self) -> str:
-        """Where state came from, all ranks together: "storage" or "parity" if it was
-        needed for any."""
+    def source(self) -> RestoreSource:
+        """Where state came from, all ranks together: storage or parity if it was needed for
+        any."""
         kinds = {source for _, source in self.sources}
-        return next((kind for kind in ("storage", "parity", "local", "none") if kind in kinds), "")
+        return next((kind for kind in _FARTHEST_FIRST if kind in kinds), RestoreSource.UNKNOWN)
 
 
 RECOVERIES_MAX = 1000
@@ -84,7 +92,9 @@ class Recoveries:
                 resumed_at=time,
                 restored_step=start,
                 lost_steps=max(0, last.step_before - start),
-                sources=tuple((rank.rank, rank.restored_from or "none") for rank in ranks),
+                sources=tuple(
+                    (rank.rank, rank.restored_from or RestoreSource.NONE) for rank in ranks
+                ),
             )
         if last.advanced_at is None and start is not None and step > start:
             last = replace(last, advanced_at=time)

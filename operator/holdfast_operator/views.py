@@ -18,11 +18,9 @@ from enum import StrEnum
 from msgspec import Struct
 
 from holdfast_core.loss_reports import JobLoss, LossReport
+from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_core.values import Generation, Line, Membership
 from holdfast_operator.last_failure import TrainerFailure
-
-AT_WORK = frozenset({"HEALTHY", "SNAPSHOTTING"})
-"""States of a rank whose SDK has a session (REFT §4.2)."""
 
 NEVER = float("-inf")
 
@@ -31,8 +29,7 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     """A rank as its daemon describes it."""
 
     rank: int
-    state: str = "OFFLINE"
-    """HEALTHY, SNAPSHOTTING, UNHEALTHY or OFFLINE (REFT §4.2)."""
+    state: RankHealth = RankHealth.OFFLINE
     step: int = 0
     """Newest step that the SDK reported."""
     idle_s: float = 0.0
@@ -41,8 +38,7 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     lost: bool = False
     """Its session ended without being closed, in the epoch of the `JobView`."""
     restored: Generation | None = None
-    restored_from: str = ""
-    """"local", "parity", "storage", "none", or empty while unknown."""
+    restored_from: RestoreSource = RestoreSource.UNKNOWN
     exit_code: int | None = None
     """Its worker failed in the epoch of the `JobView`, as the agent saw it; 128 + n for signal n.
     Arrives a moment after `lost`, and not at all when the agent is lost too."""
@@ -137,13 +133,18 @@ class AgentView:
     state: AgentState
     exit_code: int | None = None
     reason: str = ""
-    """Why it waits or ended: a word in CamelCase, a colon, and text, such as "Unschedulable: 0/3
-    nodes are available" or "ImagePullBackOff: not found"."""
+    """Why it waits or ended, in one word in CamelCase, and `message`, the same in a sentence."""
+    message: str = ""
     disruption: str = ""
     """Why the cluster took it away, as the reason of a pod's DisruptionTarget condition; empty
     when nobody did."""
     last_lines: str = ""
     """What it wrote last, of an agent that failed itself."""
+
+    @property
+    def why(self) -> str:
+        """Why it waits or ended, for people."""
+        return ": ".join(part for part in (self.reason, self.message) if part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +182,6 @@ class Observed:
     def _job_on(self, node: str) -> JobView | None:
         view = self.nodes.get(node)
         return None if view is None else view.job
-
-
-# --- actions --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

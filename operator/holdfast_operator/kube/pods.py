@@ -41,6 +41,7 @@ class TrainerPod:
     state: AgentState
     exit_code: int | None = None
     reason: str = ""
+    message: str = ""
     disruption: str = ""
     last_lines: str = ""
     """Of what its container wrote before it failed."""
@@ -62,7 +63,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
         return None
     owners = metadata.get("ownerReferences") or []
     annotations = metadata.get("annotations") or {}
-    state, exit_code, reason = _state(metadata, spec, status)
+    state, exit_code, reason, message = _state(metadata, spec, status)
     return TrainerPod(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -75,6 +76,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
         state=state,
         exit_code=exit_code,
         reason=reason,
+        message=message,
         disruption=_condition(status, DISRUPTED, "True").get("reason", ""),
         last_lines=_last_lines(spec, status) if state is AgentState.EXITED and exit_code else "",
         requests=amounts(spec),
@@ -97,6 +99,7 @@ def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tu
             state=pod.state,
             exit_code=pod.exit_code,
             reason=pod.reason,
+            message=pod.message,
             disruption=pod.disruption,
             last_lines=pod.last_lines,
         )
@@ -112,25 +115,26 @@ def _rank(pod: TrainerPod) -> tuple[bool, int]:
     return pod.state is not AgentState.STOPPING, pod.attempt
 
 
-def _state(metadata: Object, spec: Object, status: Object) -> tuple[AgentState, int | None, str]:
-    """(state, exit code, why)."""
+def _state(
+    metadata: Object, spec: Object, status: Object
+) -> tuple[AgentState, int | None, str, str]:
+    """(state, exit code, why in one word, why in a sentence)."""
     if metadata.get("deletionTimestamp"):
-        return AgentState.STOPPING, None, ""
+        return AgentState.STOPPING, None, "", ""
     trainer = _trainer_status(spec, status)
     state = trainer.get("state") or {}
     ended = state.get("terminated")
     if ended is not None:
         code = int(ended.get("exitCode", KILLED_CODE))
-        return AgentState.EXITED, code, ended.get("reason", "") if code else ""
+        return AgentState.EXITED, code, ended.get("reason", "") if code else "", ""
     phase = status.get("phase", "Pending")
     if phase == "Succeeded":
-        return AgentState.EXITED, 0, ""
+        return AgentState.EXITED, 0, "", ""
     if phase == "Failed":
-        why = _words(status.get("reason", ""), status.get("message", ""))
-        return AgentState.EXITED, KILLED_CODE, why
+        return AgentState.EXITED, KILLED_CODE, *_why(status)
     if phase == "Running" and "running" in state:
-        return AgentState.RUNNING, None, ""
-    return AgentState.STARTING, None, _waits_for(status, state)
+        return AgentState.RUNNING, None, "", ""
+    return AgentState.STARTING, None, *_waits_for(status, state)
 
 
 def _last_lines(spec: Object, status: Object) -> str:
@@ -142,16 +146,16 @@ def _last_lines(spec: Object, status: Object) -> str:
     return last_lines(str(ended.get("message", "")), secrets_among(variables))
 
 
-def _waits_for(status: Object, trainer_state: Object) -> str:
+def _waits_for(status: Object, trainer_state: Object) -> tuple[str, str]:
     unscheduled = _condition(status, SCHEDULED, "False")
     if unscheduled:
-        return _words(unscheduled.get("reason", ""), unscheduled.get("message", ""))
+        return _why(unscheduled)
     inits = [each.get("state") or {} for each in status.get("initContainerStatuses") or []]
     for state in (*inits, trainer_state):
         waiting = state.get("waiting") or {}
         if waiting.get("reason") not in (None, "PodInitializing"):
-            return _words(waiting["reason"], waiting.get("message", ""))
-    return ""
+            return _why(waiting)
+    return "", ""
 
 
 def _trainer_status(spec: Object, status: Object) -> Object:
@@ -168,5 +172,5 @@ def _condition(status: Object, kind: str, value: str) -> Object:
     return next(matching, {})
 
 
-def _words(reason: str, message: str) -> str:
-    return ": ".join(part for part in (reason, message.strip()) if part)
+def _why(found: Object) -> tuple[str, str]:
+    return found.get("reason", ""), found.get("message", "").strip()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.loss_reports import JobLoss
+from holdfast_core.states import RestoreSource
 from holdfast_core.values import Generation, Membership
 from holdfast_operator.conditions import newest_protected, newest_step, refused
 from holdfast_operator.conditions import phase as phase_of
@@ -22,7 +23,6 @@ from holdfast_operator.losses import loss_text
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.traffic import ProtectionTraffic, traffic_of, traffic_text
 from holdfast_operator.views import (
-    AT_WORK,
     Condition,
     ConditionType,
     Decision,
@@ -158,7 +158,7 @@ def recoveries_of(status: Object) -> list[Recovery]:
     found = []
     for each in status.get("lastRecoveries") or []:
         seconds, at = each.get("seconds"), seconds_of(each.get("detectedAt")) or 0.0
-        source = each.get("source", "")
+        source = RestoreSource.of(each.get("source", ""))
         found.append(
             Recovery(
                 epoch=status.get("epoch", 0) if seconds is None else 0,
@@ -187,7 +187,7 @@ def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, in
     if membership is None:
         return 0, 0
     views = [view for view in observed.views(membership) if view is not None]
-    at_work = [sum(rank.state in AT_WORK for rank in view.ranks) for view in views]
+    at_work = [sum(rank.state.at_work for rank in view.ranks) for view in views]
     return sum(at_work), at_work.count(membership.nproc_per_node)
 
 

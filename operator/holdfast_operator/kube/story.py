@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast_core.jobs import MoETrainingJob, On
+from holdfast_core.states import RestoreSource
 from holdfast_operator.evidence import gather
 from holdfast_operator.kube.metrics import Metrics
 from holdfast_operator.kube.status import RECOVERIES_SHOWN
@@ -49,7 +50,7 @@ class Story:
         elif not was_over and self._last_is_over():
             last = self._recoveries.all[-1]
             assert last.resumed_at is not None
-            self._metrics.add("recoveries_finished", source=last.source or "none")
+            self._metrics.add("recoveries_finished", source=last.source or RestoreSource.NONE)
             self._metrics.observe("recovery_seconds", last.resumed_at - last.decided_at)
 
     def _last_is_over(self) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast_core.errors import StorageError
 from holdfast_core.loss_reports import JobLoss
+from holdfast_core.states import RestoreSource
 from holdfast_operator.counters import Counters
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.recoveries import Recovery
@@ -31,7 +32,7 @@ class RankStatus:
     lost: bool
     restored: str
     """Generation that it restored in this epoch; empty for none."""
-    restored_from: str
+    restored_from: RestoreSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from holdfast_core.states import RestoreSource
 from holdfast_operator.demo_report import (
     FaultReport,
     Injected,
@@ -35,7 +36,7 @@ def recovery(decided_at: float, epoch: int, source: str) -> Recovery:
         decided_at=decided_at,
         step_before=7,
         restored_step=5,
-        sources=((0, "local"), (1, source)),
+        sources=((0, RestoreSource.LOCAL), (1, RestoreSource(source))),
     )
 
 
@@ -51,7 +52,7 @@ def test_a_fault_that_led_to_a_restart_is_measured_from_the_log() -> None:
         lost_steps=2,
         detected_seconds=0.5,
         recovery_seconds=3.6,
-        source="parity",
+        source=RestoreSource.PARITY,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import SLOTS_PER_ARENA, encode_manifest, piece_digests
+from holdfast_core.states import RestoreSource
 from holdfast_core.values import Generation, Manifest
 from holdfast_operator.local.directory import RunDirectory, new_record
 from holdfast_operator.local.faults import corrupt, notice
@@ -25,7 +26,7 @@ def status_of(root: Path) -> Status:
         pid=1,
         lost=False,
         restored="",
-        restored_from="",
+        restored_from=RestoreSource.UNKNOWN,
     )
     member = MemberStatus(
         index=0,

@@ -83,7 +83,11 @@ def test_why_an_agent_does_not_start_is_told() -> None:
     world = World(make_job(spares=0))
     world.look()
     world.agents[2, "n2"] = AgentView(
-        member=2, node="n2", state=AgentState.STARTING, reason="ImagePullBackOff: not found"
+        member=2,
+        node="n2",
+        state=AgentState.STARTING,
+        reason="ImagePullBackOff",
+        message="not found",
     )
     world.settle(60.0)
     assert world.condition("Scheduled")[0] and world.phase() == "Starting"

@@ -11,10 +11,12 @@ from typing import Any
 
 from holdfast_core.jobs import MoETrainingJob, parse_job
 from holdfast_core.loss_reports import LossReport
+from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Line, Membership
 from holdfast_operator.conditions import phase
 from holdfast_operator.counters import counters, from_document, remembered, to_document
+from holdfast_operator.evidence import UNSCHEDULABLE
 from holdfast_operator.reconcile import reconcile
 from holdfast_operator.views import (
     Action,
@@ -189,6 +191,8 @@ class World:
         agent = self.agents.get((member if member is not None else -1, name))
         works = agent is not None and agent.state is AgentState.RUNNING
         ranks = membership.ranks_of(member) if member is not None else range(0)
+        healthy = RankHealth.HEALTHY
+        source = RestoreSource.LOCAL if membership.epoch > 1 else RestoreSource.NONE
         return JobView(
             epoch=membership.epoch,
             membership=membership,
@@ -199,13 +203,13 @@ class World:
             ranks=tuple(
                 RankView(
                     rank=rank,
-                    state="HEALTHY" if works and rank not in daemon.lost else "OFFLINE",
+                    state=healthy if works and rank not in daemon.lost else RankHealth.OFFLINE,
                     step=self.step,
                     idle_s=self.idle_s,
                     lost=rank in daemon.lost,
                     exit_code=daemon.exits.get(rank),
                     last_lines=daemon.last_lines.get(rank, ""),
-                    restored_from="local" if membership.epoch > 1 else "none",
+                    restored_from=source,
                 )
                 for rank in ranks
             ),
@@ -238,7 +242,8 @@ class World:
                     member=member,
                     node=node,
                     state=AgentState.STARTING if full else AgentState.RUNNING,
-                    reason="Unschedulable: 0/5 nodes are available" if full else "",
+                    reason=UNSCHEDULABLE if full else "",
+                    message="0/5 nodes are available" if full else "",
                 )
             case StopAgent(member=member, node=node):
                 assert (member, node) in self.agents, f"{action} although there is none"

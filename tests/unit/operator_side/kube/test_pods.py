@@ -38,14 +38,15 @@ def seen(raw: Object) -> TrainerPod:
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "code", "reason"),
+    ("status", "state", "code", "reason", "message"),
     [
-        ({}, AgentState.STARTING, None, ""),
+        ({}, AgentState.STARTING, None, "", ""),
         (
             {"phase": "Pending", "conditions": [UNSCHEDULABLE]},
             AgentState.STARTING,
             None,
-            "Unschedulable: 0/3 nodes are available",
+            "Unschedulable",
+            "0/3 nodes are available",
         ),
         (
             {
@@ -56,12 +57,14 @@ def seen(raw: Object) -> TrainerPod:
             },
             AgentState.STARTING,
             None,
-            "ImagePullBackOff: not found",
+            "ImagePullBackOff",
+            "not found",
         ),
         (
             {"phase": "Running", "containerStatuses": [container(running={})]},
             AgentState.RUNNING,
             None,
+            "",
             "",
         ),
         (
@@ -75,26 +78,30 @@ def seen(raw: Object) -> TrainerPod:
             AgentState.EXITED,
             42,
             "Error",
+            "",
         ),
         (
             {"phase": "Succeeded", "containerStatuses": [container(terminated={"exitCode": 0})]},
             AgentState.EXITED,
             0,
             "",
+            "",
         ),
         (
             {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."},
             AgentState.EXITED,
             137,
-            "Evicted: The node was low on memory.",
+            "Evicted",
+            "The node was low on memory.",
         ),
     ],
 )
 def test_the_state_of_a_pod_is_that_of_its_trainer(
-    status: Object, state: AgentState, code: int | None, reason: str
+    status: Object, state: AgentState, code: int | None, reason: str, message: str
 ) -> None:
     found = seen(pod(status))
-    assert (found.state, found.exit_code, found.reason) == (state, code, reason)
+    assert (found.state, found.exit_code) == (state, code)
+    assert (found.reason, found.message) == (reason, message)
 
 
 def test_the_end_of_a_failed_containers_log_is_kept_without_secrets() -> None:

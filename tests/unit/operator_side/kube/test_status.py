@@ -14,6 +14,7 @@ from virtual_world import make_job as virtual_job
 
 from holdfast_core.job_status import JobStatus
 from holdfast_core.loss_reports import LossReport
+from holdfast_core.states import RestoreSource
 from holdfast_operator.counters import from_document, remembered
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import JOBS, Resource
@@ -165,7 +166,7 @@ def test_recoveries_survive_in_the_status() -> None:
         resumed_at=1_700_000_004.5,
         restored_step=8,
         lost_steps=1,
-        sources=((1, "parity"),),
+        sources=((1, RestoreSource.PARITY),),
     )
     found = status(running(), recoveries=[over])
     assert found["lastRecoveries"] == [
