@@ -25,6 +25,15 @@ class Phase(StrEnum):
     COMPLETE = "Complete"
     FAILED = "Failed"
 
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended, well or not."""
+        return self in ENDED
+
+
+ENDED = (Phase.COMPLETE, Phase.FAILED)
+"""The phases that a job does not leave."""
+
 
 class ConditionStatus(StrEnum):
     """Whether a condition holds."""

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast_core.errors import StorageError
+from holdfast_core.job_status import ENDED, Phase
 from holdfast_operator.kube.resources import EVENTS, JOBS
 from holdfast_operator.kube.times import seconds_of
 from holdfast_operator.local.status import TimedEvent
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from holdfast_operator.kube.api import Api
 
 WATCH_S = 1.0
-ENDED = ("Complete", "Failed")
 
 Object = dict[str, Any]
 
@@ -141,7 +141,7 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     if found.get("problem"):
         parts.append(Text(found["problem"], style="dim"))
     failure = found.get("lastFailure") or {}
-    if failure and phase != "Complete":
+    if failure and phase != Phase.COMPLETE:
         parts.append(failure_text(failure.get("text", ""), failure.get("lastLines", "")))
     if "tokenLoss" in found:
         parts.append(Text(found["tokenLoss"].get("text", "")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job_status import Phase
 from holdfast_core.jobs import MoETrainingJob, check_storage, check_supported
 from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Membership, Redundancy
@@ -155,19 +156,21 @@ def refused(reason: str, message: str) -> tuple[Condition, ...]:
     return (Condition(type=ConditionType.SCHEDULED, status=False, reason=reason, message=message),)
 
 
-def phase(conditions: tuple[Condition, ...]) -> str:
-    """One word for the whole job: Complete, Failed, Suspended, Recovering, Running, Starting (its
-    nodes are assigned) or Waiting (they are not)."""
+_PHASES = {
+    ConditionType.FAILED: Phase.FAILED,
+    ConditionType.COMPLETE: Phase.COMPLETE,
+    ConditionType.SUSPENDED: Phase.SUSPENDED,
+    ConditionType.RECOVERING: Phase.RECOVERING,
+    ConditionType.RUNNING: Phase.RUNNING,
+    ConditionType.SCHEDULED: Phase.STARTING,
+}
+"""The first of these conditions that holds gives a job its phase."""
+
+
+def phase(conditions: tuple[Condition, ...]) -> Phase:
+    """The state of the whole job; Waiting while its nodes are not assigned."""
     true = {condition.type for condition in conditions if condition.status}
-    order = (
-        ConditionType.FAILED,
-        ConditionType.COMPLETE,
-        ConditionType.SUSPENDED,
-        ConditionType.RECOVERING,
-        ConditionType.RUNNING,
-    )
-    other = "Starting" if ConditionType.SCHEDULED in true else "Waiting"
-    return next((kind.value for kind in order if kind in true), other)
+    return next((phase for kind, phase in _PHASES.items() if kind in true), Phase.WAITING)
 
 
 def _goes_on(state: ControlState, membership: Membership) -> bool:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableError
+from holdfast_core.job_status import Phase
 from holdfast_core.jobs import MoETrainingJob, parse_job
 from holdfast_operator._environment import given
 from holdfast_operator.demo_report import (
@@ -144,7 +145,7 @@ class Run:
         step = max(1, int(fault.at * self._steps))
         await self.until(lambda log: bool(log) and log[-1].step >= step, RUN_S)
         await self.cluster.wait_for(
-            lambda status: status.ended or (status.phase == "Running" and bool(status.protected)),
+            lambda now: now.ended or (now.phase is Phase.RUNNING and bool(now.protected)),
             timeout_s=RECOVERY_S,
             what="a protected generation",
         )

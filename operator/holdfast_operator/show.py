@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from holdfast_core.job_status import Phase
 from holdfast_core.quantities import GIB, format_rate
-from holdfast_operator.local.status import MemberStatus, Status, TimedEvent
+from holdfast_core.states import RankHealth
+from holdfast_operator.local.status import FINISHED, MemberStatus, Status, TimedEvent
 from holdfast_operator.losses import loss_text
 from holdfast_operator.views import Condition
 
 EVENTS_SHOWN = 8
-PHASE_STYLES = {
-    "Running": "green",
-    "Complete": "bold green",
-    "Recovering": "yellow",
-    "Failed": "bold red",
-    "Suspended": "dim",
+PHASE_STYLES: Mapping[str, str] = {
+    Phase.RUNNING: "green",
+    Phase.COMPLETE: "bold green",
+    Phase.RECOVERING: "yellow",
+    Phase.FAILED: "bold red",
+    Phase.SUSPENDED: "dim",
 }
-_STATE_STYLES = {
-    "HEALTHY": "green",
-    "FINISHED": "bold green",
-    "SNAPSHOTTING": "cyan",
-    "OFFLINE": "red",
+_STATE_STYLES: Mapping[str, str] = {
+    RankHealth.HEALTHY: "green",
+    FINISHED: "bold green",
+    RankHealth.SNAPSHOTTING: "cyan",
+    RankHealth.OFFLINE: "red",
 }
 
 
@@ -39,7 +41,7 @@ def progress_line(status: Status) -> str:
         f"protected {status.protected or '-'}",
         f"restarts {status.restarts}",
     ]
-    if status.phase != "Running" and not status.ended:
+    if status.phase is not Phase.RUNNING and not status.ended:
         parts.append(status.reason)
     return "  ".join(parts)
 
@@ -70,9 +72,9 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         parts.append(Text("insecure: daemons and trainers prove nothing", style="bold red"))
     if stale:
         parts.append(Text(stale, style="yellow"))
-    if not status.ended or status.phase == "Failed":
+    if not status.ended or status.phase is Phase.FAILED:
         parts.append(Text(status.reason, style="dim"))
-    if status.failure is not None and status.phase != "Complete":
+    if status.failure is not None and status.phase is not Phase.COMPLETE:
         parts.append(failure_text(status.failure.text, status.failure.last_lines))
     if status.line or status.line_reason:
         line = status.line or "the beginning"

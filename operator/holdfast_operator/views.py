@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from holdfast_core.job_status import ConditionStatus
 from holdfast_core.loss_reports import JobLoss, LossReport
 from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_core.values import Generation, Line, Membership
@@ -288,9 +289,9 @@ class Condition:
     message: str = ""
 
     @property
-    def status_word(self) -> str:
+    def status_word(self) -> ConditionStatus:
         """The status as Kubernetes writes it."""
-        return "Unknown" if self.status is None else str(self.status)
+        return ConditionStatus("Unknown" if self.status is None else str(self.status))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 from harness import JOB, RawCluster, RawJob
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.job_status import Phase
 from holdfast_core.values import Redundancy, Tier
 from holdfast_operator.cli import build_parser
 from holdfast_operator.local.directory import RunDirectory
@@ -51,7 +52,7 @@ def _status(directory: RunDirectory, job: RawJob) -> Status:
         time=time.time(),
         pid=0,
         directory=str(directory.path),
-        phase="Running",
+        phase=Phase.RUNNING,
         reason="",
         epoch=job.epoch,
         revision=0,

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from holdfast_core.job_status import ENDED, Phase
 from holdfast_core.jobs import MANAGER
 from holdfast_operator.kube.amounts import Amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
@@ -23,7 +24,6 @@ these."""
 HOUSEKEEPING_S = 5.0
 ORPHAN_S = 60.0
 """Memory of a job that this operator does not know is asked about after this long."""
-PHASES = ("Suspended", "Waiting", "Starting", "Running", "Recovering", "Complete", "Failed")
 
 
 class Fleet:
@@ -51,7 +51,7 @@ class Fleet:
                 loop.wake()
         if not found:
             for loop in self._loops.values():
-                if loop.status.get("phase") != "Running":
+                if loop.status.get("phase") != Phase.RUNNING:
                     loop.wake()
 
     def take_in(self, kind: str | None, resource: Object) -> None:
@@ -113,10 +113,10 @@ class Fleet:
         most = min((each for each in wanted if each is not None), default=HEARTBEAT_S_MAX)
         world.server.set_heartbeat_s(min(HEARTBEAT_S_MAX, max(HEARTBEAT_S_MIN, most)))
         statuses = [loop.status for loop in self._loops.values()]
-        phases = Counter(status.get("phase", "Waiting") for status in statuses)
-        for phase in PHASES:
+        phases = Counter(status.get("phase", Phase.WAITING) for status in statuses)
+        for phase in Phase:
             world.metrics.set("jobs", phases[phase], phase=phase)
-        going = [s for s in statuses if s.get("phase") not in ("Complete", "Failed")]
+        going = [s for s in statuses if s.get("phase") not in ENDED]
         world.metrics.set("ranks_desired", sum(s.get("desired", 0) for s in going))
         world.metrics.set("ranks_ready", sum(s.get("ready", 0) for s in going))
         connected = sum(view.connected for view in world.server.nodes().values())

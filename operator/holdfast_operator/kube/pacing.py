@@ -6,6 +6,7 @@ but not free: hundreds of jobs that are well share one core.
 
 from __future__ import annotations
 
+from holdfast_core.job_status import Phase
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.conditions import phase as phase_of
 from holdfast_operator.views import ControlState, Decision, StartAgent
@@ -43,16 +44,16 @@ def pause_s(
         return NOW_S  # a pod that is created wakes the loop
     if state.outcome is not None:
         return _until(_end_of_keeping(job, state), ENDED_S, now)
-    if phase == "Suspended":
+    if phase is Phase.SUSPENDED:
         return CALM_S
     members = state.membership.members if state.membership is not None else ()
     if any(place.node in late for place in members):
         heartbeat_s = job.spec.failure_policy.detection.heartbeat_seconds
         return min(BUSY_S, heartbeat_s / 4)
-    if phase == "Running":
+    if phase is Phase.RUNNING:
         hang_s = job.spec.failure_policy.detection.hang_seconds
         return _until(_deadline(job, state), min(CALM_S, max(BUSY_S, hang_s / 8)), now)
-    return _until(_deadline(job, state), WAITING_S if phase == "Waiting" else BUSY_S, now)
+    return _until(_deadline(job, state), WAITING_S if phase is Phase.WAITING else BUSY_S, now)
 
 
 def _deadline(job: MoETrainingJob, state: ControlState) -> float | None:

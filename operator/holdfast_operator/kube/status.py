@@ -7,6 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
+from holdfast_core.job_status import (
+    FailureStatus,
+    JobCondition,
+    JobStatus,
+    MemberStatus,
+    Phase,
+    ProtectionTrafficStatus,
+    RecoveryStatus,
+    TokenLossStatus,
+)
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.loss_reports import JobLoss
 from holdfast_core.states import RestoreSource
@@ -24,7 +36,6 @@ from holdfast_operator.recoveries import Recovery
 from holdfast_operator.traffic import ProtectionTraffic, traffic_of, traffic_text
 from holdfast_operator.views import (
     Condition,
-    ConditionType,
     Decision,
     Observed,
 )
@@ -60,43 +71,36 @@ def status_of(
     protected = newest_protected(observed)
     if protected is None and state.outcome is not None and previous.get("protected"):
         protected = Generation.parse(previous["protected"])  # its memory was freed
-    status: Object = {
-        "phase": phase,
-        "epoch": state.epoch,
-        "step": step or _step_before(previous, state.epoch, state.started_from),
-        "ready": ready,
-        "desired": job.world_size,
-        "readyText": f"{ready}/{job.world_size}",
-        "nodesReady": nodes_ready,
-        "restarts": state.counted,
-        "recoveries": state.recoveries,
-        "observedGeneration": job.metadata.generation,
-        "selector": f"{JOB_LABEL}={job.metadata.name}",
-        "conditions": conditions_of(
-            decision.conditions, job.metadata.generation, previous, clocks.text(now)
-        ),
-        "members": _members(observed, membership, pods),
-        "lastRecoveries": [_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]],
-        "counters": to_document(counters(state, now=clocks.now, wall=clocks.wall)),
-    }
-    if protected is not None:
-        status |= {"protected": str(protected), "protectedStep": protected.step}
+    generation = job.metadata.generation
     started = previous.get("startedAt") or (clocks.text(now) if membership is not None else None)
-    if started:
-        status["startedAt"] = started
-    if state.ended_at is not None:
-        status["endedAt"] = clocks.text(state.ended_at)
-    if state.failure is not None:
-        status["lastFailure"] = _failure(state.failure)
-    if state.losses is not None:
-        status["tokenLoss"] = _token_loss(state.losses)
     traffic = traffic_of(observed, membership)
-    if traffic is not None:
-        status["protectionTraffic"] = _traffic(traffic)
-    problem = _problem(decision, phase)
-    if problem:
-        status["problem"] = problem[:PROBLEM_CHARACTERS_MAX]
-    return status
+    return _document(
+        JobStatus(
+            phase=phase,
+            epoch=state.epoch,
+            step=step or _step_before(previous, state.epoch, state.started_from),
+            ready=ready,
+            desired=job.world_size,
+            ready_text=f"{ready}/{job.world_size}",
+            nodes_ready=nodes_ready,
+            protected=None if protected is None else str(protected),
+            protected_step=None if protected is None else protected.step,
+            restarts=state.counted,
+            recoveries=state.recoveries,
+            started_at=started,
+            ended_at=None if state.ended_at is None else clocks.text(state.ended_at),
+            problem=_problem(decision, phase)[:PROBLEM_CHARACTERS_MAX] or None,
+            observed_generation=generation,
+            selector=f"{JOB_LABEL}={job.metadata.name}",
+            conditions=conditions_of(decision.conditions, generation, previous, clocks.text(now)),
+            last_failure=None if state.failure is None else _failure(state.failure),
+            members=_members(observed, membership, pods),
+            last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
+            token_loss=None if state.losses is None else _token_loss(state.losses),
+            protection_traffic=None if traffic is None else _traffic(traffic),
+            counters=to_document(counters(state, now=clocks.now, wall=clocks.wall)),
+        )
+    )
 
 
 def refusal_status(resource: Object, reason: str, message: str, now: str) -> Object:
@@ -104,21 +108,28 @@ def refusal_status(resource: Object, reason: str, message: str, now: str) -> Obj
     previous = resource.get("status") or {}
     generation = resource["metadata"].get("generation", 0)
     refusal = refused(reason, message)
-    told = conditions_of(refusal, generation, previous, now)
-    names = {each["type"] for each in told}
+    found = _document(
+        JobStatus(
+            phase=phase_of(refusal),
+            problem=message[:PROBLEM_CHARACTERS_MAX],
+            observed_generation=generation,
+            conditions=conditions_of(refusal, generation, previous, now),
+        )
+    )
+    names = {each["type"] for each in found["conditions"]}
     others = [c for c in previous.get("conditions") or [] if c["type"] not in names]
-    return {
-        **previous,
-        "phase": phase_of(refusal),
-        "problem": message[:PROBLEM_CHARACTERS_MAX],
-        "observedGeneration": generation,
-        "conditions": [*told, *others],
-    }
+    return {**previous, **found, "conditions": [*found["conditions"], *others]}
+
+
+def _document(status: JobStatus) -> Object:
+    """`status` as it comes back from an API server, so that equal ones compare equal."""
+    document: Object = msgspec.json.decode(msgspec.json.encode(status))
+    return document
 
 
 def conditions_of(
     conditions: Sequence[Condition], generation: int, previous: Object, now: str
-) -> list[Object]:
+) -> tuple[JobCondition, ...]:
     """Conditions in the standard form; a transition time changes with the status alone."""
     earlier = {each["type"]: each for each in previous.get("conditions") or []}
     found = []
@@ -127,16 +138,16 @@ def conditions_of(
         before = earlier.get(condition.type.value, {})
         since = before.get("lastTransitionTime") if before.get("status") == status else None
         found.append(
-            {
-                "type": condition.type.value,
-                "status": status,
-                "reason": condition.reason,
-                "message": condition.message[:MESSAGE_CHARACTERS_MAX],
-                "observedGeneration": generation,
-                "lastTransitionTime": since or now,
-            }
+            JobCondition(
+                type=condition.type.value,
+                status=status,
+                reason=condition.reason,
+                message=condition.message[:MESSAGE_CHARACTERS_MAX],
+                observed_generation=generation,
+                last_transition_time=since or now,
+            )
         )
-    return found
+    return tuple(found)
 
 
 def essence(status: Object) -> object:
@@ -193,70 +204,69 @@ def _at_work(observed: Observed, membership: Membership | None) -> tuple[int, in
 
 def _members(
     observed: Observed, membership: Membership | None, pods: Mapping[tuple[int, str], str]
-) -> list[Object]:
+) -> tuple[MemberStatus, ...]:
     members = []
     for place in membership.members if membership is not None else ():
         agent = agent_at(observed, place)
         members.append(
-            {
-                "index": place.index,
-                "node": place.node,
-                "pod": pods.get((place.index, place.node), ""),
-                "state": "absent" if agent is None else agent.state.value,
-            }
+            MemberStatus(
+                index=place.index,
+                node=place.node,
+                pod=pods.get((place.index, place.node), ""),
+                state="absent" if agent is None else agent.state.value,
+            )
         )
-    return members
+    return tuple(members)
 
 
-def _recovery(recovery: Recovery) -> Object:
-    found: Object = {"cause": recovery.cause, "detectedAt": micro_timestamp(recovery.decided_at)}
-    if recovery.restored_step is not None:
-        found["restoredStep"] = recovery.restored_step
-    if recovery.lost_steps is not None:
-        found["lostSteps"] = recovery.lost_steps
-    if recovery.resumed_at is not None:
-        found["seconds"] = round(recovery.resumed_at - recovery.decided_at, 3)
-        found["source"] = recovery.source
-    return found
+def _recovery(recovery: Recovery) -> RecoveryStatus:
+    resumed_at = recovery.resumed_at
+    return RecoveryStatus(
+        cause=recovery.cause,
+        detected_at=micro_timestamp(recovery.decided_at),
+        restored_step=recovery.restored_step,
+        lost_steps=recovery.lost_steps,
+        seconds=None if resumed_at is None else round(resumed_at - recovery.decided_at, 3),
+        source=None if resumed_at is None else recovery.source,
+    )
 
 
-def _failure(failure: TrainerFailure) -> Object:
-    code, lines = failure.exit_code, failure.last_lines
-    return {
-        "text": failure.text,
-        "epoch": failure.epoch,
-        "member": failure.member,
-        **({} if code is None else {"exitCode": code}),
-        **({"lastLines": lines} if lines else {}),
-    }
+def _failure(failure: TrainerFailure) -> FailureStatus:
+    return FailureStatus(
+        text=failure.text,
+        epoch=failure.epoch,
+        member=failure.member,
+        exit_code=failure.exit_code,
+        last_lines=failure.last_lines or None,
+    )
 
 
-def _token_loss(loss: JobLoss) -> Object:
-    return {
-        "lost": f"{loss.lost:.2%}",
-        "lostTokens": loss.lost_tokens,
-        "lostRatio": round(loss.lost, RATIO_DIGITS),
-        "lostMLT": round(loss.lost_mlt, RATIO_DIGITS),
-        "atRiskRatio": round(loss.at_risk, RATIO_DIGITS),
-        "atRiskMLT": round(loss.at_risk_mlt, RATIO_DIGITS),
-        "limit": loss.limit,
-        "expertsPerLayer": loss.k,
-        "text": loss_text(loss),
-    }
+def _token_loss(loss: JobLoss) -> TokenLossStatus:
+    return TokenLossStatus(
+        lost=f"{loss.lost:.2%}",
+        lost_tokens=loss.lost_tokens,
+        lost_ratio=round(loss.lost, RATIO_DIGITS),
+        lost_mlt=round(loss.lost_mlt, RATIO_DIGITS),
+        at_risk_ratio=round(loss.at_risk, RATIO_DIGITS),
+        at_risk_mlt=round(loss.at_risk_mlt, RATIO_DIGITS),
+        limit=loss.limit,
+        experts_per_layer=loss.k,
+        text=loss_text(loss),
+    )
 
 
-def _traffic(traffic: ProtectionTraffic) -> Object:
-    return {
-        "nodeBytesPerSecond": traffic.node_bytes_s,
-        "bytesPerSecond": traffic.bytes_s,
-        **({"limit": traffic.limit_bytes_s} if traffic.limit_bytes_s else {}),
-        "text": traffic_text(traffic),
-    }
+def _traffic(traffic: ProtectionTraffic) -> ProtectionTrafficStatus:
+    return ProtectionTrafficStatus(
+        node_bytes_per_second=traffic.node_bytes_s,
+        bytes_per_second=traffic.bytes_s,
+        limit=traffic.limit_bytes_s or None,
+        text=traffic_text(traffic),
+    )
 
 
-def _problem(decision: Decision, phase: str) -> str:
-    if phase == ConditionType.FAILED.value:
+def _problem(decision: Decision, phase: Phase) -> str:
+    if phase is Phase.FAILED:
         return decision.state.outcome_reason
-    if phase in (ConditionType.RUNNING.value, ConditionType.COMPLETE.value, "Suspended"):
+    if phase in (Phase.RUNNING, Phase.COMPLETE, Phase.SUSPENDED):
         return ""
     return decision.reason

@@ -14,6 +14,7 @@ from holdfast_operator.conditions import (
 from holdfast_operator.counters import Counters
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.local.status import (
+    FINISHED,
     MemberStatus,
     NodeStatus,
     RankStatus,
@@ -32,9 +33,6 @@ from holdfast_operator.views import (
     Outcome,
     RankView,
 )
-
-FINISHED = "FINISHED"
-"""State of a rank that has ended well; what else there is are the daemon's (REFT §4.2)."""
 
 
 def status_of(

@@ -12,12 +12,16 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import StorageError
+from holdfast_core.job_status import Phase
 from holdfast_core.loss_reports import JobLoss
 from holdfast_core.states import RestoreSource
 from holdfast_operator.counters import Counters
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import Condition, ConditionType
+
+FINISHED = "FINISHED"
+"""State of a rank that has ended well; what else there is are the daemon's (REFT §4.2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +30,7 @@ class RankStatus:
 
     rank: int
     state: str
+    """A `RankHealth`, or `FINISHED`."""
     step: int
     idle_s: float
     pid: int
@@ -97,8 +102,7 @@ class Status:
     directory: str
     security: str = ""
     """`mutual TLS`, or `insecure`: nobody proves anything."""
-    phase: str
-    """One word for the whole job (`conditions.phase`)."""
+    phase: Phase
     reason: str
     """Why nothing is being done, or what is waited for."""
     epoch: int
@@ -140,7 +144,7 @@ class Status:
 
     @property
     def ended(self) -> bool:
-        return self.phase in ("Complete", "Failed")
+        return self.phase.ended
 
 
 _STATUS = msgspec.json.Decoder(Status)

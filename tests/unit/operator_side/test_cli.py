@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_core.job_status import Phase
 from holdfast_core.loss_reports import JobLoss
 from holdfast_operator.cli import main
 from holdfast_operator.counters import Counters
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> Path:
         time=1e9,
         pid=os.getpid(),
         directory=str(tmp_path),
-        phase="Running",
+        phase=Phase.RUNNING,
         reason="all is as it should be",
         epoch=3,
         revision=0,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job_status import Phase
 from holdfast_core.layouts import SLOTS_PER_ARENA, encode_manifest, piece_digests
 from holdfast_core.states import RestoreSource
 from holdfast_core.values import Generation, Manifest
@@ -56,7 +57,7 @@ def status_of(root: Path) -> Status:
         memory_budget_bytes=0,
     )
     return Status(
-        job="default.job", time=0.0, pid=1, directory="", phase="Running", reason="", epoch=1,
+        job="default.job", time=0.0, pid=1, directory="", phase=Phase.RUNNING, reason="", epoch=1,
         revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",
         restarts=0, members=(member,), nodes=(node,),
     )  # fmt: skip

@@ -6,6 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
+from holdfast_core.job_status import Phase
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.local.status import MemberStatus, NodeStatus, Status, TimedEvent
 from holdfast_operator.show import event_line, status_view
@@ -45,7 +46,7 @@ def test_each_node_says_what_it_fetches_for_parity() -> None:
         for name, role in (("n0", "member 0"), ("n1", "spare"))
     )
     status = Status(
-        job="default.job", time=0.0, pid=1, directory="", phase="Running", reason="", epoch=1,
+        job="default.job", time=0.0, pid=1, directory="", phase=Phase.RUNNING, reason="", epoch=1,
         revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",
         restarts=0, members=(member,), nodes=nodes,
     )  # fmt: skip
@@ -63,7 +64,7 @@ def test_a_failed_run_shows_the_last_lines_as_they_are() -> None:
     lines = "Traceback:\n[/red] ValueError"  # no markup, whatever it looks like
     failed = Condition(type=ConditionType.FAILED, status=True, reason="X", message=lines)
     status = Status(
-        job="default.job", time=0.0, pid=1, directory="", phase="Failed", reason=lines, epoch=3,
+        job="default.job", time=0.0, pid=1, directory="", phase=Phase.FAILED, reason=lines, epoch=3,
         revision=0, world_size=1, step=0, line="", line_reason="", complete="", protected="",
         restarts=2, conditions=(failed,),
         failure=TrainerFailure(epoch=3, member=0, text="rank 0 failed", last_lines=lines),
@@ -86,7 +87,7 @@ def test_a_member_of_which_nothing_is_known_any_more_has_ended_with_its_job() ->
         index=0, node="n0", agent="absent", exit_code=None, epoch=0, ranks=(), complete="",
         arena_bytes=0, parity_bytes=0, skipped=0, failed=0, rebuilding=False, problem="",
     )  # fmt: skip
-    for phase, words in (("Complete", "ended"), ("Running", "no word from its daemon")):
+    for phase, words in ((Phase.COMPLETE, "ended"), (Phase.RUNNING, "no word from its daemon")):
         status = Status(
             job="default.job", time=0.0, pid=1, directory="", phase=phase, reason="", epoch=1,
             revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",

@@ -120,12 +120,12 @@ def test_what_an_operator_must_not_forget_comes_back_from_the_status() -> None:
 
 def test_a_transition_time_changes_with_the_status_alone() -> None:
     first = Condition(type=ConditionType.RUNNING, status=True, reason="A", message="x")
-    told = conditions_of((first,), 1, {}, "t1")
-    other_words = conditions_of((replace(first, reason="B"),), 2, {"conditions": told}, "t2")
-    assert other_words[0]["lastTransitionTime"] == "t1"
-    assert (other_words[0]["reason"], other_words[0]["observedGeneration"]) == ("B", 2)
-    ended = conditions_of((replace(first, status=False),), 2, {"conditions": told}, "t3")
-    assert ended[0]["lastTransitionTime"] == "t3"
+    told = {"conditions": msgspec.to_builtins(conditions_of((first,), 1, {}, "t1"))}
+    (other_words,) = conditions_of((replace(first, reason="B"),), 2, told, "t2")
+    assert other_words.last_transition_time == "t1"
+    assert (other_words.reason, other_words.observed_generation) == ("B", 2)
+    (ended,) = conditions_of((replace(first, status=False),), 2, told, "t3")
+    assert ended.last_transition_time == "t3"
 
 
 def test_a_refused_job_says_why_and_keeps_what_was_known() -> None:
