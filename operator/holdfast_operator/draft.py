@@ -1,12 +1,14 @@
-"""A decision in the making: what all rules of the reconciler share.
+"""What all rules of the reconciler share: the look that they are given, the step that they return.
 
-Pure, like the rules in `reconcile` and `recovering` that use it.
+Pure, like the rules themselves. A rule is given the look and the state that the rule before led to,
+and returns a `Step`; `fold` follows rules one after the other until one of them ends the look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVarTuple, Unpack
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_persistence import tier_of
@@ -35,39 +37,33 @@ from holdfast_operator.views import (
 INATTENTIVE_HEARTBEATS = 2.0
 """A longer pause between two looks makes silence from before it prove nothing."""
 
+_Given = TypeVarTuple("_Given")
 
-class Draft:
-    """A decision in the making. Rules read `job`, `observed`, `now` and `state`, and change it by
-    these methods; `state` is replaced, never modified."""
 
-    def __init__(
-        self,
-        job: MoETrainingJob,
-        observed: Observed,
-        state: ControlState,
-        now: float,
-        locations: Locations = None,
-    ) -> None:
-        self.job, self.observed, self.now, self.locations = job, observed, now, locations
-        pause_s = INATTENTIVE_HEARTBEATS * job.spec.failure_policy.detection.heartbeat_seconds
-        attentive = now - state.looked_at <= pause_s
-        self.state = replace(
-            state,
-            looked_at=now,
-            attentive_since=state.attentive_since if attentive else now,
-            epoch=max(state.epoch, *self.epochs_seen(), 0),
-        )
-        self.actions: list[Action] = []
-        self.events: list[Event] = []
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """What every rule sees at one look, and none changes."""
 
-    def tell(self, reason: str, message: str, *, warning: bool = False) -> None:
-        self.events.append(Event(reason=reason, message=message, warning=warning))
+    job: MoETrainingJob
+    observed: Observed
+    now: float
+    locations: Locations = None
+    """Where the job may persist to."""
 
-    def epochs_seen(self) -> list[int]:
+    def begin(self, state: ControlState) -> ControlState:
+        """The state that the first rule is given."""
+        heartbeat_s = self.job.spec.failure_policy.detection.heartbeat_seconds
+        attentive = self.now - state.looked_at <= INATTENTIVE_HEARTBEATS * heartbeat_s
         views = (node.job for node in self.observed.nodes.values())
-        return [view.epoch for view in views if view is not None]
+        seen = [view.epoch for view in views if view is not None]
+        return replace(
+            state,
+            looked_at=self.now,
+            attentive_since=state.attentive_since if attentive else self.now,
+            epoch=max(state.epoch, *seen, 0),
+        )
 
-    def candidates(self) -> list[NodeView]:
+    def candidates(self, state: ControlState) -> list[NodeView]:
         """Nodes that could take a member now."""
         return [
             node
@@ -75,82 +71,15 @@ class Draft:
             if node.schedulable
             and not node.gone
             and node.memory_id
-            and is_reachable(self.job, node, self.state, self.now)
+            and is_reachable(self.job, node, state, self.now)
         ]
 
-    def end(self, outcome: Outcome, reason: str, word: str = "") -> None:
-        """The job has ended because of `reason`; `word` is the same in one word."""
-        well = outcome is Outcome.COMPLETE
-        self.state = replace(
-            self.state,
-            outcome=outcome,
-            outcome_reason=reason,
-            outcome_word=word or f"Job{outcome.value}",
-            ended_at=self.now,
-        )
-        self.tell(outcome.value, reason, warning=not well)
-        self.stop(self.observed.agents)
-        self.actions.append(Succeed(reason=reason) if well else Fail(reason=reason))
-        self.actions.append(DropJob())
-
-    def stop(self, agents: Iterable[AgentView]) -> None:
-        """Stop agents; nobody ends those on a lost node, so it is fenced until they are gone."""
-        stopped = list(agents)
-        for name in sorted({agent.node for agent in stopped}):
-            if self._is_lost(name):
-                self.fence(name)
-        self.actions.extend(
-            StopAgent(member=agent.member, node=agent.node)
-            for agent in stopped
-            if agent.state is not AgentState.STOPPING
-        )
-
-    def fence(self, node: str) -> None:
-        action = FenceNode(node=node)
-        if action not in self.actions:
-            self.actions.append(action)
-
-    def _is_lost(self, name: str) -> bool:
+    def is_lost(self, name: str, state: ControlState) -> bool:
+        """Whether nothing on the node can be reached any more."""
         node = self.observed.nodes.get(name)
         if node is None or node.gone:
             return True
-        return silent_s(node, self.state, self.now) >= detection_s(self.job)
-
-    def publish(self, membership: Membership) -> None:
-        changed = membership.epoch != self.state.epoch
-        if changed and membership.tier is not None:
-            tier = replace(membership.tier, persisted=self._put_into(membership.tier.uri))
-            membership = replace(membership, tier=tier)
-        self.state = replace(self.state, membership=membership, epoch=membership.epoch)
-        if changed:
-            self.state = replace(
-                self.state,
-                started_from=None,
-                confirmed_epoch=membership.epoch,
-                began_at=self.now,
-                codes_awaited_since=None,
-                carried=frozenset(
-                    place.index
-                    for place in membership.members
-                    if (agent := agent_at(self.observed, place)) is not None
-                    and agent.state is AgentState.RUNNING
-                ),
-            )
-        self.actions.append(PublishMembership(membership=membership))
-
-    def _put_into(self, uri: str) -> str:
-        stored = self.state.stored
-        return str(stored) if stored is not None and self.state.stored_in == uri else ""
-
-    def _tier(self, membership: Membership) -> Tier | None:
-        """As the job says now, where it may. The copy that it was to begin from counts until it has
-        begun."""
-        tier, known = tier_of(self.job.spec.persistence, self.job.spec.restore), membership.tier
-        if self.storage_refusal():
-            return known
-        if tier is None or (self.state.started_from is None and known and known.restore_from):
-            return tier
-        return replace(tier, restore_from="")
+        return silent_s(node, state, self.now) >= detection_s(self.job)
 
     def storage_refusal(self) -> str:
         """Why the job may not persist to where it says now; empty when it may."""
@@ -160,25 +89,153 @@ class Draft:
             return str(error)
         return ""
 
-    def publish_next(self, membership: Membership, moved: dict[int, NodeView]) -> Membership:
-        """Publish the next epoch, with `moved` members on new nodes and all others where their
-        daemons say that they are now."""
-        places = {
-            place.index: moved.get(place.index) or node_of(self.observed, place)
-            for place in membership.members
-        }
-        renewed = {
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What follows from a rule."""
+
+    state: ControlState
+    actions: tuple[Action, ...] = ()
+    events: tuple[Event, ...] = ()
+    waiting: str | None = None
+    """None leads on to the next rule. A text ends the look: what is waited for, empty when that is
+    nothing."""
+
+    def then(self, following: Step) -> Step:
+        """This step and `following`, which began from this one's state."""
+        return replace(
+            self.act(*following.actions),
+            state=following.state,
+            events=(*self.events, *following.events),
+            waiting=following.waiting,
+        )
+
+    def act(self, *actions: Action) -> Step:
+        """The step with more actions; a node is fenced once."""
+        new = (a for a in actions if not (isinstance(a, FenceNode) and a in self.actions))
+        return replace(self, actions=(*self.actions, *new))
+
+    def tell(self, reason: str, message: str, *, warning: bool = False) -> Step:
+        """The step with one more event."""
+        event = Event(reason=reason, message=message, warning=warning)
+        return replace(self, events=(*self.events, event))
+
+    def wait(self, text: str = "") -> Step:
+        """The step as one that ends the look."""
+        return replace(self, waiting=text)
+
+
+def fold(
+    rules: Iterable[Callable[[Look, ControlState, Unpack[_Given]], Step]],
+    look: Look,
+    state: ControlState,
+    *given: *_Given,
+) -> Step:
+    """The steps of `rules` as one: each begins where the one before led, until one ends the
+    look."""
+    step = Step(state)
+    for rule in rules:
+        step = step.then(rule(look, step.state, *given))
+        if step.waiting is not None:
+            break
+    return step
+
+
+def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: str = "") -> Step:
+    """The job has ended because of `reason`; `word` is the same in one word."""
+    well = outcome is Outcome.COMPLETE
+    ended = replace(
+        state,
+        outcome=outcome,
+        outcome_reason=reason,
+        outcome_word=word or f"Job{outcome.value}",
+        ended_at=look.now,
+    )
+    return (
+        stop(look, ended, look.observed.agents)
+        .act(Succeed(reason=reason) if well else Fail(reason=reason), DropJob())
+        .tell(outcome.value, reason, warning=not well)
+        .wait()
+    )
+
+
+def stop(look: Look, state: ControlState, agents: Iterable[AgentView]) -> Step:
+    """Stop agents; nobody ends those on a lost node, so it is fenced until they are gone."""
+    stopped = list(agents)
+    names = sorted({agent.node for agent in stopped})
+    return Step(
+        state,
+        (
+            *(FenceNode(node=name) for name in names if look.is_lost(name, state)),
+            *(
+                StopAgent(member=agent.member, node=agent.node)
+                for agent in stopped
+                if agent.state is not AgentState.STOPPING
+            ),
+        ),
+    )
+
+
+def publish(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Make `membership` known to its daemons; a newer epoch than the state's begins now."""
+    if membership.epoch == state.epoch:
+        current = replace(state, membership=membership)
+        return Step(current, (PublishMembership(membership=membership),))
+    if membership.tier is not None:
+        tier = replace(membership.tier, persisted=_put_into(state, membership.tier.uri))
+        membership = replace(membership, tier=tier)
+    begun = replace(
+        state,
+        membership=membership,
+        epoch=membership.epoch,
+        started_from=None,
+        confirmed_epoch=membership.epoch,
+        began_at=look.now,
+        codes_awaited_since=None,
+        carried=frozenset(
             place.index
             for place in membership.members
-            if places[place.index].memory_id != place.memory_id
-        }
-        self.state = replace(self.state, renewed=self.state.renewed | renewed)
-        following = replace(
-            membership,
-            epoch=self.state.epoch + 1,
-            revision=0,
-            members=tuple(place_on(index, node) for index, node in sorted(places.items())),
-            tier=self._tier(membership),
-        )
-        self.publish(following)
-        return following
+            if (agent := agent_at(look.observed, place)) is not None
+            and agent.state is AgentState.RUNNING
+        ),
+    )
+    return Step(begun, (PublishMembership(membership=membership),))
+
+
+def _put_into(state: ControlState, uri: str) -> str:
+    return str(state.stored) if state.stored is not None and state.stored_in == uri else ""
+
+
+def publish_next(
+    look: Look, state: ControlState, membership: Membership, moved: dict[int, NodeView]
+) -> Step:
+    """Publish the next epoch, with `moved` members on new nodes and all others where their
+    daemons say that they are now."""
+    places = {
+        place.index: moved.get(place.index) or node_of(look.observed, place)
+        for place in membership.members
+    }
+    renewed = {
+        place.index
+        for place in membership.members
+        if places[place.index].memory_id != place.memory_id
+    }
+    following = replace(
+        membership,
+        epoch=state.epoch + 1,
+        revision=0,
+        members=tuple(place_on(index, node) for index, node in sorted(places.items())),
+        tier=_tier(look, state, membership),
+    )
+    return publish(look, replace(state, renewed=state.renewed | renewed), following)
+
+
+def _tier(look: Look, state: ControlState, membership: Membership) -> Tier | None:
+    """As the job says now, where it may. The copy that it was to begin from counts until it has
+    begun."""
+    tier, known = tier_of(look.job.spec.persistence, look.job.spec.restore), membership.tier
+    if look.storage_refusal():
+        return known
+    if tier is None or (state.started_from is None and known and known.restore_from):
+        return tier
+    return replace(tier, restore_from="")

@@ -16,7 +16,7 @@ from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.loss_reports import JobLoss, merged
 from holdfast_core.values import Membership
-from holdfast_operator.draft import Draft
+from holdfast_operator.draft import Look, Step
 from holdfast_operator.views import Condition, ConditionType, ControlState, Observed
 
 
@@ -25,17 +25,17 @@ def leaves_experts_out(job: MoETrainingJob) -> bool:
     return job.spec.snapshot.policy.type is not PolicyType.FULL
 
 
-def note_losses(draft: Draft, membership: Membership) -> None:
+def note_losses(look: Look, state: ControlState, membership: Membership) -> Step:
     """Remember the job's figures, and tell once when they pass the limit."""
-    if not leaves_experts_out(draft.job):
-        return
-    found = job_loss(draft.observed, membership)
+    if not leaves_experts_out(look.job):
+        return Step(state)
+    found, known = job_loss(look.observed, membership), state.losses
     if found is None:
-        return
-    known = draft.state.losses
+        return Step(state)
+    step = Step(replace(state, losses=found))
     if found.passed and not (known is not None and known.passed):
-        draft.tell("TokenLossLimitPassed", _beyond(found), warning=True)
-    draft.state = replace(draft.state, losses=found)
+        return step.tell("TokenLossLimitPassed", _beyond(found), warning=True)
+    return step
 
 
 def job_loss(observed: Observed, membership: Membership) -> JobLoss | None:

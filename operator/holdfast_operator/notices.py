@@ -12,30 +12,30 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast_core.values import Membership
-from holdfast_operator.draft import Draft
+from holdfast_operator.draft import Look, Step
 from holdfast_operator.views import ControlState, Observed, PersistNow
 from holdfast_operator.words import listed
 
 
-def ask_for_copy(draft: Draft, before: Membership | None) -> None:
-    """Ask for a copy for each notice that is new. Called when all else is decided: a request that
+def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> Step:
+    """Ask for a copy for each notice that is new. Followed when all else is decided: a request that
     came before the next epoch would be one for a generation of the epoch that has ended.
 
     Args:
         before: the membership before this look, since a member with a notice may have moved.
     """
-    membership = draft.state.membership
-    if membership is None or membership.tier is None or draft.state.outcome is not None:
-        return
-    found = dict(_notices(draft.observed, before or membership, draft.state))
-    new = sorted(found.keys() - draft.state.noticed)
-    if new:
-        which = "the next" if draft.state.saved is None else f"generation {draft.state.saved}"
-        why = "; ".join(found[name] for name in new)
-        text = f"{why}; {which} is copied to {membership.tier.uri} now, or a newer one"
-        draft.tell("CopyRequested", text, warning=True)
-        draft.actions.append(PersistNow())
-    draft.state = replace(draft.state, noticed=frozenset(found))
+    membership = state.membership
+    if membership is None or membership.tier is None or state.outcome is not None:
+        return Step(state)
+    found = dict(_notices(look.observed, before or membership, state))
+    new = sorted(found.keys() - state.noticed)
+    step = Step(replace(state, noticed=frozenset(found)))
+    if not new:
+        return step
+    which = "the next" if state.saved is None else f"generation {state.saved}"
+    why = "; ".join(found[name] for name in new)
+    text = f"{why}; {which} is copied to {membership.tier.uri} now, or a newer one"
+    return step.tell("CopyRequested", text, warning=True).act(PersistNow())
 
 
 def asked_because(state: ControlState) -> str:

@@ -11,43 +11,42 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast_core.values import Membership, Tier
-from holdfast_operator.draft import Draft
+from holdfast_operator.draft import Look, Step
 from holdfast_operator.notices import asked_because
 from holdfast_operator.recovering import begin_epoch
 from holdfast_operator.replacing import Moves
 from holdfast_operator.views import Condition, ConditionType, ControlState, JobView, Observed
 
 
-def pass_stored_epochs(draft: Draft, membership: Membership) -> bool:
+def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) -> Step:
     """Begin the epoch after those that storage knows, if this one is not: generations are ordered
     by epoch, and what comes next must be newer than every copy. Nothing has failed, so nothing is
     counted."""
-    views = draft.observed.views(membership)
+    views = look.observed.views(membership)
     stored = max((view.stored_epoch for view in views if view is not None), default=0)
     if stored < membership.epoch:
-        return False
-    draft.state = replace(draft.state, epoch=max(draft.state.epoch, stored))
-    fruitless = draft.state.fruitless
-    begin_epoch(draft, membership, Moves(), ())
-    draft.state = replace(draft.state, fruitless=fruitless)
-    draft.tell(
+        return Step(state)
+    passed = replace(state, epoch=max(state.epoch, stored))
+    step = begin_epoch(look, passed, membership, Moves(), ())
+    step = replace(step, state=replace(step.state, fruitless=state.fruitless))
+    return step.tell(
         "EarlierRun",
         f"storage holds generations of an earlier run up to epoch {stored}; epoch "
-        f"{draft.state.epoch} begins",
-    )
-    return True
+        f"{step.state.epoch} begins",
+    ).wait()
 
 
-def note_copies(draft: Draft, membership: Membership) -> None:
+def note_copies(look: Look, state: ControlState, membership: Membership) -> Step:
     """Remember the newest copy and where it is, so that storage without any is known for the wrong
     one (`holdfast_core.stored_line`). A copy that is not newer may be in the storage of before."""
     if membership.tier is None:
-        return
-    views = draft.observed.views(membership)
+        return Step(state)
+    views = look.observed.views(membership)
     told = [v.persisted for v in views if v is not None and v.persisted is not None]
-    newest, known = max(told, default=None), draft.state.stored
-    if newest is not None and (known is None or newest > known):
-        draft.state = replace(draft.state, stored=newest, stored_in=membership.tier.uri)
+    newest, known = max(told, default=None), state.stored
+    if newest is None or (known is not None and newest <= known):
+        return Step(state)
+    return Step(replace(state, stored=newest, stored_in=membership.tier.uri))
 
 
 def storage_conditions(

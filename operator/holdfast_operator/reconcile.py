@@ -38,10 +38,10 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.states import RestoreSource
 from holdfast_core.storage_locations import Locations
-from holdfast_core.values import Generation, Membership, Redundancy
+from holdfast_core.values import Generation, Line, Membership, Redundancy
 from holdfast_operator import conditions as judge
-from holdfast_operator.deadlines import delete_when_due, is_overdue, note_activity
-from holdfast_operator.draft import Draft
+from holdfast_operator.deadlines import delete_when_due, fail_when_overdue, note_activity
+from holdfast_operator.draft import Look, Step, end, fold, publish, stop
 from holdfast_operator.evidence import is_left_over
 from holdfast_operator.lookups import (
     agent_at,
@@ -53,7 +53,7 @@ from holdfast_operator.losses import note_losses
 from holdfast_operator.notices import ask_for_copy
 from holdfast_operator.persisted import note_copies, pass_stored_epochs, storage_conditions
 from holdfast_operator.placement import form, refreshed
-from holdfast_operator.recovering import recover
+from holdfast_operator.recovering import recover, start_missing
 from holdfast_operator.suspending import free_earlier_shape, resume, shape_of, suspend
 from holdfast_operator.trainer_failures import note_first_step
 from holdfast_operator.unprotected import note_unprotected
@@ -66,7 +66,6 @@ from holdfast_operator.views import (
     Observed,
     Outcome,
     PublishMembership,
-    StartAgent,
 )
 from holdfast_operator.words import listed, ranks_in_words
 
@@ -83,231 +82,272 @@ def reconcile(
 ) -> Decision:
     """What to do now, and the state to be given the next time. `locations`: where the job may
     persist to."""
-    draft = Draft(job, observed, state, now, locations)
-    waiting = _follow_rules(draft)
-    ask_for_copy(draft, state.membership)
+    look = Look(job=job, observed=observed, now=now, locations=locations)
+    step = _follow_rules(look, look.begin(state))
+    waiting = step.waiting or ""
+    step = step.then(ask_for_copy(look, step.state, state.membership))
     return Decision(
-        state=draft.state,
-        actions=tuple(draft.actions),
-        conditions=_conditions(draft, waiting),
-        events=tuple(draft.events),
+        state=step.state,
+        actions=step.actions,
+        conditions=_conditions(look, step.state, waiting),
+        events=step.events,
         reason=waiting or "all is as it should be",
     )
 
 
-def _conditions(draft: Draft, waiting: str) -> tuple[Condition, ...]:
-    found = judge.conditions(
-        draft.job, draft.observed, draft.state, draft.now, waiting, draft.locations
-    )
-    refusal = draft.storage_refusal()
-    return (*found, *storage_conditions(draft.observed, draft.state, refusal))
+def _conditions(look: Look, state: ControlState, waiting: str) -> tuple[Condition, ...]:
+    found = judge.conditions(look.job, look.observed, state, look.now, waiting, look.locations)
+    return (*found, *storage_conditions(look.observed, state, look.storage_refusal()))
 
 
-def _follow_rules(draft: Draft) -> str:
-    """Go through the rules; returns what is waited for, empty when nothing is."""
-    if draft.state.outcome is not None:
-        _clear_away(draft)
-        return ""
-    _adopt(draft)
-    if draft.job.spec.suspend:
-        return suspend(draft)
-    note_activity(draft)
-    membership = draft.state.membership
-    if membership is None:
-        return "" if is_overdue(draft) else _place(draft)
-    if judge.all_agents_succeeded(draft.observed, membership):
-        draft.end(Outcome.COMPLETE, "all agents exited with code 0")
-        return ""
-    if draft.state.suspended:
-        return "" if is_overdue(draft) else resume(draft, membership)
-    _note_progress(draft, membership)
-    if is_overdue(draft) or _line_is_missing(draft, membership):
-        return ""
-    if pass_stored_epochs(draft, membership):
-        return ""
-    waiting = recover(draft, membership)
-    return _tend(draft, membership) if waiting is None else waiting
+def _follow_rules(look: Look, state: ControlState) -> Step:
+    step = fold((_clear_away, _adopt, suspend, note_activity, _place), look, state)
+    if step.waiting is not None:
+        return step
+    membership = step.state.membership
+    assert membership is not None
+    return step.then(fold(_RULES, look, step.state, membership))
 
 
-def _clear_away(draft: Draft) -> None:
-    draft.stop(draft.observed.agents)
-    if any(node.job is not None and node.connected for node in draft.observed.nodes.values()):
-        draft.actions.append(DropJob())
-    delete_when_due(draft)
+def _clear_away(look: Look, state: ControlState) -> Step:
+    """Free what an ended job still has."""
+    if state.outcome is None:
+        return Step(state)
+    step = stop(look, state, look.observed.agents)
+    if any(node.job is not None and node.connected for node in look.observed.nodes.values()):
+        step = step.act(DropJob())
+    return step.then(delete_when_due(look, step.state)).wait()
 
 
-def _adopt(draft: Draft) -> None:
+def _adopt(look: Look, state: ControlState) -> Step:
     """Take the newest membership that any daemon reports, when it is newer than ours."""
-    known = draft.state.membership
-    views = (node.job for node in draft.observed.nodes.values())
+    known = state.membership
+    views = (node.job for node in look.observed.nodes.values())
     seen = [view.membership for view in views if view is not None and view.membership]
     newest = max(seen, key=lambda m: (m.epoch, m.revision), default=None)
-    if newest is None or newest.job != draft.job.key or newest.epoch <= draft.state.void_epoch:
-        return
+    if newest is None or newest.job != look.job.key or newest.epoch <= state.void_epoch:
+        return Step(state)
     if known is None or newest.epoch > known.epoch:
-        draft.tell("Adopted", f"epoch {newest.epoch} is known to the daemons and goes on")
-        draft.state = replace(draft.state, membership=newest, started_from=None, resumed_epoch=0)
-    elif newest.epoch == known.epoch and newest.revision > known.revision:
-        draft.state = replace(draft.state, membership=replace(known, revision=newest.revision))
+        adopted = replace(state, membership=newest, started_from=None, resumed_epoch=0)
+        text = f"epoch {newest.epoch} is known to the daemons and goes on"
+        return Step(adopted).tell("Adopted", text)
+    if newest.epoch == known.epoch and newest.revision > known.revision:
+        return Step(replace(state, membership=replace(known, revision=newest.revision)))
+    return Step(state)
 
 
-def _place(draft: Draft) -> str:
-    """The first placement, once there are enough daemons; others get time to be seen, since
-    one of them may know the job already."""
-    refusal = judge.unsupported(draft.job, draft.locations)
-    if refusal is not None:
-        return refusal.message
-    freeing = free_earlier_shape(draft)
-    if freeing:
-        return freeing
-    nodes, ready = draft.observed.nodes.values(), draft.candidates()
+def _place(look: Look, state: ControlState) -> Step:
+    """The first placement, once there are enough daemons."""
+    if state.membership is not None:
+        return Step(state)
+    rules = (fail_when_overdue, _refuse, free_earlier_shape, _choose_nodes)
+    return fold(rules, look, state)
+
+
+def _refuse(look: Look, state: ControlState) -> Step:
+    """Wait while the job asks for what cannot be done."""
+    refusal = judge.unsupported(look.job, look.locations)
+    return Step(state, waiting=None if refusal is None else refusal.message)
+
+
+def _choose_nodes(look: Look, state: ControlState) -> Step:
+    """Form the first membership. Daemons get time to be seen, since one of them may know the job
+    already."""
+    nodes, ready = look.observed.nodes.values(), look.candidates(state)
     names = {node.name for node in ready}
     absent = sorted(n.name for n in nodes if n.name not in names and n.schedulable and not n.gone)
-    need = draft.job.spec.nodes
+    need = look.job.spec.nodes
     if len(ready) < need:
-        return f"{len(ready)} of {need} nodes have a daemon{_missing(draft, absent)}"
-    if absent and draft.now - draft.state.attentive_since < PLACEMENT_S:
-        return f"waiting for the daemon on {listed(absent)}"
+        return Step(
+            state, waiting=f"{len(ready)} of {need} nodes have a daemon{_missing(look, absent)}"
+        )
+    if absent and look.now - state.attentive_since < PLACEMENT_S:
+        return Step(state, waiting=f"waiting for the daemon on {listed(absent)}")
     try:
-        membership = form(draft.job, ready, draft.state.epoch + 1)
+        membership = form(look.job, ready, state.epoch + 1)
     except InvalidJobError as error:
-        draft.end(Outcome.FAILED, str(error), "CannotBePlaced")
-        return ""
-    draft.state = replace(draft.state, suspended=False, shape=shape_of(draft.job))
-    draft.publish(membership)
+        return end(look, state, Outcome.FAILED, str(error), "CannotBePlaced")
+    placed = replace(state, suspended=False, shape=shape_of(look.job))
+    step = publish(look, placed, membership)
     places = listed(f"{place.index} on {place.node}" for place in membership.members)
-    draft.tell("Scheduled", f"members {places}; epoch {membership.epoch} begins")
-    for place in membership.members:
-        if agent_at(draft.observed, place) is None:
-            draft.actions.append(StartAgent(member=place.index, node=place.node))
-    return ""
+    step = step.tell("Scheduled", f"members {places}; epoch {membership.epoch} begins")
+    return step.then(start_missing(look, step.state, membership)).wait()
 
 
-def _missing(draft: Draft, absent: list[str]) -> str:
+def _missing(look: Look, absent: list[str]) -> str:
     """What keeps the other nodes from taking a member, in brackets; empty without other nodes."""
-    nodes = draft.observed.nodes.values()
+    nodes = look.observed.nodes.values()
     closed = sorted(node.name for node in nodes if not node.schedulable and not node.gone)
     reasons = [f"waiting for {listed(absent)}"] if absent else []
     reasons += [f"not schedulable: {listed(closed)}"] if closed else []
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def _note_progress(draft: Draft, membership: Membership) -> None:
-    """Remember and tell what has become true without our doing."""
-    _note_silence(draft, membership)
-    views = draft.observed.views(membership)
-    if all(view is not None for view in views):
-        draft.state = replace(draft.state, confirmed_epoch=membership.epoch)
-    if any(view is not None and view.protected is not None for view in views):
-        draft.state = replace(draft.state, renewed=frozenset())
-    if not draft.state.shape:
-        draft.state = replace(draft.state, shape=shape_of(draft.job))
-    lines = [view.line for view in views if view is not None and view.line is not None]
-    if lines and draft.state.started_from is None:
-        start = lines[0].generation
-        draft.state = replace(draft.state, started_from=start.step if start else 0)
-    if draft.job.spec.redundancy.type is Redundancy.NONE:
-        saved = judge.newest_complete(draft.observed, membership)
+def _complete(look: Look, state: ControlState, membership: Membership) -> Step:
+    if not judge.all_agents_succeeded(look.observed, membership):
+        return Step(state)
+    return end(look, state, Outcome.COMPLETE, "all agents exited with code 0")
+
+
+def _note_silence(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Tell which daemons have fallen silent, and which are back."""
+    if state.confirmed_epoch != membership.epoch:
+        return Step(state)  # the loop has just begun to listen
+    silent = frozenset(
+        place.node
+        for place in membership.members
+        if not is_reachable(look.job, node_of(look.observed, place), state, look.now)
+    )
+    step = Step(replace(state, silent=silent))
+    for name in sorted(silent - state.silent):
+        step = step.tell("DaemonSilent", f"no heartbeat from the daemon on {name}", warning=True)
+    back = state.silent - silent
+    for place in membership.members if back else ():
+        node = node_of(look.observed, place)
+        if place.node in back and node.memory_id == place.memory_id:
+            step = step.tell("DaemonBack", f"the daemon on {place.node} is back with its memory")
+    return step
+
+
+def _note_progress(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Remember what daemons report of the epoch: who is in it, its line, what is safe."""
+    views = look.observed.views(membership)
+    known = [view for view in views if view is not None]
+    line = _line_of(look, membership)
+    start = line.generation.step if line is not None and line.generation is not None else 0
+    if look.job.spec.redundancy.type is Redundancy.NONE:
+        saved = judge.newest_complete(look.observed, membership)
     else:
-        saved = judge.newest_protected(draft.observed)
-    if saved is not None and (draft.state.saved is None or saved > draft.state.saved):
-        draft.state = replace(draft.state, saved=saved)
-    note_first_step(draft, membership)
-    note_copies(draft, membership)
-    note_losses(draft, membership)
-    note_unprotected(draft, membership)
-    resumed = judge.training_runs(draft.observed, membership)
-    if resumed and draft.state.resumed_epoch < membership.epoch:
-        draft.state = replace(
-            draft.state, resumed_epoch=membership.epoch, ran=True, unfit=frozenset()
+        saved = judge.newest_protected(look.observed)
+    newer = saved is not None and (state.saved is None or saved > state.saved)
+    fresh = line is not None and state.started_from is None
+    whole = any(view.protected is not None for view in known)
+    return Step(
+        replace(
+            state,
+            confirmed_epoch=membership.epoch if len(known) == len(views) else state.confirmed_epoch,
+            renewed=frozenset() if whole else state.renewed,
+            shape=state.shape or shape_of(look.job),
+            started_from=start if fresh else state.started_from,
+            saved=saved if newer else state.saved,
         )
-        start = lines[0].generation if lines else None
-        draft.tell("Running", _resumption(draft, membership, start))
+    )
 
 
-def _resumption(draft: Draft, membership: Membership, start: Generation | None) -> str:
+def _line_of(look: Look, membership: Membership) -> Line | None:
+    """The recovery line of the epoch, once a daemon knows it."""
+    views = look.observed.views(membership)
+    return next((v.line for v in views if v is not None and v.line is not None), None)
+
+
+def _note_resumption(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Tell once in each epoch that training runs."""
+    if state.resumed_epoch >= membership.epoch:
+        return Step(state)
+    if not judge.training_runs(look.observed, membership):
+        return Step(state)
+    resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=frozenset())
+    line = _line_of(look, membership)
+    start = line.generation if line is not None else None
+    return Step(resumed).tell("Running", _resumption(look, membership, start))
+
+
+def _resumption(look: Look, membership: Membership, start: Generation | None) -> str:
     who = f"{membership.world_size} ranks train in epoch {membership.epoch}"
     if start is None:
         return f"{who} from the beginning"
-    ranks = ranks_in(draft.observed, membership)
+    ranks = ranks_in(look.observed, membership)
     by_source = {
         source: [rank.rank for rank in ranks if rank.restored_from is source]
         for source in (RestoreSource.PARITY, RestoreSource.STORAGE)
     }
     parts = [f"{ranks_in_words(found)} from {kind}" for kind, found in by_source.items() if found]
-    source = " and ".join(parts) or "all from local memory"
-    return f"{who} from generation {start} (step {start.step}), {source}"
+    origin = " and ".join(parts) or "all from local memory"
+    return f"{who} from generation {start} (step {start.step}), {origin}"
 
 
-def _note_silence(draft: Draft, membership: Membership) -> None:
-    silent = frozenset(
-        place.node
-        for place in membership.members
-        if not is_reachable(draft.job, node_of(draft.observed, place), draft.state, draft.now)
-    )
-    if draft.state.confirmed_epoch != membership.epoch:
-        return  # the loop has just begun to listen
-    for name in sorted(silent - draft.state.silent):
-        draft.tell("DaemonSilent", f"no heartbeat from the daemon on {name}", warning=True)
-    back = draft.state.silent - silent
-    for place in membership.members if back else ():
-        node = node_of(draft.observed, place)
-        if place.node in back and node.memory_id == place.memory_id:
-            draft.tell("DaemonBack", f"the daemon on {place.node} is back with its memory")
-    draft.state = replace(draft.state, silent=silent)
+def _fail_when_overdue(look: Look, state: ControlState, _: Membership) -> Step:
+    return fail_when_overdue(look, state)
 
 
-def _line_is_missing(draft: Draft, membership: Membership) -> bool:
+def _fail_without_line(look: Look, state: ControlState, membership: Membership) -> Step:
     """Rule 5: fail when an epoch would start from nothing although there was something."""
-    views = draft.observed.views(membership)
-    line = next((v.line for v in views if v is not None and v.line is not None), None)
-    saved = draft.state.saved
+    line, saved = _line_of(look, membership), state.saved
     if line is None or line.generation is not None or saved is None:
-        return False
+        return Step(state)
     if saved.epoch >= membership.epoch:
-        return False
-    draft.end(
+        return Step(state)
+    return end(
+        look,
+        state,
         Outcome.FAILED,
         f"no recovery line: generation {saved} was the newest that was safe, and too much of "
         f"it is lost ({line.reason}); nothing was persisted. Run the job again to train from "
         f"the beginning",
         "NoRecoveryLine",
     )
-    return True
 
 
-def _tend(draft: Draft, membership: Membership) -> str:
+def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
     """Nothing failed: addresses, and agents that are missing or out of place."""
-    if draft.state.confirmed_epoch != membership.epoch:
+    if state.confirmed_epoch != membership.epoch:
         # The control loop that published it may have died before it reached them all.
-        draft.actions.append(PublishMembership(membership=membership))
-        return f"waiting until all daemons are in epoch {membership.epoch}"
-    current = refreshed(membership, draft.observed.nodes)
+        text = f"waiting until all daemons are in epoch {membership.epoch}"
+        return Step(state, (PublishMembership(membership=membership),), waiting=text)
+    step = Step(state)
+    current = refreshed(membership, look.observed.nodes)
     if current is not membership:
-        draft.publish(current)
-        draft.tell("Readdressed", f"epoch {current.epoch}, revision {current.revision}")
-    homes = {(place.index, place.node) for place in current.members}
-    draft.stop([a for a in draft.observed.agents if (a.member, a.node) not in homes])
-    left = [a for a in draft.observed.agents if is_left_over(a, draft.state, membership)]
-    if left:
-        draft.stop(a for a in left if (a.member, a.node) in homes)
-        # The next of theirs that fails has failed in this epoch.
-        carried = draft.state.carried.difference(agent.member for agent in left)
-        draft.state = replace(draft.state, began_at=draft.now, carried=carried)
-    for place in current.members:
-        if agent_at(draft.observed, place) is None:
-            draft.actions.append(StartAgent(member=place.index, node=place.node))
-    if draft.state.resumed_epoch == membership.epoch:
-        return ""
-    ready = sum(r.state.at_work for r in ranks_in(draft.observed, membership))
+        step = publish(look, state, current)
+        text = f"epoch {current.epoch}, revision {current.revision}"
+        step = step.tell("Readdressed", text)
+    step = step.then(_stop_strays(look, step.state, membership, current))
+    step = step.then(start_missing(look, step.state, current))
+    if step.state.resumed_epoch == membership.epoch:
+        return step.wait()
+    ready = sum(r.state.at_work for r in ranks_in(look.observed, membership))
     text = f"{ready} of {membership.world_size} ranks are at work in epoch {current.epoch}"
-    return text + _agents_that_wait(draft, current)
+    return step.wait(text + _agents_that_wait(look, current))
 
 
-def _agents_that_wait(draft: Draft, membership: Membership) -> str:
+def _stop_strays(
+    look: Look, state: ControlState, membership: Membership, current: Membership
+) -> Step:
+    """Stop agents that are out of place, or have failed in an earlier epoch."""
+    homes = {(place.index, place.node) for place in current.members}
+    agents = look.observed.agents
+    step = stop(look, state, [a for a in agents if (a.member, a.node) not in homes])
+    left = [a for a in agents if is_left_over(a, state, membership)]
+    if not left:
+        return step
+    step = step.then(stop(look, state, [a for a in left if (a.member, a.node) in homes]))
+    # The next of theirs that fails has failed in this epoch.
+    carried = state.carried.difference(agent.member for agent in left)
+    return replace(step, state=replace(state, began_at=look.now, carried=carried))
+
+
+def _agents_that_wait(look: Look, membership: Membership) -> str:
     """The first agent that has not started, and why."""
     for place in membership.members:
-        agent = agent_at(draft.observed, place)
+        agent = agent_at(look.observed, place)
         if agent is not None and agent.state is AgentState.STARTING and agent.why:
             return f"; the agent of member {place.index} on {place.node} waits: {agent.why}"
     return ""
+
+
+_RULES = (
+    _complete,
+    resume,
+    _note_silence,
+    _note_progress,
+    note_first_step,
+    note_copies,
+    note_losses,
+    note_unprotected,
+    _note_resumption,
+    _fail_when_overdue,
+    _fail_without_line,
+    pass_stored_epochs,
+    recover,
+    _tend,
+)
+"""What is done about a job that has its places, in order."""

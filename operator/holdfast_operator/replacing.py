@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from holdfast_core.jobs import Action as RuleAction
 from holdfast_core.jobs import Rule
 from holdfast_core.values import MemberPlace, Membership
-from holdfast_operator.draft import Draft
+from holdfast_operator.draft import Look
 from holdfast_operator.evidence import Cause
 from holdfast_operator.placement import choose_spare, place_on
 from holdfast_operator.protection import Groups
-from holdfast_operator.views import NodeView
+from holdfast_operator.views import ControlState, NodeView
+from holdfast_operator.words import listed
 
 
 @dataclass(slots=True)
@@ -39,20 +40,32 @@ class Moves:
             if place.index in self.to and self.to[place.index].name != place.node
         }
 
+    def in_words(self, membership: Membership) -> str:
+        """Who takes over what; empty for nobody."""
+        away = self.away(membership)
+        if len(away) == 1:
+            return f"spare {self.to[next(iter(away))].name} takes over"
+        return listed(f"{self.to[member].name} takes over member {member}" for member in away)
+
 
 class _Mover:
     def __init__(
-        self, draft: Draft, membership: Membership, leaving: Iterable[Cause], groups: Groups
+        self,
+        look: Look,
+        state: ControlState,
+        membership: Membership,
+        leaving: Iterable[Cause],
+        groups: Groups,
     ) -> None:
         homes = {place.node for place in membership.members}
-        candidates = draft.candidates()
+        candidates = look.candidates(state)
         self.groups = groups
         self.membership = membership
         self.alive = {node.name: node for node in candidates}
         self.spares = {
             node.name: node
             for node in candidates
-            if node.name not in homes and node.name not in draft.state.unfit and not node.disruption
+            if node.name not in homes and node.name not in state.unfit and not node.disruption
         }
         gone = {cause.member for cause in leaving if cause.node_lost}
         self.places = {place.index: place for place in membership.members}
@@ -81,14 +94,15 @@ class _Mover:
 
 
 def replacements(
-    draft: Draft,
+    look: Look,
+    state: ControlState,
     membership: Membership,
     causes: tuple[Cause, ...],
     rules: list[Rule],
     groups: Groups,
 ) -> Moves:
     """Where members go for whom a cause or its rule asks for another node."""
-    mover = _Mover(draft, membership, causes, groups)
+    mover = _Mover(look, state, membership, causes, groups)
     ordered = sorted(zip(causes, rules, strict=True), key=lambda pair: _urgency(pair[0]))
     done: set[int] = set()
     for cause, rule in ordered:

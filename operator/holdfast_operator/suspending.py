@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import Membership
-from holdfast_operator.draft import Draft
+from holdfast_operator.deadlines import fail_when_overdue
+from holdfast_operator.draft import Look, Step, fold, stop
 from holdfast_operator.evidence import gather
 from holdfast_operator.recovering import await_replacement, begin_epoch, in_words, waits_for
 from holdfast_operator.replacing import replacements
 from holdfast_operator.rules import rule_for
-from holdfast_operator.views import DropJob, NodeView
+from holdfast_operator.views import ControlState, DropJob
 from holdfast_operator.words import listed
 
 
@@ -33,60 +34,66 @@ def shape_of(job: MoETrainingJob) -> str:
     )
 
 
-def suspend(draft: Draft) -> str:
-    """Stop all agents; returns what is waited for."""
-    if not draft.state.suspended:
-        draft.state = replace(draft.state, suspended=True)
-        draft.tell("Suspended", "spec.suspend is true: agents are stopped, snapshots kept")
-    draft.state = replace(draft.state, active_since=None, ran=False, no_replacement_since=None)
-    draft.stop(draft.observed.agents)
-    return "the job is suspended"
+def suspend(look: Look, state: ControlState) -> Step:
+    """Stop all agents of a job that is to be suspended."""
+    if not look.job.spec.suspend:
+        return Step(state)
+    held = replace(state, suspended=True, active_since=None, ran=False, no_replacement_since=None)
+    step = stop(look, held, look.observed.agents).wait("the job is suspended")
+    if state.suspended:
+        return step
+    return step.tell("Suspended", "spec.suspend is true: agents are stopped, snapshots kept")
 
 
-def resume(draft: Draft, membership: Membership) -> str:
-    """Begin the next epoch on the nodes that are there; returns what is waited for. Nothing has
+def resume(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Begin the next epoch of a job that was suspended, on the nodes that are there. Nothing has
     failed, so that nothing is counted."""
-    if _is_reshaped(draft, membership):
-        return _forget_snapshots(draft, membership)
-    evidence = gather(draft.job, membership, draft.observed, draft.state, draft.now)
+    if not state.suspended:
+        return Step(state)
+    return fold((_fail_when_overdue, _forget_snapshots, _begin_again), look, state, membership)
+
+
+def _fail_when_overdue(look: Look, state: ControlState, _: Membership) -> Step:
+    return fail_when_overdue(look, state)
+
+
+def _begin_again(look: Look, state: ControlState, membership: Membership) -> Step:
+    evidence = gather(look.job, membership, look.observed, state, look.now)
     if evidence.suspects:
-        return waits_for(evidence)
+        return Step(state, waiting=waits_for(evidence))
     homeless = tuple(cause for cause in evidence.causes if cause.node_lost or cause.evicted)
-    rules = [rule_for(draft.job, cause) for cause in homeless]
-    moves = replacements(draft, membership, homeless, rules, evidence.groups)
+    rules = [rule_for(look.job, cause) for cause in homeless]
+    moves = replacements(look, state, membership, homeless, rules, evidence.groups)
     if moves.unplaced:
-        return await_replacement(draft, in_words(homeless), moves.unplaced)
-    fruitless = draft.state.fruitless
-    takes = begin_epoch(draft, membership, moves, homeless)
-    draft.state = replace(draft.state, suspended=False, fruitless=fruitless)
+        return await_replacement(look, state, in_words(homeless), moves.unplaced)
+    step = begin_epoch(look, state, membership, moves, homeless)
+    begun = replace(step.state, suspended=False, fruitless=state.fruitless)
+    takes = moves.in_words(membership)
     how = f"; {takes}" if takes else ""
-    draft.tell("Resumed", f"no longer suspended{how}; epoch {draft.state.epoch} begins")
-    return ""
+    step = replace(step, state=begun)
+    return step.tell("Resumed", f"no longer suspended{how}; epoch {begun.epoch} begins").wait()
 
 
-def _is_reshaped(draft: Draft, membership: Membership) -> bool:
-    spec, known = draft.job.spec, draft.state.shape
+def _is_reshaped(look: Look, state: ControlState, membership: Membership) -> bool:
+    spec, known = look.job.spec, state.shape
     size = (len(membership.members), membership.nproc_per_node)
     return size != (spec.nodes, spec.nproc_per_node) or (
-        bool(known) and known != shape_of(draft.job)
+        bool(known) and known != shape_of(look.job)
     )
 
 
-def _forget_snapshots(draft: Draft, membership: Membership) -> str:
-    known = draft.state.shape or f"{len(membership.members)} nodes of {membership.nproc_per_node}"
-    saved = draft.state.saved
+def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Free the snapshots of a job whose shape has changed."""
+    if not _is_reshaped(look, state, membership):
+        return Step(state)
+    known = state.shape or f"{len(membership.members)} nodes of {membership.nproc_per_node}"
+    saved = state.saved
     loses = f"generation {saved} and all other snapshots" if saved else "snapshots"
-    draft.tell(
-        "Reshaped",
-        f"the job was {known}, and is {shape_of(draft.job)}: {loses} of the earlier layout cannot "
-        f"be restored and are freed; training begins from the beginning",
-        warning=saved is not None,
-    )
-    draft.state = replace(
-        draft.state,
+    forgotten = replace(
+        state,
         suspended=False,
         membership=None,
-        void_epoch=draft.state.epoch,
+        void_epoch=state.epoch,
         shape="",
         saved=None,
         losses=None,
@@ -94,18 +101,24 @@ def _forget_snapshots(draft: Draft, membership: Membership) -> str:
         silent=frozenset(),
         started_from=None,
     )
-    return free_earlier_shape(draft)
+    freeing = free_earlier_shape(look, forgotten)
+    reshaped = Step(forgotten).tell(
+        "Reshaped",
+        f"the job was {known}, and is {shape_of(look.job)}: {loses} of the earlier layout cannot "
+        f"be restored and are freed; training begins from the beginning",
+        warning=saved is not None,
+    )
+    return reshaped.then(freeing).wait(freeing.waiting or "")
 
 
-def free_earlier_shape(draft: Draft) -> str:
-    """Have daemons free what they hold of an earlier shape; returns who has not yet."""
-    holders = [node for node in draft.observed.nodes.values() if _holds_void(draft, node)]
-    if not holders:
-        return ""
-    draft.actions.append(DropJob())
-    names = listed(sorted(node.name for node in holders))
-    return f"snapshots of an earlier layout are being freed on {names}"
-
-
-def _holds_void(draft: Draft, node: NodeView) -> bool:
-    return node.connected and node.job is not None and node.job.epoch <= draft.state.void_epoch
+def free_earlier_shape(look: Look, state: ControlState) -> Step:
+    """Have daemons free what they hold of an earlier shape; waits for those that have not yet."""
+    names = sorted(
+        node.name
+        for node in look.observed.nodes.values()
+        if node.connected and node.job is not None and node.job.epoch <= state.void_epoch
+    )
+    if not names:
+        return Step(state)
+    text = f"snapshots of an earlier layout are being freed on {listed(names)}"
+    return Step(state, (DropJob(),), waiting=text)

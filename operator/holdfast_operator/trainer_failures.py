@@ -15,12 +15,12 @@ from dataclasses import replace
 from holdfast_core.jobs import On, Rule
 from holdfast_core.last_lines import essence_of
 from holdfast_core.values import Membership
-from holdfast_operator.draft import Draft
+from holdfast_operator.draft import Look, Step, end
 from holdfast_operator.evidence import Cause
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.lookups import ranks_in
 from holdfast_operator.rules import is_permanent
-from holdfast_operator.views import Outcome
+from holdfast_operator.views import ControlState, Outcome
 
 ALIKE_MAX = 3
 """Epochs in a row that end alike before the job's first step, until the job has failed."""
@@ -28,24 +28,24 @@ TOLD_CHARACTERS_MAX = 700
 """Of last lines in an event or a reason, which Kubernetes cuts at 1024; the status has them all."""
 
 
-def note_first_step(draft: Draft, membership: Membership) -> None:
+def note_first_step(look: Look, state: ControlState, membership: Membership) -> Step:
     """Remember that the job's script has run."""
-    start = draft.state.started_from
-    if draft.state.stepped or start is None:
-        return
-    if any(rank.step > start for rank in ranks_in(draft.observed, membership)):
-        draft.state = replace(draft.state, stepped=True)
+    start = state.started_from
+    if state.stepped or start is None:
+        return Step(state)
+    stepped = any(rank.step > start for rank in ranks_in(look.observed, membership))
+    return Step(replace(state, stepped=stepped))
 
 
-def note_failure(draft: Draft, membership: Membership, causes: Sequence[Cause]) -> None:
+def note_failure(state: ControlState, membership: Membership, causes: Sequence[Cause]) -> Step:
     """Remember the rank or agent whose failure was seen first in this epoch, while it is still a
     cause, and tell what it wrote when that is news."""
-    cause, before = _telling(causes), draft.state.failure
+    cause, before = _telling(causes), state.failure
     if cause is None:
-        return
+        return Step(state)
     again = before is not None and before.epoch == membership.epoch
     if before is not None and again and any(each.text == before.text for each in causes):
-        return
+        return Step(state)
     found = TrainerFailure(
         epoch=membership.epoch,
         member=cause.member if cause.member is not None else -1,
@@ -56,32 +56,31 @@ def note_failure(draft: Draft, membership: Membership, causes: Sequence[Cause]) 
     alike = before is not None and not again and _essence(before) == _essence(found)
     if before is not None and alike:
         found = replace(found, times=before.times + 1)
-    draft.state = replace(draft.state, failure=found)
+    step = Step(replace(state, failure=found))
     if found.last_lines and not alike:
-        draft.tell("LastLines", with_last_lines(cause.text, cause.last_lines), warning=True)
+        return step.tell("LastLines", with_last_lines(cause.text, cause.last_lines), warning=True)
+    return step
 
 
-def fails_alike(draft: Draft, membership: Membership, rules: Sequence[Rule]) -> bool:
+def fail_alike(
+    look: Look, state: ControlState, membership: Membership, rules: Sequence[Rule]
+) -> Step:
     """End a job whose script has ended alike too often before its first step."""
-    state, failure = draft.state, draft.state.failure
+    failure = state.failure
     if failure is None:
-        return False
+        return Step(state)
     if failure.epoch != membership.epoch:  # this one ended by something else
-        draft.state = replace(state, failure=replace(failure, times=0))
-        return False
+        return Step(replace(state, failure=replace(failure, times=0)))
     if state.stepped or failure.times < ALIKE_MAX or not failure.last_lines:
-        return False
-    if not is_permanent(failure.exit_code):
-        return False
-    if any(rule.on is On.EXIT_CODE for rule in rules):
-        return False
+        return Step(state)
+    if not is_permanent(failure.exit_code) or any(rule.on is On.EXIT_CODE for rule in rules):
+        return Step(state)
     text = (
         f"{failure.text}, {failure.times} times alike before the job's first step; correct "
         f"its script (or restart it all the same, by a failure rule on ExitCode)"
     )
     reason = with_last_lines(text, failure.last_lines)
-    draft.end(Outcome.FAILED, reason, "FailsBeforeFirstStep")
-    return True
+    return end(look, state, Outcome.FAILED, reason, "FailsBeforeFirstStep")
 
 
 def with_last_lines(text: str, lines: str) -> str:

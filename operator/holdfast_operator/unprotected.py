@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
 from holdfast_core.values import Membership
-from holdfast_operator.draft import Draft
+from holdfast_operator.draft import Look, Step
+from holdfast_operator.views import ControlState
 
 _WORDS = {
     "ReplicasDiverged": ReplicasDivergedError.words,
@@ -20,15 +21,18 @@ _WORDS = {
 """Reason of the event → words by which the problem is known."""
 
 
-def note_unprotected(draft: Draft, membership: Membership) -> None:
+def note_unprotected(look: Look, state: ControlState, membership: Membership) -> Step:
     """Tell each reason when daemons begin to say it. Until nothing keeps the job from being
     protected, it is the same one, whatever else they say meanwhile."""
-    views = draft.observed.views(membership)
+    views = look.observed.views(membership)
     problems = [view.problem for view in views if view is not None and view.problem]
-    told = draft.state.unprotected if problems else frozenset()
-    for reason, words in _WORDS.items():
-        found = next((problem for problem in problems if words in problem), "")
-        if found and reason not in told:
-            draft.tell(reason, found, warning=True)
-            told |= {reason}
-    draft.state = replace(draft.state, unprotected=told)
+    found = {
+        reason: next((problem for problem in problems if words in problem), "")
+        for reason, words in _WORDS.items()
+    }
+    told = state.unprotected if problems else frozenset()
+    new = [reason for reason, problem in found.items() if problem and reason not in told]
+    step = Step(replace(state, unprotected=told.union(new)))
+    for reason in new:
+        step = step.tell(reason, found[reason], warning=True)
+    return step
