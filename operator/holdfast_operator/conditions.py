@@ -7,6 +7,7 @@ from holdfast_core.job_status import Phase
 from holdfast_core.jobs import MoETrainingJob, check_storage, check_supported
 from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Membership, Redundancy
+from holdfast_operator.counters import Outcome
 from holdfast_operator.evidence import is_unschedulable
 from holdfast_operator.lookups import (
     agent_at,
@@ -21,7 +22,6 @@ from holdfast_operator.views import (
     ConditionType,
     ControlState,
     Observed,
-    Outcome,
 )
 from holdfast_operator.words import listed
 

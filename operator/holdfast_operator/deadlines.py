@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from holdfast_operator.counters import Outcome
 from holdfast_operator.draft import Look, Step, end
-from holdfast_operator.views import ControlState, DeleteJob, Outcome
+from holdfast_operator.views import ControlState, DeleteJob
 
 
 def note_activity(look: Look, state: ControlState) -> Step:

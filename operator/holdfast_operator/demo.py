@@ -30,6 +30,7 @@ from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableErro
 from holdfast_core.job_status import Phase
 from holdfast_core.jobs import MoETrainingJob, parse_job
 from holdfast_operator._environment import given
+from holdfast_operator.counters import Outcome
 from holdfast_operator.demo_report import (
     FaultReport,
     Injected,
@@ -47,7 +48,6 @@ from holdfast_operator.local import LocalCluster, LocalSettings, TimedEvent
 from holdfast_operator.local import faults as injections
 from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.show import event_text
-from holdfast_operator.views import Outcome
 from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.identity import is_insecure
 

@@ -15,6 +15,7 @@ from holdfast_core.job_persistence import tier_of
 from holdfast_core.jobs import MoETrainingJob, check_storage
 from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Membership, Tier
+from holdfast_operator.counters import Outcome
 from holdfast_operator.lookups import agent_at, detection_s, is_reachable, node_of, silent_s
 from holdfast_operator.placement import place_on
 from holdfast_operator.views import (
@@ -28,7 +29,6 @@ from holdfast_operator.views import (
     FenceNode,
     NodeView,
     Observed,
-    Outcome,
     PublishMembership,
     StopAgent,
     Succeed,

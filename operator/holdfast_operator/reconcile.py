@@ -40,6 +40,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Line, Membership, Redundancy
 from holdfast_operator import conditions as judge
+from holdfast_operator.counters import Outcome
 from holdfast_operator.deadlines import delete_when_due, fail_when_overdue, note_activity
 from holdfast_operator.draft import Look, Step, end, fold, publish, stop
 from holdfast_operator.evidence import is_left_over
@@ -64,7 +65,6 @@ from holdfast_operator.views import (
     Decision,
     DropJob,
     Observed,
-    Outcome,
     PublishMembership,
 )
 from holdfast_operator.words import listed, ranks_in_words

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.jobs import Action as RuleAction
 from holdfast_core.jobs import On, Rule
 from holdfast_core.values import Membership
+from holdfast_operator.counters import Outcome
 from holdfast_operator.draft import Look, Step, end, fold, publish_next, stop
 from holdfast_operator.evidence import Cause, Evidence, gather, is_unschedulable, principal
 from holdfast_operator.lookups import agent_at
@@ -22,7 +23,6 @@ from holdfast_operator.views import (
     AgentView,
     ControlState,
     FenceNode,
-    Outcome,
     StartAgent,
 )
 from holdfast_operator.words import listed

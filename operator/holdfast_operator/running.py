@@ -20,6 +20,7 @@ from holdfast_core.jobs import MoETrainingJob, ignored_locally
 from holdfast_operator import cluster_status
 from holdfast_operator._environment import given, kubeconfig
 from holdfast_operator.cli import EXIT_FAILED, EXIT_INTERRUPTED
+from holdfast_operator.counters import Outcome
 from holdfast_operator.job_files import load_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_operator.local import faults as injections
@@ -27,7 +28,6 @@ from holdfast_operator.local.directory import RunDirectory, default_directory
 from holdfast_operator.local.processes import identify
 from holdfast_operator.local.status import encode, read_status
 from holdfast_operator.show import event_line, event_text, progress_line, status_view
-from holdfast_operator.views import Outcome
 from holdfast_protos.identity import is_insecure
 
 LINE_S = 0.2

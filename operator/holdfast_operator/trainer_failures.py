@@ -15,12 +15,13 @@ from dataclasses import replace
 from holdfast_core.jobs import On, Rule
 from holdfast_core.last_lines import essence_of
 from holdfast_core.values import Membership
+from holdfast_operator.counters import Outcome
 from holdfast_operator.draft import Look, Step, end
 from holdfast_operator.evidence import Cause
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.lookups import ranks_in
 from holdfast_operator.rules import is_permanent
-from holdfast_operator.views import ControlState, Outcome
+from holdfast_operator.views import ControlState
 
 ALIKE_MAX = 3
 """Epochs in a row that end alike before the job's first step, until the job has failed."""

@@ -12,16 +12,16 @@ business: these values are never part of a cycle.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from msgspec import Struct
 
 from holdfast_core.job_status import ConditionStatus
-from holdfast_core.loss_reports import JobLoss, LossReport
+from holdfast_core.loss_reports import LossReport
 from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_core.values import Generation, Line, Membership
-from holdfast_operator.last_failure import TrainerFailure
+from holdfast_operator.counters import Counters
 
 NEVER = float("-inf")
 
@@ -304,25 +304,18 @@ class Event:
     warning: bool = False
 
 
-class Outcome(StrEnum):
-    COMPLETE = "Complete"
-    FAILED = "Failed"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ControlState:
+class ControlState(Counters):
     """What the control loop remembers between two looks.
 
     Membership and epoch come back from the daemons' heartbeats. What else matters to a control loop
-    that starts again is in `holdfast_operator.counters`; without it too the job goes on, but counts
-    and deadlines begin anew, and a job that ended may begin again.
+    that starts again are the counters; without them too the job goes on, but counts and deadlines
+    begin anew, and a job that ended may begin again.
     """
 
     attentive_since: float = NEVER
     """Since when the loop looks without long pauses: silence from before it proves nothing."""
     looked_at: float = NEVER
-    epoch: int = 0
-    """Highest epoch that was ever published or seen."""
     membership: Membership | None = None
     confirmed_epoch: int = 0
     """Newest epoch that was published from here, or that all its members have reported: before
@@ -331,27 +324,12 @@ class ControlState:
     """When the current epoch was published from here."""
     fruitless: int = 0
     """Epochs in a row that ended before training was seen running in them."""
-    restarts: tuple[float, ...] = ()
-    """When the recoveries were that count towards the maximum, within the window."""
-    recoveries: int = 0
-    """All of them, whether they count or not."""
-    counted: int = 0
-    """Those that counted towards the maximum, ever."""
-    counted_epoch: int = 0
-    """Newest epoch whose recovery is in the numbers above. When it is newer than the membership's,
-    that epoch was decided and never published, and the next one is the same recovery."""
-    renewed: frozenset[int] = frozenset()
-    """Members that came to memory without snapshots since all was last protected: until it is
-    again, their parity groups cannot bear another loss."""
     codes_awaited_since: float | None = None
     """Since when a rank is lost whose exit code the failure rules ask for."""
     unfit: frozenset[str] = frozenset()
     """Nodes on which an agent could not be scheduled since training last ran."""
     silent: frozenset[str] = frozenset()
     """Members' nodes whose silence was told."""
-    no_replacement_since: float | None = None
-    noticed: frozenset[str] = frozenset()
-    """Nodes for whose notice of termination a copy in durable storage was asked for."""
     carried: frozenset[int] = frozenset()
     """Members whose agents were at work before the current epoch was published, and are still the
     same: until training runs, the end of one of them is a part of what ended the last epoch."""
@@ -359,33 +337,13 @@ class ControlState:
     """Newest epoch whose training was seen running, and told."""
     started_from: int | None = None
     """Step that the current epoch started from, once known."""
-    saved: Generation | None = None
-    """Newest generation that a recovery must not fall behind to a fresh start from."""
-    stored: Generation | None = None
-    """Newest copy in durable storage that a daemon has told of, and in `stored_in`, its URI."""
-    stored_in: str = ""
-    losses: JobLoss | None = None
-    """What recoveries have cost in tokens when all ranks last said so, if snapshots lack any."""
-    failure: TrainerFailure | None = None
-    """The first of the newest epoch that had one."""
-    stepped: bool = False
-    """Some rank has completed a step: the job's script can run."""
     unprotected: frozenset[str] = frozenset()
     """Reasons why nothing is protected, of those that were told (`unprotected`)."""
-    suspended: bool = False
-    active_since: float | None = None
-    """When the job began, or was last resumed; None while it is suspended."""
-    ran: bool = False
-    """Training was seen running since then."""
-    shape: str = ""
-    """The layout of the training world that the snapshots are of; empty while unknown."""
-    void_epoch: int = 0
-    """Memberships up to this epoch are of another shape, and not adopted."""
-    outcome: Outcome | None = None
-    outcome_reason: str = ""
-    outcome_word: str = ""
-    """The same in one word in CamelCase."""
-    ended_at: float | None = None
+
+    @classmethod
+    def remembering(cls, counters: Counters) -> ControlState:
+        """The state of a control loop that starts again."""
+        return cls(**{each.name: getattr(counters, each.name) for each in fields(Counters)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

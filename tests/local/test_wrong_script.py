@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast_core.jobs import parse_job
+from holdfast_operator.counters import Outcome
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
-from holdfast_operator.views import Outcome
 
 SCRIPT = """
 import sys

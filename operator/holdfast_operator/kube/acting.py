@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from holdfast_core.jobs import MoETrainingJob
+from holdfast_operator.counters import Outcome
 from holdfast_operator.kube.api import NOT_FOUND, ApiError
 from holdfast_operator.kube.pods import TrainerPod
 from holdfast_operator.kube.resources import JOBS
@@ -29,7 +30,6 @@ from holdfast_operator.views import (
     Event,
     FenceNode,
     Observed,
-    Outcome,
     PersistNow,
     PublishMembership,
     StartAgent,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.jobs import MoETrainingJob, parse_job
 from holdfast_operator.conditions import INSECURE
-from holdfast_operator.counters import from_document, remembered
+from holdfast_operator.counters import from_document
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.farewell import Farewell
@@ -72,8 +72,8 @@ class JobLoop:
         self._refusal: tuple[str, str] | None = None
         status = resource.get("status") or {}
         clocks = world.clocks
-        self._state: ControlState = remembered(
-            from_document(status.get("counters") or {}), now=clocks.now, wall=clocks.wall
+        self._state = ControlState.remembering(
+            from_document(status.get("counters") or {}, now=clocks.now, wall=clocks.wall)
         )
         self._story = Story(world.metrics, recoveries_of(status))
         self._members_before = frozenset(m["node"] for m in status.get("members") or [])

@@ -25,7 +25,7 @@ from holdfast_core.states import RestoreSource
 from holdfast_core.values import Generation, Membership
 from holdfast_operator.conditions import newest_protected, newest_step, refused
 from holdfast_operator.conditions import phase as phase_of
-from holdfast_operator.counters import counters, to_document
+from holdfast_operator.counters import to_document
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import JOB_LABEL
 from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
@@ -98,7 +98,7 @@ def status_of(
             last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             protection_traffic=None if traffic is None else _traffic(traffic),
-            counters=to_document(counters(state, now=clocks.now, wall=clocks.wall)),
+            counters=to_document(state, now=clocks.now, wall=clocks.wall),
         )
     )
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from holdfast_core.errors import HoldfastError
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.control_server import ControlServer
-from holdfast_operator.counters import counters, remembered
+from holdfast_operator.counters import from_document, to_document
 from holdfast_operator.local.directory import RunDirectory, replace_file
 from holdfast_operator.local.reporting import status_of
 from holdfast_operator.local.status import Status, TimedEvent, encode, read_status
@@ -140,7 +140,7 @@ class ControlLoop:
             pid=os.getpid(),
             events=self._journal.events[-EVENTS_KEPT:],
             recoveries=self._recoveries.all,
-            counters=counters(self._state, now=now, wall=wall),
+            counters=to_document(self._state, now=now, wall=wall),
         )
         if forced or now - self._written_at >= STATUS_S:
             self._written_at = now
@@ -156,6 +156,7 @@ class ControlLoop:
         except HoldfastError:
             return
         if earlier.job == self._job.key:
-            self._state = remembered(earlier.counters, now=time.monotonic(), wall=time.time())
+            found = from_document(earlier.counters, now=time.monotonic(), wall=time.time())
+            self._state = ControlState.remembering(found)
             self._journal.events = list(earlier.events)
             self._recoveries.all = list(earlier.recoveries)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from holdfast_core.values import Generation, Membership
 from holdfast_operator.conditions import (
@@ -11,7 +12,7 @@ from holdfast_operator.conditions import (
     newest_step,
     phase,
 )
-from holdfast_operator.counters import Counters
+from holdfast_operator.counters import Outcome
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.local.status import (
     FINISHED,
@@ -30,7 +31,6 @@ from holdfast_operator.views import (
     JobView,
     NodeView,
     Observed,
-    Outcome,
     RankView,
 )
 
@@ -45,7 +45,7 @@ def status_of(
     pid: int,
     events: Sequence[TimedEvent],
     recoveries: Sequence[Recovery],
-    counters: Counters,
+    counters: Mapping[str, Any],
 ) -> Status:
     """The status after one look; `time` is seconds since the Unix epoch."""
     state, membership = decision.state, decision.state.membership
@@ -80,7 +80,7 @@ def status_of(
         nodes=tuple(_node(observed, run.nodes[name], membership, directory) for name in run.nodes),
         events=tuple(events),
         recoveries=tuple(recoveries),
-        counters=counters,
+        counters=dict(counters),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,6 @@ from holdfast_core.errors import StorageError
 from holdfast_core.job_status import Phase
 from holdfast_core.loss_reports import JobLoss
 from holdfast_core.states import RestoreSource
-from holdfast_operator.counters import Counters
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.recoveries import Recovery
 from holdfast_operator.views import Condition, ConditionType
@@ -126,7 +126,8 @@ class Status:
     nodes: tuple[NodeStatus, ...] = ()
     events: tuple[TimedEvent, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
-    counters: Counters = field(default_factory=Counters)
+    counters: dict[str, Any] = field(default_factory=dict)
+    """For the next control loop (`holdfast_operator.counters`)."""
 
     def is_true(self, kind: ConditionType) -> bool:
         return any(c.type is kind and c.status for c in self.conditions)

@@ -11,7 +11,6 @@ import pytest
 from holdfast_core.job_status import Phase
 from holdfast_core.loss_reports import JobLoss
 from holdfast_operator.cli import main
-from holdfast_operator.counters import Counters
 from holdfast_operator.local.status import Status, encode
 from holdfast_operator.views import Condition, ConditionType
 
@@ -69,7 +68,7 @@ def run(tmp_path: Path) -> Path:
             lost_mlt=0.02,
             lost_tokens=10,
         ),
-        counters=Counters(epoch=3),
+        counters={"epoch": 3},
     )
     (tmp_path / "status.json").write_bytes(encode(status))
     return tmp_path

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from holdfast_core.values import Generation
-from holdfast_operator.counters import Counters, counters, from_document, remembered, to_document
-from holdfast_operator.views import ControlState, Outcome
+from holdfast_operator.counters import Counters, Outcome, from_document, to_document
+from holdfast_operator.views import ControlState
 
 STATE = ControlState(
     epoch=7,
@@ -32,9 +32,9 @@ STATE = ControlState(
 
 
 def test_what_is_stored_is_remembered_on_another_monotonic_clock() -> None:
-    document = json.loads(json.dumps(to_document(counters(STATE, now=100.0, wall=5100.0))))
-    found = remembered(from_document(document), now=20.0, wall=5120.0)
-    assert found == ControlState(
+    document = json.loads(json.dumps(to_document(STATE, now=100.0, wall=5100.0)))
+    found = from_document(document, now=20.0, wall=5120.0)
+    assert ControlState.remembering(found) == ControlState(
         epoch=7,
         restarts=(-10.0, -4.5),
         recoveries=5,
@@ -55,16 +55,47 @@ def test_what_is_stored_is_remembered_on_another_monotonic_clock() -> None:
     )
 
 
+def test_documents_keep_their_form() -> None:
+    assert to_document(STATE, now=100.0, wall=5100.0) == {
+        "epoch": 7,
+        "restarted_at": [5090.0, 5095.5],
+        "recoveries": 5,
+        "counted": 3,
+        "counted_epoch": 7,
+        "saved": "6.40",
+        "renewed": [1, 2],
+        "suspended": True,
+        "active_since": 5010.0,
+        "ran": True,
+        "no_replacement_since": 5099.0,
+        "shape": "4 nodes",
+        "void_epoch": 2,
+        "outcome": "Failed",
+        "outcome_reason": "too many",
+        "outcome_word": "MaxRestartsExceeded",
+        "ended_at": 5100.0,
+    }
+
+
+def test_a_document_may_spell_out_its_defaults() -> None:
+    given = {"epoch": 2, "restarted_at": [], "saved": "", "stored": "2.9", "outcome": None}
+    found = from_document(given | {"losses": None, "renewed": []}, now=1.0, wall=2.0)
+    assert found == Counters(epoch=2, stored=Generation(2, 9))
+
+
 def test_equal_states_give_equal_documents() -> None:
-    first = to_document(counters(STATE, now=100.0, wall=5100.123456))
-    assert first == to_document(counters(STATE, now=100.0, wall=5100.123456))
-    assert to_document(counters(ControlState(), now=1.0, wall=2.0)) == {}
+    first = to_document(STATE, now=100.0, wall=5100.123456)
+    assert first == to_document(STATE, now=100.0, wall=5100.123456)
+    assert to_document(ControlState(), now=1.0, wall=2.0) == {}
 
 
-@pytest.mark.parametrize("document", [None, {}, [], "x", {"epoch": "x"}, {"saved": "no"}])
+@pytest.mark.parametrize(
+    "document",
+    [None, {}, [], "x", {"epoch": "x"}, {"saved": "no"}, {"saved": 6.4}, {"stored": "7"}],
+)
 def test_a_document_that_cannot_be_understood_is_blank(document: object) -> None:
-    assert from_document(document) == Counters()
+    assert from_document(document, now=1.0, wall=2.0) == Counters()
 
 
 def test_what_a_later_version_adds_is_ignored() -> None:
-    assert from_document({"epoch": 3, "more": 1}) == Counters(epoch=3)
+    assert from_document({"epoch": 3, "more": 1}, now=1.0, wall=2.0) == Counters(epoch=3)

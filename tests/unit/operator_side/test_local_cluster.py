@@ -18,11 +18,12 @@ from virtual_world import make_job
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_operator.cli import main
+from holdfast_operator.counters import Outcome
 from holdfast_operator.local import Commands, LocalCluster, LocalSettings, Status, read_status
 from holdfast_operator.local.cluster import held_bytes
 from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.local.processes import kill_marked, marked
-from holdfast_operator.views import ConditionType, Outcome
+from holdfast_operator.views import ConditionType
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0

@@ -156,7 +156,7 @@ def test_a_stored_record_that_makes_no_sense_is_not_believed() -> None:
     tell(world, *[said(recoveries=(recovery(2, 0),))] * 4)
     document = world.stored()
     document["losses"]["newest"]["plt"] = -1.0
-    assert from_document(document) == Counters()
+    assert from_document(document, now=0.0, wall=0.0) == Counters()
 
 
 def test_all_experts_captured_is_said() -> None:

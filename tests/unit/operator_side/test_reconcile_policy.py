@@ -6,7 +6,7 @@ import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.values import Generation, Line
-from holdfast_operator.views import Outcome
+from holdfast_operator.counters import Outcome
 
 ANY = {"when": "Any", "action": "RestartInPlace"}
 

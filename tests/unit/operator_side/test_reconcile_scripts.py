@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from virtual_world import World, make_job, running
 
+from holdfast_operator.counters import Outcome
 from holdfast_operator.trainer_failures import ALIKE_MAX, TOLD_CHARACTERS_MAX
-from holdfast_operator.views import Outcome
 
 LINES = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'numpyy'"
 

@@ -8,7 +8,7 @@ from virtual_world import World, make_job, running
 
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.values import Generation
-from holdfast_operator.views import Outcome
+from holdfast_operator.counters import Outcome
 
 
 def suspended(job: MoETrainingJob | None = None) -> World:

@@ -15,7 +15,7 @@ from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_core.storage_locations import Locations
 from holdfast_core.values import Generation, Line, Membership
 from holdfast_operator.conditions import phase
-from holdfast_operator.counters import counters, from_document, remembered, to_document
+from holdfast_operator.counters import from_document, to_document
 from holdfast_operator.evidence import UNSCHEDULABLE
 from holdfast_operator.reconcile import reconcile
 from holdfast_operator.views import (
@@ -353,11 +353,12 @@ class World:
         if document is None:
             document = self.stored()
         self.forget()
-        self.state = remembered(from_document(document), now=self.now, wall=WALL + self.now)
+        found = from_document(document, now=self.now, wall=WALL + self.now)
+        self.state = ControlState.remembering(found)
 
     def stored(self) -> dict[str, Any]:
         """What an adapter stores of the present state."""
-        return to_document(counters(self.state, now=self.now, wall=WALL + self.now))
+        return to_document(self.state, now=self.now, wall=WALL + self.now)
 
     # --- what tests look at -------------------------------------------------------------------
 

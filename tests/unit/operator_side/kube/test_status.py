@@ -15,7 +15,7 @@ from virtual_world import make_job as virtual_job
 from holdfast_core.job_status import JobStatus
 from holdfast_core.loss_reports import LossReport
 from holdfast_core.states import RestoreSource
-from holdfast_operator.counters import from_document, remembered
+from holdfast_operator.counters import from_document
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import JOBS, Resource
 from holdfast_operator.kube.status import (
@@ -112,7 +112,7 @@ def test_what_an_operator_must_not_forget_comes_back_from_the_status() -> None:
     world.daemons["n1"].lost.add(1)
     world.settle(5.0)
     found = status(world)
-    state = remembered(from_document(found["counters"]), now=CLOCKS.now, wall=CLOCKS.wall)
+    state = from_document(found["counters"], now=CLOCKS.now, wall=CLOCKS.wall)
     assert state.epoch == world.state.epoch == 2
     assert (state.recoveries, state.counted) == (1, 1)
     assert state.restarts == pytest.approx(world.state.restarts, abs=0.001)
@@ -349,5 +349,5 @@ def test_the_newest_failure_of_a_trainer_is_in_the_status_with_its_last_lines() 
         "lastLines": "ValueError: bad",
     }
     msgspec.convert(found, JobStatus)
-    again = remembered(from_document(found["counters"]), now=0.0, wall=0.0)
+    again = from_document(found["counters"], now=0.0, wall=0.0)
     assert again.failure == world.state.failure
