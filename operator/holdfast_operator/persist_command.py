@@ -27,7 +27,7 @@ def persist(options: argparse.Namespace) -> int:
     """`holdfast persist`."""
     path = find_run(options.dir, options.job)
     found = read_status(path / "status.json")
-    members = [node for node in found.nodes if node.role.startswith("member") and node.connected]
+    members = [node for node in found.nodes if node.member is not None and node.connected]
     if found.ended or not members:
         raise InvalidJobError(f"the run in {path} has no daemon to ask ({found.phase})")
     directory, limits = RunDirectory(path, found.job), channels.channel_options()

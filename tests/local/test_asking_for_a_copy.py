@@ -72,6 +72,7 @@ def _node(job: RawJob, index: int) -> NodeStatus:
     return NodeStatus(
         name=daemon.node,
         role=f"member {index}",
+        member=index,
         connected=True,
         host=daemon.host,
         root=str(daemon.root),

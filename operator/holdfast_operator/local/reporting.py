@@ -139,6 +139,7 @@ def _node(
     return NodeStatus(
         name=record.name,
         role=role,
+        member=member,
         connected=view.connected,
         host=record.host,
         root=record.root,

@@ -70,7 +70,9 @@ class NodeStatus:
 
     name: str
     role: str
-    """`member N`, `spare` or `lost`."""
+    """`member N`, `spare` or `lost`, for people."""
+    member: int | None = None
+    """Index of the member that lives here; None for a spare."""
     connected: bool
     host: str
     root: str
