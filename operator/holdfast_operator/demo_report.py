@@ -21,6 +21,7 @@ from rich.table import Table
 
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local import Recovery, TimedEvent
+from holdfast_operator.views import EventReason
 
 UNDISTURBED, DISTURBED, FAULT = "#8a8f98", "#1f6feb", "#c0392b"
 SOURCES = {
@@ -29,6 +30,8 @@ SOURCES = {
     RestoreSource.STORAGE: "storage",
     RestoreSource.NONE: "nothing",
 }
+_OF_DAEMONS = (EventReason.DAEMON_EXITED, EventReason.DAEMON_SILENT, EventReason.DAEMON_BACK)
+"""Events by which a fault shows that led to no recovery."""
 PACKAGES = ("holdfast", "torch", "grpcio", "numpy")
 LOSS_TOLERANCE = 0.05
 """By which the final loss may differ where snapshots leave experts out."""
@@ -132,7 +135,7 @@ def account(
     if caused:
         after = [line for line in after if line.epoch >= caused[-1].epoch]
     first = after[0] if after else None
-    noticed = [e.time for e in events if e.time >= fault.time and e.reason.startswith("Daemon")]
+    noticed = [e.time for e in events if e.time >= fault.time and e.reason in _OF_DAEMONS]
     detected_at = caused[0].decided_at if caused else min(noticed, default=None)
     restored: int | None = fault.step
     lost: int | None = 0

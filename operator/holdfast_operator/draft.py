@@ -25,6 +25,7 @@ from holdfast_operator.views import (
     ControlState,
     DropJob,
     Event,
+    EventReason,
     Fail,
     FenceNode,
     NodeView,
@@ -115,7 +116,7 @@ class Step:
         new = (a for a in actions if not (isinstance(a, FenceNode) and a in self.actions))
         return replace(self, actions=(*self.actions, *new))
 
-    def tell(self, reason: str, message: str, *, warning: bool = False) -> Step:
+    def tell(self, reason: EventReason, message: str, *, warning: bool = False) -> Step:
         """The step with one more event."""
         event = Event(reason=reason, message=message, warning=warning)
         return replace(self, events=(*self.events, event))
@@ -154,7 +155,7 @@ def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: st
     return (
         stop(look, ended, look.observed.agents)
         .act(Succeed(reason=reason) if well else Fail(reason=reason), DropJob())
-        .tell(outcome.value, reason, warning=not well)
+        .tell(EventReason(outcome), reason, warning=not well)
         .wait()
     )
 

@@ -17,7 +17,13 @@ from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.loss_reports import JobLoss, merged
 from holdfast_core.values import Membership
 from holdfast_operator.draft import Look, Step
-from holdfast_operator.views import Condition, ConditionType, ControlState, Observed
+from holdfast_operator.views import (
+    Condition,
+    ConditionType,
+    ControlState,
+    EventReason,
+    Observed,
+)
 
 
 def leaves_experts_out(job: MoETrainingJob) -> bool:
@@ -34,7 +40,7 @@ def note_losses(look: Look, state: ControlState, membership: Membership) -> Step
         return Step(state)
     step = Step(replace(state, losses=found))
     if found.passed and not (known is not None and known.passed):
-        return step.tell("TokenLossLimitPassed", _beyond(found), warning=True)
+        return step.tell(EventReason.TOKEN_LOSS_LIMIT_PASSED, _beyond(found), warning=True)
     return step
 
 

@@ -13,7 +13,12 @@ from dataclasses import replace
 
 from holdfast_core.values import Membership
 from holdfast_operator.draft import Look, Step
-from holdfast_operator.views import ControlState, Observed, PersistNow
+from holdfast_operator.views import (
+    ControlState,
+    EventReason,
+    Observed,
+    PersistNow,
+)
 from holdfast_operator.words import listed
 
 
@@ -35,7 +40,7 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
     which = "the next" if state.saved is None else f"generation {state.saved}"
     why = "; ".join(found[name] for name in new)
     text = f"{why}; {which} is copied to {membership.tier.uri} now, or a newer one"
-    return step.tell("CopyRequested", text, warning=True).act(PersistNow())
+    return step.tell(EventReason.COPY_REQUESTED, text, warning=True).act(PersistNow())
 
 
 def asked_because(state: ControlState) -> str:

@@ -15,7 +15,14 @@ from holdfast_operator.draft import Look, Step
 from holdfast_operator.notices import asked_because
 from holdfast_operator.recovering import begin_epoch
 from holdfast_operator.replacing import Moves
-from holdfast_operator.views import Condition, ConditionType, ControlState, JobView, Observed
+from holdfast_operator.views import (
+    Condition,
+    ConditionType,
+    ControlState,
+    EventReason,
+    JobView,
+    Observed,
+)
 
 
 def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) -> Step:
@@ -30,7 +37,7 @@ def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) 
     step = begin_epoch(look, passed, membership, Moves(), ())
     step = replace(step, state=replace(step.state, fruitless=state.fruitless))
     return step.tell(
-        "EarlierRun",
+        EventReason.EARLIER_RUN,
         f"storage holds generations of an earlier run up to epoch {stored}; epoch "
         f"{step.state.epoch} begins",
     ).wait()

@@ -64,6 +64,7 @@ from holdfast_operator.views import (
     ControlState,
     Decision,
     DropJob,
+    EventReason,
     Observed,
     PublishMembership,
 )
@@ -130,7 +131,7 @@ def _adopt(look: Look, state: ControlState) -> Step:
     if known is None or newest.epoch > known.epoch:
         adopted = replace(state, membership=newest, started_from=None, resumed_epoch=0)
         text = f"epoch {newest.epoch} is known to the daemons and goes on"
-        return Step(adopted).tell("Adopted", text)
+        return Step(adopted).tell(EventReason.ADOPTED, text)
     if newest.epoch == known.epoch and newest.revision > known.revision:
         return Step(replace(state, membership=replace(known, revision=newest.revision)))
     return Step(state)
@@ -170,7 +171,7 @@ def _choose_nodes(look: Look, state: ControlState) -> Step:
     placed = replace(state, suspended=False, shape=shape_of(look.job))
     step = publish(look, placed, membership)
     places = listed(f"{place.index} on {place.node}" for place in membership.members)
-    step = step.tell("Scheduled", f"members {places}; epoch {membership.epoch} begins")
+    step = step.tell(EventReason.SCHEDULED, f"members {places}; epoch {membership.epoch} begins")
     return step.then(start_missing(look, step.state, membership)).wait()
 
 
@@ -200,12 +201,16 @@ def _note_silence(look: Look, state: ControlState, membership: Membership) -> St
     )
     step = Step(replace(state, silent=silent))
     for name in sorted(silent - state.silent):
-        step = step.tell("DaemonSilent", f"no heartbeat from the daemon on {name}", warning=True)
+        step = step.tell(
+            EventReason.DAEMON_SILENT, f"no heartbeat from the daemon on {name}", warning=True
+        )
     back = state.silent - silent
     for place in membership.members if back else ():
         node = node_of(look.observed, place)
         if place.node in back and node.memory_id == place.memory_id:
-            step = step.tell("DaemonBack", f"the daemon on {place.node} is back with its memory")
+            step = step.tell(
+                EventReason.DAEMON_BACK, f"the daemon on {place.node} is back with its memory"
+            )
     return step
 
 
@@ -249,7 +254,7 @@ def _note_resumption(look: Look, state: ControlState, membership: Membership) ->
     resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=frozenset())
     line = _line_of(look, membership)
     start = line.generation if line is not None else None
-    return Step(resumed).tell("Running", _resumption(look, membership, start))
+    return Step(resumed).tell(EventReason.RUNNING, _resumption(look, membership, start))
 
 
 def _resumption(look: Look, membership: Membership, start: Generation | None) -> str:
@@ -299,7 +304,7 @@ def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
     if current is not membership:
         step = publish(look, state, current)
         text = f"epoch {current.epoch}, revision {current.revision}"
-        step = step.tell("Readdressed", text)
+        step = step.tell(EventReason.READDRESSED, text)
     step = step.then(_stop_strays(look, step.state, membership, current))
     step = step.then(start_missing(look, step.state, current))
     if step.state.resumed_epoch == membership.epoch:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from holdfast_core.states import RestoreSource
 from holdfast_operator.conditions import newest_step, training_runs
 from holdfast_operator.lookups import ranks_in
-from holdfast_operator.views import Decision, Observed
+from holdfast_operator.views import Decision, EventReason, Observed
 
 _FARTHEST_FIRST = (
     RestoreSource.STORAGE,
@@ -68,7 +68,7 @@ class Recoveries:
         if membership is None:
             return
         if began and state.outcome is None:
-            told = [e.message for e in decision.events if e.reason == "Recovering"]
+            told = [e.message for e in decision.events if e.reason == EventReason.RECOVERING]
             self.all.append(
                 Recovery(
                     epoch=membership.epoch,

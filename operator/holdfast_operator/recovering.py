@@ -22,6 +22,7 @@ from holdfast_operator.views import (
     AgentState,
     AgentView,
     ControlState,
+    EventReason,
     FenceNode,
     StartAgent,
 )
@@ -159,7 +160,7 @@ def _begin(look: Look, state: ControlState, case: _Case) -> Step:
     step = begin_epoch(look, state, case.membership, case.moves, case.causes)
     how = case.moves.in_words(case.membership) or "restart in place"
     text = f"{case.text}; {how} in epoch {step.state.epoch}"
-    return step.tell("Recovering", text, warning=True).wait()
+    return step.tell(EventReason.RECOVERING, text, warning=True).wait()
 
 
 _RULES = (
@@ -211,7 +212,7 @@ def await_replacement(
     if since is None:
         since = look.now
         step = Step(replace(state, no_replacement_since=since))
-        step = step.tell("NoReplacement", f"{text}; {why}", warning=True)
+        step = step.tell(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
     rules = look.job.spec.failure_policy.rules
     rule = next((r for r in rules if r.on is On.NO_REPLACEMENT), None)
     patience_s = NO_REPLACEMENT_S if rule is None else rule.after_seconds or 0.0

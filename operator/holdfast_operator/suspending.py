@@ -18,7 +18,11 @@ from holdfast_operator.evidence import gather
 from holdfast_operator.recovering import await_replacement, begin_epoch, in_words, waits_for
 from holdfast_operator.replacing import replacements
 from holdfast_operator.rules import rule_for
-from holdfast_operator.views import ControlState, DropJob
+from holdfast_operator.views import (
+    ControlState,
+    DropJob,
+    EventReason,
+)
 from holdfast_operator.words import listed
 
 
@@ -42,7 +46,9 @@ def suspend(look: Look, state: ControlState) -> Step:
     step = stop(look, held, look.observed.agents).wait("the job is suspended")
     if state.suspended:
         return step
-    return step.tell("Suspended", "spec.suspend is true: agents are stopped, snapshots kept")
+    return step.tell(
+        EventReason.SUSPENDED, "spec.suspend is true: agents are stopped, snapshots kept"
+    )
 
 
 def resume(look: Look, state: ControlState, membership: Membership) -> Step:
@@ -71,7 +77,9 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
     takes = moves.in_words(membership)
     how = f"; {takes}" if takes else ""
     step = replace(step, state=begun)
-    return step.tell("Resumed", f"no longer suspended{how}; epoch {begun.epoch} begins").wait()
+    return step.tell(
+        EventReason.RESUMED, f"no longer suspended{how}; epoch {begun.epoch} begins"
+    ).wait()
 
 
 def _is_reshaped(look: Look, state: ControlState, membership: Membership) -> bool:
@@ -103,7 +111,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
     )
     freeing = free_earlier_shape(look, forgotten)
     reshaped = Step(forgotten).tell(
-        "Reshaped",
+        EventReason.RESHAPED,
         f"the job was {known}, and is {shape_of(look.job)}: {loses} of the earlier layout cannot "
         f"be restored and are freed; training begins from the beginning",
         warning=saved is not None,

@@ -21,7 +21,10 @@ from holdfast_operator.evidence import Cause
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.lookups import ranks_in
 from holdfast_operator.rules import is_permanent
-from holdfast_operator.views import ControlState
+from holdfast_operator.views import (
+    ControlState,
+    EventReason,
+)
 
 ALIKE_MAX = 3
 """Epochs in a row that end alike before the job's first step, until the job has failed."""
@@ -59,7 +62,9 @@ def note_failure(state: ControlState, membership: Membership, causes: Sequence[C
         found = replace(found, times=before.times + 1)
     step = Step(replace(state, failure=found))
     if found.last_lines and not alike:
-        return step.tell("LastLines", with_last_lines(cause.text, cause.last_lines), warning=True)
+        return step.tell(
+            EventReason.LAST_LINES, with_last_lines(cause.text, cause.last_lines), warning=True
+        )
     return step
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
 from holdfast_core.values import Membership
 from holdfast_operator.draft import Look, Step
-from holdfast_operator.views import ControlState
+from holdfast_operator.views import ControlState, EventReason
 
 _WORDS = {
-    "ReplicasDiverged": ReplicasDivergedError.words,
-    "SnapshotsRefused": MemoryBudgetError.words,
+    EventReason.REPLICAS_DIVERGED: ReplicasDivergedError.words,
+    EventReason.SNAPSHOTS_REFUSED: MemoryBudgetError.words,
 }
 """Reason of the event → words by which the problem is known."""
 

@@ -294,6 +294,31 @@ class Condition:
         return ConditionStatus("Unknown" if self.status is None else str(self.status))
 
 
+class EventReason(StrEnum):
+    """What events of the control loop say, in one word; adapters tell of more."""
+
+    ADOPTED = "Adopted"
+    SCHEDULED = "Scheduled"
+    RUNNING = "Running"
+    DAEMON_EXITED = "DaemonExited"
+    DAEMON_SILENT = "DaemonSilent"
+    DAEMON_BACK = "DaemonBack"
+    READDRESSED = "Readdressed"
+    RECOVERING = "Recovering"
+    NO_REPLACEMENT = "NoReplacement"
+    LAST_LINES = "LastLines"
+    TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
+    COPY_REQUESTED = "CopyRequested"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
+    RESHAPED = "Reshaped"
+    EARLIER_RUN = "EarlierRun"
+    REPLICAS_DIVERGED = "ReplicasDiverged"
+    SNAPSHOTS_REFUSED = "SnapshotsRefused"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
     """Something that happened, in one line for people."""

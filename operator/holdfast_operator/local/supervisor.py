@@ -35,7 +35,7 @@ from holdfast_operator.local.processes import (
     spawn,
     wait_exit,
 )
-from holdfast_operator.views import AgentState, AgentView
+from holdfast_operator.views import AgentState, AgentView, EventReason
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Supervisor:
             self._daemon_changed_at[node.name] = time.monotonic()
             if self._stopping or self.is_dead(node.name):
                 break
-            self._tell("DaemonExited", self._daemon_exit_text(node, code), True)
+            self._tell(EventReason.DAEMON_EXITED, self._daemon_exit_text(node, code), True)
             pause_s = BACKOFF_S_MIN if time.monotonic() - began > STEADY_S else pause_s
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, BACKOFF_S_MAX)

@@ -7,13 +7,22 @@ from dataclasses import replace
 from virtual_world import make_job
 
 from holdfast_operator.draft import Look, Step, fold
-from holdfast_operator.views import ControlState, DropJob, FenceNode, Observed, StopAgent
+from holdfast_operator.views import (
+    ControlState,
+    DropJob,
+    EventReason,
+    FenceNode,
+    Observed,
+    StopAgent,
+)
 
 LOOK = Look(job=make_job(), observed=Observed(nodes={}), now=5.0)
 
 
 def _count(look: Look, state: ControlState) -> Step:
-    return Step(replace(state, counted=state.counted + 1)).tell("Counted", f"at {look.now:g} s")
+    return Step(replace(state, counted=state.counted + 1)).tell(
+        EventReason.ADOPTED, f"at {look.now:g} s"
+    )
 
 
 def _wait_for_two(_: Look, state: ControlState) -> Step:
