@@ -20,6 +20,7 @@ from typing import Protocol
 
 from holdfast_core.errors import CorruptError
 from holdfast_core.loss_reports import RecoveryLoss
+from holdfast_core.states import RankHealth
 from holdfast_core.values import Generation
 
 EVENTS_KEPT = 1000
@@ -37,15 +38,6 @@ class Stage(StrEnum):
     COMMITTED = "committed"
     PROTECTED = "protected"
     PERSISTED = "persisted"
-
-
-class RankHealth(StrEnum):
-    """What a rank does, in the words of REFT §4.2."""
-
-    HEALTHY = "HEALTHY"
-    SNAPSHOTTING = "SNAPSHOTTING"
-    UNHEALTHY = "UNHEALTHY"
-    OFFLINE = "OFFLINE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

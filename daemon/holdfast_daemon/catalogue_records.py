@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast_core.loss_reports import RecoveryLoss
+from holdfast_core.states import RankHealth
 from holdfast_core.values import Generation
 from holdfast_daemon.catalogue import (
     GENERATION,
     NUMBER_DIGITS_MAX,
     EventView,
-    RankHealth,
     Stage,
     losses_in,
 )
@@ -45,8 +45,7 @@ def ranks_from(names: Iterable[str]) -> list[int]:
 
 def health_from(text: object) -> RankHealth:
     """What a rank does; OFFLINE when nobody says so any more."""
-    known = text in RankHealth.__members__.values()
-    return RankHealth(str(text)) if known else RankHealth.OFFLINE
+    return RankHealth.of(str(text))
 
 
 def losses_from(texts: Iterable[str]) -> list[RecoveryLoss]:

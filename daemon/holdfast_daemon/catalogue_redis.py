@@ -38,13 +38,13 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from holdfast_core.errors import InvalidJobError, UnreachableError
+from holdfast_core.states import RankHealth
 from holdfast_core.values import Generation
 from holdfast_daemon.catalogue import (
     EVENTS_KEPT,
     RANK_STATE_TTL_S,
     EventView,
     JobView,
-    RankHealth,
     Source,
     Stage,
     losses_of_state,

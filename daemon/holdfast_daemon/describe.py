@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from holdfast_core.errors import MemoryBudgetError
 from holdfast_core.loss_reports import LossReport, merged
+from holdfast_core.states import RankHealth
 from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon.engine.slots import SlotState
 from holdfast_daemon.engine.state import JobMemory, RankRecord
@@ -27,18 +28,18 @@ def newest_complete(memory: JobMemory) -> Generation | None:
     return max(set.intersection(*held), default=None) if held else None
 
 
-def rank_state(memory: JobMemory, rank: int, record: RankRecord) -> str:
-    """HEALTHY, SNAPSHOTTING, UNHEALTHY or OFFLINE (REFT §4.2)."""
+def rank_state(memory: JobMemory, rank: int, record: RankRecord) -> RankHealth:
+    """What the rank does now."""
     if record.lost_in == memory.epoch:
-        return "OFFLINE"
+        return RankHealth.OFFLINE
     session = record.session
     if session is None or session.epoch != memory.epoch or memory.fenced:
-        return "UNHEALTHY"
+        return RankHealth.UNHEALTHY
     writing = any(
         arena.rank == rank and slot.state in (SlotState.GRANTED, SlotState.SEALING)
         for arena, slot in memory.slots()
     )
-    return "SNAPSHOTTING" if writing else "HEALTHY"
+    return RankHealth.SNAPSHOTTING if writing else RankHealth.HEALTHY
 
 
 def exit_code(memory: JobMemory, record: RankRecord) -> int:

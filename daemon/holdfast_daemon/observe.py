@@ -9,7 +9,7 @@ from typing import Any
 from holdfast_core.errors import HoldfastError
 from holdfast_core.values import Generation, Redundancy
 from holdfast_daemon import describe
-from holdfast_daemon.catalogue import Catalogue, RankHealth, Stage
+from holdfast_daemon.catalogue import Catalogue, Stage
 from holdfast_daemon.effects import (
     BuildParity,
     Effect,
@@ -162,7 +162,7 @@ class NodeObserver:
             self._catalogue.publish_snapshot(job, describe.as_json(host))
             for rank in memory.my_ranks():
                 state = describe.rank_state(memory, rank, memory.rank(rank))
-                self._catalogue.publish_rank_state(job, rank, RankHealth(state))
+                self._catalogue.publish_rank_state(job, rank, state)
 
     def _age(self, host: JobHost) -> None:
         """How long nothing newer was protected; not of a job that asks for no protection."""

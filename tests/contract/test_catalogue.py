@@ -14,12 +14,12 @@ from redis.asyncio import Redis
 
 from holdfast_core.errors import UnreachableError
 from holdfast_core.loss_reports import RecoveryLoss
+from holdfast_core.states import RankHealth
 from holdfast_core.values import Generation
 from holdfast_daemon.catalogue import (
     RANK_STATE_TTL_S,
     Catalogue,
     MemoryCatalogue,
-    RankHealth,
     Stage,
 )
 from holdfast_daemon.catalogue_redis import RedisCatalogue, RedisSettings

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.states import RankHealth
 from holdfast_core.values import Generation
 from holdfast_daemon.catalogue import (
     EVENTS_KEPT,
     RANK_STATE_TTL_S,
     MemoryCatalogue,
-    RankHealth,
     Stage,
     ranks_of_state,
     stages_of_state,
