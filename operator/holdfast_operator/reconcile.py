@@ -4,7 +4,9 @@ One reconciler for every adapter. It is level-triggered: it may be called at any
 one likes, and after losing its memory; `ControlState` comes back from the daemons' heartbeats
 (invariant 6). It must not know what an agent or a node is made of.
 
-The rules, in order:
+Each rule is given the look and the state that the rule before led to, and returns a step: a state,
+actions, events, and perhaps what is waited for, which ends the look (`draft`). What the rules hold
+to:
 
 1. A recovery publishes a new epoch, one more than every epoch ever seen. Nothing else does, but the
    first placement and the end of a suspension. Addresses alone change the revision. An epoch that
