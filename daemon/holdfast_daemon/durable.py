@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Iterable
 
 from holdfast_daemon.allowance import Allowance
-from holdfast_daemon.engine import persist_leader
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.job_threads import JobThreads
@@ -62,16 +61,14 @@ class DurableTier:
         Returns:
             The jobs of which it was not finished within `grace_s`.
         """
-        waiting = [
-            host for host in hosts if persist_leader.is_due_soon(host.engine.memory, host.now)
-        ]
+        waiting = [host for host in hosts if host.engine.is_due_soon(host.now)]
         for host in waiting:
             host.carry_out(host.engine.request_persist(host.now))
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_s
         while waiting and (left := until - loop.time()) > 0:
             await waiting[0].changed(left)
-            waiting = [h for h in waiting if not h.dropped and h.engine.memory.persist.wanted]
+            waiting = [h for h in waiting if not h.dropped and h.engine.wants_persist]
         return [host.job for host in waiting]
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class JobHost:
         on_change: Callable[[JobHost], None],
     ) -> None:
         self.engine, self.storage, self.worker = engine, storage, worker
-        self.job = engine.memory.job
+        self.job = engine.job
         self._outbox, self._observer = outbox, observer
         self._on_change = on_change
         self._queue: deque[Effect] = deque()
@@ -161,8 +161,7 @@ class JobHost:
 
     def agent_waits(self, after_epoch: int) -> None:
         """The member's agent left the world of `after_epoch`; the control loop must hear of it."""
-        if after_epoch == self.engine.memory.epoch and not self.engine.memory.agent_waiting:
-            self.engine.agent_waits(after_epoch)
+        if self.engine.agent_waits(after_epoch):
             self.carry_out([])
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, written: str) -> None:

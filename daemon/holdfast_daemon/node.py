@@ -232,11 +232,11 @@ class Node:
                 self._check_room_for(membership.job)
                 host = self._adopt(membership.job)
             host.carry_out(host.engine.set_membership(membership, host.now))
-            if host.engine.memory.me is None:
+            if not host.engine.takes_part:
                 self._drop(membership.job)
         elif message.HasField("persist"):
             host = self.hosts.get(message.persist.job)
-            if host is not None and describe.persist_state(host) is not None:
+            if host is not None and host.engine.has_tier:
                 host.carry_out(host.engine.request_persist(host.now))
         elif message.HasField("drop"):
             self._ended[message.drop.job] = None
@@ -279,7 +279,7 @@ class Node:
             bulk=self._bulk_client,
             peers=self._fetcher,
             executor=self._threads.of(storage.job),
-            persister=self._durable.persister(engine.memory.job, storage),
+            persister=self._durable.persister(engine.job, storage),
             membership=membership,
             loader=Loader(storage, storage.job, self._durable.open_sets),
             parity_traffic=self._traffic.parity.of_job(),
@@ -307,8 +307,8 @@ class Node:
 
     def _job_changed(self, host: JobHost) -> None:
         with self._lock:
-            self._epochs[host.job] = host.engine.memory.epoch
-        evidence = describe.evidence(host.engine.memory)
+            self._epochs[host.job] = host.engine.epoch
+        evidence = host.engine.evidence()
         if evidence != host.evidence:
             host.evidence = evidence
             self._wake_control()
@@ -360,7 +360,7 @@ class Node:
         targets = {
             target: host
             for host in self.hosts.values()
-            for target in targets_of(host.engine.memory, host.storage.sealed_parity_bytes)
+            for target in targets_of(host.engine.overview(), host.storage.sealed_parity_bytes)
         }
         target = self._scrub.next(now, targets)
         if target is None:
@@ -392,7 +392,7 @@ class Node:
         }
 
     def _not_ready(self) -> str:
-        waiting = [job for job, host in self.hosts.items() if not host.engine.memory.verified]
+        waiting = [job for job, host in self.hosts.items() if not host.engine.verified]
         return f"still verifying what jobs {waiting} hold" if waiting else ""
 
     def _send_failed(self, kind: str, reason: str) -> None:

@@ -20,6 +20,7 @@ from holdfast_daemon.effects import (
     VerifyParity,
     VerifySnapshot,
 )
+from holdfast_daemon.engine import JobOverview
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import bind
 from holdfast_daemon.metrics import Metrics
@@ -110,7 +111,7 @@ class NodeObserver:
     def note(self, host: JobHost, note: Note) -> None:
         fields = {
             "job": host.job,
-            "epoch": host.engine.memory.epoch,
+            "epoch": host.engine.epoch,
             "rank": note.rank,
             "generation": str(note.generation) if note.generation else None,
             "detail": note.detail or None,
@@ -142,58 +143,51 @@ class NodeObserver:
         metrics.set("memory_used_bytes", used_bytes)
         metrics.set("memory_budget_bytes", budget_bytes)
         for job, host in hosts.items():
-            memory = host.engine.memory
-            metrics.set("epoch", memory.epoch, job=job)
-            metrics.set("sessions_open", len(memory.sessions), job=job)
+            found = host.engine.overview()
+            metrics.set("epoch", found.epoch, job=job)
+            metrics.set("sessions_open", found.sessions, job=job)
             metrics.set("arena_bytes", host.storage.arena_bytes, job=job)
             metrics.set("parity_bytes", host.storage.parity_bytes, job=job)
-            complete = describe.newest_complete(memory)
-            if complete is not None:
-                metrics.set("generation_step", complete.step, job=job, stage="committed")
-            if memory.directive and memory.directive.protected:
-                step = memory.directive.protected.step
-                metrics.set("generation_step", step, job=job, stage="protected")
-            self._age(host)
-            self._persisting(host)
-            records = memory.ranks.values()
-            metrics.set("saves_skipped_reported", sum(r.skipped for r in records), job=job)
-            metrics.set("saves_failed_reported", sum(r.failed for r in records), job=job)
-            self._tokens(host)
+            if found.complete is not None:
+                metrics.set("generation_step", found.complete.step, job=job, stage="committed")
+            if found.protected is not None:
+                metrics.set("generation_step", found.protected.step, job=job, stage="protected")
+            self._age(found, host.now)
+            self._persisting(host, found)
+            metrics.set("saves_skipped_reported", found.skipped, job=job)
+            metrics.set("saves_failed_reported", found.failed, job=job)
+            self._tokens(found)
             self._catalogue.publish_snapshot(job, describe.as_json(host))
-            for rank in memory.my_ranks():
-                state = describe.rank_state(memory, rank, memory.rank(rank))
-                self._catalogue.publish_rank_state(job, rank, state)
+            for rank in found.ranks:
+                self._catalogue.publish_rank_state(job, rank.rank, rank.health)
 
-    def _age(self, host: JobHost) -> None:
+    def _age(self, found: JobOverview, now: float) -> None:
         """How long nothing newer was protected; not of a job that asks for no protection."""
-        memory, now = host.engine.memory, host.now
-        if memory.membership is None or memory.membership.redundancy is Redundancy.NONE:
+        if found.membership is None or found.membership.redundancy is Redundancy.NONE:
             return
-        protected = memory.directive.protected if memory.directive else None
-        generation, since = self._protected_at.get(host.job, (None, now))
-        if generation != protected:
-            generation, since = protected, now
-        self._protected_at[host.job] = generation, since
-        self._metrics.set("protection_age_seconds", now - since, job=host.job)
+        generation, since = self._protected_at.get(found.job, (None, now))
+        if generation != found.protected:
+            generation, since = found.protected, now
+        self._protected_at[found.job] = generation, since
+        self._metrics.set("protection_age_seconds", now - since, job=found.job)
 
-    def _persisting(self, host: JobHost) -> None:
+    def _persisting(self, host: JobHost, found: JobOverview) -> None:
         """Of jobs that have a durable tier."""
-        memory, job, metrics = host.engine.memory, host.job, self._metrics
-        if memory.membership is None or memory.membership.tier is None:
+        persist, job, metrics = found.persist, host.job, self._metrics
+        if persist is None:
             return
-        metrics.set("persist_age_seconds", describe.persist_age_s(memory, host.now), job=job)
-        if memory.persist.stored is not None:
-            metrics.set("generation_step", memory.persist.stored.step, job=job, stage="persisted")
+        metrics.set("persist_age_seconds", persist.age_s(host.now), job=job)
+        if persist.stored is not None:
+            metrics.set("generation_step", persist.stored.step, job=job, stage="persisted")
         written = host.worker.persister.written_bytes
         metrics.add("persisted_bytes", written - self._written.get(job, 0), job=job)
         self._written[job] = written
 
-    def _tokens(self, host: JobHost) -> None:
+    def _tokens(self, found: JobOverview) -> None:
         """What leaving experts out of snapshots costs. Sums, beside ratios: those of several nodes
         can only be put together from sums."""
-        memory, job, metrics = host.engine.memory, host.job, self._metrics
-        loss = describe.loss_report(memory)
-        if loss is None or memory.membership is None:
+        job, loss, metrics = found.job, found.loss, self._metrics
+        if loss is None or found.membership is None:
             metrics.forget_job(job, _LOSS_GAUGES)  # its ranks live elsewhere now
             return
         figures: dict[str, float] = {
@@ -201,7 +195,7 @@ class NodeObserver:
             "tokens_lost": sum(loss.lost),
             "tokens_at_risk_ratio": loss.risk.plt,
             "tokens_at_risk_mlt": loss.risk.mlt,
-            "tokens_lost_ratio": loss.plt_of(memory.membership.world_size),
+            "tokens_lost_ratio": loss.plt_of(found.membership.world_size),
             "tokens_lost_limit_ratio": loss.limit,
             "experts_per_layer": loss.k,
         }
@@ -226,7 +220,7 @@ class NodeObserver:
                 if note.rank is not None and note.generation is not None:
                     self._catalogue.publish_stage(job, note.rank, note.generation, Stage.COMMITTED)
             case "protected":
-                ranks = host.engine.memory.my_ranks()
+                ranks = host.engine.ranks
                 metrics.add("snapshots", len(ranks), job=job, stage="protected")
                 for rank in ranks:
                     if note.generation is not None:

@@ -67,7 +67,7 @@ class PeerOutbox:
             case SendSuspect():
                 message = peer_pb2.SuspectMessage(
                     job=host.job,
-                    epoch=host.engine.memory.epoch,
+                    epoch=host.engine.epoch,
                     rank=effect.rank,
                     generation=codec.generation_to_proto(effect.generation),
                 )
@@ -123,7 +123,7 @@ class PeerOutbox:
         except grpc.aio.AioRpcError as error:
             self._on_failed(kind, error.code().name)
             return
-        if reply.epoch > host.engine.memory.epoch and not host.dropped:
+        if reply.epoch > host.engine.epoch and not host.dropped:
             host.carry_out(host.engine.on_peer_epoch(reply.epoch, host.now))
 
 
@@ -182,7 +182,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if host is None:
             return peer_pb2.PeerReply(epoch=0)
         host.carry_out(word(host))
-        return peer_pb2.PeerReply(epoch=host.engine.memory.epoch)
+        return peer_pb2.PeerReply(epoch=host.engine.epoch)
 
     async def FetchManifest(
         self, request: peer_pb2.FetchManifestRequest, context: Context
@@ -191,10 +191,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         host = self._host_of(request.job)
         if host is None:
             return peer_pb2.FetchManifestReply()
-        if request.epoch < host.engine.memory.epoch:
+        if request.epoch < host.engine.epoch:
             error = StaleEpochError(
                 f"a daemon of epoch {request.epoch} asks for a manifest; the epoch is "
-                f"{host.engine.memory.epoch}"
+                f"{host.engine.epoch}"
             )
             await refuse(context, error)
         found = host.storage.describe(request.rank, codec.generation_from_proto(request.generation))

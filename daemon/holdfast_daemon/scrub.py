@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.values import Generation
+from holdfast_daemon.engine.overview import JobOverview
 from holdfast_daemon.engine.slots import ParityState, SlotState
-from holdfast_daemon.engine.state import JobMemory
 
 
 class TargetKind(StrEnum):
@@ -93,7 +93,7 @@ class ScrubPlan:
         return self._verified_at[target] + self._settings.interval_s
 
 
-def targets_of(memory: JobMemory, parity_bytes: Callable[[int, int], int]) -> list[Target]:
+def targets_of(held: JobOverview, parity_bytes: Callable[[int, int], int]) -> list[Target]:
     """Everything sealed that a job holds on this node.
 
     Args:
@@ -101,26 +101,26 @@ def targets_of(memory: JobMemory, parity_bytes: Callable[[int, int], int]) -> li
     """
     snapshots = [
         Target(
-            job=memory.job,
+            job=held.job,
             kind=TargetKind.SNAPSHOT,
-            index=arena.rank,
-            slot=slot.index,
+            index=slot.rank,
+            slot=slot.slot,
             generation=slot.generation,
-            nbytes=slot.manifest.payload_bytes,
+            nbytes=slot.payload_bytes,
         )
-        for arena, slot in memory.slots()
-        if slot.state is SlotState.SEALED and slot.generation and slot.manifest
+        for slot in held.slots
+        if slot.state is SlotState.SEALED and slot.generation
     ]
     parities = [
         Target(
-            job=memory.job,
+            job=held.job,
             kind=TargetKind.PARITY,
             index=parity.lane,
-            slot=parity.index,
+            slot=parity.slot,
             generation=parity.generation,
-            nbytes=parity_bytes(parity.lane, parity.index),
+            nbytes=parity_bytes(parity.lane, parity.slot),
         )
-        for parity in memory.parities.values()
+        for parity in held.parities
         if parity.state is ParityState.READY and parity.generation
     ]
     return [*snapshots, *parities]

@@ -28,12 +28,12 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.layouts import SLOTS_PER_ARENA
-from holdfast_core.values import Generation, Redundancy
+from holdfast_core.values import Generation
 from holdfast_daemon import request_limits
 from holdfast_daemon.admission import Admission, bearer_token
 from holdfast_daemon.auth import Authenticator
 from holdfast_daemon.claims import Claims, SessionSeal
-from holdfast_daemon.engine import RestoreState
+from holdfast_daemon.engine import RestorePhase, RestoreState
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import Metrics
@@ -99,12 +99,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
         host = self._placed(request.job)
         request_limits.check_address(request.store_address)
-        epoch = host.engine.hello(request.rank, request.store_address)
-        membership = host.engine.memory.membership
+        membership = host.engine.hello(request.rank, request.store_address)
         return trainer_pb2.HelloReply(
             protocol_version=codec.PROTOCOL_VERSION,
-            epoch=epoch,
-            world_size=membership.world_size if membership else 0,
+            epoch=membership.epoch,
+            world_size=membership.world_size,
             arena_socket=str(self._arena_socket),
         )
 
@@ -121,7 +120,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                     yield self._decision(host, state)
                     return
                 loader = host.worker.loader
-                loads = state.phase == "load" and loader is not None
+                loads = state.phase is RestorePhase.LOAD and loader is not None
                 done = loader.read_bytes(request.rank) if loader and loads else state.done
                 word = f"{state.phase} {done} {state.detail}"
                 if word != told:
@@ -146,12 +145,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             decision.places = state.slot.places
             decision.token = self._claims.issue(arena.path, None)
             decision.arena_bytes = arena.nbytes
-            host.engine.memory.rank(state.arena.rank).restored = (
-                state.line.generation,
-                state.source,
-            )
+            host.engine.restore_given(state)
         self._metrics.add("restores", job=host.job, source=state.source)
-        return trainer_pb2.RestoreProgress(phase="ready", detail=state.detail, decision=decision)
+        return trainer_pb2.RestoreProgress(
+            phase=state.phase, detail=state.detail, decision=decision
+        )
 
     @_translating
     async def Open(self, request: trainer_pb2.OpenRequest, context: Any) -> Any:
@@ -238,35 +236,25 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         except HoldfastError as error:
             await refuse(context, error)
             return
-        session = host.engine.memory.sessions[name]
         told: Generation | None = None
         told_dead: set[Generation] = set()
         told_stored: Generation | None = None
-        while name in host.engine.memory.sessions and not host.dropped:
-            memory = host.engine.memory
-            if memory.epoch > session.epoch:
-                yield trainer_pb2.WatchEvent(epoch_ended=memory.epoch)
+        while (now := host.engine.watched(name)) is not None and not host.dropped:
+            if now.epoch_ended:
+                yield trainer_pb2.WatchEvent(epoch_ended=now.epoch_ended)
                 return
-            directive = memory.directive
-            if directive is not None:
-                redundant = (
-                    memory.membership is not None
-                    and memory.membership.redundancy is not Redundancy.NONE
-                )
-                newest = directive.protected if redundant else directive.retained
-                if newest is not None and newest != told:
-                    told, message = newest, codec.generation_to_proto(newest)
-                    if redundant:
-                        yield trainer_pb2.WatchEvent(protected=message)
-                    else:
-                        yield trainer_pb2.WatchEvent(unprotectable=message)
-                for generation in sorted(set(directive.dead) - told_dead):
-                    told_dead.add(generation)
-                    yield trainer_pb2.WatchEvent(dead=codec.generation_to_proto(generation))
-                stored = directive.persisted
-                if stored is not None and stored != told_stored:
-                    told_stored = stored
-                    yield trainer_pb2.WatchEvent(persisted=codec.generation_to_proto(stored))
+            if now.newest is not None and now.newest != told:
+                told, message = now.newest, codec.generation_to_proto(now.newest)
+                if now.redundant:
+                    yield trainer_pb2.WatchEvent(protected=message)
+                else:
+                    yield trainer_pb2.WatchEvent(unprotectable=message)
+            for generation in sorted(set(now.dead) - told_dead):
+                told_dead.add(generation)
+                yield trainer_pb2.WatchEvent(dead=codec.generation_to_proto(generation))
+            if now.persisted is not None and now.persisted != told_stored:
+                told_stored = now.persisted
+                yield trainer_pb2.WatchEvent(persisted=codec.generation_to_proto(now.persisted))
             await host.changed(ASK_AGAIN_S)
 
     @_translating
@@ -389,6 +377,6 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         """The job and the engine's id of a session."""
         session = self._seal.open(sealed)
         for host in self._hosts().values():
-            if session in host.engine.memory.sessions:
+            if host.engine.has_session(session):
                 return host, session
         raise UnknownSessionError(f"session {session} is not known here; open a new one")

@@ -10,9 +10,10 @@ from typing import cast
 import pytest
 
 from holdfast_core.values import Directive, Generation, Line, MemberPlace, Membership
-from holdfast_daemon.describe import evidence, job_state
+from holdfast_daemon.describe import job_state
+from holdfast_daemon.engine.overview import evidence, overview
 from holdfast_daemon.engine.slots import ParityState
-from holdfast_daemon.engine.state import JobMemory, Session
+from holdfast_daemon.engine.state import JobMemory, RestoreSource, Session
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.parity_traffic import NodeTraffic
 from holdfast_operator.heartbeats import evidence_of, job_view
@@ -27,12 +28,11 @@ def memory() -> JobMemory:
     """Of a rank at work."""
     place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
     membership = Membership(job="job", epoch=5, members=(place,), nproc_per_node=1, groups=((0,),))
-    memory = JobMemory(
-        job="job", node="a", memory_id="m", incarnation=1, membership=membership, me=0, epoch_seen=5
-    )
+    memory = JobMemory(job="job", node="a", memory_id="m", incarnation=1)
+    memory.begin_epoch(membership)
     memory.rank(0).session = SESSION
     memory.rank(0).last_step = 7
-    memory.directive = directive_with(Generation(5, 7))
+    memory.direct(directive_with(Generation(5, 7)))
     return memory
 
 
@@ -46,7 +46,7 @@ def view_of(memory: JobMemory, fetched_bytes: int = 0) -> JobView:
     traffic = NodeTraffic(clock=lambda: 0.0).of_job()
     traffic.count(fetched_bytes)
     host = SimpleNamespace(
-        engine=SimpleNamespace(memory=memory),
+        engine=SimpleNamespace(overview=lambda: overview(memory)),
         storage=SimpleNamespace(arena_bytes=0, parity_bytes=0),
         worker=SimpleNamespace(parity_traffic=traffic),
         now=0.0,
@@ -67,7 +67,7 @@ def test_what_parity_fetches_is_told_and_no_evidence(memory: JobMemory) -> None:
 def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
     before = evidence(memory), told(memory)
     memory.rank(0).last_step = 8
-    memory.directive = directive_with(Generation(5, 8))
+    memory.direct(directive_with(Generation(5, 8)))
     assert (evidence(memory), told(memory)) == before
 
 
@@ -90,11 +90,11 @@ def _agent_waits(memory: JobMemory) -> None:
 
 
 def _restored(memory: JobMemory) -> None:
-    memory.rank(0).restored = (Generation(5, 7), "local")
+    memory.rank(0).restored = (Generation(5, 7), RestoreSource.LOCAL)
 
 
 def _restored_from_elsewhere(memory: JobMemory) -> None:
-    memory.rank(0).restored = (None, "parity")
+    memory.rank(0).restored = (None, RestoreSource.PARITY)
 
 
 def _another_session(memory: JobMemory) -> None:
@@ -106,12 +106,12 @@ def _protects_no_more(memory: JobMemory) -> None:
 
 
 def _nothing_protected(memory: JobMemory) -> None:
-    memory.directive = directive_with(None)
+    memory.direct(directive_with(None))
 
 
 def _new_epoch(memory: JobMemory) -> None:
     assert memory.membership is not None
-    memory.membership = replace(memory.membership, epoch=6)
+    memory.revise(replace(memory.membership, epoch=6))
 
 
 def _something_is_not_verified(memory: JobMemory) -> None:
@@ -124,7 +124,7 @@ def _fenced(memory: JobMemory) -> None:
 
 def _line_decided(memory: JobMemory) -> None:
     line = Line(generation=Generation(4, 3), reason="the newest whole one")
-    memory.directive = Directive(job="job", epoch=5, line=line, protected=Generation(5, 7))
+    memory.direct(Directive(job="job", epoch=5, line=line, protected=Generation(5, 7)))
 
 
 def _has_done_no_step_yet(memory: JobMemory) -> None:

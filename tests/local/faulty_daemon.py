@@ -269,7 +269,7 @@ class TrappedNode(Node):
             bulk=opener,
             peers=self._fetcher,
             executor=self._threads.of(storage.job),
-            persister=self._durable.persister(engine.memory.job, storage),
+            persister=self._durable.persister(engine.job, storage),
             membership=membership,
             parity_traffic=self._traffic.parity.of_job(),
             loader=Loader(storage, storage.job, self._open_sets),

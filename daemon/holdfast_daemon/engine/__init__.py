@@ -5,8 +5,18 @@ of an effect, time) and returns the effects to carry out. It touches nothing its
 socket, no file, so that the simulator runs this very code.
 """
 
-from holdfast_daemon.engine.answers import Opened, RestoreState, WorldState
-from holdfast_daemon.engine.convergence import EngineSettings
-from holdfast_daemon.engine.job import JobEngine
+from holdfast_daemon.engine.answers import Opened, RestorePhase, RestoreState, Watched, WorldState
+from holdfast_daemon.engine.job import EngineSettings, JobEngine
+from holdfast_daemon.engine.overview import JobOverview, RankHealth
 
-__all__ = ["EngineSettings", "JobEngine", "Opened", "RestoreState", "WorldState"]
+__all__ = [
+    "EngineSettings",
+    "JobEngine",
+    "JobOverview",
+    "Opened",
+    "RankHealth",
+    "RestorePhase",
+    "RestoreState",
+    "Watched",
+    "WorldState",
+]

@@ -7,13 +7,15 @@ lost. Nothing here changes anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from holdfast_core import recovery
 from holdfast_core.errors import NoRecoveryLineError
-from holdfast_core.values import Generation, Line, Membership
+from holdfast_core.values import Generation, Line, Redundancy
 from holdfast_daemon.engine import loading
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, Slot
-from holdfast_daemon.engine.state import JobMemory, Session
+from holdfast_daemon.engine.state import JobMemory, RestoreSource, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,22 +38,36 @@ class Granted:
     write everything."""
 
 
+class RestorePhase(StrEnum):
+    """How far a restore is, as trainers are told it."""
+
+    INVENTORIES = "inventories"
+    """Daemons verify and report what they hold."""
+    STORAGE = "storage"
+    """Storage is asked what it has."""
+    LOAD = "load"
+    """The snapshot is being loaded from storage."""
+    REBUILD = "rebuild"
+    """The snapshot is being rebuilt from parity."""
+    READY = "ready"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreState:
     """How far a restore is. `ready` with a slot, or ready with none for a fresh start."""
 
-    phase: str
+    phase: RestorePhase
     detail: str
     done: int = 0
     total: int = 0
     line: Line | None = None
     arena: ArenaView | None = None
     slot: Slot | None = None
-    source: str = "none"
+    source: RestoreSource = RestoreSource.NONE
 
     @property
     def ready(self) -> bool:
-        return self.phase == "ready"
+        return self.phase is RestorePhase.READY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,61 +81,100 @@ class WorldState:
     serves_store: bool
 
 
-def restore_state(memory: JobMemory, rank: int) -> RestoreState:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """How the snapshots of a session's epoch fare."""
+
+    epoch_ended: int = 0
+    """The epoch that has begun since; 0 while the session's own goes on."""
+    redundant: bool = False
+    """Whether the job has redundancy. Where it has none, what all have committed is the most that
+    becomes of a generation."""
+    newest: Generation | None = None
+    """The newest generation that is protected, or committed where there is no redundancy."""
+    dead: tuple[Generation, ...] = ()
+    """Generations that some rank will never complete."""
+    persisted: Generation | None = None
+    """The newest generation of which the durable tier has a complete set."""
+
+
+def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
     """Where `rank` starts in this epoch, or how far finding out has come.
 
     Raises:
         NoRecoveryLineError: training has gone on without this rank's restore, or the rank's
             snapshot was lost after the line was decided.
     """
-    membership, line = memory.membership, memory.line
-    assert membership is not None
+    line, retained = epoch.line, epoch.retained
     if line is None:
-        return _before_the_line(memory, membership, rank)
-    retained = memory.retained
+        return _before_the_line(memory, epoch, rank)
     if retained is not None and (line.generation is None or retained > line.generation):
         began = "fresh" if line.generation is None else f"from {line.generation}"
         raise NoRecoveryLineError(
-            f"rank {rank} restores too late: epoch {memory.epoch} started {began}, and training "
+            f"rank {rank} restores too late: epoch {epoch.number} started {began}, and training "
             f"has gone on to {retained}; restore once, before the first save"
         )
     if line.generation is None:
-        return RestoreState(phase="ready", detail=line.reason, line=line)
+        return RestoreState(phase=RestorePhase.READY, detail=line.reason, line=line)
     held = memory.sealed(rank, line.generation)
-    if held is None and _is_lost(memory, membership, rank, line.generation):
+    if held is None and _is_lost(memory, epoch, rank, line.generation):
         raise NoRecoveryLineError(
             f"rank {rank} lost its snapshot of the line {line.generation} after epoch "
-            f"{memory.epoch} began, and its parity group cannot rebuild it; the next epoch will "
+            f"{epoch.number} began, and its parity group cannot rebuild it; the next epoch will "
             f"decide anew"
         )
-    if (held is None or not held[1].verified) and loading.may_load(memory, line.generation):
-        return _loading(memory, membership, rank, line.generation, line)
+    if (held is None or not held[1].verified) and loading.may_load(epoch, line.generation):
+        return _loading(memory, epoch, rank, line.generation, line)
     if held is None or not held[1].verified:
         return RestoreState(
-            phase="rebuild", detail=f"generation {line.generation} from parity", line=line
+            phase=RestorePhase.REBUILD,
+            detail=f"generation {line.generation} from parity",
+            line=line,
         )
     arena, slot = held
-    source = "parity" if slot.rebuilt_in == memory.epoch else "local"
-    if slot.loaded_in == memory.epoch:
-        source = "storage"
+    source = RestoreSource.LOCAL
+    if slot.loaded_in == epoch.number:
+        source = RestoreSource.STORAGE
+    elif slot.rebuilt_in == epoch.number:
+        source = RestoreSource.PARITY
     return RestoreState(
-        phase="ready", detail=line.reason, line=line, arena=arena, slot=slot, source=source
+        phase=RestorePhase.READY,
+        detail=line.reason,
+        line=line,
+        arena=arena,
+        slot=slot,
+        source=source,
     )
 
 
-def _before_the_line(memory: JobMemory, membership: Membership, rank: int) -> RestoreState:
-    wanted = loading.wanted(memory)
+def watched(memory: JobMemory, session: Session) -> Watched:
+    """What there is to tell a session now."""
+    epoch = memory.current
+    if epoch is None or epoch.number > session.epoch:
+        return Watched(epoch_ended=memory.epoch if memory.epoch > session.epoch else 0)
+    redundant = epoch.membership.redundancy is not Redundancy.NONE
+    directive = epoch.directive
+    return Watched(
+        redundant=redundant,
+        newest=directive.protected if redundant else directive.retained,
+        dead=directive.dead,
+        persisted=directive.persisted,
+    )
+
+
+def _before_the_line(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
+    membership, wanted = epoch.membership, loading.wanted(epoch)
     if wanted is not None:
-        return _loading(memory, membership, rank, wanted, None)
+        return _loading(memory, epoch, rank, wanted, None)
     verified = sum(report.verified for report in memory.reports.values())
     if membership.tier is not None and memory.verified:
         return RestoreState(
-            phase="storage",
+            phase=RestorePhase.STORAGE,
             detail=memory.loading.problem
             or f"waiting for all daemons, and for {membership.tier.uri} if memory holds no line",
         )
     return RestoreState(
-        phase="inventories",
+        phase=RestorePhase.INVENTORIES,
         detail="waiting for every daemon to verify what it holds",
         done=verified,
         total=len(membership.members),
@@ -127,43 +182,42 @@ def _before_the_line(memory: JobMemory, membership: Membership, rank: int) -> Re
 
 
 def _loading(
-    memory: JobMemory, membership: Membership, rank: int, generation: Generation, line: Line | None
+    memory: JobMemory, epoch: Epoch, rank: int, generation: Generation, line: Line | None
 ) -> RestoreState:
-    assert membership.tier is not None
+    assert epoch.membership.tier is not None
     job = memory.rebuilds.get(rank)
     manifest = job.manifest if job is not None else None
     problem = f" ({memory.loading.problem})" if memory.loading.problem else ""
     return RestoreState(
-        phase="load",
-        detail=f"generation {generation} from {membership.tier.uri}{problem}",
+        phase=RestorePhase.LOAD,
+        detail=f"generation {generation} from {epoch.membership.tier.uri}{problem}",
         total=manifest.payload_bytes if manifest is not None else 0,
         line=line,
     )
 
 
-def _is_lost(memory: JobMemory, membership: Membership, rank: int, generation: Generation) -> bool:
+def _is_lost(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) -> bool:
     """Whether nobody can give the rank the snapshot back, as far as settled reports say."""
-    if rank in memory.rebuilds or memory.me is None:
+    if rank in memory.rebuilds:
         return False
-    if loading.may_load(memory, generation) and not loading.is_failed(memory, rank, generation):
+    if loading.may_load(epoch, generation) and not loading.is_failed(memory, rank, generation):
         return False
-    group = membership.group_of(memory.me)
-    if any(m not in memory.reports or not memory.reports[m].verified for m in group):
+    if any(m not in memory.reports or not memory.reports[m].verified for m in epoch.group):
         return False
+    membership = epoch.membership
     return not recovery.rebuildable(membership, memory.holdings(membership), rank, generation)
 
 
 def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
     """The world of an epoch newer than `after_epoch`, or None while there is none."""
-    if memory.membership is None or memory.me is None or memory.epoch <= after_epoch:
+    epoch = memory.current
+    if epoch is None or epoch.number <= after_epoch or memory.fenced:
         return None
-    if memory.fenced or memory.directive is None:
-        return None
-    position = memory.membership.position(memory.me)
+    position, store_address = epoch.membership.position(epoch.me), epoch.directive.rendezvous
     return WorldState(
-        epoch=memory.epoch,
+        epoch=epoch.number,
         node_rank=position,
-        nodes=len(memory.membership.members),
-        store_address=memory.directive.rendezvous,
-        serves_store=position == 0 and not memory.directive.rendezvous,
+        nodes=len(epoch.membership.members),
+        store_address=store_address,
+        serves_store=position == 0 and not store_address,
     )

@@ -128,8 +128,9 @@ def _parity_built(memory: JobMemory, event: ParityBuilt, at: Times) -> None:
     memory.retry_at[f"parity{event.lane}"] = at.retry_at
     memory.parity_failure = event.error
     memory.note("parity_failed", generation=event.generation, detail=event.error)
-    if event.suspect is not None and memory.membership is not None:
-        place = memory.membership.place(memory.membership.member_of(event.suspect))
+    if event.suspect is not None and memory.current is not None:
+        membership = memory.current.membership
+        place = membership.place(membership.member_of(event.suspect))
         memory.out.append(SendSuspect(to=place, rank=event.suspect, generation=event.generation))
 
 
@@ -178,8 +179,9 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
         raise HoldfastError(f"another manifest than that of rank {event.rank} was given")
     job.manifest, job.encoded, job.layout_id = manifest, event.manifest, arena_id
     if (event.rank, arena_id) not in memory.arenas:
+        assert memory.current is not None
         arena = ArenaView(rank=event.rank, layout_id=arena_id, layout=layout, encoded=event.layout)
-        upkeep.allocate(memory, arena)
+        upkeep.allocate(memory, memory.current, arena)
 
 
 def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:
@@ -217,9 +219,10 @@ def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:
 def _blame_parity(memory: JobMemory, rank: int, generation: Generation, position: int) -> None:
     """Tell the owner of a block that it is wrong, once that does not look like our own fault."""
     memory.wrong_rebuilds[rank] = memory.wrong_rebuilds.get(rank, 0) + 1
-    if memory.wrong_rebuilds[rank] >= WRONG_REBUILDS and memory.membership is not None:
-        group = memory.membership.group_of(memory.membership.member_of(rank))
-        place = memory.membership.place(group[position])
+    if memory.wrong_rebuilds[rank] >= WRONG_REBUILDS and memory.current is not None:
+        membership = memory.current.membership
+        group = membership.group_of(membership.member_of(rank))
+        place = membership.place(group[position])
         memory.out.append(SendSuspect(to=place, rank=rank, generation=generation))
 
 

@@ -1,13 +1,17 @@
-"""`JobEngine`: the requests of trainers and agents, and the questions that adapters ask.
+"""`JobEngine`: all that can happen to a job on this node, and the questions that adapters ask.
 
-Requests are answered by questions about the state (`opened`, `committed`, `restore_state`,
+An input changes the memory and is then settled (`convergence`), which gives the effects to carry
+out. Requests are answered by questions about the state (`opened`, `committed`, `restore_state`,
 `world_state`), which an adapter asks again after each change: so a request never hangs on an event
 that was lost.
+
+Adapters read nothing but the answers: the memory is the engine's own.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from holdfast_core.errors import (
     CorruptError,
@@ -21,40 +25,236 @@ from holdfast_core.errors import (
 )
 from holdfast_core.layouts import (
     decode_layout,
+    decode_manifest,
     encode_layout,
     encode_manifest,
+    layout_id,
     manifest_digest,
     piece_count,
 )
 from holdfast_core.loss_reports import LossReport
-from holdfast_core.values import ExpertVersion, Generation, Manifest
-from holdfast_daemon.effects import Effect, Seal
-from holdfast_daemon.engine import answers, upkeep
-from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, WorldState
+from holdfast_core.values import (
+    Directive,
+    ExpertVersion,
+    Generation,
+    Line,
+    Manifest,
+    Membership,
+    ParityEntry,
+    Report,
+)
+from holdfast_daemon.effects import Completion, Effect, SaveEpoch, Seal
+from holdfast_daemon.engine import (
+    answers,
+    completions,
+    leader,
+    overview,
+    persist_leader,
+    persisting,
+    upkeep,
+)
+from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, Watched, WorldState
 from holdfast_daemon.engine.convergence import Convergence
-from holdfast_daemon.engine.slots import SlotState
-from holdfast_daemon.engine.state import RankRecord, Session
+from holdfast_daemon.engine.epoch import Epoch
+from holdfast_daemon.engine.overview import JobOverview
+from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState
+from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
 
 
-class JobEngine(Convergence):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """How often a daemon repeats itself."""
+
+    resend_s: float = 1.0
+    """While something is unsettled: reports and directives are repeated, since any may be lost."""
+    idle_resend_s: float = 5.0
+    """While all is settled."""
+    retry_s: float = 0.25
+    """Before a failed build or rebuild is tried again."""
+
+
+class JobEngine:
     """One job on one node. Not thread-safe: call it from one thread."""
 
-    _sessions_made = 0
+    def __init__(
+        self, *, job: str, node: str, memory_id: str, incarnation: int, settings: EngineSettings
+    ) -> None:
+        self.memory = JobMemory(job=job, node=node, memory_id=memory_id, incarnation=incarnation)
+        self._convergence = Convergence(self.memory)
+        self._settings = settings
+        self._sessions_made = 0
+
+    # --- what happened: membership and peers ------------------------------------------------------
+
+    def adopt(
+        self,
+        *,
+        membership: Membership | None,
+        line: Line | None,
+        retained: Generation | None,
+        arenas: Sequence[tuple[int, bytes, dict[int, tuple[bytes, bytes]], bool]],
+        parities: Sequence[tuple[int, int, ParityEntry]],
+        now: float,
+    ) -> list[Effect]:
+        """Take over what an earlier daemon left. Nothing counts as held before it is verified.
+
+        Args:
+            arenas: (rank, encoded layout, {slot: (encoded manifest, places)}, whether a living
+                process holds the claim) of each.
+            parities: (lane, slot, entry) of each.
+        """
+        memory = self.memory
+        for rank, encoded, sealed, claimed in arenas:
+            arena = self._arena(rank, encoded)
+            arena.ready = True
+            memory.arenas[(rank, arena.layout_id)] = arena
+            for slot in arena.slots if claimed else ():
+                # Whichever slot the earlier daemon granted: its trainer may still be writing.
+                slot.state = SlotState.GRANTED
+            for index, (data, places) in sealed.items():
+                manifest = decode_manifest(data)
+                slot = arena.slots[index]
+                slot.places = places
+                slot.state, slot.generation = SlotState.SEALED, manifest.generation
+                slot.manifest, slot.encoded = manifest, data
+                slot.digest = manifest_digest(data)
+                record = memory.rank(rank)
+                record.passed = max(record.passed or manifest.generation, manifest.generation)
+        for lane, index, entry in parities:
+            parity = memory.lane_slots(lane)[index]
+            parity.state, parity.generation = ParityState.READY, entry.generation
+            parity.entry = entry
+        if membership is not None:
+            self._enter(membership)
+            for rank in memory.my_ranks():
+                memory.rank(rank).last_sign = now
+            if line is not None and memory.current is not None:
+                memory.direct(leader.told(membership, memory.current.directive, line, retained))
+        return self._convergence.settle(now)
+
+    def claim_ended(self, arena: ArenaView, now: float) -> list[Effect]:
+        """The trainer of an earlier daemon is gone: its slots can be used again."""
+        for slot in arena.slots:
+            if slot.state is SlotState.GRANTED and slot.generation is None:
+                slot.clear()
+        return self._convergence.settle(now)
+
+    def set_membership(self, membership: Membership, now: float) -> list[Effect]:
+        """A membership from the control loop. Older ones, and ones that name another memory for
+        this node, are ignored."""
+        memory = self.memory
+        known = memory.membership
+        mine = membership.member_on(memory.node)
+        if mine is not None and membership.place(mine).memory_id != memory.memory_id:
+            memory.note("membership_for_other_memory", detail=membership.place(mine).memory_id)
+        elif known is None or membership.epoch > known.epoch:
+            self._enter(membership)
+            memory.out.insert(0, SaveEpoch(membership=membership, line=None, retained=None))
+            for rank in memory.my_ranks():
+                memory.rank(rank).last_sign = now
+        elif membership.epoch == known.epoch and membership.revision > known.revision:
+            epoch = memory.revise(membership)
+            self._convergence.say_again()
+            memory.out.append(
+                SaveEpoch(
+                    membership=membership,
+                    line=epoch.line if epoch else None,
+                    retained=epoch.retained if epoch else None,
+                )
+            )
+        return self._convergence.settle(now)
+
+    def on_report(self, report: Report, now: float) -> list[Effect]:
+        """A peer's report. A newer epoch than ours fences us; an older one is ignored, and so is
+        one of somebody who is no member."""
+        memory = self.memory
+        if not self._see_epoch(report.epoch):
+            if not self.is_member(report.member):
+                return []
+            known = memory.reports.get(report.member)
+            if report.epoch < memory.epoch or (known and known.order >= report.order):
+                return []
+            memory.reports[report.member] = report
+        return self._convergence.settle(now)
+
+    def on_directive(self, directive: Directive, now: float) -> list[Effect]:
+        """A directive of the leader."""
+        memory = self.memory
+        if not self._see_epoch(directive.epoch):
+            if directive.epoch < memory.epoch or memory.current is None:
+                return []
+            merged = leader.merge(memory.current.directive, directive)
+            if merged == memory.current.directive:
+                return []
+            self._convergence.direct(memory.current, merged)
+        return self._convergence.settle(now)
+
+    def on_peer_epoch(self, epoch: int, now: float) -> list[Effect]:
+        """A peer answered with its own epoch."""
+        return self._convergence.settle(now) if self._see_epoch(epoch) else []
+
+    def on_suspect(self, epoch: int, rank: int, generation: Generation, now: float) -> list[Effect]:
+        """A member received bytes of ours that are wrong. Of our own snapshot: look again. Of
+        another's, which comes out wrong of our parity although that matches its digests: give the
+        parity up, so that the next epoch goes on from something else."""
+        held = self.memory.sealed(rank, generation)
+        if epoch == self.memory.epoch and held is not None:
+            upkeep.verify_slot(self.memory, *held)
+        elif epoch == self.memory.epoch:
+            upkeep.give_up_parity_of(self.memory, rank, generation)
+        return self._convergence.settle(now)
+
+    def scrub(self, now: float, *, snapshot: bool, index: int, slot: int) -> list[Effect]:
+        """Look again at the snapshot of rank `index`, or the parity block of lane `index`, in slot
+        `slot`; it stays in use meanwhile."""
+        memory = self.memory
+        for arena, held in memory.slots() if snapshot else ():
+            if (arena.rank, held.index) == (index, slot) and held.state is SlotState.SEALED:
+                upkeep.verify_slot(memory, arena, held)
+        parity = memory.parities.get((index, slot))
+        if not snapshot and parity is not None and parity.state is ParityState.READY:
+            upkeep.verify_parity(memory, parity)
+        return self._convergence.settle(now)
+
+    def request_persist(self, now: float) -> list[Effect]:
+        """Somebody wants the newest generation in the durable tier soon.
+
+        Raises:
+            InvalidJobError: the job has none.
+        """
+        persisting.request(self.memory)
+        return self._convergence.settle(now)
+
+    def on_completion(self, event: Completion, now: float) -> list[Effect]:
+        """An effect ended."""
+        completions.apply(
+            self.memory, event, completions.Times(now=now, retry_at=now + self._settings.retry_s)
+        )
+        return self._convergence.settle(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time passed: retry, and repeat reports and directives that may have been lost."""
+        pause_s = self._settings.idle_resend_s if self.settled else self._settings.resend_s
+        self._convergence.repeat_after(pause_s, now)
+        return self._convergence.settle(now)
 
     # --- what happened: trainers ------------------------------------------------------------------
 
-    def hello(self, rank: int, store_address: str) -> int:
-        """The epoch that a worker of the world behind `store_address` belongs to."""
-        memory = self.memory
-        self._check_rank(rank)
-        assert memory.directive is not None
-        rendezvous = memory.directive.rendezvous
+    def hello(self, rank: int, store_address: str) -> Membership:
+        """The membership that a worker of the world behind `store_address` belongs to.
+
+        Raises:
+            StaleEpochError: that world has ended.
+            UnreachableError, InvalidJobError: the rank does not live here, or not yet.
+        """
+        epoch = self._epoch_with(rank)
+        rendezvous = epoch.directive.rendezvous
         if store_address and rendezvous and store_address != rendezvous:
             raise StaleEpochError(
-                f"rank {rank} of {memory.job}: its training world {store_address} has ended; epoch "
-                f"{memory.epoch} meets at {rendezvous}"
+                f"rank {rank} of {self.memory.job}: its training world {store_address} has ended; "
+                f"epoch {epoch.number} meets at {rendezvous}"
             )
-        return memory.epoch
+        return epoch.membership
 
     def open(
         self,
@@ -73,7 +273,7 @@ class JobEngine(Convergence):
         """
         memory = self.memory
         self._check_epoch(epoch, f"rank {rank}")
-        self._check_rank(rank)
+        current = self._epoch_with(rank)
         plain = decode_layout(layout)
         largest = max(largest_slot_bytes, plain.slot_bytes)
         arena = self._arena(rank, encode_layout(replace(plain, largest_slot_bytes=largest)))
@@ -95,25 +295,9 @@ class JobEngine(Convergence):
             pid=pid,
         )
         memory.sessions[session.id] = record.session = session
-        upkeep.release(memory)
-        upkeep.allocate(memory, memory.arenas.get((rank, arena.layout_id), arena))
-        return session.id, self._settle(now)
-
-    def opened(self, session_id: str) -> Opened | None:
-        """The session once its arena is allocated, None while it is being allocated.
-
-        Raises:
-            MemoryBudgetError, StorageError: the arena could not be allocated; the session is gone.
-            UnknownSessionError: no such session.
-        """
-        session = self._session(session_id)
-        if session.error is not None:
-            self._forget(session)
-            raise session.error
-        arena = self.memory.arenas.get((session.rank, session.layout_id))
-        if arena is None or not session.allocated:
-            return None
-        return Opened(session=session, arena=arena)
+        upkeep.release(memory, current)
+        upkeep.allocate(memory, current, memory.arenas.get((rank, arena.layout_id), arena))
+        return session.id, self._convergence.settle(now)
 
     def claimed(self, session_id: str, now: float) -> list[Effect]:
         """The trainer holds the arena's lock: no other process writes into it any more."""
@@ -125,7 +309,7 @@ class JobEngine(Convergence):
             if arena.rank == session.rank and slot.state is SlotState.GRANTED:
                 slot.clear()
         self.memory.note("session_opened", rank=session.rank, detail=f"process {session.pid}")
-        return self._settle(now)
+        return self._convergence.settle(now)
 
     def grant(
         self,
@@ -163,15 +347,16 @@ class JobEngine(Convergence):
             raise StaleEpochError(
                 f"epoch {epoch} has ended: a peer is in epoch {memory.epoch_seen}"
             )
-        if memory.directive is None or memory.directive.line is None:
+        current = memory.current
+        if current is None or current.line is None:
             raise SnapshotSkippedError("the recovery line of this epoch is not decided yet")
         record.passed = generation
         record.last_step, record.last_sign = step, now
         arena = memory.arenas[(session.rank, session.layout_id)]
-        slot = upkeep.slot_to_write(memory, arena)
+        slot = upkeep.slot_to_write(memory, current, arena)
         if slot is None:
             memory.note("skipped", rank=session.rank, generation=generation, detail="slots")
-            self._settle_into(now)
+            self._convergence.settle_into(now)
             raise SnapshotSkippedError(
                 f"every slot of rank {arena.rank} is in use ({arena.uses}): protection is behind"
             )
@@ -181,7 +366,7 @@ class JobEngine(Convergence):
         if held is not None and held.manifest is not None:
             slot.unchanged, slot.base_digests = unchanged, held.manifest.digests
         granted = Granted(slot=slot.index, places=slot.places, carried=held is not None)
-        return granted, self._settle(now)
+        return granted, self._convergence.settle(now)
 
     def commit(
         self,
@@ -250,26 +435,7 @@ class JobEngine(Convergence):
                 places=target.places,
             )
         )
-        return self._settle(now)
-
-    def committed(self, session_id: str, *, epoch: int, step: int) -> int | None:
-        """The manifest's digest once the snapshot is sealed; None while it is being sealed.
-
-        Raises:
-            SnapshotSkippedError: it could not be sealed.
-        """
-        session = self._session(session_id)
-        for arena, slot in self.memory.slots():
-            if arena.rank == session.rank and slot.generation == Generation(epoch, step):
-                if slot.state is SlotState.SEALING:
-                    return None
-                if slot.state is SlotState.SEALED:
-                    return slot.digest
-        directive = self.memory.directive
-        if directive and directive.retained and directive.retained >= Generation(epoch, step):
-            return 0
-        why = self.memory.rank(session.rank).seal_error or "the slot was given up"
-        raise SnapshotSkippedError(f"step {step} was not sealed: {why}")
+        return self._convergence.settle(now)
 
     def abort(self, session_id: str, *, epoch: int, step: int, now: float) -> list[Effect]:
         """The trainer gives a granted slot back."""
@@ -281,7 +447,7 @@ class JobEngine(Convergence):
                 and slot.generation == Generation(epoch, step)
             ):
                 slot.clear()
-        return self._settle(now)
+        return self._convergence.settle(now)
 
     def session_ended(self, session_id: str, *, clean: bool, now: float) -> list[Effect]:
         """The trainer closed its session, or its process is gone."""
@@ -297,7 +463,7 @@ class JobEngine(Convergence):
         if not clean and session.epoch == memory.epoch:
             record.lost_in = memory.epoch
             memory.note("rank_lost", rank=session.rank, detail=f"process {session.pid} ended")
-        return self._settle(now)
+        return self._convergence.settle(now)
 
     def progress(
         self,
@@ -317,10 +483,16 @@ class JobEngine(Convergence):
         record.skipped, record.failed, record.failure = skipped, failed, failure
         record.loss = loss
 
-    def agent_waits(self, after_epoch: int) -> None:
-        """This member's agent left the world of `after_epoch` and waits for the next one."""
-        if after_epoch == self.memory.epoch:
-            self.memory.agent_waiting = True
+    def agent_waits(self, after_epoch: int) -> bool:
+        """This member's agent left the world of `after_epoch` and waits for the next one.
+
+        Returns:
+            Whether that is new.
+        """
+        if after_epoch != self.memory.epoch or self.memory.agent_waiting:
+            return False
+        self.memory.agent_waiting = True
+        return True
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str = "") -> None:
         """The agent saw a worker of `epoch` fail, and kept the end of its stderr. Of an ended epoch
@@ -330,7 +502,7 @@ class JobEngine(Convergence):
             InvalidJobError: the rank does not live here.
         """
         if epoch == self.memory.epoch:
-            self._check_rank(rank)
+            self._epoch_with(rank)
             record = self.memory.rank(rank)
             record.exited, record.last_lines = (epoch, exit_code), last_lines
 
@@ -338,11 +510,133 @@ class JobEngine(Convergence):
         """The agent of the first member serves the world's store."""
         memory = self.memory
         self._check_epoch(epoch, "the agent")
-        if memory.directive is not None:
-            memory.directive = replace(memory.directive, rendezvous=address)
-        return self._settle(now)
+        if memory.current is not None:
+            memory.direct(replace(memory.current.directive, rendezvous=address))
+        return self._convergence.settle(now)
 
-    # --- questions --------------------------------------------------------------------------------
+    def restore_given(self, state: RestoreState) -> None:
+        """A trainer was told to restore what `state`, an answer with a slot, names."""
+        assert state.arena is not None and state.line is not None
+        record = self.memory.rank(state.arena.rank)
+        record.restored = (state.line.generation, state.source)
+
+    # --- questions: the job -----------------------------------------------------------------------
+
+    @property
+    def job(self) -> str:
+        return self.memory.job
+
+    @property
+    def epoch(self) -> int:
+        """Number of the newest membership; 0 before there is one."""
+        return self.memory.epoch
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the newest membership has a member on this node."""
+        return self.memory.current is not None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that live here."""
+        return self.memory.my_ranks()
+
+    @property
+    def verified(self) -> bool:
+        """Whether everything that is held here was verified in this epoch."""
+        return self.memory.verified
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether the job has a durable tier."""
+        membership = self.memory.membership
+        return membership is not None and membership.tier is not None
+
+    @property
+    def wants_persist(self) -> bool:
+        """Whether this node waits for a generation to be persisted."""
+        return self.memory.persist.wanted is not None
+
+    def is_due_soon(self, now: float) -> bool:
+        """Whether what is protected would be persisted before long, as far as is known here."""
+        return persist_leader.is_due_soon(self.memory, now)
+
+    def overview(self) -> JobOverview:
+        """What there is to say of the job now."""
+        return overview.overview(self.memory)
+
+    def evidence(self) -> tuple[object, ...]:
+        """What the control loop may act upon, and is told at once."""
+        return overview.evidence(self.memory)
+
+    @property
+    def settled(self) -> bool:
+        """Whether repeating reports can wait: a line is told, and nothing is on its way."""
+        epoch = self.memory.current
+        if epoch is None or epoch.line is None or self.memory.rebuilds:
+            return False
+        newest = max(
+            (s.generation for _, s in self.memory.slots() if s.generation is not None),
+            default=None,
+        )
+        return newest is None or newest == epoch.retained
+
+    def is_member(self, member: int) -> bool:
+        """Whether the job has this member in this epoch."""
+        membership = self.memory.membership
+        return membership is not None and any(m.index == member for m in membership.members)
+
+    @property
+    def adopted_claims(self) -> list[ArenaView]:
+        """Arenas that a trainer of an earlier daemon held when this one started, and that no
+        session of ours has claimed since."""
+        return [arena for arena in self.memory.arenas.values() if arena.has_unknown_writer]
+
+    # --- questions: trainers and agents -----------------------------------------------------------
+
+    def has_session(self, session_id: str) -> bool:
+        """Whether the session is open."""
+        return session_id in self.memory.sessions
+
+    def watched(self, session_id: str) -> Watched | None:
+        """What there is to tell a session now; None once it has ended."""
+        session = self.memory.sessions.get(session_id)
+        return None if session is None else answers.watched(self.memory, session)
+
+    def opened(self, session_id: str) -> Opened | None:
+        """The session once its arena is allocated, None while it is being allocated.
+
+        Raises:
+            MemoryBudgetError, StorageError: the arena could not be allocated; the session is gone.
+            UnknownSessionError: no such session.
+        """
+        session = self._session(session_id)
+        if session.error is not None:
+            self._forget(session)
+            raise session.error
+        arena = self.memory.arenas.get((session.rank, session.layout_id))
+        if arena is None or not session.allocated:
+            return None
+        return Opened(session=session, arena=arena)
+
+    def committed(self, session_id: str, *, epoch: int, step: int) -> int | None:
+        """The manifest's digest once the snapshot is sealed; None while it is being sealed.
+
+        Raises:
+            SnapshotSkippedError: it could not be sealed.
+        """
+        session = self._session(session_id)
+        for arena, slot in self.memory.slots():
+            if arena.rank == session.rank and slot.generation == Generation(epoch, step):
+                if slot.state is SlotState.SEALING:
+                    return None
+                if slot.state is SlotState.SEALED:
+                    return slot.digest
+        retained = self.memory.current.retained if self.memory.current is not None else None
+        if retained is not None and retained >= Generation(epoch, step):
+            return 0
+        why = self.memory.rank(session.rank).seal_error or "the slot was given up"
+        raise SnapshotSkippedError(f"step {step} was not sealed: {why}")
 
     def restore_state(self, rank: int, epoch: int) -> RestoreState:
         """Where `rank` starts in this epoch, or how far finding out has come.
@@ -352,8 +646,7 @@ class JobEngine(Convergence):
             NoRecoveryLineError: training has gone on without this rank's restore.
         """
         self._check_epoch(epoch, f"rank {rank}")
-        self._check_rank(rank)
-        return answers.restore_state(self.memory, rank)
+        return answers.restore_state(self.memory, self._epoch_with(rank), rank)
 
     def world_state(self, after_epoch: int) -> WorldState | None:
         """The world of an epoch newer than `after_epoch`, or None while there is none."""
@@ -373,19 +666,26 @@ class JobEngine(Convergence):
                 f"{who} of {memory.job} acts in epoch {epoch}; the epoch is {memory.epoch}"
             )
 
-    def _check_rank(self, rank: int) -> None:
-        memory = self.memory
-        if memory.membership is None or memory.me is None:
+    def _epoch_with(self, rank: int) -> Epoch:
+        """The current epoch, in which `rank` lives here.
+
+        Raises:
+            UnreachableError: this node takes part in no epoch.
+            InvalidJobError: the rank does not live here.
+        """
+        memory, epoch = self.memory, self.memory.current
+        if epoch is None:
             raise UnreachableError(
                 f"node {memory.node} is not a member of {memory.job} yet; the control loop has not "
                 f"said where it stands"
             )
-        if rank not in memory.my_ranks():
-            mine = memory.my_ranks()
+        mine = epoch.ranks
+        if rank not in mine:
             raise InvalidJobError(
                 f"rank {rank} does not live on node {memory.node}, which hosts ranks "
                 f"{mine.start}..{mine.stop - 1} of {memory.job}"
             )
+        return epoch
 
     def _session(self, session_id: str) -> Session:
         session = self.memory.sessions.get(session_id)
@@ -398,3 +698,26 @@ class JobEngine(Convergence):
         record: RankRecord = self.memory.rank(session.rank)
         if record.session is session:
             record.session = None
+
+    def _enter(self, membership: Membership) -> None:
+        """Begin an epoch: everything must be verified, reported and decided anew."""
+        memory = self.memory
+        memory.persist.begin_epoch(persisting.moved(memory.membership, membership))
+        memory.begin_epoch(membership)
+        memory.note("epoch_began", detail=str(membership.epoch))
+
+    def _see_epoch(self, epoch: int) -> bool:
+        """Whether `epoch` is newer than ours, which fences us."""
+        memory = self.memory
+        if epoch > memory.epoch_seen:
+            memory.epoch_seen = epoch
+            if memory.membership is not None and epoch > memory.epoch:
+                memory.note("fenced", detail=f"a peer is in epoch {epoch}")
+        return epoch > memory.epoch
+
+    def _arena(self, rank: int, encoded: bytes) -> ArenaView:
+        layout = decode_layout(encoded)
+        encoded = encode_layout(layout)  # one spelling, whatever the sender's
+        if layout.rank != rank:
+            raise InvalidJobError(f"rank {rank} opens with the layout of rank {layout.rank}")
+        return ArenaView(rank=rank, layout_id=layout_id(encoded), layout=layout, encoded=encoded)

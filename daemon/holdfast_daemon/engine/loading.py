@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from holdfast_core.stored_line import choose_copy
 from holdfast_core.values import FailedLoad, Generation, Line, Tier
 from holdfast_daemon.effects import FindStored, HeldSlot, LoadStored, OpenStored, StoredFound
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, RebuildJob, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
@@ -34,13 +35,12 @@ _LOOK = "look"
 
 
 def consult(
-    memory: JobMemory, line: Line, load: Generation | None, now: float
+    memory: JobMemory, epoch: Epoch, line: Line, load: Generation | None, now: float
 ) -> tuple[Line | None, Generation | None]:
     """The line that follows from `line`, which memory alone gives, and what is to be loaded before
     there can be one."""
-    membership = memory.membership
-    assert membership is not None
-    tier, state = membership.tier, memory.loading
+    membership, state = epoch.membership, memory.loading
+    tier = membership.tier
     if tier is None:
         return line, None
     if line.generation is not None:
@@ -116,21 +116,19 @@ def _unusable(memory: JobMemory) -> dict[Generation, str]:
 # --- every daemon ---------------------------------------------------------------------------------
 
 
-def may_load(memory: JobMemory, generation: Generation) -> bool:
+def may_load(epoch: Epoch, generation: Generation) -> bool:
     """Whether `generation` is one that this epoch takes from storage."""
-    membership, directive = memory.membership, memory.directive
-    if membership is None or membership.tier is None or directive is None:
+    if epoch.membership.tier is None:
         return False
-    line = directive.line
+    line = epoch.line
     if line is None:
-        return directive.load == generation
+        return epoch.directive.load == generation
     return line.stored and line.generation == generation
 
 
-def wanted(memory: JobMemory) -> Generation | None:
+def wanted(epoch: Epoch) -> Generation | None:
     """The generation to load before there is a line."""
-    directive = memory.directive
-    return directive.load if directive is not None and directive.line is None else None
+    return epoch.directive.load if epoch.line is None else None
 
 
 def is_failed(memory: JobMemory, rank: int, generation: Generation) -> bool:
@@ -153,12 +151,12 @@ def forget_failures(memory: JobMemory, now: float) -> None:
             del memory.loading.failed[rank, generation]
 
 
-def start(memory: JobMemory, rank: int, generation: Generation) -> None:
+def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) -> None:
     """Begin to load a rank's snapshot, unless it was found wrong lately."""
-    if not may_load(memory, generation) or is_failed(memory, rank, generation):
+    if not may_load(epoch, generation) or is_failed(memory, rank, generation):
         return
-    assert memory.membership is not None and memory.membership.tier is not None
-    tier = memory.membership.tier
+    tier = epoch.membership.tier
+    assert tier is not None
     held = tuple(
         HeldSlot(slot=slot.index, manifest=slot.manifest, digest=slot.digest, places=slot.places)
         for _, slot in memory.slots()
@@ -169,12 +167,12 @@ def start(memory: JobMemory, rank: int, generation: Generation) -> None:
     memory.out.append(OpenStored(tier=tier, rank=rank, generation=generation, held=held))
 
 
-def sources(memory: JobMemory, generation: Generation) -> list[Slot]:
+def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slot]:
     """The slots that experts are taken from when `generation` is loaded: of each rank the oldest
     snapshot after it, which has most of what `generation` had. Where copies hold all experts, none:
     what is read from storage anyway is read from there."""
-    membership = memory.membership
-    if membership is None or membership.tier is None or not membership.tier.experts:
+    tier = epoch.membership.tier
+    if tier is None or not tier.experts:
         return []
     found: dict[int, Slot] = {}
     for arena, slot in memory.slots():
@@ -208,19 +206,19 @@ def _are_there(memory: JobMemory, rank: int, held: Iterable[HeldSlot]) -> bool:
     return all((each.slot, each.digest) in sealed for each in held)
 
 
-def go_on(memory: JobMemory, rank: int, job: RebuildJob, arena: ArenaView) -> None:
+def go_on(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJob, arena: ArenaView) -> None:
     """With the manifest and the arena at hand: a free slot, then the bytes."""
     if not _are_there(memory, rank, job.held):
         del memory.rebuilds[rank]  # the next look begins anew, with what is there
         return
     slot = arena.free_slot()
-    if slot is None or job.manifest is None or not may_load(memory, job.generation):
+    if slot is None or job.manifest is None or not may_load(epoch, job.generation):
         return
-    assert memory.membership is not None and memory.membership.tier is not None
+    assert epoch.membership.tier is not None
     arena.begin_recovery(slot, job, job.manifest)
     memory.out.append(
         LoadStored(
-            tier=memory.membership.tier,
+            tier=epoch.membership.tier,
             rank=rank,
             slot=slot.index,
             manifest=job.manifest,
@@ -237,7 +235,8 @@ def failed(
     """A rank's snapshot could not be loaded: not usable at all, or not now."""
     why = why[:_REASON_CHARS_MAX]
     memory.note("load_failed", rank=rank, generation=generation, detail=why)
-    for slot in sources(memory, generation):
+    epoch = memory.current
+    for slot in sources(memory, epoch, generation) if epoch is not None else ():
         slot.verified = slot.verified and corrupt  # what was read of it may have been wrong
     if corrupt:
         key = _failed_key(rank, generation)

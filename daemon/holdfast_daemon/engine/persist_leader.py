@@ -17,6 +17,7 @@ from holdfast_core.values import (
     Tier,
 )
 from holdfast_daemon.effects import CommitSet, SetCommitted
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.persist_memory import Outcome
 from holdfast_daemon.engine.state import JobMemory
 
@@ -24,11 +25,10 @@ SOON = 0.5
 """Of an interval: what is due after so much of it is worth the last moments of a daemon."""
 
 
-def lead(memory: JobMemory, now: float) -> Directive:
+def lead(memory: JobMemory, epoch: Epoch, now: float) -> Directive:
     """The directive with what follows from the reports, and from `now`, for persisting."""
-    directive, membership = memory.directive, memory.membership
-    assert directive is not None and membership is not None
-    if membership.tier is None or directive.line is None or memory.fenced:
+    directive, tier = epoch.directive, epoch.membership.tier
+    if tier is None or directive.line is None or memory.fenced:
         return directive
     heard = memory.reports.values()
     orders = [r.persist for r in heard if r.persist is not None]
@@ -42,22 +42,22 @@ def lead(memory: JobMemory, now: float) -> Directive:
     )
     order = directive.persist
     if order is None or order.ended:
-        return _begin(memory, membership, membership.tier, directive, now)
-    return _carry_on(memory, membership, membership.tier, directive, order, now)
+        return _begin(memory, epoch, tier, directive, now)
+    return _carry_on(memory, epoch.membership, tier, directive, order, now)
 
 
 def _begin(
-    memory: JobMemory, membership: Membership, tier: Tier, directive: Directive, now: float
+    memory: JobMemory, epoch: Epoch, tier: Tier, directive: Directive, now: float
 ) -> Directive:
     """Order a set, when one is due."""
     persist = memory.persist
     if now < persist.retry_at:
         return directive
-    found = _candidate(memory, membership, directive)
+    found = _candidate(memory, epoch.membership, directive)
     if found is None:
         return directive
     candidate, lost = found
-    facts = facts_of(memory, candidate, now)
+    facts = facts_of(memory, epoch, candidate, now)
     wants = [r.wanted for r in memory.reports.values() if r.wanted is not None]
     known = directive.persisted
     facts = replace(
@@ -75,10 +75,12 @@ def _begin(
     )
 
 
-def facts_of(memory: JobMemory, candidate: Generation, now: float) -> persist_plan.Facts:
+def facts_of(
+    memory: JobMemory, epoch: Epoch, candidate: Generation, now: float
+) -> persist_plan.Facts:
     """What this daemon knows that `persist_plan.why_due` asks."""
-    persist, membership, directive = memory.persist, memory.membership, memory.directive
-    assert membership is not None and directive is not None and directive.line is not None
+    persist, membership, directive = memory.persist, epoch.membership, epoch.directive
+    assert directive.line is not None
     since = max(persist.stored_at, persist.watched_since)
     return persist_plan.Facts(
         candidate=candidate,
@@ -97,16 +99,17 @@ def facts_of(memory: JobMemory, candidate: Generation, now: float) -> persist_pl
 
 def is_due_soon(memory: JobMemory, now: float) -> bool:
     """Whether what is protected would be persisted before long, as far as this daemon knows."""
-    membership, directive = memory.membership, memory.directive
-    if membership is None or membership.tier is None or memory.me is None or memory.fenced:
+    epoch = memory.current
+    if epoch is None or epoch.membership.tier is None or memory.fenced:
         return False
-    newest = (directive.protected or directive.retained) if directive else None
-    if directive is None or directive.line is None or newest is None:
+    directive = epoch.directive
+    newest = directive.protected or directive.retained
+    if directive.line is None or newest is None:
         return False
     if directive.persisted is not None and directive.persisted >= newest:
         return False
-    facts = facts_of(memory, newest, now)
-    return bool(persist_plan.why_due(membership.tier, facts, portion=SOON))
+    facts = facts_of(memory, epoch, newest, now)
+    return bool(persist_plan.why_due(epoch.membership.tier, facts, portion=SOON))
 
 
 def _candidate(

@@ -22,7 +22,6 @@ epoch everything begins anew, except for what is in storage.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypedDict
 
 from holdfast_core.errors import InvalidJobError
@@ -31,6 +30,7 @@ from holdfast_core.sparse_files import may_build_on
 from holdfast_core.values import Directive, Generation, Membership, PersistOrder, Tier
 from holdfast_daemon.effects import PersistRank, RankPersisted, StopPersisting
 from holdfast_daemon.engine import upkeep
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.persist_memory import NEVER
 from holdfast_daemon.engine.slots import SlotState
 from holdfast_daemon.engine.state import JobMemory
@@ -52,19 +52,18 @@ def request(memory: JobMemory) -> None:
     Raises:
         InvalidJobError: there is no storage.
     """
-    directive, membership = memory.directive, memory.membership
+    epoch, membership = memory.current, memory.membership
     if membership is None or membership.tier is None:
         raise InvalidJobError(
             f"job {memory.job} has no durable tier: its generations are in memory only"
         )
-    newest = (directive.protected or directive.retained) if directive else None
+    newest = (epoch.directive.protected or epoch.retained) if epoch is not None else None
     memory.persist.wanted = newest or Generation(memory.epoch, 0)
 
 
-def reported(memory: JobMemory) -> Reported:
+def reported(memory: JobMemory, epoch: Epoch) -> Reported:
     """What this daemon tells the leader."""
-    persist = memory.persist
-    order = memory.directive.persist if memory.directive else None
+    persist, order = memory.persist, epoch.directive.persist
     # What was written for the order before says nothing of one that was only just heard of.
     current = order is not None and order.number == persist.number
     return Reported(
@@ -76,15 +75,13 @@ def reported(memory: JobMemory) -> Reported:
     )
 
 
-def write(memory: JobMemory, now: float) -> None:
+def write(memory: JobMemory, epoch: Epoch, now: float) -> None:
     """Start writing what the order asks of this node, and stop what it no longer asks for."""
-    persist, directive, membership = memory.persist, memory.directive, memory.membership
+    persist, directive = memory.persist, epoch.directive
     if persist.watched_since == NEVER:
         persist.watched_since = now
-    if directive is None or membership is None:
-        return
     _learn(memory, directive.persisted, now)
-    order, tier = directive.persist, membership.tier
+    order, tier = directive.persist, epoch.membership.tier
     if order is None:
         return
     if order.number != persist.number:
@@ -93,17 +90,19 @@ def write(memory: JobMemory, now: float) -> None:
     if order.ended:
         _stop(memory)
     elif tier is not None and directive.line is not None and not memory.fenced:
-        for rank in memory.my_ranks():
+        for rank in epoch.ranks:
             if rank not in persist.files and not persist.failure:
-                _write_rank(memory, order, tier, rank)
+                _write_rank(memory, epoch, order, tier, rank)
 
 
-def _write_rank(memory: JobMemory, order: PersistOrder, tier: Tier, rank: int) -> None:
+def _write_rank(
+    memory: JobMemory, epoch: Epoch, order: PersistOrder, tier: Tier, rank: int
+) -> None:
     if any(slot.persisting for arena, slot in memory.slots() if arena.rank == rank):
         return  # an earlier writer has not ended yet
     held = memory.sealed(rank, order.generation)
     if held is None:
-        if rank not in memory.rebuilds and upkeep.anchor(memory) != order.generation:
+        if rank not in memory.rebuilds and upkeep.anchor(epoch) != order.generation:
             memory.persist.failure = f"rank {rank} holds {order.generation} no longer"
             memory.note("persist_failed", rank=rank, detail=memory.persist.failure)
         return
@@ -112,11 +111,11 @@ def _write_rank(memory: JobMemory, order: PersistOrder, tier: Tier, rank: int) -
         return
     slot.persisting = order.generation
     base = memory.persist.stored
-    if base is None or not may_build_on(base, order.generation, memory.line):
+    if base is None or not may_build_on(base, order.generation, epoch.line):
         base = None
     memory.out.append(
         PersistRank(
-            epoch=memory.epoch,
+            epoch=epoch.number,
             number=order.number,
             rank=rank,
             slot=slot.index,
@@ -158,7 +157,10 @@ def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
         if event.corrupt and slot.state is SlotState.SEALED:
             upkeep.verify_slot(memory, arena, slot)
     persist = memory.persist
-    if (event.epoch, event.number) != (memory.epoch, persist.number) or not memory.persisting:
+    epoch = memory.current
+    if epoch is None or not epoch.persisting:
+        return
+    if (event.epoch, event.number) != (epoch.number, persist.number):
         return
     if event.file is not None:
         persist.files[event.rank] = event.file
@@ -169,11 +171,8 @@ def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
         )
 
 
-def tell(memory: JobMemory, before: Directive | None) -> None:
-    """Note what the newest directive says that the one before did not."""
-    directive = memory.directive
-    assert directive is not None
-    known = before or replace(directive, persist=None, persisted=None)
+def tell(memory: JobMemory, known: Directive, directive: Directive) -> None:
+    """Note what `directive` says of persisting that `known`, the one before, did not."""
     if directive.persisted is not None and directive.persisted != known.persisted:
         memory.note("persisted", generation=directive.persisted)
     order = directive.persist

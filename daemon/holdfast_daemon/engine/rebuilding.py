@@ -7,41 +7,43 @@ from __future__ import annotations
 
 from holdfast_core import recovery
 from holdfast_core.codes import code_of
-from holdfast_core.values import Generation, Membership
+from holdfast_core.values import Generation
 from holdfast_daemon.effects import FetchManifest, Rebuild
 from holdfast_daemon.engine import loading, upkeep
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import RebuildJob, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
 
-def rebuild(memory: JobMemory, now: float) -> None:
+def rebuild(memory: JobMemory, epoch: Epoch, now: float) -> None:
     """Recover what this member must hold and does not, step by step."""
-    membership, target = memory.membership, upkeep.anchor(memory) or loading.wanted(memory)
-    if membership is None or memory.me is None or memory.fenced or target is None:
+    target = upkeep.anchor(epoch) or loading.wanted(epoch)
+    if memory.fenced or target is None:
         return
-    for rank in memory.my_ranks():
+    for rank in epoch.ranks:
         job = memory.rebuilds.get(rank)
-        left = job is not None and job.stored and not loading.may_load(memory, target)
+        left = job is not None and job.stored and not loading.may_load(epoch, target)
         other = job is not None and (job.generation != target or left)
         if other and not _is_rebuilding(memory, rank):
             del memory.rebuilds[rank]
             job = None
         if job is None and memory.sealed(rank, target) is None:
-            _start_rebuild(memory, membership, rank, target, now)
+            _start_rebuild(memory, epoch, rank, target, now)
         elif job is not None and job.manifest is not None:
-            _continue_rebuild(memory, membership, rank, job)
+            _continue_rebuild(memory, epoch, rank, job)
 
 
 def _start_rebuild(
-    memory: JobMemory, membership: Membership, rank: int, target: Generation, now: float
+    memory: JobMemory, epoch: Epoch, rank: int, target: Generation, now: float
 ) -> None:
-    if now < memory.retry_at.get(f"rebuild{rank}", now) or memory.me is None:
+    if now < memory.retry_at.get(f"rebuild{rank}", now):
         return
+    membership = epoch.membership
     means = recovery.means(membership, memory.holdings(membership), rank, target)
     if means is None:
-        loading.start(memory, rank, target)
+        loading.start(memory, epoch, rank, target)
         return
-    others = [m for m in membership.group_of(memory.me) if m != memory.me]
+    others = [m for m in epoch.group if m != epoch.me]
     digest = means.manifest_digest
     memory.rebuilds[rank] = RebuildJob(generation=target, digest=digest)
     memory.note("rebuild_started", rank=rank, generation=target)
@@ -55,27 +57,25 @@ def _start_rebuild(
     )
 
 
-def _continue_rebuild(
-    memory: JobMemory, membership: Membership, rank: int, job: RebuildJob
-) -> None:
+def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJob) -> None:
     """With the manifest at hand: the arena, then a free slot, then the bytes."""
-    assert memory.me is not None and job.manifest is not None
+    assert job.manifest is not None
     if _is_rebuilding(memory, rank):
         return
     arena = memory.arenas[(rank, job.layout_id)]
     if job.stored and arena.ready:
-        loading.go_on(memory, rank, job, arena)
+        loading.go_on(memory, epoch, rank, job, arena)
         return
     slot = arena.free_slot() if arena.ready else None
     if slot is None:
         return
-    group = membership.group_of(memory.me)
+    membership, group = epoch.membership, epoch.group
     code = code_of(membership, group)
     means = recovery.means(membership, memory.holdings(membership), rank, job.generation)
     if code is None or means is None or means.manifest_digest != job.digest:
         return
     lane = membership.lane_of(rank)
-    sources = upkeep.sources_of(memory, membership, lane, job.generation, means.positions)
+    sources = upkeep.sources_of(memory, epoch, lane, job.generation, means.positions)
     if sources is None:
         return
     arena.begin_recovery(slot, job, job.manifest)
@@ -86,7 +86,7 @@ def _continue_rebuild(
             manifest=job.manifest,
             encoded=job.encoded,
             places=slot.places,
-            own_position=group.index(memory.me),
+            own_position=group.index(epoch.me),
             code=code,
             sources=sources,
             blocks=means.blocks,

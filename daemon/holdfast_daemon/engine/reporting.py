@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from holdfast_core.values import FailedLoad, Generation, Inventory, Line, Report
 from holdfast_daemon.engine import loading, persisting
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.state import JobMemory
 
 
@@ -27,15 +28,15 @@ class News(NamedTuple):
         return self.epoch, self.verified, held.snapshots, held.parities
 
 
-def news(memory: JobMemory) -> News:
+def news(memory: JobMemory, epoch: Epoch) -> News:
     """What there is to tell now."""
     return News(
-        epoch=memory.epoch,
+        epoch=epoch.number,
         verified=memory.verified,
         inventory=memory.inventory(),
-        line=memory.line,
-        retained=memory.retained,
-        persisted=persisting.reported(memory),
+        line=epoch.line,
+        retained=epoch.retained,
+        persisted=persisting.reported(memory, epoch),
         unloadable=loading.unloadable(memory),
     )
 

@@ -6,7 +6,8 @@ Plain mutable records, like those of `slots`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import HoldfastError
@@ -16,12 +17,12 @@ from holdfast_core.values import (
     Directive,
     Generation,
     Inventory,
-    Line,
     Membership,
     Report,
     SnapshotEntry,
 )
 from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.persist_memory import PersistMemory
 from holdfast_daemon.engine.slots import (
@@ -49,6 +50,16 @@ class Session:
     error: HoldfastError | None = None
 
 
+class RestoreSource(StrEnum):
+    """Where the snapshot that a rank restores came from."""
+
+    NONE = "none"
+    """The start is fresh."""
+    LOCAL = "local"
+    PARITY = "parity"
+    STORAGE = "storage"
+
+
 @dataclass(slots=True)
 class RankRecord:
     """What the daemon knows of one of its ranks."""
@@ -72,7 +83,7 @@ class RankRecord:
     """Newest cause of a failed save, in the SDK's words."""
     loss: LossReport | None = None
     """What leaving experts out of snapshots costs; None where they hold everything."""
-    restored: tuple[Generation | None, str] | None = None
+    restored: tuple[Generation | None, RestoreSource] | None = None
     """What the rank was told to restore in this epoch, and from where."""
 
 
@@ -84,11 +95,12 @@ class JobMemory:
     node: str
     memory_id: str
     incarnation: int
-    membership: Membership | None = None
-    me: int | None = None
+    current: Epoch | None = None
+    """None before there is a membership, and when the newest one has no member on this node."""
+    left: Membership | None = None
+    """The newest membership, when it has no member on this node."""
     epoch_seen: int = 0
     """Newest epoch heard of; larger than the membership's when this daemon is fenced."""
-    directive: Directive | None = None
     reports: dict[int, Report] = field(default_factory=dict)
     sequence: int = 0
     arenas: dict[tuple[int, str], ArenaView] = field(default_factory=dict)
@@ -102,29 +114,37 @@ class JobMemory:
     """Why the newest parity block could not be made; empty once one could be, or in a new epoch."""
     retry_at: dict[str, float] = field(default_factory=dict)
     agent_waiting: bool = False
-    dropped: bool = False
     peers_kept: frozenset[Generation] = frozenset()
     persist: PersistMemory = field(default_factory=PersistMemory)
     loading: Loading = field(default_factory=Loading)
     out: list[Effect] = field(default_factory=list)
 
     @property
+    def membership(self) -> Membership | None:
+        """The newest membership, whether it has a member on this node or not."""
+        return self.current.membership if self.current is not None else self.left
+
+    @property
+    def me(self) -> int | None:
+        return self.current.me if self.current is not None else None
+
+    @property
+    def directive(self) -> Directive | None:
+        return self.current.directive if self.current is not None else None
+
+    @property
     def epoch(self) -> int:
-        return self.membership.epoch if self.membership else 0
+        """Number of the newest membership; 0 before there is one."""
+        membership = self.membership
+        return membership.epoch if membership is not None else 0
 
     @property
     def fenced(self) -> bool:
         return self.epoch_seen > self.epoch
 
     @property
-    def persisting(self) -> Generation | None:
-        """The generation that is to be written to the durable tier now."""
-        order = self.directive.persist if self.directive else None
-        return None if order is None or order.ended else order.generation
-
-    @property
     def leads(self) -> bool:
-        return self.membership is not None and self.me == self.membership.leader
+        return self.current is not None and self.current.leads
 
     def note(
         self,
@@ -136,19 +156,43 @@ class JobMemory:
     ) -> None:
         self.out.append(Note(event=event, rank=rank, generation=generation, detail=detail))
 
-    @property
-    def line(self) -> Line | None:
-        """As the leader has told it in this epoch."""
-        return self.directive.line if self.directive else None
-
-    @property
-    def retained(self) -> Generation | None:  # what the leader has promised to keep
-        return self.directive.retained if self.directive else None
-
     def my_ranks(self) -> range:
-        if self.membership is None or self.me is None:
-            return range(0)
-        return self.membership.ranks_of(self.me)
+        return self.current.ranks if self.current is not None else range(0)
+
+    def begin_epoch(self, membership: Membership) -> None:
+        """Enter the epoch of `membership`: nothing is verified, reported or decided in it yet."""
+        me = membership.member_on(self.node)
+        if me is None:
+            self.current, self.left = None, membership
+        else:
+            directive = Directive(job=self.job, epoch=membership.epoch)
+            self.current, self.left = Epoch(membership=membership, me=me, directive=directive), None
+        self.epoch_seen = max(self.epoch_seen, membership.epoch)
+        self.reports = {}
+        self.retry_at = {}
+        self.loading = Loading()
+        self.wrong_rebuilds, self.parity_failure = {}, ""
+        self.agent_waiting = False
+        for _, slot in self.slots():
+            slot.verified = slot.verifying = False
+        for parity in self.parities.values():
+            parity.verified = parity.verifying = False
+        for record in self.ranks.values():
+            record.last_step, record.restored = 0, None
+
+    def revise(self, membership: Membership) -> Epoch | None:
+        """Take other addresses of the same members; the current epoch with them."""
+        if self.current is None:
+            self.left = membership
+        else:
+            self.current = replace(self.current, membership=membership)
+        return self.current
+
+    def direct(self, directive: Directive) -> Epoch:
+        """Let `directive` be what the leader of the current epoch has decided."""
+        assert self.current is not None
+        self.current = replace(self.current, directive=directive)
+        return self.current
 
     def rank(self, rank: int) -> RankRecord:
         return self.ranks.setdefault(rank, RankRecord())

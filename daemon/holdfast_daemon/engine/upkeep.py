@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from holdfast_core import recovery
 from holdfast_core.budget import parity_block_bytes
 from holdfast_core.codes import Block, code_of
-from holdfast_core.values import Generation, Membership
+from holdfast_core.values import Generation
 from holdfast_daemon.effects import (
     AllocateArena,
     BuildParity,
@@ -24,6 +24,7 @@ from holdfast_daemon.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.engine import loading
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, ParitySlot, ParityState, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
@@ -82,41 +83,39 @@ def give_up_parity_of(memory: JobMemory, rank: int, generation: Generation) -> N
             free_parity(memory, parity)
 
 
-def release(memory: JobMemory) -> None:
+def release(memory: JobMemory, epoch: Epoch) -> None:
     """Free what the directive allows, and nothing else (invariant 2)."""
-    if memory.membership is None or memory.directive is None:
+    if epoch.line is None:
+        _make_room_to_load(memory, epoch)
         return
-    if memory.directive.line is None:
-        _make_room_to_load(memory)
-        return
-    mine = memory.my_ranks()
+    mine = epoch.ranks
     for arena, slot in memory.slots():
         if slot.state is not SlotState.SEALED or slot.generation is None:
             continue
         if arena.rank not in mine or not (
-            _is_kept(memory, slot.generation)
-            or _is_awaited(memory, arena.rank, slot)
-            or _is_spare(memory, slot)
+            _is_kept(epoch, slot.generation)
+            or _is_awaited(memory, epoch, arena.rank, slot)
+            or _is_spare(memory, epoch, slot)
         ):
             free_slot(memory, arena, slot)
     for parity in memory.parities.values():
         ready = parity.state is ParityState.READY and parity.generation is not None
-        if ready and not _is_kept(memory, parity.generation):
+        if ready and not _is_kept(epoch, parity.generation):
             free_parity(memory, parity)
-    _remove_idle_arenas(memory)
+    _remove_idle_arenas(memory, mine)
     kept = frozenset(p.generation for p in memory.parities.values() if p.generation is not None)
     if kept != memory.peers_kept:
         memory.peers_kept = kept
         memory.out.append(ForgetPeers(keep=kept))
 
 
-def _make_room_to_load(memory: JobMemory) -> None:
+def _make_room_to_load(memory: JobMemory, epoch: Epoch) -> None:
     """Memory has no line, as all members have verified, so nothing in it serves any more but what
     is being loaded."""
-    wanted = loading.wanted(memory)
+    wanted = loading.wanted(epoch)
     if wanted is None:
         return
-    kept = loading.sources(memory, wanted)
+    kept = loading.sources(memory, epoch, wanted)
     for arena, slot in list(memory.slots()):
         serves = slot.generation == wanted or any(slot is each for each in kept)
         if slot.state is SlotState.SEALED and not serves:
@@ -124,14 +123,14 @@ def _make_room_to_load(memory: JobMemory) -> None:
     for parity in memory.parities.values():
         if parity.state is ParityState.READY and parity.generation != wanted:
             free_parity(memory, parity)
-    _remove_idle_arenas(memory)
+    _remove_idle_arenas(memory, epoch.ranks)
 
 
-def _is_kept(memory: JobMemory, generation: Generation | None) -> bool:
+def _is_kept(epoch: Epoch, generation: Generation | None) -> bool:
     if generation is None:
         return False
-    directive = memory.directive
-    assert directive is not None and directive.line is not None
+    directive = epoch.directive
+    assert directive.line is not None
     retained = directive.retained
     if retained is not None and generation < retained:
         return False
@@ -142,34 +141,32 @@ def _is_kept(memory: JobMemory, generation: Generation | None) -> bool:
     return True
 
 
-def _is_awaited(memory: JobMemory, rank: int, slot: Slot) -> bool:
+def _is_awaited(memory: JobMemory, epoch: Epoch, rank: int, slot: Slot) -> bool:
     """Whether the snapshot is being persisted, or is about to be."""
     if slot.persisting is not None:
         return True
     persist = memory.persist
-    return (
-        slot.generation == memory.persisting and rank not in persist.files and not persist.failure
-    )
+    return slot.generation == epoch.persisting and rank not in persist.files and not persist.failure
 
 
-def _is_spare(memory: JobMemory, slot: Slot) -> bool:
+def _is_spare(memory: JobMemory, epoch: Epoch, slot: Slot) -> bool:
     """Whether the snapshot is the newest in storage, where copies leave experts out: memory has all
     of them, and storage older ones (PEC §3.2). It stays until its slot is needed."""
-    tier = memory.membership.tier if memory.membership is not None else None
+    tier = epoch.membership.tier
     return tier is not None and bool(tier.experts) and slot.generation == memory.persist.stored
 
 
-def slot_to_write(memory: JobMemory, arena: ArenaView) -> Slot | None:
+def slot_to_write(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | None:
     """A slot for a trainer: a free one, or else one that is only kept while nobody needs it."""
     if arena.free_slot() is None and not arena.has_unknown_writer:
         for slot in arena.slots:
             sealed = slot.state is SlotState.SEALED and slot.persisting is None
-            if sealed and not _is_kept(memory, slot.generation) and _is_spare(memory, slot):
+            if sealed and not _is_kept(epoch, slot.generation) and _is_spare(memory, epoch, slot):
                 free_slot(memory, arena, slot)
     return arena.free_slot()
 
 
-def _remove_idle_arenas(memory: JobMemory) -> None:
+def _remove_idle_arenas(memory: JobMemory, mine: range) -> None:
     """Delete arenas of a layout that the rank no longer uses and that hold nothing."""
     idle = [(key, arena) for key, arena in memory.arenas.items() if arena.ready and arena.idle]
     if not idle:
@@ -177,7 +174,6 @@ def _remove_idle_arenas(memory: JobMemory) -> None:
     in_use = {(s.rank, s.layout_id) for s in memory.sessions.values()}
     in_use |= {(rank, job.layout_id) for rank, job in memory.rebuilds.items()}
     replaced = {rank for rank, _ in in_use}
-    mine = memory.my_ranks()
     for key, arena in idle:
         if key in in_use:
             continue
@@ -186,7 +182,7 @@ def _remove_idle_arenas(memory: JobMemory) -> None:
             del memory.arenas[key]
 
 
-def protect(memory: JobMemory, now: float) -> None:
+def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
     """Start building this member's parity blocks for the oldest generation that its group has
     sealed and that it has no block for.
 
@@ -194,30 +190,29 @@ def protect(memory: JobMemory, now: float) -> None:
     could fill their two blocks with different generations, none of them complete, for ever. A
     member that was away makes room by giving up a younger block that nobody was promised.
     """
-    membership, directive = memory.membership, memory.directive
-    if membership is None or memory.me is None or memory.fenced:
+    if memory.fenced or epoch.line is None:
         return
-    group = membership.group_of(memory.me)
+    membership, group = epoch.membership, epoch.group
     code = code_of(membership, group)
-    if code is None or directive is None or directive.line is None:
+    if code is None:
         return
     for parity_lane in range(code.rows * membership.nproc_per_node):
         lane, row = membership.lane_and_row(parity_lane)
-        block = Block(group.index(memory.me), row)
+        block = Block(group.index(epoch.me), row)
         slots = memory.lane_slots(parity_lane)
         if any(p.state is ParityState.BUILDING for p in slots):
             continue
         if now < memory.retry_at.get(f"parity{parity_lane}", now):
             continue
         have = {p.generation for p in slots if p.state is ParityState.READY}
-        generation = _oldest_unprotected(memory, membership, lane, have)
+        generation = _oldest_unprotected(memory, epoch, lane, have)
         if generation is None:
             continue
         free = next((p for p in slots if p.state is ParityState.FREE), None)
-        free = free or _make_room(memory, membership, slots, generation)
+        free = free or _make_room(memory, epoch, slots, generation)
         if free is None:
             continue
-        sources = sources_of(memory, membership, lane, generation, code.sources_of(block))
+        sources = sources_of(memory, epoch, lane, generation, code.sources_of(block))
         if sources is None:
             continue
         free.state, free.generation = ParityState.BUILDING, generation
@@ -235,71 +230,62 @@ def protect(memory: JobMemory, now: float) -> None:
 
 
 def _make_room(
-    memory: JobMemory, membership: Membership, slots: list[ParitySlot], wanted: Generation
+    memory: JobMemory, epoch: Epoch, slots: list[ParitySlot], wanted: Generation
 ) -> ParitySlot | None:
     """A block that nobody was promised, freed: of a generation younger than `wanted`, or of one
     that nobody can go back to any more; None when there is none."""
-    promised = memory.retained
     for parity in slots:
         held = parity.generation
-        if held is None or held == promised:
+        if held is None or held == epoch.retained:
             continue
-        lane, _ = membership.lane_and_row(parity.lane)
-        if held > wanted or not _is_of_use(memory, membership, lane, held):
+        lane, _ = epoch.membership.lane_and_row(parity.lane)
+        if held > wanted or not _is_of_use(memory, epoch, lane, held):
             free_parity(memory, parity)
             return parity
     return None
 
 
-def _is_of_use(
-    memory: JobMemory, membership: Membership, lane: int, generation: Generation
-) -> bool:
+def _is_of_use(memory: JobMemory, epoch: Epoch, lane: int, generation: Generation) -> bool:
     """Whether the group has the generation in this lane, or can rebuild what was lost of it.
     What lacks both stays lost: blocks are made of all snapshots, and a snapshot of all blocks."""
-    assert memory.me is not None
-    group = membership.group_of(memory.me)
-    holdings = memory.holdings(membership)
+    membership, holdings = epoch.membership, memory.holdings(epoch.membership)
     return all(
         (rank, generation) in holdings.snapshots
         or recovery.rebuildable(membership, holdings, rank, generation)
-        for rank in (membership.rank_at(member, lane) for member in group)
+        for rank in (membership.rank_at(member, lane) for member in epoch.group)
     )
 
 
 def _oldest_unprotected(
-    memory: JobMemory, membership: Membership, lane: int, have: set[Generation | None]
+    memory: JobMemory, epoch: Epoch, lane: int, have: set[Generation | None]
 ) -> Generation | None:
     """The oldest generation that every member of the group has sealed in this lane and that is not
     in `have`; none while a member has not verified all it holds, because what it does not list yet
     is not gone."""
-    assert memory.me is not None
-    wanted = _generations_of(memory, membership, memory.me, lane) - have
-    for member in membership.group_of(memory.me) if wanted else ():
-        wanted &= _generations_of(memory, membership, member, lane)
-    return min((g for g in wanted if _is_kept(memory, g)), default=None)
+    wanted = _generations_of(memory, epoch, epoch.me, lane) - have
+    for member in epoch.group if wanted else ():
+        wanted &= _generations_of(memory, epoch, member, lane)
+    return min((g for g in wanted if _is_kept(epoch, g)), default=None)
 
 
-def _generations_of(
-    memory: JobMemory, membership: Membership, member: int, lane: int
-) -> set[Generation]:
+def _generations_of(memory: JobMemory, epoch: Epoch, member: int, lane: int) -> set[Generation]:
     report = memory.reports.get(member)
     if report is None or not report.verified:
         return set()
-    rank = membership.rank_at(member, lane)
+    rank = epoch.membership.rank_at(member, lane)
     return {entry.generation for entry in report.inventory.snapshots if entry.rank == rank}
 
 
 def sources_of(
     memory: JobMemory,
-    membership: Membership,
+    epoch: Epoch,
     lane: int,
     generation: Generation,
     positions: Iterable[int],
 ) -> tuple[Source, ...] | None:
     """The snapshots of the members at `positions` of the group as their newest reports list them;
     None when one is missing."""
-    assert memory.me is not None
-    group = membership.group_of(memory.me)
+    membership, group = epoch.membership, epoch.group
     sources = []
     for position in sorted(positions):
         member = group[position]
@@ -327,20 +313,19 @@ def sources_of(
     return tuple(sources)
 
 
-def anchor(memory: JobMemory) -> Generation | None:
+def anchor(epoch: Epoch) -> Generation | None:
     """The generation that this member must hold: the line, or what has been protected since."""
-    directive = memory.directive
-    if directive is None or directive.line is None:
+    directive = epoch.directive
+    if directive.line is None:
         return None
     known = [g for g in (directive.line.generation, directive.protected) if g is not None]
     return max(known, default=None)
 
 
-def allocate(memory: JobMemory, arena: ArenaView) -> None:
+def allocate(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
     """Ask for an arena, and for the parity blocks of its lane beside it."""
-    membership = memory.membership
-    assert membership is not None and memory.me is not None
-    code = code_of(membership, membership.group_of(memory.me))
+    membership = epoch.membership
+    code = code_of(membership, epoch.group)
     lane = membership.lane_of(arena.rank)
     largest = max(arena.layout.largest_slot_bytes, arena.layout.slot_bytes)
     memory.arenas[(arena.rank, arena.layout_id)] = arena

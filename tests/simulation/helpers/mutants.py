@@ -104,9 +104,9 @@ MUTANTS = (
                 "for member, r in reports.items()}",
             ),
             (
-                f"{ENGINE}/convergence.py",
-                "leader.told(membership, memory.directive, line, retained)",
-                "leader.told(membership, memory.directive, line, None)",
+                f"{ENGINE}/job.py",
+                "leader.told(membership, memory.current.directive, line, retained)",
+                "leader.told(membership, memory.current.directive, line, None)",
             ),
         ),
     ),
@@ -128,18 +128,23 @@ MUTANTS = (
         name="give slots away that a trainer may still be writing into",
         edits=(
             (
-                f"{ENGINE}/convergence.py",
-                "        for _, slot in memory.slots():\n",
-                "        for _, slot in memory.slots():\n"
+                f"{ENGINE}/state.py",
+                "        for _, slot in self.slots():\n            slot.verified",
+                "        for _, slot in self.slots():\n"
                 "            if slot.state is SlotState.GRANTED:\n"
-                "                slot.clear()\n",
+                "                slot.clear()\n"
+                "            slot.verified",
             ),
         ),
     ),
     Mutant(
         name="make room in the older block, also where its generation must be kept",
         edits=(
-            (f"{ENGINE}/upkeep.py", "if held is None or held == promised:", "if held is None:"),
+            (
+                f"{ENGINE}/upkeep.py",
+                "if held is None or held == epoch.retained:",
+                "if held is None:",
+            ),
             (f"{ENGINE}/upkeep.py", "if held > wanted or not", "if held < wanted or not"),
         ),
     ),

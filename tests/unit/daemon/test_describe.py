@@ -11,16 +11,16 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.values import MemberPlace, Membership
-from holdfast_daemon.describe import (
-    as_json,
+from holdfast_daemon.describe import as_json
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.overview import (
     current_loss,
     exit_code,
     last_lines,
     loss_report,
     problem,
-    rank_state,
+    rank_health,
 )
-from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.parity_traffic import NodeTraffic
@@ -30,9 +30,9 @@ from holdfast_daemon.parity_traffic import NodeTraffic
 def memory() -> JobMemory:
     place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
     membership = Membership(job="job", epoch=5, members=(place,), nproc_per_node=1, groups=((0,),))
-    return JobMemory(
-        job="job", node="a", memory_id="m", incarnation=1, membership=membership, me=0, epoch_seen=5
-    )
+    memory = JobMemory(job="job", node="a", memory_id="m", incarnation=1)
+    memory.begin_epoch(membership)
+    return memory
 
 
 def session(epoch: int) -> Session:
@@ -40,20 +40,20 @@ def session(epoch: int) -> Session:
 
 
 def test_a_rank_is_healthy_with_a_session_of_this_epoch(memory: JobMemory) -> None:
-    assert rank_state(memory, 0, RankRecord(session=session(5))) == "HEALTHY"
+    assert rank_health(memory, 0, RankRecord(session=session(5))) == "HEALTHY"
 
 
 def test_a_session_of_an_ended_epoch_is_not_at_work(memory: JobMemory) -> None:
-    assert rank_state(memory, 0, RankRecord(session=session(4))) == "UNHEALTHY"
+    assert rank_health(memory, 0, RankRecord(session=session(4))) == "UNHEALTHY"
 
 
 def test_a_fenced_daemon_calls_no_rank_healthy(memory: JobMemory) -> None:
     memory.epoch_seen = 6
-    assert rank_state(memory, 0, RankRecord(session=session(5))) == "UNHEALTHY"
+    assert rank_health(memory, 0, RankRecord(session=session(5))) == "UNHEALTHY"
 
 
 def test_a_rank_whose_session_broke_off_is_offline(memory: JobMemory) -> None:
-    assert rank_state(memory, 0, RankRecord(lost_in=5)) == "OFFLINE"
+    assert rank_health(memory, 0, RankRecord(lost_in=5)) == "OFFLINE"
 
 
 def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: JobMemory) -> None:
@@ -66,7 +66,7 @@ def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: Job
     engine.worker_exited(5, 0, 137, "why")
     assert exit_code(memory, memory.rank(0)) == 137
     assert last_lines(memory, memory.rank(0)) == "why"
-    memory.membership = replace(membership, epoch=6)
+    memory.begin_epoch(replace(membership, epoch=6))
     assert exit_code(memory, memory.rank(0)) == 0
     assert last_lines(memory, memory.rank(0)) == ""
 
@@ -77,7 +77,7 @@ def test_a_refused_arena_is_the_problem_until_another_fits_or_the_epoch_ends(
     assert memory.membership is not None
     memory.rank(0).refused = (5, "20 bytes, and 1 are left")
     assert problem(memory).endswith("without memory for snapshots: 20 bytes, and 1 are left")
-    memory.membership, memory.epoch_seen = replace(memory.membership, epoch=6), 6
+    memory.begin_epoch(replace(memory.membership, epoch=6))
     assert "without memory" not in problem(memory)
 
 
@@ -122,7 +122,7 @@ def test_heartbeats_add_up_the_ranks_at_work_and_name_the_newest_recovery(
 ) -> None:
     membership = memory.membership
     assert membership is not None
-    memory.membership = replace(membership, nproc_per_node=2)
+    memory.revise(replace(membership, nproc_per_node=2))
     assert current_loss(memory) is None
     memory.rank(0).session = memory.rank(1).session = session(5)
     memory.rank(0).loss, memory.rank(1).loss = loss(4, 5), loss(4, 5)

@@ -18,6 +18,7 @@ from holdfast_core.values import (
 )
 from holdfast_daemon.effects import FreeSlot, LoadStored, OpenStored
 from holdfast_daemon.engine import loading, upkeep
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
@@ -67,9 +68,9 @@ def arena() -> ArenaView:
 def memory(arena: ArenaView) -> JobMemory:
     """In the middle of an epoch: STORED is in storage, NEXT is protected."""
     found = JobMemory(job="job", node="a", memory_id="a", incarnation=1)
-    found.membership, found.me, found.epoch_seen = membership(1), 0, 1
+    found.begin_epoch(membership(1))
     line = Line(generation=None, reason="fresh")
-    found.directive = Directive(job="job", epoch=1, line=line, protected=NEXT, retained=NEXT)
+    found.direct(Directive(job="job", epoch=1, line=line, protected=NEXT, retained=NEXT))
     found.persist.stored = STORED
     found.arenas[0, arena.layout_id] = arena
     for slot, generation in zip(arena.slots, (STORED, NEXT), strict=False):
@@ -77,15 +78,23 @@ def memory(arena: ArenaView) -> JobMemory:
     return found
 
 
+def epoch_of(memory: JobMemory) -> Epoch:
+    """The current one."""
+    assert memory.current is not None
+    return memory.current
+
+
 def test_the_newest_copy_stays_in_memory_until_its_slot_is_needed(
     memory: JobMemory, arena: ArenaView
 ) -> None:
-    upkeep.release(memory)
+    upkeep.release(memory, epoch_of(memory))
     assert [slot.generation for slot in arena.slots] == [STORED, NEXT, None]
-    assert upkeep.slot_to_write(memory, arena) is arena.slots[2], "a free one goes first"
+    assert upkeep.slot_to_write(memory, epoch_of(memory), arena) is arena.slots[2], (
+        "a free one goes first"
+    )
     seal(arena.slots[2], NEWEST)
     memory.out.clear()
-    assert upkeep.slot_to_write(memory, arena) is arena.slots[0]
+    assert upkeep.slot_to_write(memory, epoch_of(memory), arena) is arena.slots[0]
     assert memory.out == [FreeSlot(rank=0, layout_id=arena.layout_id, slot=0)]
 
 
@@ -95,27 +104,27 @@ def test_a_slot_that_serves_for_more_is_not_given_away(
 ) -> None:
     seal(arena.slots[2], NEWEST)
     if reason == "it is the line":
-        assert memory.directive is not None
-        memory.directive = replace(memory.directive, protected=STORED, retained=STORED)
+        memory.direct(replace(epoch_of(memory).directive, protected=STORED, retained=STORED))
     elif reason == "it is being written":
         arena.slots[0].persisting = STORED
     else:
         arena.slots[2].state, arena.slots[2].generation = SlotState.GRANTED, None
-    assert upkeep.slot_to_write(memory, arena) is None
+    assert upkeep.slot_to_write(memory, epoch_of(memory), arena) is None
 
 
 def test_where_copies_hold_all_experts_nothing_is_kept_for_them(
     memory: JobMemory, arena: ArenaView
 ) -> None:
-    memory.membership = membership(1, replace(TIER, experts=0))
-    upkeep.release(memory)
+    memory.revise(membership(1, replace(TIER, experts=0)))
+    upkeep.release(memory, epoch_of(memory))
     assert [slot.generation for slot in arena.slots] == [None, NEXT, None]
 
 
 def lose_the_line(memory: JobMemory) -> None:
     """The next epoch begins, memory has no line, and the leader names STORED."""
-    memory.membership, memory.epoch_seen = membership(2), 2
-    memory.directive = Directive(job="job", epoch=2, load=STORED)
+    memory.revise(membership(2))
+    memory.epoch_seen = 2
+    memory.direct(Directive(job="job", epoch=2, load=STORED))
 
 
 def test_a_load_takes_experts_from_the_oldest_snapshot_after_the_copy(
@@ -124,17 +133,17 @@ def test_a_load_takes_experts_from_the_oldest_snapshot_after_the_copy(
     seal(arena.slots[0], Generation(1, 5))
     seal(arena.slots[2], NEWEST)
     lose_the_line(memory)
-    upkeep.release(memory)
+    upkeep.release(memory, epoch_of(memory))
     assert [slot.generation for slot in arena.slots] == [None, NEXT, None]
     memory.out.clear()
-    loading.start(memory, 0, STORED)
+    loading.start(memory, epoch_of(memory), 0, STORED)
     opened = memory.out[-1]
     assert isinstance(opened, OpenStored)
     assert [(held.slot, held.manifest.generation) for held in opened.held] == [(1, NEXT)]
     job = memory.rebuilds[0]
     job.manifest, job.layout_id = manifest_of(STORED), arena.layout_id
-    upkeep.release(memory)
-    loading.go_on(memory, 0, job, arena)
+    upkeep.release(memory, epoch_of(memory))
+    loading.go_on(memory, epoch_of(memory), 0, job, arena)
     load = memory.out[-1]
     assert isinstance(load, LoadStored)
     assert load.held == opened.held
@@ -145,12 +154,12 @@ def test_a_load_begins_anew_when_what_it_counted_on_is_gone(
     memory: JobMemory, arena: ArenaView
 ) -> None:
     lose_the_line(memory)
-    loading.start(memory, 0, STORED)
+    loading.start(memory, epoch_of(memory), 0, STORED)
     job = memory.rebuilds[0]
     job.manifest, job.layout_id = manifest_of(STORED), arena.layout_id
     upkeep.free_slot(memory, arena, arena.slots[1])
     memory.out.clear()
-    loading.go_on(memory, 0, job, arena)
+    loading.go_on(memory, epoch_of(memory), 0, job, arena)
     assert memory.out == []
     assert memory.rebuilds == {}
 
@@ -159,9 +168,9 @@ def test_memory_in_another_layout_makes_room_once_the_copys_is_known(
     memory: JobMemory, arena: ArenaView
 ) -> None:
     lose_the_line(memory)
-    loading.start(memory, 0, STORED)
+    loading.start(memory, epoch_of(memory), 0, STORED)
     memory.rebuilds[0].manifest, memory.rebuilds[0].layout_id = manifest_of(STORED), "other"
-    upkeep.release(memory)
+    upkeep.release(memory, epoch_of(memory))
     assert all(slot.generation != NEXT for slot in arena.slots)
 
 

@@ -36,20 +36,21 @@ class Host:
             job=JOB, node="a", memory_id="m", incarnation=1, settings=EngineSettings()
         )
         place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
-        self.engine.memory.membership = Membership(
-            job=JOB,
-            epoch=1,
-            members=(place,),
-            nproc_per_node=2,
-            groups=((0,),),
-            redundancy=redundancy,
+        self.engine.memory.begin_epoch(
+            Membership(
+                job=JOB,
+                epoch=1,
+                members=(place,),
+                nproc_per_node=2,
+                groups=((0,),),
+                redundancy=redundancy,
+            )
         )
-        self.engine.memory.me = 0
 
     def protect(self, step: int | None) -> None:
         generation = None if step is None else Generation(1, step)
-        self.engine.memory.directive = Directive(
-            job=JOB, epoch=1, line=None, protected=generation, retained=generation
+        self.engine.memory.direct(
+            Directive(job=JOB, epoch=1, line=None, protected=generation, retained=generation)
         )
 
 
@@ -133,7 +134,7 @@ def test_ranks_that_moved_away_take_their_tokens_with_them() -> None:
     memory = bench.host.engine.memory
     memory.rank(0).loss = loss(10, 50)
     assert bench.read(1.0, "tokens_routed") == 50
-    memory.me = None
+    memory.current, memory.left = None, memory.membership
     assert bench.read(2.0, "tokens_routed") is None
     assert bench.read(2.0, "epoch") == 1
 

@@ -12,9 +12,9 @@ import pytest
 from member_engines import engine_of, membership_of
 
 from holdfast_core.values import Directive, Generation, Line, ParityEntry
-from holdfast_daemon.describe import problem
 from holdfast_daemon.effects import ParityBuilt
 from holdfast_daemon.engine import JobEngine
+from holdfast_daemon.engine.overview import problem
 from holdfast_daemon.engine.slots import ParityState
 
 FIRST, SECOND = Generation(1, 10), Generation(1, 20)
@@ -27,7 +27,7 @@ def engine() -> JobEngine:
     """That of a member of a group of three with a protected generation."""
     engine = engine_of(MEMBERSHIP, 0)
     line = Line(generation=None, reason="a fresh start")
-    engine.memory.directive = Directive(job="job", epoch=1, line=line, protected=FIRST)
+    engine.memory.direct(Directive(job="job", epoch=1, line=line, protected=FIRST))
     return engine
 
 

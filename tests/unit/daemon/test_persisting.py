@@ -25,6 +25,7 @@ from holdfast_core.values import (
 )
 from holdfast_daemon.effects import CommitSet, RankPersisted, SetCommitted, StopPersisting
 from holdfast_daemon.engine import persist_leader, persisting
+from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
@@ -81,24 +82,28 @@ def report(member: int, *generations: Generation, protected: bool = True) -> Rep
 def memory() -> JobMemory:
     """The leader's, in a job whose members all have NEW."""
     found = JobMemory(job="job", node="a", memory_id="a", incarnation=1)
-    found.membership, found.me, found.epoch_seen = MEMBERSHIP, 0, 1
+    found.begin_epoch(MEMBERSHIP)
     line = Line(generation=None, reason="fresh")
-    found.directive = Directive(job="job", epoch=1, line=line, protected=NEW, retained=NEW)
+    found.direct(Directive(job="job", epoch=1, line=line, protected=NEW, retained=NEW))
     found.reports = {member: report(member, NEW) for member in (0, 1)}
     found.persist.watched_since = 0.0
     return found
 
 
+def epoch_of(memory: JobMemory) -> Epoch:
+    """The current one."""
+    assert memory.current is not None
+    return memory.current
+
+
 def lead(memory: JobMemory, now: float = 1.0) -> Directive:
-    memory.directive = persist_leader.lead(memory, now)
-    return memory.directive
+    return memory.direct(persist_leader.lead(memory, epoch_of(memory), now)).directive
 
 
 def answer(memory: JobMemory, member: int, failure: str = "") -> None:
-    assert memory.directive is not None
     memory.reports[member] = replace(
         memory.reports[member],
-        persist=memory.directive.persist,
+        persist=epoch_of(memory).directive.persist,
         persisted=() if failure else (file_of(member),),
         persist_failure=failure,
     )
@@ -110,15 +115,15 @@ def test_the_newest_protected_generation_is_ordered_when_it_is_due(memory: JobMe
 
 
 def test_what_is_not_due_or_not_whole_is_not_ordered(memory: JobMemory) -> None:
-    memory.membership = replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=21))
+    memory.revise(replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=21)))
     assert lead(memory).persist is None
-    memory.membership = MEMBERSHIP
+    memory.revise(MEMBERSHIP)
     memory.reports[1] = report(1, OLD)
     assert lead(memory).persist is None
 
 
 def test_what_lost_its_redundancy_is_ordered_at_once(memory: JobMemory) -> None:
-    memory.membership = replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=99))
+    memory.revise(replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=99)))
     memory.reports[1] = report(1, NEW, protected=False)
     assert lead(memory).persist == ORDER
     assert memory.out[-1].detail == "redundancy is lost"  # type: ignore[union-attr]
@@ -127,13 +132,13 @@ def test_what_lost_its_redundancy_is_ordered_at_once(memory: JobMemory) -> None:
 def test_what_came_from_storage_is_not_lost_while_it_has_no_redundancy_yet(
     memory: JobMemory,
 ) -> None:
-    memory.membership = replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=99))
+    memory.revise(replace(MEMBERSHIP, tier=Tier(uri="file:///tier", every_steps=99)))
     line = Line(generation=OLD, reason="from storage")
     directive = Directive(job="job", epoch=1, line=line, persisted=OLD, retained=OLD)
-    memory.directive = directive
+    memory.direct(directive)
     memory.reports = {member: report(member, OLD, NEW, protected=False) for member in (0, 1)}
     assert lead(memory).persist is None
-    memory.directive = replace(directive, protected=NEW)
+    memory.direct(replace(directive, protected=NEW))
     assert lead(memory).persist == ORDER
 
 
@@ -190,38 +195,39 @@ def test_a_leader_that_restarted_goes_on_with_the_order_that_members_report(
 
 def test_files_of_an_older_order_are_neither_reported_nor_taken(memory: JobMemory) -> None:
     lead(memory)
-    persisting.write(memory, 1.0)
+    persisting.write(memory, epoch_of(memory), 1.0)
     late = RankPersisted(
         epoch=1, number=0, rank=0, layout_id="l", slot=0, generation=OLD, file=file_of(0)
     )
     persisting.rank_persisted(memory, late)
     persisting.rank_persisted(memory, replace(late, epoch=0, number=1))
-    assert persisting.reported(memory)["persisted"] == ()
+    assert persisting.reported(memory, epoch_of(memory))["persisted"] == ()
     persisting.rank_persisted(memory, replace(late, number=1, generation=NEW))
-    assert persisting.reported(memory)["persisted"] == (file_of(0),)
-    assert memory.directive is not None
-    memory.directive = replace(memory.directive, persist=replace(ORDER, number=2))
-    assert persisting.reported(memory)["persisted"] == ()
+    assert persisting.reported(memory, epoch_of(memory))["persisted"] == (file_of(0),)
+    memory.direct(replace(epoch_of(memory).directive, persist=replace(ORDER, number=2)))
+    assert persisting.reported(memory, epoch_of(memory))["persisted"] == ()
 
 
 def test_a_rank_that_is_no_longer_held_is_told(memory: JobMemory) -> None:
-    assert memory.directive is not None
-    memory.directive = replace(memory.directive, persist=replace(ORDER, generation=OLD))
-    persisting.write(memory, 1.0)
-    assert "rank 0 holds 1.10 no longer" in persisting.reported(memory)["persist_failure"]
+    memory.direct(replace(epoch_of(memory).directive, persist=replace(ORDER, generation=OLD)))
+    persisting.write(memory, epoch_of(memory), 1.0)
+    assert (
+        "rank 0 holds 1.10 no longer"
+        in persisting.reported(memory, epoch_of(memory))["persist_failure"]
+    )
 
 
 def test_a_request_stays_until_something_as_new_is_stored(memory: JobMemory) -> None:
     persisting.request(memory)
-    assert memory.directive is not None and memory.persist.wanted == NEW
+    assert memory.persist.wanted == NEW
     for stored, wanted in ((OLD, NEW), (NEW, None)):
-        memory.directive = replace(memory.directive, persisted=stored)
-        persisting.write(memory, 1.0)
+        memory.direct(replace(epoch_of(memory).directive, persisted=stored))
+        persisting.write(memory, epoch_of(memory), 1.0)
         assert memory.persist.wanted == wanted
 
 
 def test_a_job_without_a_tier_refuses_a_request(memory: JobMemory) -> None:
-    memory.membership = replace(MEMBERSHIP, tier=None)
+    memory.revise(replace(MEMBERSHIP, tier=None))
     with pytest.raises(InvalidJobError, match="no durable tier"):
         persisting.request(memory)
 
@@ -236,7 +242,7 @@ def test_a_slot_that_is_freed_while_it_is_read_is_free_when_that_ends() -> None:
 
 def test_writers_are_told_once_to_stop_when_their_order_is_over(memory: JobMemory) -> None:
     lead(memory)
-    persisting.write(memory, 1.0)
+    persisting.write(memory, epoch_of(memory), 1.0)
     layout = Layout(
         rank=0,
         world_size=2,
@@ -249,8 +255,7 @@ def test_writers_are_told_once_to_stop_when_their_order_is_over(memory: JobMemor
     arena = ArenaView(rank=0, layout_id="l", layout=layout, encoded=encode_layout(layout))
     arena.slots[0] = Slot(0, state=SlotState.LEFT, persisting=NEW)
     memory.arenas[0, "l"] = arena
-    assert memory.directive is not None
-    memory.directive = replace(memory.directive, persist=replace(ORDER, ended=True))
-    persisting.write(memory, 2.0)
-    persisting.write(memory, 3.0)
+    memory.direct(replace(epoch_of(memory).directive, persist=replace(ORDER, ended=True)))
+    persisting.write(memory, epoch_of(memory), 2.0)
+    persisting.write(memory, epoch_of(memory), 3.0)
     assert sum(isinstance(effect, StopPersisting) for effect in memory.out) == 1

@@ -19,7 +19,7 @@ def told_engine(member: int) -> JobEngine:
     """That of a member of one of two groups of two, in an epoch whose line is told."""
     engine = engine_of(MEMBERSHIP, member)
     line = Line(generation=None, reason="a fresh start")
-    engine.memory.directive = Directive(job="job", epoch=1, line=line)
+    engine.memory.direct(Directive(job="job", epoch=1, line=line))
     engine.tick(0.0)
     return engine
 

@@ -25,7 +25,7 @@ def decided_engine(member: int) -> JobEngine:
     """That of a member of one group of three, in an epoch whose line is decided."""
     engine = engine_of(MEMBERSHIP, member)
     line = Line(generation=LINE, reason="ranks [2] from parity")
-    engine.memory.directive = Directive(job="job", epoch=2, line=line, retained=OTHER)
+    engine.memory.direct(Directive(job="job", epoch=2, line=line, retained=OTHER))
     return engine
 
 

@@ -1,0 +1,51 @@
+"""The epoch that a node takes part in, as one value: it is there as a whole, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast_core.values import Directive, Generation, Line, Membership
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """Who takes part, which of the members is here, and what their leader has decided so far."""
+
+    membership: Membership
+    me: int
+    """The member on this node."""
+    directive: Directive
+
+    @property
+    def number(self) -> int:
+        return self.membership.epoch
+
+    @property
+    def leads(self) -> bool:
+        return self.me == self.membership.leader
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The members of the parity group of this one."""
+        return self.membership.group_of(self.me)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that live here."""
+        return self.membership.ranks_of(self.me)
+
+    @property
+    def line(self) -> Line | None:
+        """The recovery line, as the leader has announced it."""
+        return self.directive.line
+
+    @property
+    def retained(self) -> Generation | None:
+        """The generation that the leader has promised to keep."""
+        return self.directive.retained
+
+    @property
+    def persisting(self) -> Generation | None:
+        """The generation that is to be written to the durable tier now."""
+        order = self.directive.persist
+        return None if order is None or order.ended else order.generation

@@ -1,0 +1,330 @@
+"""What a daemon knows of a job at one moment: for heartbeats, metrics, the catalogue and people.
+
+`overview` reads it off the engine's memory as frozen values, so that nobody outside the engine
+depends on how the memory is laid out. `evidence` is the part that the control loop acts upon; it is
+asked for after every change, and so is a tuple of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from holdfast_core.errors import MemoryBudgetError
+from holdfast_core.loss_reports import LossReport, merged
+from holdfast_core.values import Directive, Generation, Line, Membership, Redundancy
+from holdfast_daemon.engine.slots import ParityState, SlotState
+from holdfast_daemon.engine.state import JobMemory, RankRecord, RestoreSource
+
+
+class RankHealth(StrEnum):
+    """What a rank does, in the words of REFT §4.2."""
+
+    HEALTHY = "HEALTHY"
+    SNAPSHOTTING = "SNAPSHOTTING"
+    UNHEALTHY = "UNHEALTHY"
+    OFFLINE = "OFFLINE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOverview:
+    """A rank of this node."""
+
+    rank: int
+    health: RankHealth
+    step: int
+    last_sign: float
+    """Monotonic time in seconds at which the rank was last seen to progress."""
+    pid: int
+    """Process of its session; 0 without one."""
+    lost: bool
+    """Its session broke off in this epoch."""
+    restored: tuple[Generation | None, RestoreSource] | None
+    exit_code: int
+    """Exit code with which its worker failed in this epoch; 0 when it has not."""
+    last_lines: str
+    """End of what that worker wrote to stderr."""
+    skipped: int
+    failed: int
+    loss: LossReport | None
+    committed: Generation | None
+    """The newest snapshot of the rank that is sealed here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotOverview:
+    """A slot of an arena."""
+
+    rank: int
+    slot: int
+    state: SlotState
+    generation: Generation | None
+    verified: bool
+    payload_bytes: int
+    """0 when it holds no snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityOverview:
+    """A parity block."""
+
+    lane: int
+    slot: int
+    state: ParityState
+    generation: Generation | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PersistOverview:
+    """The durable tier, as this daemon knows it."""
+
+    stored: Generation | None
+    """The newest complete set."""
+    persisting: Generation | None
+    """What is being written now."""
+    failure: str
+    since: float
+    """Monotonic time in seconds at which the newest set was complete, or this daemon began to serve
+    the job; -inf before."""
+
+    def age_s(self, now: float) -> float:
+        """Seconds since then, 0 before."""
+        return max(0.0, now - self.since) if self.since > float("-inf") else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOverview:
+    """A job on this node."""
+
+    job: str
+    epoch: int
+    membership: Membership | None
+    """The newest one, whether it has a member on this node or not."""
+    member: int | None
+    """The member on this node."""
+    leads: bool
+    fenced: bool
+    verified: bool
+    directive: Directive | None
+    """What the leader has decided; None while this node takes no part."""
+    complete: Generation | None
+    """The newest generation that all ranks of this node have committed."""
+    ranks: tuple[RankOverview, ...]
+    sessions: int
+    agent_waiting: bool
+    rebuilding: tuple[int, ...]
+    """Ranks whose snapshots are being rebuilt or loaded."""
+    loading: bool
+    """Whether one of them is being loaded from storage."""
+    problem: str
+    """Why nothing is protected, in words; empty when all is well."""
+    storage_problem: str
+    stored_epoch: int
+    """An epoch in storage that this one does not come after; 0: none."""
+    skipped: int
+    failed: int
+    loss: LossReport | None
+    """Lost tokens of all ranks here; None where snapshots hold all experts."""
+    current_loss: LossReport | None
+    """Likewise of ranks at work in this epoch, with the newest recovery alone."""
+    persist: PersistOverview | None
+    """None where the job has no durable tier."""
+    slots: tuple[SlotOverview, ...]
+    parities: tuple[ParityOverview, ...]
+
+    @property
+    def line(self) -> Line | None:
+        return self.directive.line if self.directive is not None else None
+
+    @property
+    def protected(self) -> Generation | None:
+        return self.directive.protected if self.directive is not None else None
+
+
+def overview(memory: JobMemory) -> JobOverview:
+    """What there is to say of the job now."""
+    ranks = tuple(_rank(memory, rank) for rank in memory.my_ranks())
+    return JobOverview(
+        job=memory.job,
+        epoch=memory.epoch,
+        membership=memory.membership,
+        member=memory.me,
+        leads=memory.leads,
+        fenced=memory.fenced,
+        verified=memory.verified,
+        directive=memory.directive,
+        complete=newest_complete(memory),
+        ranks=ranks,
+        sessions=len(memory.sessions),
+        agent_waiting=memory.agent_waiting,
+        rebuilding=tuple(sorted(memory.rebuilds)),
+        loading=any(job.stored for job in memory.rebuilds.values()),
+        problem=problem(memory),
+        storage_problem=memory.loading.problem,
+        stored_epoch=memory.loading.beyond,
+        skipped=sum(record.skipped for record in memory.ranks.values()),
+        failed=sum(record.failed for record in memory.ranks.values()),
+        loss=loss_report(memory),
+        current_loss=current_loss(memory),
+        persist=_persist(memory),
+        slots=tuple(
+            SlotOverview(
+                rank=arena.rank,
+                slot=slot.index,
+                state=slot.state,
+                generation=slot.generation,
+                verified=slot.verified,
+                payload_bytes=slot.manifest.payload_bytes if slot.manifest is not None else 0,
+            )
+            for arena, slot in memory.slots()
+        ),
+        parities=tuple(
+            ParityOverview(
+                lane=parity.lane,
+                slot=parity.index,
+                state=parity.state,
+                generation=parity.generation,
+            )
+            for parity in memory.parities.values()
+        ),
+    )
+
+
+def evidence(memory: JobMemory) -> tuple[object, ...]:
+    """What the control loop may act upon, and is told at once: `holdfast_operator.heartbeats`
+    calls it the same. Steps and generations grow all the time, and are told with the next heartbeat
+    that is due: one for each save would be most of an operator's work."""
+    epoch = memory.current
+    line = epoch.line if epoch is not None else None
+    start = line.generation.step if line and line.generation else 0
+    return (
+        *(memory.epoch, memory.membership, memory.verified, line),
+        *(memory.agent_waiting, bool(memory.rebuilds), problem(memory)),
+        epoch is not None and epoch.directive.protected is not None,
+        *(any(job.stored for job in memory.rebuilds.values()), memory.loading.beyond),
+        *(memory.loading.problem, memory.persist.stored, memory.persist.last_failure),
+        *(
+            (
+                record.session.id if record.session else "",
+                record.lost_in == memory.epoch,
+                record.restored,
+                exit_code(memory, record),
+                record.last_step > start,
+            )
+            for record in map(memory.rank, memory.my_ranks())
+        ),
+    )
+
+
+def newest_complete(memory: JobMemory) -> Generation | None:
+    """The newest generation that all ranks of this member have committed."""
+    held = [_committed(memory, rank) for rank in memory.my_ranks()]
+    return max(set.intersection(*held), default=None) if held else None
+
+
+def rank_health(memory: JobMemory, rank: int, record: RankRecord) -> RankHealth:
+    """What the rank does (REFT §4.2)."""
+    if record.lost_in == memory.epoch:
+        return RankHealth.OFFLINE
+    session = record.session
+    if session is None or session.epoch != memory.epoch or memory.fenced:
+        return RankHealth.UNHEALTHY
+    writing = any(
+        arena.rank == rank and slot.state in (SlotState.GRANTED, SlotState.SEALING)
+        for arena, slot in memory.slots()
+    )
+    return RankHealth.SNAPSHOTTING if writing else RankHealth.HEALTHY
+
+
+def exit_code(memory: JobMemory, record: RankRecord) -> int:
+    """What the rank's worker failed with in this epoch, 0 when it has not."""
+    epoch, code = record.exited
+    return code if epoch == memory.epoch else 0
+
+
+def last_lines(memory: JobMemory, record: RankRecord) -> str:
+    """What that worker wrote to stderr last; empty when none has failed in this epoch."""
+    return record.last_lines if exit_code(memory, record) else ""
+
+
+def problem(memory: JobMemory) -> str:
+    """Why nothing is protected, in words; empty when all is well."""
+    epoch = memory.current
+    if epoch is None:
+        return "this node is no member of the job"
+    if memory.fenced:
+        return f"fenced: epoch {memory.epoch_seen} has begun without this daemon"
+    if memory.loading.problem:
+        return memory.loading.problem
+    for rank, record in memory.ranks.items():
+        refused_in, why = record.refused
+        if why and refused_in == epoch.number:
+            return f"rank {rank} {MemoryBudgetError.words}: {why}"
+    if epoch.line is None:
+        return "the recovery line of this epoch is not decided yet"
+    failures = [r.failure for r in memory.ranks.values() if r.failure]
+    if failures:
+        return failures[0]
+    if memory.parity_failure:
+        return f"the newest snapshots have no parity: {memory.parity_failure}"
+    if epoch.membership.redundancy is Redundancy.NONE:
+        return "the job has no redundancy: a lost node loses its snapshots"
+    if epoch.directive.protected is None:
+        return "no generation is protected yet"
+    return ""
+
+
+def loss_report(memory: JobMemory) -> LossReport | None:
+    """What the ranks here say of lost tokens; None where snapshots hold all experts."""
+    records = (memory.ranks.get(rank) for rank in memory.my_ranks())
+    return merged(record.loss for record in records if record and record.loss)
+
+
+def current_loss(memory: JobMemory) -> LossReport | None:
+    """Likewise of ranks at work in this epoch, without recoveries but the newest: the control loop
+    adds up those of all daemons, and older words would not fit newer ones."""
+    records = (memory.ranks.get(rank) for rank in memory.my_ranks())
+    found = merged(
+        record.loss
+        for record in records
+        if record and record.loss and record.session and record.session.epoch == memory.epoch
+    )
+    return replace(found, recoveries=found.recoveries[-1:]) if found else None
+
+
+def _rank(memory: JobMemory, rank: int) -> RankOverview:
+    record = memory.rank(rank)
+    return RankOverview(
+        rank=rank,
+        health=rank_health(memory, rank, record),
+        step=record.last_step,
+        last_sign=record.last_sign,
+        pid=record.session.pid if record.session else 0,
+        lost=record.lost_in == memory.epoch,
+        restored=record.restored,
+        exit_code=exit_code(memory, record),
+        last_lines=last_lines(memory, record),
+        skipped=record.skipped,
+        failed=record.failed,
+        loss=record.loss,
+        committed=max(_committed(memory, rank), default=None),
+    )
+
+
+def _committed(memory: JobMemory, rank: int) -> set[Generation]:
+    return {
+        slot.generation
+        for arena, slot in memory.slots()
+        if arena.rank == rank and slot.state is SlotState.SEALED and slot.generation
+    }
+
+
+def _persist(memory: JobMemory) -> PersistOverview | None:
+    if memory.membership is None or memory.membership.tier is None:
+        return None
+    return PersistOverview(
+        stored=memory.persist.stored,
+        persisting=memory.current.persisting if memory.current is not None else None,
+        failure=memory.persist.last_failure,
+        since=max(memory.persist.stored_at, memory.persist.watched_since),
+    )
