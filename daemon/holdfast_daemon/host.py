@@ -26,6 +26,7 @@ from holdfast_daemon.effects import (
     ForgetPeers,
     FreeParity,
     FreeSlot,
+    JobEvent,
     Note,
     RemoveArena,
     SaveEpoch,
@@ -193,7 +194,7 @@ class JobHost:
         try:
             found = self.storage.overgrown()
         except StorageError as error:
-            self._observer.note(self, Note(event="cut_back_failed", detail=str(error)))
+            self._observer.note(self, Note(event=JobEvent.CUT_BACK_FAILED, detail=str(error)))
             return
         if found and self.now >= self._refused_until:
             said = ", ".join(
@@ -201,7 +202,7 @@ class JobHost:
                 for path, nbytes in found.items()
             )
             detail = f"cut off beyond what was granted: {said}"
-            self._observer.note(self, Note(event="arena_overgrown", detail=detail))
+            self._observer.note(self, Note(event=JobEvent.ARENA_OVERGROWN, detail=detail))
         if found:
             self._refused_until = self.now + REFUSED_S
 
@@ -225,7 +226,8 @@ class JobHost:
                 self._outbox.send(effect, self)
             case SendSuspect():
                 self._observer.note(
-                    self, Note(event="suspect", rank=effect.rank, generation=effect.generation)
+                    self,
+                    Note(event=JobEvent.SUSPECT, rank=effect.rank, generation=effect.generation),
                 )
                 self._outbox.send(effect, self)
             case Note():

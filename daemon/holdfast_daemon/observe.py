@@ -13,6 +13,7 @@ from holdfast_daemon.catalogue import Catalogue, Stage
 from holdfast_daemon.effects import (
     BuildParity,
     Effect,
+    JobEvent,
     Note,
     PersistRank,
     Rebuild,
@@ -27,48 +28,48 @@ from holdfast_daemon.metrics import Metrics
 
 _log = bind(logging.getLogger(__name__))
 
-_QUIET = frozenset({"committed", "parity_built", "protected", "dead"})
+_QUIET = frozenset({JobEvent.COMMITTED, JobEvent.PARITY_BUILT, JobEvent.PROTECTED, JobEvent.DEAD})
 """What happens at every step is logged at debug level; metrics count it."""
 
 _BAD = frozenset(
     {
-        "corrupt",
-        "corrupt_parity",
-        "suspect",
-        "rank_lost",
-        "fenced",
-        "arena_refused",
-        "arena_overgrown",
-        "cut_back_failed",
-        "seal_failed",
-        "rebuild_failed",
-        "load_failed",
-        "storage_unreachable",
-        "parity_failed",
-        "persist_failed",
-        "persist_given_up",
-        "persist_cleanup_failed",
-        "membership_for_other_memory",
+        JobEvent.CORRUPT,
+        JobEvent.CORRUPT_PARITY,
+        JobEvent.SUSPECT,
+        JobEvent.RANK_LOST,
+        JobEvent.FENCED,
+        JobEvent.ARENA_REFUSED,
+        JobEvent.ARENA_OVERGROWN,
+        JobEvent.CUT_BACK_FAILED,
+        JobEvent.SEAL_FAILED,
+        JobEvent.REBUILD_FAILED,
+        JobEvent.LOAD_FAILED,
+        JobEvent.STORAGE_UNREACHABLE,
+        JobEvent.PARITY_FAILED,
+        JobEvent.PERSIST_FAILED,
+        JobEvent.PERSIST_GIVEN_UP,
+        JobEvent.PERSIST_CLEANUP_FAILED,
+        JobEvent.MEMBERSHIP_FOR_OTHER_MEMORY,
     }
 )
 
 _STORY = frozenset(
     {
-        "epoch_began",
-        "line",
-        "rank_lost",
-        "rebuild_started",
-        "rebuilt",
-        "loaded",
-        "storage_choice",
-        "corrupt",
-        "corrupt_parity",
-        "fenced",
-        "arena_refused",
-        "arena_overgrown",
-        "session_opened",
-        "persisted",
-        "persist_given_up",
+        JobEvent.EPOCH_BEGAN,
+        JobEvent.LINE,
+        JobEvent.RANK_LOST,
+        JobEvent.REBUILD_STARTED,
+        JobEvent.REBUILT,
+        JobEvent.LOADED,
+        JobEvent.STORAGE_CHOICE,
+        JobEvent.CORRUPT,
+        JobEvent.CORRUPT_PARITY,
+        JobEvent.FENCED,
+        JobEvent.ARENA_REFUSED,
+        JobEvent.ARENA_OVERGROWN,
+        JobEvent.SESSION_OPENED,
+        JobEvent.PERSISTED,
+        JobEvent.PERSIST_GIVEN_UP,
     }
 )
 """What the catalogue's event stream tells."""
@@ -118,15 +119,15 @@ class NodeObserver:
         }
         said: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         if note.event in _BAD:
-            _log.warning(note.event, **said)
+            _log.warning(note.event.value, **said)
         elif note.event in _QUIET:
-            _log.debug(note.event, **said)
+            _log.debug(note.event.value, **said)
         else:
-            _log.info(note.event, **said)
+            _log.info(note.event.value, **said)
         self._count(host, note)
         if note.event in _STORY:
             self._catalogue.publish_event(
-                host.job, {"event": note.event, "time": time.time(), **said}
+                host.job, {"event": note.event.value, "time": time.time(), **said}
             )
 
     def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:
@@ -215,35 +216,35 @@ class NodeObserver:
     def _count(self, host: JobHost, note: Note) -> None:
         job, metrics = host.job, self._metrics
         match note.event:
-            case "committed":
+            case JobEvent.COMMITTED:
                 metrics.add("snapshots", job=job, stage="committed")
                 if note.rank is not None and note.generation is not None:
                     self._catalogue.publish_stage(job, note.rank, note.generation, Stage.COMMITTED)
-            case "protected":
+            case JobEvent.PROTECTED:
                 ranks = host.engine.ranks
                 metrics.add("snapshots", len(ranks), job=job, stage="protected")
                 for rank in ranks:
                     if note.generation is not None:
                         self._catalogue.publish_stage(job, rank, note.generation, Stage.PROTECTED)
-            case "skipped":
+            case JobEvent.SKIPPED:
                 metrics.add("saves_skipped", job=job, cause="no_free_slot")
-            case "dead":
+            case JobEvent.DEAD:
                 metrics.add("saves_skipped", job=job, cause="incomplete")
-            case "seal_failed":
+            case JobEvent.SEAL_FAILED:
                 metrics.add("saves_failed", job=job, cause="storage")
-            case "arena_refused":
+            case JobEvent.ARENA_REFUSED:
                 metrics.add("saves_failed", job=job, cause="memory_budget")
-            case "arena_overgrown":
+            case JobEvent.ARENA_OVERGROWN:
                 metrics.add("arenas_overgrown", job=job)
-            case "parity_failed":
+            case JobEvent.PARITY_FAILED:
                 metrics.add("parity_failures", job=job)
-            case "corrupt":
+            case JobEvent.CORRUPT:
                 metrics.add("corrupt", job=job, kind="arena")
-            case "suspect":
+            case JobEvent.SUSPECT:
                 metrics.add("corrupt", job=job, kind="wire")
-            case "corrupt_parity":
+            case JobEvent.CORRUPT_PARITY:
                 metrics.add("corrupt", job=job, kind="parity")
-            case "persist_given_up":
+            case JobEvent.PERSIST_GIVEN_UP:
                 metrics.add("persist_failures", job=job)
-            case "fenced":
+            case JobEvent.FENCED:
                 metrics.add("stale_epoch_refusals", job=job)

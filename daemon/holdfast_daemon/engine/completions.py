@@ -10,6 +10,7 @@ from holdfast_core.values import Generation
 from holdfast_daemon.effects import (
     ArenaReady,
     Completion,
+    JobEvent,
     ManifestFetched,
     ParityBuilt,
     ParityVerified,
@@ -84,10 +85,10 @@ def _sealed(memory: JobMemory, event: Sealed) -> None:
     _, slot = found
     if event.error is None:
         slot.state, slot.verified = SlotState.SEALED, True
-        memory.note("committed", rank=event.rank, generation=event.generation)
+        memory.note(JobEvent.COMMITTED, rank=event.rank, generation=event.generation)
     else:
         memory.rank(event.rank).seal_error = str(event.error)
-        memory.note("seal_failed", rank=event.rank, detail=str(event.error))
+        memory.note(JobEvent.SEAL_FAILED, rank=event.rank, detail=str(event.error))
         slot.clear()
 
 
@@ -104,7 +105,7 @@ def _arena_ready(memory: JobMemory, event: ArenaReady, at: Times) -> None:
             session.allocated = True
             memory.rank(event.rank).refused = (memory.epoch, "")
         return
-    memory.note("arena_refused", rank=event.rank, detail=str(event.error))
+    memory.note(JobEvent.ARENA_REFUSED, rank=event.rank, detail=str(event.error))
     if session is not None and mine:
         session.error = event.error
         memory.rank(event.rank).refused = (memory.epoch, str(event.error))
@@ -122,12 +123,12 @@ def _parity_built(memory: JobMemory, event: ParityBuilt, at: Times) -> None:
     if event.entry is not None:
         parity.state, parity.entry, parity.verified = ParityState.READY, event.entry, True
         memory.parity_failure = ""
-        memory.note("parity_built", generation=event.generation)
+        memory.note(JobEvent.PARITY_BUILT, generation=event.generation)
         return
     parity.clear()
     memory.retry_at[f"parity{event.lane}"] = at.retry_at
     memory.parity_failure = event.error
-    memory.note("parity_failed", generation=event.generation, detail=event.error)
+    memory.note(JobEvent.PARITY_FAILED, generation=event.generation, detail=event.error)
     if event.suspect is not None and memory.current is not None:
         membership = memory.current.membership
         place = membership.place(membership.member_of(event.suspect))
@@ -161,7 +162,7 @@ def _give_up(
         loading.failed(memory, rank, job.generation, why, corrupt=corrupt, now=at.now)
         return
     memory.retry_at[f"rebuild{rank}"] = at.retry_at
-    memory.note("rebuild_failed", rank=rank, detail=why)
+    memory.note(JobEvent.REBUILD_FAILED, rank=rank, detail=why)
 
 
 def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -> None:
@@ -209,7 +210,7 @@ def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:
     record.passed = max(record.passed or event.generation, event.generation)
     if job is not None:
         memory.note(
-            "loaded" if stored else "rebuilt",
+            JobEvent.LOADED if stored else JobEvent.REBUILT,
             rank=event.rank,
             generation=event.generation,
             detail=event.mixture,
@@ -235,7 +236,7 @@ def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:
     if event.ok:
         slot.verified = True
         return
-    memory.note("corrupt", rank=event.rank, generation=event.generation, detail=event.detail)
+    memory.note(JobEvent.CORRUPT, rank=event.rank, generation=event.generation, detail=event.detail)
     # What is wrong may be a piece that another snapshot shares with this one.
     others = [s for s in arena.slots if s is not slot and s.state is SlotState.SEALED]
     for other in others if arena.is_mixed else ():
@@ -251,5 +252,5 @@ def _parity_verified(memory: JobMemory, event: ParityVerified) -> None:
     if event.ok:
         parity.verified = True
         return
-    memory.note("corrupt_parity", generation=event.generation, detail=event.detail)
+    memory.note(JobEvent.CORRUPT_PARITY, generation=event.generation, detail=event.detail)
     upkeep.free_parity(memory, parity)

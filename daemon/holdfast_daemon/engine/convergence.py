@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from holdfast_core.values import Directive, Membership, Report
-from holdfast_daemon.effects import Effect, SaveEpoch, SendDirective, SendReport
+from holdfast_daemon.effects import Effect, JobEvent, SaveEpoch, SendDirective, SendReport
 from holdfast_daemon.engine import (
     leader,
     loading,
@@ -97,11 +97,13 @@ class Convergence:
                 )
             )
         if directive.line is not None and known.line is None:
-            memory.note("line", generation=directive.line.generation, detail=directive.line.reason)
+            memory.note(
+                JobEvent.LINE, generation=directive.line.generation, detail=directive.line.reason
+            )
         if directive.protected is not None and known.protected != directive.protected:
-            memory.note("protected", generation=directive.protected)
+            memory.note(JobEvent.PROTECTED, generation=directive.protected)
         for generation in set(directive.dead) - set(known.dead):
-            memory.note("dead", generation=generation)
+            memory.note(JobEvent.DEAD, generation=generation)
         persisting.tell(memory, known, directive)
         return epoch
 

@@ -43,7 +43,7 @@ from holdfast_core.values import (
     ParityEntry,
     Report,
 )
-from holdfast_daemon.effects import Completion, Effect, SaveEpoch, Seal
+from holdfast_daemon.effects import Completion, Effect, JobEvent, SaveEpoch, Seal
 from holdfast_daemon.engine import (
     answers,
     completions,
@@ -146,7 +146,9 @@ class JobEngine:
         known = memory.membership
         mine = membership.member_on(memory.node)
         if mine is not None and membership.place(mine).memory_id != memory.memory_id:
-            memory.note("membership_for_other_memory", detail=membership.place(mine).memory_id)
+            memory.note(
+                JobEvent.MEMBERSHIP_FOR_OTHER_MEMORY, detail=membership.place(mine).memory_id
+            )
         elif known is None or membership.epoch > known.epoch:
             self._enter(membership)
             memory.out.insert(0, SaveEpoch(membership=membership, line=None, retained=None))
@@ -308,7 +310,9 @@ class JobEngine:
         for arena, slot in self.memory.slots():
             if arena.rank == session.rank and slot.state is SlotState.GRANTED:
                 slot.clear()
-        self.memory.note("session_opened", rank=session.rank, detail=f"process {session.pid}")
+        self.memory.note(
+            JobEvent.SESSION_OPENED, rank=session.rank, detail=f"process {session.pid}"
+        )
         return self._convergence.settle(now)
 
     def grant(
@@ -355,7 +359,7 @@ class JobEngine:
         arena = memory.arenas[(session.rank, session.layout_id)]
         slot = upkeep.slot_to_write(memory, current, arena)
         if slot is None:
-            memory.note("skipped", rank=session.rank, generation=generation, detail="slots")
+            memory.note(JobEvent.SKIPPED, rank=session.rank, generation=generation, detail="slots")
             self._convergence.settle_into(now)
             raise SnapshotSkippedError(
                 f"every slot of rank {arena.rank} is in use ({arena.uses}): protection is behind"
@@ -462,7 +466,9 @@ class JobEngine:
                 slot.clear()
         if not clean and session.epoch == memory.epoch:
             record.lost_in = memory.epoch
-            memory.note("rank_lost", rank=session.rank, detail=f"process {session.pid} ended")
+            memory.note(
+                JobEvent.RANK_LOST, rank=session.rank, detail=f"process {session.pid} ended"
+            )
         return self._convergence.settle(now)
 
     def progress(
@@ -704,7 +710,7 @@ class JobEngine:
         memory = self.memory
         memory.persist.begin_epoch(persisting.moved(memory.membership, membership))
         memory.begin_epoch(membership)
-        memory.note("epoch_began", detail=str(membership.epoch))
+        memory.note(JobEvent.EPOCH_BEGAN, detail=str(membership.epoch))
 
     def _see_epoch(self, epoch: int) -> bool:
         """Whether `epoch` is newer than ours, which fences us."""
@@ -712,7 +718,7 @@ class JobEngine:
         if epoch > memory.epoch_seen:
             memory.epoch_seen = epoch
             if memory.membership is not None and epoch > memory.epoch:
-                memory.note("fenced", detail=f"a peer is in epoch {epoch}")
+                memory.note(JobEvent.FENCED, detail=f"a peer is in epoch {epoch}")
         return epoch > memory.epoch
 
     def _arena(self, rank: int, encoded: bytes) -> ArenaView:

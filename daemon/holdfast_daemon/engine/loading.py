@@ -16,7 +16,14 @@ from collections.abc import Iterable
 
 from holdfast_core.stored_line import choose_copy
 from holdfast_core.values import FailedLoad, Generation, Line, Tier
-from holdfast_daemon.effects import FindStored, HeldSlot, LoadStored, OpenStored, StoredFound
+from holdfast_daemon.effects import (
+    FindStored,
+    HeldSlot,
+    JobEvent,
+    LoadStored,
+    OpenStored,
+    StoredFound,
+)
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, RebuildJob, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
@@ -63,7 +70,7 @@ def consult(
         return Line(generation=None, reason=f"{choice.reason}; {line.reason}"), None
     if choice.reason != state.told:
         state.told = choice.reason
-        memory.note("storage_choice", generation=choice.generation, detail=choice.reason)
+        memory.note(JobEvent.STORAGE_CHOICE, generation=choice.generation, detail=choice.reason)
     if choice.generation is not None:
         state.problem = ""
         return None, choice.generation
@@ -102,7 +109,7 @@ def found(memory: JobMemory, event: StoredFound, now: float) -> None:
         f"storage cannot be read: {event.error}; the job waits for it, because a fresh start would "
         f"lose what is there. Next try in {pause_s:g} s"
     )
-    memory.note("storage_unreachable", detail=state.problem)
+    memory.note(JobEvent.STORAGE_UNREACHABLE, detail=state.problem)
 
 
 def _unusable(memory: JobMemory) -> dict[Generation, str]:
@@ -163,7 +170,7 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
         if tier.experts and slot.manifest is not None and _is_source(slot, rank, generation)
     )
     memory.rebuilds[rank] = RebuildJob(generation=generation, digest=0, stored=True, held=held)
-    memory.note("load_started", rank=rank, generation=generation)
+    memory.note(JobEvent.LOAD_STARTED, rank=rank, generation=generation)
     memory.out.append(OpenStored(tier=tier, rank=rank, generation=generation, held=held))
 
 
@@ -234,7 +241,7 @@ def failed(
 ) -> None:
     """A rank's snapshot could not be loaded: not usable at all, or not now."""
     why = why[:_REASON_CHARS_MAX]
-    memory.note("load_failed", rank=rank, generation=generation, detail=why)
+    memory.note(JobEvent.LOAD_FAILED, rank=rank, generation=generation, detail=why)
     epoch = memory.current
     for slot in sources(memory, epoch, generation) if epoch is not None else ():
         slot.verified = slot.verified and corrupt  # what was read of it may have been wrong

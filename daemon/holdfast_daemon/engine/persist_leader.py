@@ -16,7 +16,7 @@ from holdfast_core.values import (
     Report,
     Tier,
 )
-from holdfast_daemon.effects import CommitSet, SetCommitted
+from holdfast_daemon.effects import CommitSet, JobEvent, SetCommitted
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.persist_memory import Outcome
 from holdfast_daemon.engine.state import JobMemory
@@ -67,7 +67,7 @@ def _begin(
     if not why:
         return directive
     number = 1 + (directive.persist.number if directive.persist else 0)
-    memory.note("persist_ordered", generation=candidate, detail=why)
+    memory.note(JobEvent.PERSIST_ORDERED, generation=candidate, detail=why)
     _take_up(memory, number, now)
     persist.began_at = now
     return replace(
@@ -225,7 +225,7 @@ def set_committed(memory: JobMemory, event: SetCommitted) -> None:
     if not event.error:
         persist.committed = max(event.generation, persist.committed or event.generation)
     if event.left:
-        memory.note("persist_cleanup_failed", generation=event.generation, detail=event.left)
+        memory.note(JobEvent.PERSIST_CLEANUP_FAILED, generation=event.generation, detail=event.left)
     if (event.epoch, event.number) == (memory.epoch, persist.leading):
         persist.outcome = Outcome(event.error)
 

@@ -28,7 +28,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.persisted import RankFile
 from holdfast_core.sparse_files import may_build_on
 from holdfast_core.values import Directive, Generation, Membership, PersistOrder, Tier
-from holdfast_daemon.effects import PersistRank, RankPersisted, StopPersisting
+from holdfast_daemon.effects import JobEvent, PersistRank, RankPersisted, StopPersisting
 from holdfast_daemon.engine import upkeep
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.persist_memory import NEVER
@@ -104,7 +104,7 @@ def _write_rank(
     if held is None:
         if rank not in memory.rebuilds and upkeep.anchor(epoch) != order.generation:
             memory.persist.failure = f"rank {rank} holds {order.generation} no longer"
-            memory.note("persist_failed", rank=rank, detail=memory.persist.failure)
+            memory.note(JobEvent.PERSIST_FAILED, rank=rank, detail=memory.persist.failure)
         return
     arena, slot = held
     if not slot.verified or slot.manifest is None:
@@ -167,20 +167,23 @@ def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
     else:
         persist.failure = f"rank {event.rank}: {event.error}"
         memory.note(
-            "persist_failed", rank=event.rank, generation=event.generation, detail=event.error
+            JobEvent.PERSIST_FAILED,
+            rank=event.rank,
+            generation=event.generation,
+            detail=event.error,
         )
 
 
 def tell(memory: JobMemory, known: Directive, directive: Directive) -> None:
     """Note what `directive` says of persisting that `known`, the one before, did not."""
     if directive.persisted is not None and directive.persisted != known.persisted:
-        memory.note("persisted", generation=directive.persisted)
+        memory.note(JobEvent.PERSISTED, generation=directive.persisted)
     order = directive.persist
     if order is None or order == known.persist or not order.ended:
         return
     if directive.persisted is None or directive.persisted < order.generation:
         why = memory.persist.last_failure or memory.persist.failure
-        memory.note("persist_given_up", generation=order.generation, detail=why)
+        memory.note(JobEvent.PERSIST_GIVEN_UP, generation=order.generation, detail=why)
 
 
 def moved(before: Membership | None, after: Membership) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from holdfast_core import recovery
 from holdfast_core.codes import code_of
 from holdfast_core.values import Generation
-from holdfast_daemon.effects import FetchManifest, Rebuild
+from holdfast_daemon.effects import FetchManifest, JobEvent, Rebuild
 from holdfast_daemon.engine import loading, upkeep
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import RebuildJob, SlotState
@@ -46,7 +46,7 @@ def _start_rebuild(
     others = [m for m in epoch.group if m != epoch.me]
     digest = means.manifest_digest
     memory.rebuilds[rank] = RebuildJob(generation=target, digest=digest)
-    memory.note("rebuild_started", rank=rank, generation=target)
+    memory.note(JobEvent.REBUILD_STARTED, rank=rank, generation=target)
     memory.out.append(
         FetchManifest(
             rank=rank,

@@ -21,7 +21,7 @@ from holdfast_core.values import (
     Report,
     SnapshotEntry,
 )
-from holdfast_daemon.effects import Effect, Note
+from holdfast_daemon.effects import Effect, JobEvent, Note
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.persist_memory import PersistMemory
@@ -148,7 +148,7 @@ class JobMemory:
 
     def note(
         self,
-        event: str,
+        event: JobEvent,
         *,
         rank: int | None = None,
         generation: Generation | None = None,

@@ -18,6 +18,7 @@ from holdfast_daemon.effects import (
     ForgetPeers,
     FreeParity,
     FreeSlot,
+    JobEvent,
     RemoveArena,
     Source,
     VerifyParity,
@@ -79,7 +80,7 @@ def give_up_parity_of(memory: JobMemory, rank: int, generation: Generation) -> N
         made = parity.entry is not None and rank in dict(parity.entry.sources)
         if parity.state is ParityState.READY and parity.generation == generation and made:
             why = f"rank {rank} comes out wrong of it, although all else that it is of is right"
-            memory.note("corrupt_parity", generation=generation, detail=why)
+            memory.note(JobEvent.CORRUPT_PARITY, generation=generation, detail=why)
             free_parity(memory, parity)
 
 
