@@ -1,4 +1,4 @@
-"""How a snapshot differs from an older one of its rank: what parity has to be told of it.
+"""How a snapshot differs from an older one of its rank: all that parity needs of it, normally.
 
 A parity block is the XOR of the chunks that went into it. So the block for a newer generation is
 the old one XOR, for each piece that changed, its old bytes XOR its new ones; what did not change

@@ -1,4 +1,5 @@
-"""The bytes of parity: builds blocks, rebuilds lost payloads, verifies both.
+"""The bytes of parity: rebuilds lost payloads, verifies them and blocks, and builds blocks from
+whole chunks where that cannot be done from what has changed (`updating`).
 
 `holdfast_core.codes` says which ranges go into what, `combining` moves and combines them. This
 module knows no network and no files.
@@ -24,87 +25,6 @@ from holdfast_daemon.combining import (
     over_segments,
 )
 from holdfast_daemon.holding import ReadInto
-
-
-def build(
-    block: memoryview,
-    *,
-    code: Code,
-    which: Block,
-    sources: Mapping[int, Manifest],
-    fetch: Fetch,
-    check: Callable[[], None] = lambda: None,
-    effort: Effort | None = None,
-) -> tuple[int, bytes]:
-    """Fill `block` with the parity that one member keeps of others (REFT §4.3).
-
-    Args:
-        code: Of the group.
-        which: Which of the group's blocks it is.
-        sources: By position, the manifests of the members whose chunks go into it.
-        check: Called before each stride; raises HoldfastError to give up.
-
-    Returns:
-        The bytes of `block` that are in use, and their digests on the grid of pieces.
-
-    Raises:
-        SourceCorruptError: a source does not match its manifest.
-        InvalidJobError: the block is too small, or the manifests do not belong together.
-        HoldfastError: what `fetch` raised.
-    """
-    piece_bytes = common_piece_bytes(sources)
-    if set(sources) != set(code.sources_of(which)):
-        raise InvalidJobError(
-            f"positions {sorted(sources)} are not those of the block: {code.sources_of(which)}"
-        )
-    payloads = {position: m.payload_bytes for position, m in sources.items()}
-    used_bytes = code.block_bytes(which, payloads, piece_bytes)
-    if used_bytes > len(block):
-        raise InvalidJobError(
-            f"parity of {used_bytes} bytes does not fit the block of {len(block)} that was "
-            f"reserved: the session must state the largest slot of all ranks"
-        )
-    inputs = [
-        Input(
-            position=c.position,
-            kind=Kind.SNAPSHOT,
-            start=c.range.start,
-            nbytes=c.range.nbytes,
-            manifest=sources[c.position],
-            factor=c.factor,
-        )
-        for c in code.contributions(which, payloads, piece_bytes)
-    ]
-    digests = bytearray(8 * -(-used_bytes // piece_bytes))
-
-    def note(at: int, done: memoryview) -> bool:
-        first = 8 * (at // piece_bytes)
-        found = piece_digests(done, piece_bytes)
-        digests[first : first + len(found)] = found
-        return True
-
-    combine(
-        Work(
-            nbytes=used_bytes,
-            put=put_into(block),
-            inputs=tuple(sorted(inputs, key=lambda item: (-item.nbytes, item.position))),
-            piece_bytes=piece_bytes,
-            fetch=fetch,
-            finish=note,
-            check=check,
-            effort=effort or Effort(),
-        )
-    )
-    return used_bytes, bytes(digests)
-
-
-def put_into(block: memoryview) -> Callable[[int, memoryview], None]:
-    """What puts bytes at an offset of `block`."""
-
-    def put(at: int, data: memoryview) -> None:
-        block[at : at + len(data)] = data
-
-    return put
 
 
 def rebuild(
@@ -208,6 +128,87 @@ def verify_in_place(
 
     found = over_segments(len(payload), round_up(STRIDE_BYTES, piece_bytes), threads, first_bad)
     return next((bad for bad in found if bad is not None), None)
+
+
+def build_from_chunks(
+    block: memoryview,
+    *,
+    code: Code,
+    which: Block,
+    sources: Mapping[int, Manifest],
+    fetch: Fetch,
+    check: Callable[[], None] = lambda: None,
+    effort: Effort | None = None,
+) -> tuple[int, bytes]:
+    """Fill `block` with the parity of others, where changes do not give it (REFT §4.3).
+
+    Args:
+        code: Of the group.
+        which: Which of the group's blocks it is.
+        sources: By position, the manifests of the members whose chunks go into it.
+        check: Called before each stride; raises HoldfastError to give up.
+
+    Returns:
+        The bytes of `block` that are in use, and their digests on the grid of pieces.
+
+    Raises:
+        SourceCorruptError: a source does not match its manifest.
+        InvalidJobError: the block is too small, or the manifests do not belong together.
+        HoldfastError: what `fetch` raised.
+    """
+    piece_bytes = common_piece_bytes(sources)
+    if set(sources) != set(code.sources_of(which)):
+        raise InvalidJobError(
+            f"positions {sorted(sources)} are not those of the block: {code.sources_of(which)}"
+        )
+    payloads = {position: m.payload_bytes for position, m in sources.items()}
+    used_bytes = code.block_bytes(which, payloads, piece_bytes)
+    if used_bytes > len(block):
+        raise InvalidJobError(
+            f"parity of {used_bytes} bytes does not fit the block of {len(block)} that was "
+            f"reserved: the session must state the largest slot of all ranks"
+        )
+    inputs = [
+        Input(
+            position=c.position,
+            kind=Kind.SNAPSHOT,
+            start=c.range.start,
+            nbytes=c.range.nbytes,
+            manifest=sources[c.position],
+            factor=c.factor,
+        )
+        for c in code.contributions(which, payloads, piece_bytes)
+    ]
+    digests = bytearray(8 * -(-used_bytes // piece_bytes))
+
+    def note(at: int, done: memoryview) -> bool:
+        first = 8 * (at // piece_bytes)
+        found = piece_digests(done, piece_bytes)
+        digests[first : first + len(found)] = found
+        return True
+
+    combine(
+        Work(
+            nbytes=used_bytes,
+            put=put_into(block),
+            inputs=tuple(sorted(inputs, key=lambda item: (-item.nbytes, item.position))),
+            piece_bytes=piece_bytes,
+            fetch=fetch,
+            finish=note,
+            check=check,
+            effort=effort or Effort(),
+        )
+    )
+    return used_bytes, bytes(digests)
+
+
+def put_into(block: memoryview) -> Callable[[int, memoryview], None]:
+    """What puts bytes at an offset of `block`."""
+
+    def put(at: int, data: memoryview) -> None:
+        block[at : at + len(data)] = data
+
+    return put
 
 
 def common_piece_bytes(manifests: Mapping[int, Manifest]) -> int:

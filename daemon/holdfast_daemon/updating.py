@@ -1,8 +1,9 @@
-"""Makes a parity block from an older one and what has changed since (see `changes`).
+"""The normal way to a parity block: from the older one and what has changed since (see `changes`).
 
-Cost: the changed bytes on the network, and one copy of the block in memory. Whoever calls this
-falls back to building the block from whole chunks when it fails, whatever the reason: nothing here
-is the only way to anything.
+Cost: the changed bytes on the network, and one copy of the block in memory. It needs an older block
+of the same group, and peers that still hold what that was made of. Where anything is in its way,
+`parity.build_from_chunks` makes the block from whole chunks: nothing here is the only way to
+anything.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast_daemon.multiplying import fill_zeros, multiply_into
 from holdfast_daemon.recomputing import Forward
 
 
-def update(
+def build_from_changes(
     block: memoryview,
     older: memoryview,
     older_digests: bytes,

@@ -58,11 +58,17 @@ from holdfast_daemon.failures import failed
 from holdfast_daemon.group import BulkOpener, EpochScope, Group, PeerClient
 from holdfast_daemon.holding import Holding
 from holdfast_daemon.loader import Loader
-from holdfast_daemon.parity import build, common_piece_bytes, rebuild, verify, verify_in_place
+from holdfast_daemon.parity import (
+    build_from_chunks,
+    common_piece_bytes,
+    rebuild,
+    verify,
+    verify_in_place,
+)
 from holdfast_daemon.parity_traffic import JobTraffic, NodeTraffic, PacedFetch
 from holdfast_daemon.persister import Persister
 from holdfast_daemon.recomputing import forwards
-from holdfast_daemon.updating import update
+from holdfast_daemon.updating import build_from_changes
 
 _log = logging.getLogger(__name__)
 
@@ -205,8 +211,8 @@ class EffectWorker:
         group = self._group.fetch_from(effect.sources, scope, effect.generation)
         fetch = self.parity_traffic.paced(group, effect.generation, scope)
         layouts = {position: layout for position, (_, layout) in described.items()}
-        made = self._update(effect, block, manifests, layouts, fetch, scope)
-        nbytes, digests = made or build(
+        made = self._from_changes(effect, block, manifests, layouts, fetch, scope)
+        nbytes, digests = made or build_from_chunks(
             block,
             code=effect.code,
             which=effect.block,
@@ -237,7 +243,7 @@ class EffectWorker:
             lane=effect.lane, slot=effect.slot, generation=effect.generation, entry=entry
         )
 
-    def _update(
+    def _from_changes(
         self,
         effect: BuildParity,
         block: memoryview,
@@ -246,7 +252,12 @@ class EffectWorker:
         fetch: PacedFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
-        """The block made from the lane's other one; None when that cannot be."""
+        """Make the block from the lane's other one and what has changed since.
+
+        Returns:
+            The bytes in use and their digests; None where whole chunks are needed: there is no
+            other block of this group, or something was in the way.
+        """
         older = self._storage.older_parity(effect.lane, effect.slot)
         if older is None or older.record.entry.group != effect.group:
             return None
@@ -256,7 +267,7 @@ class EffectWorker:
         before = {positions[rank]: manifest for rank, manifest in older.manifests.items()}
         recomputed = self.parity_traffic.recomputed
         try:
-            return update(
+            return build_from_changes(
                 block,
                 older.view,
                 older.record.digests,

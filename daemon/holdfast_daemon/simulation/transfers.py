@@ -73,7 +73,7 @@ class VirtualWorker(EffectWorker):
         except Exception as error:
             raise Broken(error) from error
 
-    def _update(
+    def _from_changes(
         self,
         effect: BuildParity,
         block: memoryview,
@@ -82,7 +82,7 @@ class VirtualWorker(EffectWorker):
         fetch: PacedFetch,
         scope: EpochScope,
     ) -> tuple[int, bytes] | None:
-        made = super()._update(effect, block, manifests, layouts, fetch, scope)
+        made = super()._from_changes(effect, block, manifests, layouts, fetch, scope)
         self._counts["parity_updated" if made else "parity_built"] += 1
         return made
 

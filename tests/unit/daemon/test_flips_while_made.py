@@ -12,8 +12,8 @@ from holdfast_core.codes import Block
 from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import piece_digests
 from holdfast_daemon.combining import Effort, Stream
-from holdfast_daemon.parity import build
-from holdfast_daemon.updating import update
+from holdfast_daemon.parity import build_from_chunks
+from holdfast_daemon.updating import build_from_changes
 
 OWNER = 1
 SIZES = [700, 640, 1000, 1024]
@@ -69,7 +69,7 @@ def test_digests_of_a_built_block_are_of_what_it_should_hold(seed: int) -> None:
     rng = random.Random(seed)
     world.source, world.strike_at = world.new, rng.randint(1, 20)
     world.byte = rng.randrange(len(expected))
-    used, made = build(
+    used, made = build_from_chunks(
         world.room,
         code=world.code,
         which=Block(OWNER),
@@ -89,7 +89,7 @@ def test_digests_of_an_updated_block_are_of_what_it_should_hold() -> None:
         rng = random.Random(seed)
         world.strike_at, world.byte = rng.randint(1, 12), rng.randrange(len(expected))
         try:
-            used, made = update(
+            used, made = build_from_changes(
                 world.room,
                 memoryview(older),
                 older_digests,

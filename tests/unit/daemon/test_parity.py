@@ -12,7 +12,7 @@ from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.combining import Effort, ParityCorruptError, SourceCorruptError
 from holdfast_daemon.multiplying import xor_into
-from holdfast_daemon.parity import build, put_into, rebuild, verify, verify_in_place
+from holdfast_daemon.parity import build_from_chunks, put_into, rebuild, verify, verify_in_place
 
 PIECE = 64
 EFFORTS = (
@@ -109,7 +109,7 @@ def build_all(members: Members, effort: Effort = EFFORTS[0]) -> None:
     n = len(members.payloads)
     for owner in range(n):
         block = memoryview(bytearray(b"\xaa" * 4096))
-        used, digests = build(
+        used, digests = build_from_chunks(
             block,
             code=raim5(n),
             which=Block(owner),
@@ -277,7 +277,7 @@ def test_work_that_is_no_longer_wanted_stops_at_its_next_stride() -> None:
             raise StaleEpochError("a newer epoch has begun")
 
     with pytest.raises(StaleEpochError):
-        build(
+        build_from_chunks(
             memoryview(bytearray(6400)),
             code=raim5(2),
             which=Block(0),
@@ -294,12 +294,16 @@ def test_manifests_that_do_not_belong_together_are_refused() -> None:
     sources = members.sources(0)
     block = memoryview(bytearray(640))
     with pytest.raises(InvalidJobError, match="positions"):
-        build(block, code=raim5(4), which=Block(0), sources=sources, fetch=members)
+        build_from_chunks(block, code=raim5(4), which=Block(0), sources=sources, fetch=members)
     other = manifest_of(1, members.payloads[1], piece_bytes=128)
     with pytest.raises(InvalidJobError, match="on one grid"):
-        build(block, code=raim5(3), which=Block(0), sources={**sources, 1: other}, fetch=members)
+        build_from_chunks(
+            block, code=raim5(3), which=Block(0), sources={**sources, 1: other}, fetch=members
+        )
     with pytest.raises(InvalidJobError, match="does not fit the block of 100"):
-        build(block[:100], code=raim5(3), which=Block(0), sources=sources, fetch=members)
+        build_from_chunks(
+            block[:100], code=raim5(3), which=Block(0), sources=sources, fetch=members
+        )
 
 
 def test_a_check_finds_the_one_bad_piece() -> None:

@@ -18,9 +18,9 @@ from holdfast_core.values import Generation, Manifest
 from holdfast_daemon.bulk import Kind
 from holdfast_daemon.combining import Effort, Stream
 from holdfast_daemon.multiplying import multiply_into
-from holdfast_daemon.parity import build, put_into, rebuild
+from holdfast_daemon.parity import build_from_chunks, put_into, rebuild
 from holdfast_daemon.simulation.checking import expected_block, times
-from holdfast_daemon.updating import update
+from holdfast_daemon.updating import build_from_changes
 
 CODES = [Code(3, 2, 1), Code(3, 1, 2), Code(4, 2, 2), Code(6, 4, 2), Code(4, 1, 2), Code(4, 1, 3)]
 EFFORTS = [Effort(threads=1, stride_bytes=PIECE), Effort(threads=3, stride_bytes=2 * PIECE)]
@@ -35,7 +35,7 @@ def group_of(code: Code, effort: Effort) -> parity.Members:
     members = parity.group_of(SIZES[: code.n], seed=code.n)
     for block in blocks_of(code):
         room = memoryview(bytearray(b"\xaa" * 4096))
-        used, digests = build(
+        used, digests = build_from_chunks(
             room,
             code=code,
             which=block,
@@ -132,10 +132,12 @@ def test_an_updated_block_is_the_one_that_would_have_been_built(code: Code) -> N
             members.source = source
             room = memoryview(bytearray(4096))
             manifests = members.of(block, generation)
-            used, digests = build(room, code=code, which=block, sources=manifests, fetch=members)
+            used, digests = build_from_chunks(
+                room, code=code, which=block, sources=manifests, fetch=members
+            )
             made.append((bytes(room[:used]), digests))
         room = memoryview(bytearray(b"\x77" * 4096))
-        used, digests = update(
+        used, digests = build_from_changes(
             room,
             memoryview(made[0][0]),
             made[0][1],

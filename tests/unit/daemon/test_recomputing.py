@@ -19,7 +19,7 @@ from holdfast_daemon.changes import _changes
 from holdfast_daemon.combining import Effort, Stream
 from holdfast_daemon.holding import Held
 from holdfast_daemon.recomputing import Recomputed, forwards
-from holdfast_daemon.updating import update
+from holdfast_daemon.updating import build_from_changes
 
 STATE_BYTES, GRADIENT_BYTES = 14 * COUNT, 2 * COUNT
 
@@ -93,7 +93,7 @@ class Replica:
         layouts = {0: encode_layout(self.trainer.layout)}
         block = memoryview(bytearray(b"\x55" * (len(self.block) + 2 * PIECE)))
         self.sent_bytes = 0
-        used, digests = update(
+        used, digests = build_from_changes(
             block,
             memoryview(self.block),
             piece_digests(self.block, PIECE),

@@ -14,7 +14,7 @@ from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.places import DIGEST_BYTES
 from holdfast_daemon.changes import _changes
 from holdfast_daemon.holding import Held
-from holdfast_daemon.updating import update
+from holdfast_daemon.updating import build_from_changes
 
 
 @settings(deadline=None, max_examples=150)
@@ -80,7 +80,7 @@ def test_a_damaged_older_block_is_refused() -> None:
     damaged = bytearray(older)
     damaged[100] ^= 4
     with pytest.raises(CorruptError, match="older parity block"):
-        update(
+        build_from_changes(
             memoryview(bytearray(4096)),
             memoryview(damaged),
             digests,

@@ -12,8 +12,8 @@ from holdfast_daemon.bulk import Kind
 from holdfast_daemon.changes import _changes
 from holdfast_daemon.combining import Effort, Stream
 from holdfast_daemon.holding import Held
-from holdfast_daemon.parity import build
-from holdfast_daemon.updating import update
+from holdfast_daemon.parity import build_from_chunks
+from holdfast_daemon.updating import build_from_changes
 
 PIECE = 64
 OLD, NEW = Generation(1, 1), Generation(1, 2)
@@ -78,7 +78,7 @@ class Members:
         """(block, digests) as they are built from whole chunks."""
         self.source = self.old if generation == OLD else self.new
         room = memoryview(bytearray(4096))
-        used, digests = build(
+        used, digests = build_from_chunks(
             room,
             code=self.code,
             which=Block(owner),
@@ -105,7 +105,7 @@ class Members:
     def update(self, owner: int, room: int = 4096, stride: int = PIECE) -> tuple[bytes, bytes]:
         older, digests = self.block(OLD, owner)
         block = memoryview(bytearray(b"\x77" * room))
-        used, found = update(
+        used, found = build_from_changes(
             block,
             memoryview(older),
             digests,
