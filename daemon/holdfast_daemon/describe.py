@@ -89,7 +89,7 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
 
 def as_json(host: JobHost) -> dict[str, object]:
     """Everything known of one job, for `status` and the catalogue, as JSON values."""
-    job = host.engine.overview()
+    job, held = host.engine.overview(), host.engine.held()
     line, load = job.line, job.directive.load if job.directive is not None else None
     return {
         "job": job.job,
@@ -130,7 +130,7 @@ def as_json(host: JobHost) -> dict[str, object]:
                 "generation": _text(slot.generation),
                 "verified": slot.verified,
             }
-            for slot in job.slots
+            for slot in held.slots
         ],
         "parity": [
             {
@@ -139,7 +139,7 @@ def as_json(host: JobHost) -> dict[str, object]:
                 "state": parity.state.value,
                 "generation": _text(parity.generation),
             }
-            for parity in job.parities
+            for parity in held.parities
         ],
     }
 

@@ -360,7 +360,7 @@ class Node:
         targets = {
             target: host
             for host in self.hosts.values()
-            for target in targets_of(host.engine.overview(), host.storage.sealed_parity_bytes)
+            for target in targets_of(host.engine.held(), host.storage.sealed_parity_bytes)
         }
         target = self._scrub.next(now, targets)
         if target is None:

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.values import Generation
-from holdfast_daemon.engine.overview import JobOverview
+from holdfast_daemon.engine.overview import HeldOverview
 from holdfast_daemon.engine.slots import ParityState, SlotState
 
 
@@ -93,7 +93,7 @@ class ScrubPlan:
         return self._verified_at[target] + self._settings.interval_s
 
 
-def targets_of(held: JobOverview, parity_bytes: Callable[[int, int], int]) -> list[Target]:
+def targets_of(held: HeldOverview, parity_bytes: Callable[[int, int], int]) -> list[Target]:
     """Everything sealed that a job holds on this node.
 
     Args:

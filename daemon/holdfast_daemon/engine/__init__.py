@@ -7,10 +7,11 @@ socket, no file, so that the simulator runs this very code.
 
 from holdfast_daemon.engine.answers import Opened, RestorePhase, RestoreState, Watched, WorldState
 from holdfast_daemon.engine.job import EngineSettings, JobEngine
-from holdfast_daemon.engine.overview import JobOverview, RankHealth
+from holdfast_daemon.engine.overview import HeldOverview, JobOverview, RankHealth
 
 __all__ = [
     "EngineSettings",
+    "HeldOverview",
     "JobEngine",
     "JobOverview",
     "Opened",

@@ -56,7 +56,7 @@ from holdfast_daemon.engine import (
 from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, Watched, WorldState
 from holdfast_daemon.engine.convergence import Convergence
 from holdfast_daemon.engine.epoch import Epoch
-from holdfast_daemon.engine.overview import JobOverview
+from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState
 from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
 
@@ -570,6 +570,10 @@ class JobEngine:
     def overview(self) -> JobOverview:
         """What there is to say of the job now."""
         return overview.overview(self.memory)
+
+    def held(self) -> HeldOverview:
+        """What slots and parity blocks hold now."""
+        return overview.held(self.memory)
 
     def evidence(self) -> tuple[object, ...]:
         """What the control loop may act upon, and is told at once."""

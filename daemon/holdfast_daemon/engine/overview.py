@@ -1,8 +1,8 @@
 """What a daemon knows of a job at one moment: for heartbeats, metrics, the catalogue and people.
 
-`overview` reads it off the engine's memory as frozen values, so that nobody outside the engine
-depends on how the memory is laid out. `evidence` is the part that the control loop acts upon; it is
-asked for after every change, and so is a tuple of its own.
+`overview` and `held` read it off the engine's memory as frozen values, so that nothing outside the
+engine depends on how the memory is laid out. `evidence` is the part that the control loop acts
+upon; it is asked for after every change, and so is a tuple of its own.
 """
 
 from __future__ import annotations
@@ -75,6 +75,15 @@ class ParityOverview:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOverview:
+    """What the slots and parity blocks of a job on this node are used for."""
+
+    job: str
+    slots: tuple[SlotOverview, ...]
+    parities: tuple[ParityOverview, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PersistOverview:
     """The durable tier, as this daemon knows it."""
 
@@ -129,8 +138,6 @@ class JobOverview:
     """Likewise of ranks at work in this epoch, with the newest recovery alone."""
     persist: PersistOverview | None
     """None where the job has no durable tier."""
-    slots: tuple[SlotOverview, ...]
-    parities: tuple[ParityOverview, ...]
 
     @property
     def line(self) -> Line | None:
@@ -143,7 +150,7 @@ class JobOverview:
 
 def overview(memory: JobMemory) -> JobOverview:
     """What there is to say of the job now."""
-    ranks = tuple(_rank(memory, rank) for rank in memory.my_ranks())
+    committed = _committed(memory)
     return JobOverview(
         job=memory.job,
         epoch=memory.epoch,
@@ -153,8 +160,8 @@ def overview(memory: JobMemory) -> JobOverview:
         fenced=memory.fenced,
         verified=memory.verified,
         directive=memory.directive,
-        complete=newest_complete(memory),
-        ranks=ranks,
+        complete=max(set.intersection(*committed.values()), default=None) if committed else None,
+        ranks=tuple(_rank(memory, rank, found) for rank, found in committed.items()),
         sessions=len(memory.sessions),
         agent_waiting=memory.agent_waiting,
         rebuilding=tuple(sorted(memory.rebuilds)),
@@ -167,6 +174,13 @@ def overview(memory: JobMemory) -> JobOverview:
         loss=loss_report(memory),
         current_loss=current_loss(memory),
         persist=_persist(memory),
+    )
+
+
+def held(memory: JobMemory) -> HeldOverview:
+    """What slots and parity blocks hold now."""
+    return HeldOverview(
+        job=memory.job,
         slots=tuple(
             SlotOverview(
                 rank=arena.rank,
@@ -194,11 +208,11 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
     """What the control loop may act upon, and is told at once: `holdfast_operator.heartbeats`
     calls it the same. Steps and generations grow all the time, and are told with the next heartbeat
     that is due: one for each save would be most of an operator's work."""
-    epoch = memory.current
-    line = epoch.line if epoch is not None else None
+    epoch, number = memory.current, memory.epoch
+    line = epoch.directive.line if epoch is not None else None
     start = line.generation.step if line and line.generation else 0
     return (
-        *(memory.epoch, memory.membership, memory.verified, line),
+        *(number, memory.membership, memory.verified, line),
         *(memory.agent_waiting, bool(memory.rebuilds), problem(memory)),
         epoch is not None and epoch.directive.protected is not None,
         *(any(job.stored for job in memory.rebuilds.values()), memory.loading.beyond),
@@ -206,7 +220,7 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
         *(
             (
                 record.session.id if record.session else "",
-                record.lost_in == memory.epoch,
+                record.lost_in == number,
                 record.restored,
                 exit_code(memory, record),
                 record.last_step > start,
@@ -214,12 +228,6 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
             for record in map(memory.rank, memory.my_ranks())
         ),
     )
-
-
-def newest_complete(memory: JobMemory) -> Generation | None:
-    """The newest generation that all ranks of this member have committed."""
-    held = [_committed(memory, rank) for rank in memory.my_ranks()]
-    return max(set.intersection(*held), default=None) if held else None
 
 
 def rank_health(memory: JobMemory, rank: int, record: RankRecord) -> RankHealth:
@@ -292,7 +300,7 @@ def current_loss(memory: JobMemory) -> LossReport | None:
     return replace(found, recoveries=found.recoveries[-1:]) if found else None
 
 
-def _rank(memory: JobMemory, rank: int) -> RankOverview:
+def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverview:
     record = memory.rank(rank)
     return RankOverview(
         rank=rank,
@@ -307,16 +315,17 @@ def _rank(memory: JobMemory, rank: int) -> RankOverview:
         skipped=record.skipped,
         failed=record.failed,
         loss=record.loss,
-        committed=max(_committed(memory, rank), default=None),
+        committed=max(committed, default=None),
     )
 
 
-def _committed(memory: JobMemory, rank: int) -> set[Generation]:
-    return {
-        slot.generation
-        for arena, slot in memory.slots()
-        if arena.rank == rank and slot.state is SlotState.SEALED and slot.generation
-    }
+def _committed(memory: JobMemory) -> dict[int, set[Generation]]:
+    """The generations of each rank of this node that are sealed here."""
+    found: dict[int, set[Generation]] = {rank: set() for rank in memory.my_ranks()}
+    for arena, slot in memory.slots():
+        if slot.state is SlotState.SEALED and slot.generation and arena.rank in found:
+            found[arena.rank].add(slot.generation)
+    return found
 
 
 def _persist(memory: JobMemory) -> PersistOverview | None:

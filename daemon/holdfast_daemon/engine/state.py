@@ -135,8 +135,9 @@ class JobMemory:
     @property
     def epoch(self) -> int:
         """Number of the newest membership; 0 before there is one."""
-        membership = self.membership
-        return membership.epoch if membership is not None else 0
+        if self.current is not None:
+            return self.current.membership.epoch
+        return self.left.epoch if self.left is not None else 0
 
     @property
     def fenced(self) -> bool:

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.values import Generation
-from holdfast_daemon.engine.overview import overview
+from holdfast_daemon.engine.overview import held
 from holdfast_daemon.engine.slots import ParitySlot, ParityState
 from holdfast_daemon.engine.state import JobMemory
 from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, Target, TargetKind, targets_of
@@ -38,7 +38,7 @@ def test_parity_takes_its_time_like_any_other_bytes() -> None:
     memory = JobMemory(job="team/job", node="n0", memory_id="m", incarnation=1)
     parity = ParitySlot(3, 1, state=ParityState.READY, generation=Generation(1, 1))
     memory.parities = {(3, 1): parity}
-    (found,) = targets_of(overview(memory), lambda lane, slot: 1000 * lane + slot)
+    (found,) = targets_of(held(memory), lambda lane, slot: 1000 * lane + slot)
     assert found == Target(
         job="team/job",
         kind=TargetKind.PARITY,
