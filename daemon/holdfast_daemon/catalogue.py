@@ -22,7 +22,6 @@ from holdfast_core.errors import CorruptError
 from holdfast_core.loss_reports import RecoveryLoss
 from holdfast_core.states import RankHealth
 from holdfast_core.values import Generation
-from holdfast_daemon.engine import RankHealth
 
 EVENTS_KEPT = 1000
 """Events of one job that are kept; older ones are forgotten."""

@@ -20,7 +20,6 @@ from holdfast_daemon.catalogue import (
     Stage,
     losses_in,
 )
-from holdfast_daemon.engine import RankHealth
 
 
 def states_from(texts: Mapping[str, str]) -> dict[str, Mapping[str, object]]:

@@ -59,7 +59,6 @@ from holdfast_daemon.catalogue_records import (
     stages_from,
     states_from,
 )
-from holdfast_daemon.engine import RankHealth
 from holdfast_daemon.logs import bind
 
 QUEUE_OPERATIONS = 1024

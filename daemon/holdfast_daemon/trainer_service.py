@@ -28,12 +28,13 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.layouts import SLOTS_PER_ARENA
+from holdfast_core.states import RestorePhase
 from holdfast_core.values import Generation
 from holdfast_daemon import request_limits
 from holdfast_daemon.admission import Admission, bearer_token
 from holdfast_daemon.auth import Authenticator
 from holdfast_daemon.claims import Claims, SessionSeal
-from holdfast_daemon.engine import RestorePhase, RestoreState
+from holdfast_daemon.engine import RestoreState
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import Metrics

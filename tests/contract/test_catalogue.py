@@ -23,7 +23,6 @@ from holdfast_daemon.catalogue import (
     Stage,
 )
 from holdfast_daemon.catalogue_redis import RedisCatalogue, RedisSettings
-from holdfast_daemon.engine import RankHealth
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

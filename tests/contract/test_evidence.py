@@ -9,11 +9,12 @@ from typing import cast
 
 import pytest
 
+from holdfast_core.states import RestoreSource
 from holdfast_core.values import Directive, Generation, Line, MemberPlace, Membership
 from holdfast_daemon.describe import job_state
 from holdfast_daemon.engine.overview import evidence, overview
 from holdfast_daemon.engine.slots import ParityState
-from holdfast_daemon.engine.state import JobMemory, RestoreSource, Session
+from holdfast_daemon.engine.state import JobMemory, Session
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.parity_traffic import NodeTraffic
 from holdfast_operator.heartbeats import evidence_of, job_view

@@ -11,9 +11,9 @@ start what is missing: `upkeep`, `rebuilding`, `loading`, `persisting`. `leader`
 this folder depends on what is remembered, or how.
 """
 
-from holdfast_daemon.engine.answers import Opened, RestorePhase, RestoreState, Watched, WorldState
+from holdfast_daemon.engine.answers import Opened, RestoreState, Watched, WorldState
 from holdfast_daemon.engine.job import EngineSettings, JobEngine
-from holdfast_daemon.engine.overview import HeldOverview, JobOverview, RankHealth
+from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 
 __all__ = [
     "EngineSettings",
@@ -21,8 +21,6 @@ __all__ = [
     "JobEngine",
     "JobOverview",
     "Opened",
-    "RankHealth",
-    "RestorePhase",
     "RestoreState",
     "Watched",
     "WorldState",

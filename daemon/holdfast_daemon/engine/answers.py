@@ -7,15 +7,15 @@ lost. Nothing here changes anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from holdfast_core import recovery
 from holdfast_core.errors import NoRecoveryLineError
+from holdfast_core.states import RestorePhase, RestoreSource
 from holdfast_core.values import Generation, Line, Redundancy
 from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, Slot
-from holdfast_daemon.engine.state import JobMemory, RestoreSource, Session
+from holdfast_daemon.engine.state import JobMemory, Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,20 +36,6 @@ class Granted:
     carried: bool
     """Whether the pieces that the trainer called unchanged are carried over; otherwise it has to
     write everything."""
-
-
-class RestorePhase(StrEnum):
-    """How far a restore is, as trainers are told it."""
-
-    INVENTORIES = "inventories"
-    """Daemons verify and report what they hold."""
-    STORAGE = "storage"
-    """Storage is asked what it has."""
-    LOAD = "load"
-    """The snapshot is being loaded from storage."""
-    REBUILD = "rebuild"
-    """The snapshot is being rebuilt from parity."""
-    READY = "ready"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

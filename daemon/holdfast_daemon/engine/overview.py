@@ -8,22 +8,13 @@ upon; it is asked for after every change, and so is a tuple of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from holdfast_core.errors import MemoryBudgetError
 from holdfast_core.loss_reports import LossReport, merged
+from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_core.values import Directive, Generation, Line, Membership, Redundancy
 from holdfast_daemon.engine.slots import ParityState, SlotState
-from holdfast_daemon.engine.state import JobMemory, RankRecord, RestoreSource
-
-
-class RankHealth(StrEnum):
-    """What a rank does, in the words of REFT §4.2."""
-
-    HEALTHY = "HEALTHY"
-    SNAPSHOTTING = "SNAPSHOTTING"
-    UNHEALTHY = "UNHEALTHY"
-    OFFLINE = "OFFLINE"
+from holdfast_daemon.engine.state import JobMemory, RankRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

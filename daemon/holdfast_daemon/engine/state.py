@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import HoldfastError
 from holdfast_core.loss_reports import LossReport
 from holdfast_core.recovery import Holdings
+from holdfast_core.states import RestoreSource
 from holdfast_core.values import (
     Directive,
     Generation,
@@ -48,16 +48,6 @@ class Session:
     """The trainer received the arena's descriptor, and with it the lock."""
     allocated: bool = False
     error: HoldfastError | None = None
-
-
-class RestoreSource(StrEnum):
-    """Where the snapshot that a rank restores came from."""
-
-    NONE = "none"
-    """The start is fresh."""
-    LOCAL = "local"
-    PARITY = "parity"
-    STORAGE = "storage"
 
 
 @dataclass(slots=True)

@@ -16,7 +16,6 @@ from holdfast_daemon.catalogue import (
     stages_of_state,
 )
 from holdfast_daemon.catalogue_redis import RedisSettings
-from holdfast_daemon.engine import RankHealth
 
 
 class Clock:

@@ -8,10 +8,10 @@ import pytest
 from member_engines import engine_of, membership_of
 
 from holdfast_core.layouts import Layout, encode_layout
+from holdfast_core.states import RestorePhase, RestoreSource
 from holdfast_core.values import Directive, Generation, Line, Membership, Redundancy
-from holdfast_daemon.engine import JobEngine, RestorePhase, RestoreState
+from holdfast_daemon.engine import JobEngine, RestoreState
 from holdfast_daemon.engine.slots import ArenaView, Slot
-from holdfast_daemon.engine.state import RestoreSource
 
 MEMBERSHIP = membership_of((0, 1, 2))
 LINE = Line(generation=None, reason="a fresh start")
