@@ -9,7 +9,7 @@ from statistics import fmean
 from benchmarks.policies.routing_traces import Traffic, routing_trace
 from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.experts import ExpertTable, Selection
-from holdfast_core.selection_budget import select_local, select_remote
+from holdfast_core.selection_budget import select_by_risk, select_local
 from holdfast_core.selection_pec import select_load_aware, select_sequential
 from holdfast_core.token_loss import at_risk
 from holdfast_core.values import Generation
@@ -57,8 +57,10 @@ def two_selections(
         ledger = ledger.captured(Generation(0, step), taken).pruned({})
         held |= {unit: routed[unit] for unit in taken}
         unsent = {unit: held[unit] - sent[unit] for unit in table.units}
-        needed = [unit for unit in table.units if unsent[unit]]
-        goes = select_remote(table, remote_k * layers, unsent=unsent, ages=ages, needed=needed)
+        needed = [expert for expert in table.experts if unsent[expert.unit]]
+        goes = select_by_risk(
+            needed, unsent.__getitem__, ages.__getitem__, remote_k * layers, (), "sent"
+        )
         sent |= {unit: held[unit] for unit in goes.units}
         ages = {unit: 0 if unit in set(goes.units) else ages[unit] + 1 for unit in table.units}
         if step > WARMUP:

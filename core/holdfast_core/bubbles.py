@@ -4,8 +4,7 @@ MoEtion §5.3, algorithm 4. Pipeline schedules leave each stage idle for a while
 that run then compete with nothing. What does not fit runs beside the computation.
 
 The SDK measures bubbles, and counts on those that all recent steps had (`common_windows`); before
-it has measured any, it keeps nothing for them. The paper estimates them from the schedule instead:
-`bubble_s_1f1b` is that estimate, for reasoning about jobs that do not run; no data path uses it.
+it has measured any, it keeps nothing for them. The paper estimates them from the schedule instead.
 Without pipeline parallelism there are no bubbles, and everything runs beside the computation, as it
 would without this module.
 """
@@ -33,24 +32,6 @@ class CopySchedule:
     def bubble_bytes(self) -> int:
         """W^bubble of the paper."""
         return sum(self.window_bytes)
-
-
-def bubble_s_1f1b(stages: int, forward_s: float, backward_s: float, *, chunks: int = 1) -> float:
-    """EstimateBubbleTime: idle seconds of a stage in one step of a 1F1B schedule.
-
-    (PP - 1) · (t_forward + t_backward) of one microbatch: each stage waits for the pipeline to fill
-    and to drain, for as long together whichever stage it is. Interleaving `chunks` model chunks on
-    each stage divides that by their number.
-
-    Raises:
-        InvalidJobError: when there is no stage or chunk, or a time is below 0.
-    """
-    if stages < 1 or chunks < 1 or not (forward_s >= 0 and backward_s >= 0):
-        raise InvalidJobError(
-            f"stages={stages}, chunks={chunks}, forward_s={forward_s}, backward_s={backward_s}: "
-            f"give at least 1 stage and chunk, and times of at least 0"
-        )
-    return (stages - 1) * (forward_s + backward_s) / chunks
 
 
 def copy_s(nbytes: int, bandwidth_bytes_s: float) -> float:
@@ -90,7 +71,7 @@ def schedule_copies(
     Args:
         nbytes: of the stage's snapshot on one rank.
         bandwidth_bytes_s: of the copy.
-        windows_s: the stage's bubbles in one step: `common_windows`, or one of `bubble_s_1f1b`.
+        windows_s: the stage's bubbles in one step: `common_windows`.
         stages: of the pipeline; with 1, `windows_s` does not matter.
 
     Raises:

@@ -6,7 +6,7 @@ needs nobody's counts: see `selection_pec`.
 
 MoEtion's algorithm 1 selects twice: what memory takes, and what of it peers take. Here a snapshot
 is protected as a whole, so there is one selection, within the smaller of both budgets (decision
-0027); `selection_budget.select_remote` is the other one, for measuring what that costs.
+0027).
 """
 
 from __future__ import annotations

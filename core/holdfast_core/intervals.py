@@ -125,23 +125,6 @@ def group_loss_rate_per_s(
     return group_loss_probability(node_loss_probability, n, losses=losses) / exposure_s
 
 
-def checkpoint_interval_s(
-    *,
-    snapshot_s: float,
-    compute_s: float,
-    node_failure_rate_per_s: float,
-    n: int,
-    exposure_s: float = 1.0,
-) -> float:
-    """The optimal time between copies to durable storage, T_re_ckpt (REFT appendix A, eq. 11).
-
-    Storage is needed only when two nodes of a parity group of n are lost at once, so the rate is
-    that of `group_loss_rate_per_s`.
-    """
-    rate_per_s = group_loss_rate_per_s(node_failure_rate_per_s, n, exposure_s=exposure_s)
-    return optimal_interval_s(save_overhead_s(snapshot_s, compute_s), rate_per_s)
-
-
 def recoveries_per_s(
     nodes: int, *, node_losses_per_s: float, process_failures_per_s: float, redundant: bool
 ) -> float:

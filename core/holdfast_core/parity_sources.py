@@ -10,13 +10,50 @@ docs/decisions/0028 says why the data path has the first only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.placement import StatePart, parts_to_transfer
 from holdfast_core.topology import Topology
 
 WEIGHTS_SHARE = 2 / 14
 """Of training state, the compute weights: bfloat16 beside float32 masters and two moments."""
+
+
+class StatePart(StrEnum):
+    """A part of what training keeps for each parameter."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+
+
+_SHARDED: tuple[frozenset[StatePart], ...] = (
+    frozenset(),
+    frozenset({StatePart.OPTIMIZER}),
+    frozenset({StatePart.OPTIMIZER, StatePart.GRADIENTS}),
+    frozenset(StatePart),
+)
+
+
+def parts_to_transfer(zero_stage: int, copies: int) -> frozenset[StatePart]:
+    """Which parts of a state must be sent to survive the loss of a node (MoEtion §5.1).
+
+    ZeRO shards the optimizer state from stage 1 on, gradients from stage 2 on, and weights in stage
+    3; sharded parts exist once. What is not sharded exists as often as the state is replicated.
+
+    Args:
+        zero_stage: 0 (plain data parallelism) to 3.
+        copies: on how many nodes the state is replicated: data-parallel nodes for the non-expert
+            part, nodes with the same experts for experts. 1 means that nothing is redundant.
+
+    Raises:
+        InvalidJobError: for another stage, or no copy at all.
+    """
+    if zero_stage not in range(len(_SHARDED)) or copies < 1:
+        raise InvalidJobError(
+            f"zero_stage={zero_stage}, copies={copies}: give a stage from 0 to 3 and 1 copy or more"
+        )
+    return _SHARDED[zero_stage] if copies > 1 else frozenset(StatePart)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -208,28 +208,3 @@ def gradient_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
             first, end = entry.offset // size, piece_count(entry.offset + entry.nbytes, size)
             found.setdefault(entry.unit, set()).update(range(first, end))
     return {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Carried:
-    """Bytes of one expert on the network."""
-
-    state_bytes: int
-    gradient_bytes: int
-
-    @property
-    def saved_bytes(self) -> int:
-        return self.state_bytes - self.gradient_bytes
-
-
-def carried_bytes(layout: Layout) -> dict[UnitKey, Carried]:
-    """What each expert of a layout costs the network as state, and as gradients with recipes."""
-    found: dict[UnitKey, list[int]] = {}
-    for entry in layout.entries:
-        beside = entry.role in BESIDE_STATE
-        found.setdefault(UnitKey.parse(entry.unit), [0, 0])[beside] += entry.nbytes
-    return {
-        unit: Carried(state_bytes=state, gradient_bytes=gradients)
-        for unit, (state, gradients) in found.items()
-        if gradients
-    }

@@ -219,11 +219,6 @@ def _has_all_blocks(
     )
 
 
-def newest_complete(membership: Membership, holdings: Holdings) -> Generation | None:
-    """The newest generation that every rank's own daemon holds."""
-    return next((g for g in holdings.generations() if is_complete(membership, holdings, g)), None)
-
-
 def dead_generations(
     membership: Membership, inventories: Mapping[int, Inventory]
 ) -> tuple[Generation, ...]:
@@ -251,12 +246,6 @@ def dead_generations(
         for generation, ranks in sorted(pending.items(), key=lambda item: item[0])
         if any(rank not in ranks and generation <= last for rank, last in passed.items())
     )
-
-
-def kept_after_line(line: Line, protected: Generation | None) -> frozenset[Generation]:
-    """What a daemon keeps when an epoch's line is decided: the line, and the newest protected
-    generation before it, which stays until something newer is protected (invariant 2)."""
-    return frozenset(g for g in (line.generation, protected) if g is not None)
 
 
 def _parity_of(

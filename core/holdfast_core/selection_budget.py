@@ -12,10 +12,8 @@ What the paper leaves open, and is defined here:
 - The cost of an expert is that of the longest one, so that a budget is kept whoever is chosen.
 - A budget below one expert still gives one: otherwise tokens at risk would grow without end. The
   reason says so, and that the copy may not be hidden.
-- Experts that received no tokens are captured within `selective_bound` snapshots, as in
-  `selection_pec`: from an age on they go first.
-
-The remote selection chooses by tokens and ages of remote copies, among what remotes lack.
+- Experts that received no tokens are captured within a bounded number of snapshots,
+  as in `selection_pec`: from an age on they go first.
 """
 
 from __future__ import annotations
@@ -152,39 +150,7 @@ def select_local(
             they come on top of S_total.
     """
     missing = ledger.uncaptured.union(uncaptured)
-    return _select(table.experts, ledger.unsaved, ledger.age, total, missing, "captured")
-
-
-def select_remote(
-    table: ExpertTable,
-    total: int,
-    *,
-    unsent: Mapping[UnitKey, int],
-    ages: Mapping[UnitKey, int],
-    needed: Collection[UnitKey],
-    missing: Collection[UnitKey] = (),
-) -> Selection:
-    """The experts whose newest captured version goes to other nodes (algorithm 1, line 17).
-
-    Args:
-        total: S_total of B_remote.
-        unsent: for each expert the tokens of its newest captured version that its remote copy
-            lacks.
-        ages: for each expert the snapshots since it was last sent.
-        needed: experts whose remote copy is older than their newest captured version; others are
-            never sent.
-        missing: experts of `needed` without any remote copy; they come on top of S_total.
-    """
-    candidates = [expert for expert in table.experts if expert.unit in set(needed)]
-    must = frozenset(missing).intersection(needed)
-    return _select(
-        candidates,
-        lambda unit: unsent.get(unit, 0),
-        lambda unit: ages.get(unit, 0),
-        total,
-        must,
-        "sent",
-    )
+    return select_by_risk(table.experts, ledger.unsaved, ledger.age, total, missing, "captured")
 
 
 def selective_guard(experts: int, total: int) -> int:
@@ -192,16 +158,7 @@ def selective_guard(experts: int, total: int) -> int:
     return AGEING_ROUNDS * -(-experts // max(1, total))
 
 
-def selective_bound(experts: int, total: int) -> int:
-    """No expert goes longer than this many snapshots without being chosen, while S_total stays.
-
-    From the guard age on, a snapshot that passes an expert over has given all S places to older
-    ones, each of which gets ahead of it only once: guard + ⌊(E - 1) / S⌋ + 1.
-    """
-    return selective_guard(experts, total) + (experts - 1) // max(1, total) + 1
-
-
-def _select(
+def select_by_risk(
     experts: Sequence[Expert],
     risk: Callable[[UnitKey], int],
     age: Callable[[UnitKey], int],
@@ -211,7 +168,16 @@ def _select(
 ) -> Selection:
     """Overdue experts, oldest first, then each layer's top S[i] (algorithm 1, lines 8 to 15).
 
-    `experts` are in the order of units, which is how ties are broken: sorting is stable.
+    Args:
+        experts: the candidates, in the order of units, which is how ties are broken.
+        risk: the tokens of an expert that would be lost.
+        age: the snapshots since an expert was last chosen.
+        total: S_total.
+        missing: experts that come on top of S_total.
+        what: what becomes of the chosen ones, for the reason.
+
+    Raises:
+        InvalidJobError: when `total` is below 0.
     """
     if total < 0:
         raise InvalidJobError(f"S_total={total}: give the number of experts, at least 0")

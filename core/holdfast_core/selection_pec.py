@@ -10,7 +10,7 @@ What the paper leaves open, and is defined here:
 - An expert that was never captured is captured in any case, so a job's first snapshot is full:
   before that no generation could be restored.
 - An expert without tokens still changes (weight decay, moments), so each policy captures it within
-  a bound that `sequential_bound` and `load_aware_bound` state.
+  a bounded number of snapshots (`sequential_bound`; from `guard_age` on the oldest go first).
 
 All ranks choose alike from the same table, number and ledger, without a collective.
 """
@@ -118,26 +118,6 @@ def guard_age(experts: int, k: int) -> int:
 def sequential_bound(layer: MoeLayer, k: int) -> int:
     """Any so many consecutive snapshots capture every expert of the layer: ⌈N / K⌉."""
     return -(-len(layer.experts) // k)
-
-
-def load_aware_bound(table: ExpertTable, layer: MoeLayer, k: int) -> int:
-    """No expert of the layer goes longer than this many snapshots without being captured.
-
-    From the guard age on, a snapshot that passes an expert over has given K places of its layer,
-    or a whole capacity of its rank, to older ones; each of those gets ahead of it only once. With
-    N experts in the layer, and H in all layers of the rank, whose capacity is C:
-    guard + ⌊(N - 1) / K⌋ + ⌊(H - 1) / C⌋ + 1.
-    """
-    n = len(layer.experts)
-    if k >= n:
-        return 1
-    stage = [m for m in table.layers if m.stage == layer.stage and len(m.experts) > k]
-    held: dict[int, int] = {}
-    for expert in (expert for m in stage for expert in m.experts):
-        held[expert.share] = held.get(expert.share, 0) + 1
-    capacity = -(-k * len(stage) // len(held))
-    on_rank = max(held[share] for share in {expert.share for expert in layer.experts})
-    return guard_age(n, k) + (n - 1) // k + (on_rank - 1) // capacity + 1
 
 
 def _check_k(k: int) -> None:

@@ -32,14 +32,6 @@ _PART = "[-A-Za-z0-9._~=+,:@ ]+"
 URI_PATTERN = f"((file://)?(/{_PART})+|({'|'.join(SCHEMES)})://{_BUCKET}(/{_PART})*)/?"
 """What a URI looks like, for Python and RE2; parts that are dots and `::` are refused besides."""
 
-_TEMPLATE_PART = "([-A-Za-z0-9._~=+,:@ ]|[{]namespace[}])+"
-PREFIX_PATTERN = (
-    f"((file://)?(/{_TEMPLATE_PART})+"
-    f"|({'|'.join(SCHEMES)})://([A-Za-z0-9]|[{{]namespace[}}])([-A-Za-z0-9._]|[{{]namespace[}}])*"
-    f"(/{_TEMPLATE_PART})*)/?"
-)
-"""The same for a location's prefix, which may have `{namespace}` in it."""
-
 NOT_A_PLACE = "not a place for copies"
 HOW_TO_WRITE_A_PLACE = (
     "write a path from the root, or a URI of the kind file, s3, gs or abfs like s3://bucket/run1, "

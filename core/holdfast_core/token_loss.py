@@ -44,13 +44,8 @@ class TokenLoss:
     def mlt(self) -> float:
         """Momentary lost tokens (MoEtion eq. 6): the *sum* of the layers' portions, 0 to their
         number. The percentages of its table 1 are portions of each layer, so compare them with
-        `mlt_per_layer`."""
+        the mean."""
         return sum(portion(self.lost.get(m, 0), total) for m, total in self.assignments.items())
-
-    @property
-    def mlt_per_layer(self) -> float:
-        """The mean of the layers' portions."""
-        return self.mlt / len(self.assignments) if self.assignments else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

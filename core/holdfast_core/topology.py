@@ -25,8 +25,6 @@ class Coordinates:
     pp: int
     ep: int
     """Which share of the experts the rank holds: dp % degree of expert parallelism."""
-    expert_replica: int
-    """Which copy of that share it is: dp // degree of expert parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +105,7 @@ class Topology:
             )
         rest, tp = divmod(rank, self.tp)
         pp, dp = divmod(rest, self.dp)
-        return Coordinates(dp, tp, pp, dp % self.ep, dp // self.ep)
+        return Coordinates(dp, tp, pp, dp % self.ep)
 
     def rank_at(self, *, dp: int, tp: int = 0, pp: int = 0) -> int:
         """The rank at these coordinates."""

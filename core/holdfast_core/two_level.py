@@ -6,8 +6,7 @@ restore fresh experts from memory; only what was lost with a node comes from the
 it is older: the price is tokens.
 
 What is persisted need not be of this snapshot: memory holds the newest version of every expert, so
-the experts whose persisted version is oldest go first, and none is left out for longer than
-`persist_bound` copies.
+the experts whose persisted version is oldest go first, and none is left out for ever.
 
 What a file holds, and what each expert is restored from, is decided by `sparse_files`.
 """
@@ -19,7 +18,7 @@ from dataclasses import replace
 
 from holdfast_core.balanced_choice import choose
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.experts import Expert, ExpertTable, MoeLayer, Selection
+from holdfast_core.experts import Expert, ExpertTable, Selection
 from holdfast_core.units import UnitKey
 from holdfast_core.values import Generation
 
@@ -66,17 +65,3 @@ def select_persisted(
         reason=f"{k} experts of each layer, oldest in storage first: {len(chosen)} of the "
         f"{len(fresh)} that memory holds newer, {never} of them not persisted before",
     )
-
-
-def persist_bound(layer: MoeLayer, k: int, on_rank: int) -> int:
-    """No expert that memory holds newer waits longer than this many copies to be persisted.
-
-    As in `selection_pec.load_aware_bound`: each copy that passes an expert over has given K places
-    of its layer, or a whole capacity of its rank (at least 1), to others whose persisted versions
-    are older. Each of those gets ahead of it at most twice, because what was persisted of it may
-    itself have been old: ⌊2 (N - 1) / K⌋ + 2 (H - 1) + 1.
-
-    Args:
-        on_rank: H, experts of the same share in all layers of the stage.
-    """
-    return 2 * (len(layer.experts) - 1) // k + 2 * (on_rank - 1) + 1

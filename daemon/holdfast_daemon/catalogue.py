@@ -34,7 +34,6 @@ gone, and nobody else may speak for it. Three missed refreshes of the daemon."""
 class Stage(StrEnum):
     """The stages that a snapshot reaches, in order."""
 
-    STAGED = "staged"
     COMMITTED = "committed"
     PROTECTED = "protected"
     PERSISTED = "persisted"

@@ -211,13 +211,13 @@ def test_the_last_word_on_a_stage_and_on_a_rank_wins(open_catalogue: Open) -> No
     async def body() -> None:
         async with open_catalogue() as fixture:
             for step in (3, 4):
-                fixture.catalogue.publish_stage("moe", 1, Generation(2, step), Stage.STAGED)
+                fixture.catalogue.publish_stage("moe", 1, Generation(2, step), Stage.COMMITTED)
             for health in (RankHealth.SNAPSHOTTING, RankHealth.UNHEALTHY):
                 fixture.catalogue.publish_rank_state("moe", 1, health)
             await fixture.catalogue.settled()
             view = await fixture.catalogue.read_job("moe")
             assert view is not None
-            assert view.stages == {1: {Stage.STAGED: Generation(2, 4)}}
+            assert view.stages == {1: {Stage.COMMITTED: Generation(2, 4)}}
             assert view.ranks == {1: RankHealth.UNHEALTHY}
 
     run(body)

@@ -54,11 +54,6 @@ class CopyPlan:
     staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """(contiguous staging tensor, live tensor) for tensors that are not contiguous."""
 
-    @property
-    def tensor_bytes(self) -> int:
-        host = sum(move[2] for moves in self.host_moves for move in moves)
-        return host + sum(move.nbytes for moves in self.device_moves for move in moves)
-
 
 class BadPieceError(Exception):
     """A piece does not match its checksum; the caller knows what lies in it."""

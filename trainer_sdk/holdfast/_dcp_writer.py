@@ -8,7 +8,6 @@ hook keeps the optimizer from changing them too early. A state dict that holds m
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,8 +25,6 @@ from holdfast._handles import SaveHandle
 from holdfast._interface import Session
 from holdfast._session import ProtectedSession
 from holdfast_core.errors import HoldfastError, InvalidJobError
-
-_log = logging.getLogger("holdfast")
 
 
 class HoldfastWriter(StorageWriter, AsyncStager):

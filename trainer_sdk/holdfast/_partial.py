@@ -9,7 +9,6 @@ K is decided anew.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -37,8 +36,6 @@ from holdfast_core.sparse_files import runs_of_pieces
 from holdfast_core.token_loss import LossAccount
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
-
-_log = logging.getLogger("holdfast")
 
 VERSIONS_KEPT = 4
 """Of each expert, in the ledger: more than there are snapshots in memory."""

@@ -7,7 +7,6 @@ what the last one did. Decides nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -25,8 +24,6 @@ from holdfast_operator.kube.resources import (
 )
 from holdfast_operator.kube.watches import Cache
 from holdfast_operator.views import AgentState
-
-_log = logging.getLogger(__name__)
 
 GRACE_S = 8
 """Between SIGTERM and SIGKILL of a pod; longer than the launcher gives its workers."""

@@ -326,14 +326,6 @@ class LocalCluster:
         """SIGKILL a rank's process. All faults return what was done, in words, and are events."""
         return self._injected(faults.signal_rank(self.directory, self.status, rank, signal.SIGKILL))
 
-    async def stop_rank(self, rank: int) -> str:
-        """SIGSTOP a rank's process: it hangs."""
-        return self._injected(faults.signal_rank(self.directory, self.status, rank, signal.SIGSTOP))
-
-    async def continue_rank(self, rank: int) -> str:
-        """SIGCONT a rank's process."""
-        return self._injected(faults.signal_rank(self.directory, self.status, rank, signal.SIGCONT))
-
     async def kill_daemon(self, node: str) -> str:
         """SIGKILL a node's daemon; it is started again."""
         return self._injected(faults.kill_daemon(self.directory, node))

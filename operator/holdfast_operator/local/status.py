@@ -18,7 +18,7 @@ from holdfast_core.loss_reports import JobLoss
 from holdfast_core.states import RestoreSource
 from holdfast_operator.last_failure import TrainerFailure
 from holdfast_operator.recoveries import Recovery
-from holdfast_operator.views import Condition, ConditionType
+from holdfast_operator.views import Condition
 
 FINISHED = "FINISHED"
 """State of a rank that has ended well; what else there is are the daemon's (REFT §4.2)."""
@@ -130,9 +130,6 @@ class Status:
     recoveries: tuple[Recovery, ...] = ()
     counters: dict[str, Any] = field(default_factory=dict)
     """For the next control loop (`holdfast_operator.counters`)."""
-
-    def is_true(self, kind: ConditionType) -> bool:
-        return any(c.type is kind and c.status for c in self.conditions)
 
     def rank(self, rank: int) -> RankStatus | None:
         """The rank, None while no daemon reports it."""

@@ -7,7 +7,6 @@ pidfd. It decides nothing about the job: daemons that die alone are started agai
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import signal
 import time
@@ -36,8 +35,6 @@ from holdfast_operator.local.processes import (
     wait_exit,
 )
 from holdfast_operator.views import AgentState, AgentView, EventReason
-
-_log = logging.getLogger(__name__)
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 10.0
 STEADY_S = 30.0

@@ -16,7 +16,7 @@ from dashboards import SECTIONS, dashboard, series
 from values_schema import schema
 
 from holdfast_core.metric_definitions import Definition, MetricType
-from holdfast_core.storage_locations import PREFIX_PATTERN, StorageLocation
+from holdfast_core.storage_locations import StorageLocation
 from holdfast_daemon import metrics as daemon
 from holdfast_operator.kube import metrics as operator
 
@@ -187,10 +187,9 @@ def test_a_description_belongs_to_the_setting_below_it_alone() -> None:
         schema(text, yaml.safe_load(text))
 
 
-def test_the_chart_admits_the_prefixes_that_daemons_can_read() -> None:
+def test_the_chart_knows_all_of_a_storage_location() -> None:
     settings = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]
     location = settings["persistence"]["properties"]["locations"]["items"]["properties"]
-    assert location["prefix"]["pattern"] == f"^{PREFIX_PATTERN}$"
     names = {field.encode_name for field in msgspec.structs.fields(StorageLocation)}
     assert names - {"credentials"} | {"secretName"} == set(location)
 

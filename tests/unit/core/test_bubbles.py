@@ -4,18 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_core.bubbles import bubble_s_1f1b, common_windows, copy_s, schedule_copies
+from holdfast_core.bubbles import common_windows, copy_s, schedule_copies
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.layouts import TENSOR_ALIGNMENT
-
-
-@pytest.mark.parametrize(
-    ("stages", "chunks", "expected"), [(1, 1, 0.0), (2, 1, 0.3), (8, 1, 2.1), (8, 2, 1.05)]
-)
-def test_a_1f1b_schedule_idles_while_the_pipeline_fills_and_drains(
-    stages: int, chunks: int, expected: float
-) -> None:
-    assert bubble_s_1f1b(stages, 0.1, 0.2, chunks=chunks) == pytest.approx(expected)
 
 
 def test_what_does_not_fit_into_bubbles_runs_beside_the_computation() -> None:
@@ -85,5 +76,3 @@ def test_bad_input_is_refused() -> None:
         schedule_copies(-1, 1, [], stages=2)
     with pytest.raises(InvalidJobError, match=r"windows_s=\[-1\]: a bubble lasts at least 0"):
         schedule_copies(1, 1, [-1], stages=2)
-    with pytest.raises(InvalidJobError, match=r"stages=0"):
-        bubble_s_1f1b(0, 1, 1)

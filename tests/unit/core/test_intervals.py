@@ -7,7 +7,6 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.intervals import (
     DIFFERENCE_FROM,
-    checkpoint_interval_s,
     group_loss_probability,
     group_loss_rate_per_s,
     optimal_interval_s,
@@ -75,16 +74,6 @@ def test_the_snapshot_interval_is_equation_9() -> None:
     assert found == pytest.approx(as_written)
 
 
-def test_the_checkpoint_interval_is_equation_11_for_a_rate_per_unit_of_time() -> None:
-    t_sn, t_comp, rate, n = 5.0, 3.0, 1e-3, 6
-    group = 1 - (1 - rate) ** n - n * rate * (1 - rate) ** (n - 1)
-    as_written = sqrt((abs(t_sn - t_comp) + t_sn - t_comp) / group)
-    found = checkpoint_interval_s(
-        snapshot_s=t_sn, compute_s=t_comp, node_failure_rate_per_s=rate, n=n
-    )
-    assert found == pytest.approx(as_written, rel=2e-3)
-
-
 @pytest.mark.parametrize("n", [2, 3, 6, 100])
 @pytest.mark.parametrize("lost", [0.0, 1e-12, 1e-6, 1e-3, 0.04, 0.05, 0.3, 0.9, 1.0])
 def test_the_loss_of_a_group_is_the_sum_over_two_and_more_lost_nodes(n: int, lost: float) -> None:
@@ -108,11 +97,6 @@ def test_a_group_that_is_exposed_for_longer_is_lost_more_often() -> None:
     # Two of four nodes within the exposure: C(4, 2) rate² exposure_s.
     assert short == pytest.approx(6 * rate**2 * 10, rel=1e-3)
     assert long == pytest.approx(6 * rate**2 * 600, rel=1e-3)
-
-
-def test_parity_lets_checkpoints_be_much_rarer_than_snapshots() -> None:
-    each = {"snapshot_s": 2.0, "compute_s": 1.0, "node_failure_rate_per_s": 1e-6}
-    assert checkpoint_interval_s(**each, n=4) > 100 * snapshot_interval_s(**each)
 
 
 def test_an_interval_is_rounded_to_steps() -> None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.parity_sources import held_with_sharding, replica_shares, source_cost
+from holdfast_core.parity_sources import (
+    StatePart,
+    held_with_sharding,
+    parts_to_transfer,
+    replica_shares,
+    source_cost,
+)
 from holdfast_core.topology import Topology
+
+W, G, O = StatePart.WEIGHTS, StatePart.GRADIENTS, StatePart.OPTIMIZER  # noqa: E741
 
 
 @pytest.mark.parametrize(
@@ -60,3 +68,15 @@ def test_what_is_not_sent_is_copied_once_more(
     cost = source_cost(100, losses=losses, held=held, copy_bytes_s=50, network_bytes_s=10)
     assert (cost.sent_bytes, cost.copied_bytes) == (sent, copied)
     assert (cost.sent_s, cost.copied_s) == (sent / 10, copied / 50)
+
+
+@pytest.mark.parametrize(("stage", "parts"), [(0, set()), (1, {O}), (2, {O, G}), (3, {O, G, W})])
+def test_only_what_zero_shards_is_transferred(stage: int, parts: set[StatePart]) -> None:
+    assert parts_to_transfer(stage, copies=2) == parts
+    assert parts_to_transfer(stage, copies=1) == {O, G, W}
+
+
+@pytest.mark.parametrize(("stage", "copies"), [(4, 1), (-1, 1), (0, 0)])
+def test_unknown_stages_are_refused(stage: int, copies: int) -> None:
+    with pytest.raises(InvalidJobError, match="give a stage from 0 to 3"):
+        parts_to_transfer(stage, copies)

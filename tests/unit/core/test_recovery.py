@@ -19,8 +19,6 @@ from holdfast_core.recovery import (
     Holdings,
     is_complete,
     is_protected,
-    kept_after_line,
-    newest_complete,
     newest_protected,
     newest_survivable,
     rebuildable,
@@ -230,7 +228,6 @@ def test_protected_is_what_survives_the_loss_of_any_member_of_each_group(
         protected = oracle_protected(state)
         assert is_protected(members, held, NEW) == protected, state
         assert is_complete(members, held, NEW) == (None not in state.snapshots)
-        assert newest_complete(members, held) == (NEW if None not in state.snapshots else None)
         assert newest_protected(members, held) == (NEW if protected else None)
         count += protected
     assert count
@@ -389,12 +386,3 @@ def test_a_block_that_lacks_a_source_recovers_nothing() -> None:
     short = replace(block, sources=block.sources[:1])
     found[1] = replace(found[1], parities=(short,))
     assert recovery_line(membership(state.groups), found).generation is None
-
-
-@pytest.mark.parametrize("line", [None, OLD, NEW])
-@pytest.mark.parametrize("protected", [None, OLD, NEW])
-def test_the_line_and_the_newest_protected_generation_are_kept(
-    line: Generation | None, protected: Generation | None
-) -> None:
-    kept = kept_after_line(Line(generation=line, reason=""), protected)
-    assert kept == {line, protected} - {None}

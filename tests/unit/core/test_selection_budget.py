@@ -3,6 +3,7 @@ from __future__ import annotations
 from itertools import cycle
 
 import pytest
+from choice_bounds import selective_bound
 from expert_worlds import (
     after_full_snapshot,
     any_worlds,
@@ -22,8 +23,6 @@ from holdfast_core.selection_budget import (
     allocate,
     experts_within,
     select_local,
-    select_remote,
-    selective_bound,
     selective_guard,
 )
 
@@ -200,44 +199,3 @@ def test_without_the_guard_experts_without_tokens_would_starve() -> None:
     table = world([4, 4])
     wait = longest_wait(table, 2, [9, 9, 0, 0, 0, 0, 0, 0], snapshots=200)
     assert selective_guard(8, 2) <= wait < selective_bound(8, 2)
-
-
-# --- remote ---------------------------------------------------------------------------------------
-
-
-def test_only_what_remote_nodes_lack_is_sent() -> None:
-    table = world([4])
-    selection = select_remote(
-        table,
-        2,
-        unsent={unit(0, 0): 90, unit(0, 1): 50, unit(0, 2): 70},
-        ages={},
-        needed=[unit(0, 1), unit(0, 2), unit(0, 3)],
-    )
-    assert selection.units == (unit(0, 1), unit(0, 2))
-    assert "2 of 3 experts sent" in selection.reason
-
-
-def test_what_remote_nodes_never_had_is_sent_on_top() -> None:
-    table = world([4])
-    selection = select_remote(
-        table,
-        1,
-        unsent={unit(0, 0): 90},
-        ages={},
-        needed=[unit(0, 0), unit(0, 3)],
-        missing=[unit(0, 3), unit(0, 1)],
-    )
-    assert selection.units == (unit(0, 0), unit(0, 3))
-
-
-def test_an_expert_that_was_not_sent_for_long_goes_first() -> None:
-    table = world([2])
-    both = table.units
-    ages = {unit(0, 1): selective_guard(2, 1)}
-    selection = select_remote(table, 1, unsent={unit(0, 0): 9}, ages=ages, needed=both)
-    assert selection.units == (unit(0, 1),)
-
-
-def test_nothing_needed_sends_nothing() -> None:
-    assert select_remote(world([4]), 3, unsent={}, ages={}, needed=[]).units == ()

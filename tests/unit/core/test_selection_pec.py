@@ -4,6 +4,7 @@ import itertools
 from random import Random
 
 import pytest
+from choice_bounds import load_aware_bound
 from expert_worlds import (
     after_full_snapshot,
     any_worlds,
@@ -22,7 +23,6 @@ from holdfast_core.expert_ledger import ExpertLedger
 from holdfast_core.experts import ExpertTable
 from holdfast_core.selection_pec import (
     guard_age,
-    load_aware_bound,
     select_load_aware,
     select_sequential,
     sequential_bound,

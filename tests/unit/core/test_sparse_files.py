@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
+from choice_bounds import persist_bound
 from expert_snapshots import PIECE, Made, expected, made, rank_layout
 from expert_worlds import world
 from hypothesis import given, settings
@@ -32,7 +33,6 @@ from holdfast_core.sparse_files import (
     may_build_on,
     plan_rank,
 )
-from holdfast_core.two_level import persist_bound
 from holdfast_core.units import UnitKey
 from holdfast_core.values import ExpertVersion, Generation, Line, Manifest
 

@@ -26,7 +26,6 @@ def test_plt_is_a_portion_of_all_and_mlt_the_sum_over_layers() -> None:
     loss = TokenLoss(lost={0: 100, 1: 50}, assignments={0: 2000, 1: 2000})
     assert loss.plt == pytest.approx(150 / 4000)
     assert loss.mlt == pytest.approx(0.05 + 0.025)
-    assert loss.mlt_per_layer == pytest.approx(loss.plt)
 
 
 def test_layers_weigh_alike_in_mlt_whatever_they_processed() -> None:
@@ -45,7 +44,7 @@ def test_a_portion_is_from_0_to_1(lost: int, total: int, expected: float) -> Non
 
 def test_no_layers_lose_nothing() -> None:
     loss = TokenLoss(lost={}, assignments={})
-    assert (loss.plt, loss.mlt, loss.mlt_per_layer) == (0.0, 0.0, 0.0)
+    assert (loss.plt, loss.mlt) == (0.0, 0.0)
 
 
 def test_what_is_at_risk_is_what_a_recovery_now_would_lose() -> None:

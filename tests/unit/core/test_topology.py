@@ -22,7 +22,7 @@ def test_every_rank_has_its_own_coordinates_and_they_lead_back_to_it(topology: T
         at = topology.coordinates(rank)
         assert (at.pp * topology.dp + at.dp) * topology.tp + at.tp == rank
         assert topology.rank_at(dp=at.dp, tp=at.tp, pp=at.pp) == rank
-        assert (at.ep, at.expert_replica) == (at.dp % topology.ep, at.dp // topology.ep)
+        assert at.ep == at.dp % topology.ep
         seen.add((at.dp, at.tp, at.pp))
     assert len(seen) == topology.world_size
 
@@ -47,7 +47,6 @@ def test_consecutive_dp_indices_hold_all_experts_between_them(topology: Topology
     for first in range(0, topology.dp, topology.ep):
         ranks = [topology.rank_at(dp=first + i) for i in range(topology.ep)]
         assert {topology.coordinates(r).ep for r in ranks} == set(range(topology.ep))
-        assert len({topology.coordinates(r).expert_replica for r in ranks}) == 1
 
 
 def test_tp_varies_fastest_then_dp_then_pp() -> None:

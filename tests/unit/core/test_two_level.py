@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from choice_bounds import persist_bound
 from expert_worlds import (
     any_worlds,
     generation,
@@ -16,7 +17,6 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts import ExpertTable
 from holdfast_core.selection_pec import select_sequential
 from holdfast_core.two_level import (
-    persist_bound,
     select_persisted,
 )
 from holdfast_core.units import UnitKey

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from choice_bounds import selective_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from holdfast_core.expert_policies import ExpertPolicy
 from holdfast_core.experts import Expert, ExpertTable, MoeLayer, Selection
 from holdfast_core.job_snapshots import Choice, PartialExperts, Selective
 from holdfast_core.replenish import Replenishing
-from holdfast_core.selection_budget import selective_bound
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
