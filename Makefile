@@ -111,6 +111,10 @@ check: $(STAMP) ## Format, lint, types, import contracts, generated files
 mutants: $(STAMP) ## Plant bugs and see the simulation find them (long); ARGS="block change"
 	@$(BIN)/python tests/simulation/helpers/mutants.py $(ARGS)
 
+.PHONY: simulate
+simulate: $(STAMP) ## Run seeded schedules of the simulation by hand; ARGS="--first SEED --log"
+	@PYTHONPATH=tests/simulation/helpers $(BIN)/python -m simulation $(ARGS)
+
 .PHONY: test-faults
 test-faults: $(STAMP) redis ## Run every fault test for every policy and redundancy (long)
 	@$(BIN)/python -m pytest tests/local -n $(PYTEST_WORKERS) --dist worksteal \

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from simulation.cluster import Cluster
+from simulation.options import FAULTS, Options
 
 from holdfast_core.job_snapshots import PolicyType
-from holdfast_daemon.simulation.cluster import Cluster
-from holdfast_daemon.simulation.faults import FAULTS
-from holdfast_daemon.simulation.options import Options
 
 
 @pytest.mark.parametrize("policy", PolicyType)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
-from holdfast_daemon.simulation.__main__ import run_schedules
-from holdfast_daemon.simulation.cluster import Cluster
-from holdfast_daemon.simulation.options import Options
+from simulation.__main__ import run_schedules
+from simulation.cluster import Cluster
+from simulation.options import Options
 
 SCHEDULES = 300
 CHUNK = 50

@@ -7,8 +7,7 @@ test-schedules` runs five times as many.
 from __future__ import annotations
 
 import pytest
-
-from holdfast_daemon.simulation.__main__ import run_schedules
+from simulation.__main__ import run_schedules
 
 CHUNK = 250
 

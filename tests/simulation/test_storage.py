@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from simulation.options import FAULTS, Options
+from simulation.stored_cluster import STORAGE_FAULTS, StoredCluster
 
 from holdfast_core.values import Generation
-from holdfast_daemon.simulation.faults import FAULTS
-from holdfast_daemon.simulation.options import Options
-from holdfast_daemon.simulation.stored_cluster import STORAGE_FAULTS, StoredCluster
 
 
 def run(first_seed: int, count: int, kinds: tuple[str, ...], **more: Generation) -> Counter[str]:

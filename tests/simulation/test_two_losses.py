@@ -1,15 +1,15 @@
 """Seeded schedules in which two members of a parity group are lost at once, or one after another
 before the first is made good, under redundancy that is made for it.
 
-More of them: `python -m holdfast_daemon.simulation --redundancy RAIM6 --losses 2`.
+More of them: `make simulate ARGS="--redundancy RAIM6 --losses 2"`.
 """
 
 from __future__ import annotations
 
 import pytest
+from simulation.__main__ import run_schedules
 
 from holdfast_core.values import Redundancy
-from holdfast_daemon.simulation.__main__ import run_schedules
 
 CHUNK = 25
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("core", "protos", "storage", "daemon")
+SIMULATION = Path(__file__).resolve().parent
 DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
 SCHEDULES = 1500
@@ -321,16 +322,15 @@ def survives(mutant: Mutant) -> str:
     """How the simulation fares with `mutant`: the first line of its complaint, empty when none."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in SOURCES:
-            shutil.copytree(ROOT / name, copy / name)
+        copies = [str(shutil.copytree(ROOT / name, copy / name)) for name in SOURCES]
         for file, text in planted(mutant).items():
             (copy / file).write_text(text)
-        command = ["-m", "holdfast_daemon.simulation", "--steps", "8", "--count", str(SCHEDULES)]
+        command = ["-m", "simulation", "--steps", "8", "--count", str(SCHEDULES)]
         command += ["--tier"] if mutant.tier else []
         try:
             result = subprocess.run(
                 [sys.executable, "-P", *command],
-                env={**os.environ, "PYTHONPATH": ":".join(str(copy / name) for name in SOURCES)},
+                env={**os.environ, "PYTHONPATH": ":".join([*copies, str(SIMULATION)])},
                 capture_output=True,
                 text=True,
                 check=False,

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 import two_generations as updating
+from simulation.checking import expected_block, times
 from tests.unit.daemon import test_parity as parity
 from tests.unit.daemon.test_parity import PIECE
 
@@ -19,7 +20,6 @@ from holdfast_daemon.bulk import Kind
 from holdfast_daemon.combining import Effort, Stream
 from holdfast_daemon.multiplying import multiply_into
 from holdfast_daemon.parity import build_from_chunks, put_into, rebuild
-from holdfast_daemon.simulation.checking import expected_block, times
 from holdfast_daemon.updating import build_from_changes
 
 CODES = [Code(3, 2, 1), Code(3, 1, 2), Code(4, 2, 2), Code(6, 4, 2), Code(4, 1, 2), Code(4, 1, 3)]

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from simulation.bucket import Bucket
+from simulation.disk import Disk
+from simulation.fibers import Fiber, Killed
+from simulation.transfers import VirtualWorker
+from simulation.vault import Vault
+from simulation.world import Daemon, World
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.places import Lying
@@ -34,12 +40,6 @@ from holdfast_daemon.effects import (
     StopPersisting,
 )
 from holdfast_daemon.engine import EngineSettings, JobEngine
-from holdfast_daemon.simulation.disk import Disk
-from holdfast_daemon.simulation.fibers import Fiber, Killed
-from holdfast_daemon.simulation.transfers import VirtualWorker
-
-if TYPE_CHECKING:
-    from holdfast_daemon.simulation.cluster import Cluster
 
 TICK_S = 0.25
 
@@ -47,8 +47,11 @@ TICK_S = 0.25
 class VirtualDaemon:
     """One incarnation of a daemon. Dead once `alive` is false; another takes over the disk."""
 
-    def __init__(self, cluster: Cluster, node: str, disk: Disk) -> None:
-        self.cluster, self.node, self.disk = cluster, node, disk
+    def __init__(
+        self, world: World, node: str, disk: Disk, *, bucket: Bucket, vault: Vault | None
+    ) -> None:
+        self.world, self.node, self.disk = world, node, disk
+        self._bucket = bucket
         self.alive = True
         self.paused = False
         self._inbox: list[Callable[[], None]] = []
@@ -62,7 +65,7 @@ class VirtualDaemon:
             incarnation=disk.incarnation,
             settings=EngineSettings(),
         )
-        self._worker = VirtualWorker(cluster, self, disk)
+        self._worker = VirtualWorker(world, self, disk, bucket=bucket, vault=vault)
         self._moving: Fiber[Completion] | None = None
         """The transfer that runs now."""
         self._stall_s = 0.0
@@ -71,7 +74,7 @@ class VirtualDaemon:
     @property
     def now(self) -> float:
         """This node's own clock, which may jump."""
-        return self.cluster.clock.now + self.cluster.clock_offset[self.node]
+        return self.world.clock.now + self.world.clock_offset[self.node]
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class VirtualDaemon:
                         rank,
                         arena.encoded_layout,
                         {slot: (one.encoded, one.places) for slot, one in arena.sealed.items()},
-                        self.cluster.is_claimed(self.node, rank),
+                        self.world.is_claimed(self.node, rank),
                     )
                     for (rank, _), arena in disk.arenas.items()
                 ],
@@ -110,11 +113,11 @@ class VirtualDaemon:
         if not self.alive:
             return
         self.call(self._look)
-        self.cluster.clock.after(TICK_S, self._tick)
+        self.world.clock.after(TICK_S, self._tick)
 
     def _look(self) -> None:
         for arena in self.engine.adopted_claims:
-            if not self.cluster.is_claimed(self.node, arena.rank):
+            if not self.world.is_claimed(self.node, arena.rank):
                 self.carry_out(self.engine.claim_ended(arena, self.now))
         self.carry_out(self.engine.tick(self.now))
 
@@ -144,12 +147,12 @@ class VirtualDaemon:
         self._busy = True
         while self._queue and self.alive:
             effect = self._queue.popleft()
-            self.cluster.clock.happens()
+            self.world.clock.happens()
             name = type(effect).__name__
-            self.cluster.strike(self.node, f"before {name}")
+            self.world.strike(self.node, f"before {name}")
             if self.alive:
                 self._one(effect)
-                self.cluster.strike(self.node, f"after {name}")
+                self.world.strike(self.node, f"after {name}")
         self._busy = False
 
     def _one(self, effect: Effect) -> None:
@@ -157,7 +160,7 @@ class VirtualDaemon:
             case SendReport() | SendDirective() | SendSuspect():
                 self._send(effect)
             case Note():
-                self.cluster.heard(self.node, effect)
+                self.world.heard(self.node, effect)
             case Seal():
                 self._seal(effect)
             case (
@@ -209,7 +212,7 @@ class VirtualDaemon:
             arena.reading[effect.slot] = lying, effect.manifest.payload_bytes
         if isinstance(effect, BuildParity | Rebuild | Loading | PersistRank | CommitSet):
             fiber = Fiber(work)
-            self.cluster.fibers.append(fiber)
+            self.world.fibers.append(fiber)
             self._later(lambda: self._go_on(effect, fiber), 0.01)
         else:
             self._later(lambda: self._end(effect, work()), 0.02)
@@ -218,22 +221,22 @@ class VirtualDaemon:
         """From inside a transfer from the node `source`: wait for the next bytes."""
         assert self._moving is not None
         self._moving.pause()
-        self.cluster.strike_transfer(self.node, source)
+        self.world.strike_transfer(self.node, source)
         if not self.alive:
             raise Killed
 
     def pause_storage(self) -> None:
         """From inside a call of storage: wait for it."""
         assert self._moving is not None
-        self._stall_s = self.cluster.bucket.stall_s()
+        self._stall_s = self._bucket.stall_s()
         self._moving.pause()
-        self.cluster.strike(self.node, "while it waits for storage")
+        self.world.strike(self.node, "while it waits for storage")
         if not self.alive:
             raise Killed
 
     def _later(self, action: Callable[[], None], most_s: float) -> None:
-        rng = self.cluster.clock.rng
-        self.cluster.clock.after(rng.uniform(0.0002, most_s), lambda: self.call(action))
+        rng = self.world.clock.rng
+        self.world.clock.after(rng.uniform(0.0002, most_s), lambda: self.call(action))
 
     def _go_on(self, effect: Background, fiber: Fiber[Completion]) -> None:
         self._moving = fiber
@@ -242,16 +245,16 @@ class VirtualDaemon:
         if fiber.result is not None:
             self._end(effect, fiber.result)
         elif self.alive:
-            stalls = self.cluster.clock.rng.random() < 0.004
+            stalls = self.world.clock.rng.random() < 0.004
             stall_s, self._stall_s = self._stall_s, 0.0
             self._later(lambda: self._go_on(effect, fiber), stall_s or (0.5 if stalls else 0.0008))
 
     def _end(self, effect: Background, event: Completion) -> None:
-        self.cluster.strike(self.node, f"during {type(effect).__name__}")
+        self.world.strike(self.node, f"during {type(effect).__name__}")
         if not self.alive:
             return
         if isinstance(event, ParityBuilt) and event.entry is not None:
-            self.cluster.check_block(self.node, event.lane, event.slot)
+            self.world.check_block(self.node, event.lane, event.slot)
         if isinstance(event, RankPersisted):
             arena = self.disk.arenas.get((event.rank, event.layout_id))
             if arena is not None:
@@ -259,22 +262,22 @@ class VirtualDaemon:
         self.carry_out(self.engine.on_completion(event, self.now))
 
     def _send(self, effect: SendReport | SendDirective | SendSuspect) -> None:
-        cluster, to = self.cluster, effect.to.node
+        world, to = self.world, effect.to.node
         epoch = self.engine.memory.epoch
 
         def deliver() -> None:
-            daemon = cluster.daemons.get(to)
+            daemon = world.daemons.get(to)
             if daemon is None:
                 return
-            daemon.call(lambda: _receive(cluster, self, daemon, effect, epoch))
+            daemon.call(lambda: _receive(world, self, daemon, effect, epoch))
 
-        cluster.network.send(self.node, to, deliver)
+        world.network.send(self.node, to, deliver)
 
 
 def _receive(
-    cluster: Cluster,
-    sender: VirtualDaemon,
-    receiver: VirtualDaemon,
+    world: World,
+    sender: Daemon,
+    receiver: Daemon,
     effect: SendReport | SendDirective | SendSuspect,
     epoch: int,
 ) -> None:
@@ -287,7 +290,7 @@ def _receive(
         case SendSuspect():
             receiver.carry_out(engine.on_suspect(epoch, effect.rank, effect.generation, now))
     answer = engine.memory.epoch
-    cluster.network.send(
+    world.network.send(
         receiver.node,
         sender.node,
         lambda: sender.call(

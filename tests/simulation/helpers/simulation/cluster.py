@@ -1,4 +1,10 @@
-"""The simulated cluster: nodes, a control loop, faults, and the checks of the invariants."""
+"""A whole cluster in one process on a virtual clock, driven by one seed.
+
+The engines are the real ones, and so is what carries out their effects; disks, network, trainers
+and the control loop are small models with real bytes. Faults strike between any two effects, and
+between any two pieces of a transfer. After each fault the invariants of docs/architecture.md §2 are
+checked against what the disks hold.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +12,23 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from simulation.bucket import PERSISTING, Bucket
+from simulation.checking import expected_block, holds_everything
+from simulation.clock import Clock, Network
+from simulation.daemon import VirtualDaemon
+from simulation.disk import Disk
+from simulation.faults import Faults
+from simulation.fibers import Broken, Fiber
+from simulation.options import Options
+from simulation.trainers import TrainingWorld, Worker
+from simulation.vault import Vault
+
 from holdfast_core import layouts, recovery
 from holdfast_core.codes import code_for
 from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.values import Generation, Inventory, MemberPlace, Membership, Tier
 from holdfast_daemon.blocks import ParityRecord
 from holdfast_daemon.effects import Completion, Note
-from holdfast_daemon.simulation.bucket import PERSISTING, Bucket
-from holdfast_daemon.simulation.checking import expected_block, holds_everything
-from holdfast_daemon.simulation.clock import Clock, Network
-from holdfast_daemon.simulation.daemon import VirtualDaemon
-from holdfast_daemon.simulation.disk import Disk
-from holdfast_daemon.simulation.faults import Faults
-from holdfast_daemon.simulation.fibers import Broken, Fiber
-from holdfast_daemon.simulation.options import Options
-from holdfast_daemon.simulation.trainers import Worker, World
-from holdfast_daemon.simulation.vault import Vault
 
 
 class Cluster(Faults):
@@ -50,32 +57,23 @@ class Cluster(Faults):
         self.daemons: dict[str, VirtualDaemon] = {}
         self.dead_nodes: set[str] = set()
         self.membership: Membership | None = None
-        self.world: World | None = None
+        self.training: TrainingWorld | None = None
         self.workers: list[Worker] = []
         self.done = False
         self.protected: Generation | None = None
         """Newest generation that any leader has announced as protected."""
         self.may_lose: dict[tuple[int, ...], int] = {}
-        """Members that a parity group may lose now; none when it is not in here."""
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
         self.bucket = Bucket(self, options.seed, is_used=options.persists)
         self._nodes = 0
-        self._faults_left = options.faults
-        self._kinds = options.kinds
-        self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
+        super().__init__(options, rng)
         self._flip_rate = rng.choice((0.0, 0.0, 0.01))
         drawn = rng.choice((PolicyType.FULL, *PolicyType))
         self.policy = options.policy or drawn
         self.turns = rng.choice((2, 3, 5))
-        """In how many saves each piece is captured once, where they take turns."""
         self.captured: dict[tuple[int, Generation], bytes] = {}
-        """What each rank captured, or would have."""
         self.fibers: list[Fiber[Completion]] = []
-        """Transfers that have begun."""
-        self._control_down_until = 0.0
-        self._suspects: dict[str, float] = {}
-        self._striking = False
         for _ in range(self.members + options.faults * options.losses + 2):
             self._boot_new_node()
 
@@ -132,7 +130,9 @@ class Cluster(Faults):
             self._send_membership(node)
 
     def _run_daemon(self, node: str) -> None:
-        self.daemons[node] = VirtualDaemon(self, node, self.disks[node])
+        self.daemons[node] = VirtualDaemon(
+            self, node, self.disks[node], bucket=self.bucket, vault=self.vault
+        )
         self.daemons[node].start()
 
     def reachable_daemon(self, a: str, b: str) -> VirtualDaemon | None:
@@ -174,8 +174,8 @@ class Cluster(Faults):
             return
         nodes = [place.node for place in self.membership.members]
         lost = [n for n in nodes if self._is_lost(n)]
-        world_broken = self.world is None or any(
-            not worker.alive for worker in self.world.workers.values()
+        world_broken = self.training is None or any(
+            not worker.alive for worker in self.training.workers.values()
         )
         outdated = any(
             self.daemons[n].engine.memory.loading.beyond >= self.membership.epoch for n in nodes
@@ -202,8 +202,8 @@ class Cluster(Faults):
     def _world_is_due(self) -> bool:
         """A broken world is replaced once; the next one gets time to form."""
         assert self.membership is not None
-        if self.world is None or self.world.epoch < self.membership.epoch:
-            return self.world is None and self.clock.now > 5.0
+        if self.training is None or self.training.epoch < self.membership.epoch:
+            return self.training is None and self.clock.now > 5.0
         return True
 
     def _is_lost(self, node: str) -> bool:
@@ -260,15 +260,15 @@ class Cluster(Faults):
         for worker in self.workers:
             # Agents end the old world's workers soon, not at once: until then they may write.
             self.clock.after(self.clock.rng.uniform(0.0, 0.2), worker.kill)
-        self.world = World(self, epoch, self.membership.world_size)
+        self.training = TrainingWorld(self, epoch, self.membership.world_size)
         for place in self.membership.members:
             self._send_membership(place.node)
             for rank in self.membership.ranks_of(place.index):
-                self._start_worker(self.world, place.node, rank)
+                self._start_worker(self.training, place.node, rank)
 
-    def _start_worker(self, world: World, node: str, rank: int) -> None:
+    def _start_worker(self, world: TrainingWorld, node: str, rank: int) -> None:
         def start() -> None:
-            if self.world is world and node not in self.dead_nodes:
+            if self.training is world and node not in self.dead_nodes:
                 self.workers = [worker for worker in self.workers if worker.alive]
                 self.workers.append(Worker(world, node, rank))
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+
+from simulation.fibers import Broken
+from simulation.world import Daemon, World
 
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
 from holdfast_core.persisted_sets import MANIFEST_FILE, set_name
 from holdfast_core.values import Generation, Tier
-from holdfast_daemon.simulation.fibers import Broken
 from holdfast_storage.places import Item, Unfinished
 from holdfast_storage.sets import SetStore
-
-if TYPE_CHECKING:
-    from holdfast_daemon.simulation.cluster import Cluster
-    from holdfast_daemon.simulation.daemon import VirtualDaemon
 
 JOB = "job"
 GRACE_S = 3.0
@@ -32,7 +29,7 @@ PERSISTING = ("persist_ordered", "persisted", "persist_failed", "persist_given_u
 class Bucket:
     """What is stored, and how storage behaves in this schedule."""
 
-    def __init__(self, cluster: Cluster, seed: int, *, is_used: bool) -> None:
+    def __init__(self, cluster: World, seed: int, *, is_used: bool) -> None:
         self.cluster = cluster
         # A generator of its own: schedules without a tier are as if there were none.
         self.rng = random.Random(seed * 7919 + 1)
@@ -55,7 +52,7 @@ class Bucket:
             for begins in (self.rng.uniform(0.0, 6.0) for _ in range(self.rng.randint(0, OUTAGES)))
         ]
 
-    def store(self, daemon: VirtualDaemon | None = None) -> SetStore:
+    def store(self, daemon: Daemon | None = None) -> SetStore:
         """The job's sets, as a daemon finds them; without one, at once and without a failure."""
         return SetStore(
             "memory://virtual",
@@ -126,7 +123,7 @@ class Bucket:
 class VirtualPlace:
     """`holdfast_storage.places.Place` as one daemon reaches the bucket."""
 
-    def __init__(self, bucket: Bucket, daemon: VirtualDaemon | None) -> None:
+    def __init__(self, bucket: Bucket, daemon: Daemon | None) -> None:
         self._bucket, self._daemon = bucket, daemon
 
     def write(

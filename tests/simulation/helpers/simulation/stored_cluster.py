@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.layouts import decode_layout, encode_manifest, layout_id, piece_digests
-from holdfast_core.values import Generation, Manifest, Tier
-from holdfast_daemon.effects import Note
-from holdfast_daemon.simulation.cluster import Cluster
-from holdfast_daemon.simulation.options import Options
-from holdfast_daemon.simulation.trainers import (
+from simulation.cluster import Cluster
+from simulation.options import Options
+from simulation.trainers import (
     PIECE_BYTES,
     content,
     extras_bytes_of,
     layout_of,
     tensor_bytes_of,
 )
-from holdfast_daemon.simulation.vault import URI, StoredSnapshot, Vault
+from simulation.vault import URI, StoredSnapshot, Vault
+
+from holdfast_core.layouts import decode_layout, encode_manifest, layout_id, piece_digests
+from holdfast_core.values import Generation, Manifest, Tier
+from holdfast_daemon.effects import Note
 
 STORAGE_FAULTS = ("lose_two", "lose_all", "storage_away", "damage_set")
 

@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import random
 from collections.abc import Callable
+
+from simulation.daemon import VirtualDaemon
+from simulation.disk import Disk
+from simulation.options import Options
+from simulation.trainers import TrainingWorld, Worker
+from simulation.world import World
 
 from holdfast_core.places import Lying
 from holdfast_core.values import Membership
-from holdfast_daemon.simulation.clock import Clock, Network
-from holdfast_daemon.simulation.daemon import VirtualDaemon
-from holdfast_daemon.simulation.disk import Disk
-from holdfast_daemon.simulation.trainers import Worker, World
-
-FAULTS = (
-    "kill_rank",
-    "kill_daemon",
-    "kill_node",
-    "kill_control",
-    "pause_daemon",
-    "corrupt_arena",
-    "corrupt_parity",
-    "corrupt_manifest",
-    "cut_node",
-    "jump_clock",
-    "fill_tmpfs",
-)
 
 
-class Faults:
+class Faults(World):
     """The part of a simulated cluster that breaks it. A group that may not lose a member now is
     spared: what RAIM5 does not promise is not asked of it."""
 
-    clock: Clock
-    network: Network
     membership: Membership | None
-    world: World | None
-    workers: list[Worker]
-    done: bool
+    training: TrainingWorld | None
+    """The newest one."""
     daemons: dict[str, VirtualDaemon]
-    disks: dict[str, Disk]
-    dead_nodes: set[str]
-    clock_offset: dict[str, float]
-    may_lose: dict[tuple[int, ...], int]
-    counts: Counter[str]
-    say: Callable[[str], None]
+    workers: list[Worker]
     check_disks: Callable[[], None]
     start_daemon: Callable[[str], None]
-    _striking: bool
-    _kinds: tuple[str, ...]
-    _faults_left: int
-    _strike_rate: float
-    _suspects: dict[str, float]
-    _control_down_until: float
+
+    def __init__(self, options: Options, rng: random.Random) -> None:
+        self._kinds = options.kinds
+        self._faults_left = options.faults
+        self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
+        self._striking = False
+        self._suspects: dict[str, float] = {}
+        """Nodes that are silent, and since when."""
+        self._control_down_until = 0.0
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -118,9 +101,9 @@ class Faults:
         self.check_disks()
 
     def _kill_rank(self, node: str) -> None:
-        if self.world is None:
+        if self.training is None:
             return
-        mine = [w for w in self.world.workers.values() if w.node == node and w.alive]
+        mine = [w for w in self.training.workers.values() if w.node == node and w.alive]
         if mine:
             self.clock.rng.choice(mine).kill()
 
@@ -147,7 +130,8 @@ class Faults:
             self._kill_node(node)
 
     def _kill_control(self, node: str) -> None:
-        self.membership = None if self.daemons[node].engine.memory.membership else self.membership
+        if self.daemons[node].engine.memory.membership:
+            self.membership = None
         self._control_down_until = self.clock.now + self.clock.rng.uniform(0.1, 2.0)
 
     def _pause_daemon(self, node: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from simulation.world import Daemon, World
 
 from holdfast_core import layouts
 from holdfast_core.errors import (
@@ -20,10 +21,6 @@ from holdfast_core.layouts import Layout
 from holdfast_core.places import Lying, bit_map
 from holdfast_core.values import Generation
 from holdfast_daemon.engine.answers import Granted
-from holdfast_daemon.simulation.daemon import VirtualDaemon
-
-if TYPE_CHECKING:
-    from holdfast_daemon.simulation.cluster import Cluster
 
 PIECE_BYTES = 16
 POLL_S = 0.02
@@ -59,10 +56,10 @@ def layout_of(rank: int, world_size: int) -> bytes:
     )
 
 
-class World:
+class TrainingWorld:
     """The workers of one epoch. They restore together, step together and die alone."""
 
-    def __init__(self, cluster: Cluster, epoch: int, size: int) -> None:
+    def __init__(self, cluster: World, epoch: int, size: int) -> None:
         self.cluster, self.epoch, self.size = cluster, epoch, size
         self.workers: dict[int, Worker] = {}
         self.restored: dict[int, Generation | None] = {}
@@ -98,14 +95,14 @@ class World:
 class Worker:
     """One trainer process."""
 
-    def __init__(self, world: World, node: str, rank: int) -> None:
+    def __init__(self, world: TrainingWorld, node: str, rank: int) -> None:
         self.world, self.node, self.rank = world, node, rank
         self.alive = True
         self.paused = False
         self.claimed = False
         """Whether this process holds the lock of its arena."""
         self._session: str | None = None
-        self._opened_on: VirtualDaemon | None = None
+        self._opened_on: Daemon | None = None
         self._copying = False
         self._arena = ""
         self._base: Generation | None = None
@@ -132,7 +129,7 @@ class Worker:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _poll(self, action: Callable[[VirtualDaemon], bool]) -> None:
+    def _poll(self, action: Callable[[Daemon], bool]) -> None:
         """Try `action` until it says it is done, across restarts of the daemon."""
         if not self.alive:
             return
@@ -148,7 +145,7 @@ class Worker:
         if not done:
             self.world.cluster.clock.after(POLL_S, lambda: self._poll(action))
 
-    def _restore(self, daemon: VirtualDaemon) -> bool:
+    def _restore(self, daemon: Daemon) -> bool:
         try:
             state = daemon.engine.restore_state(self.rank, self.world.epoch)
         except NoRecoveryLineError:
@@ -173,7 +170,7 @@ class Worker:
         self._poll(self._open)
         return True
 
-    def _open(self, daemon: VirtualDaemon) -> bool:
+    def _open(self, daemon: Daemon) -> bool:
         if self._session is None or self._opened_on is not daemon:
             try:
                 session, effects = daemon.engine.open(
@@ -268,7 +265,7 @@ class Worker:
 
     def _staged(
         self,
-        daemon: VirtualDaemon,
+        daemon: Daemon,
         session: str,
         generation: Generation,
         granted: Granted,

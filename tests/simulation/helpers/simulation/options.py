@@ -6,7 +6,21 @@ from dataclasses import dataclass
 
 from holdfast_core.job_snapshots import PolicyType
 from holdfast_core.values import Redundancy
-from holdfast_daemon.simulation.faults import FAULTS
+
+FAULTS = (
+    "kill_rank",
+    "kill_daemon",
+    "kill_node",
+    "kill_control",
+    "pause_daemon",
+    "corrupt_arena",
+    "corrupt_parity",
+    "corrupt_manifest",
+    "cut_node",
+    "jump_clock",
+    "fill_tmpfs",
+)
+"""The kinds of faults; see `faults.Faults`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m holdfast_daemon.simulation`: run seeded schedules by hand."""
+"""`make simulate`: run seeded schedules by hand."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from simulation.cluster import Cluster
+from simulation.options import Options
+
 from holdfast_core.values import Redundancy
-from holdfast_daemon.simulation.cluster import Cluster
-from holdfast_daemon.simulation.options import Options
 
 
 def run_schedules(
@@ -70,7 +71,7 @@ def _collecting_seldom() -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="holdfast-simulate",
+        prog="make simulate",
         description="Run a whole simulated cluster on a virtual clock, one schedule per seed, and "
         "check after each fault that no byte and no recovery line is lost.",
         epilog="A failing seed is printed; run it alone with --first SEED --count 1.",

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from simulation.bucket import JOB, Bucket, VirtualPlace
+from simulation.disk import Disk
+from simulation.fibers import Broken
+from simulation.vault import Vault, VaultSets
+from simulation.world import Daemon, World
 
 from holdfast_core.errors import HoldfastError, StaleEpochError, StorageError, UnreachableError
 from holdfast_core.values import Generation, Manifest, MemberPlace
@@ -23,31 +29,37 @@ from holdfast_daemon.holding import ReadInto
 from holdfast_daemon.loader import Loader, StoredSets
 from holdfast_daemon.parity_traffic import PacedFetch
 from holdfast_daemon.persister import Persister
-from holdfast_daemon.simulation.bucket import JOB, VirtualPlace
-from holdfast_daemon.simulation.disk import Disk
-from holdfast_daemon.simulation.fibers import Broken
-from holdfast_daemon.simulation.vault import VaultSets
 from holdfast_daemon.stored_sets import TierSets
 from holdfast_daemon.worker import EffectWorker
-
-if TYPE_CHECKING:
-    from holdfast_daemon.simulation.cluster import Cluster
-    from holdfast_daemon.simulation.daemon import VirtualDaemon
 
 SENT_BYTES = 16
 """Bytes that travel together: a piece of the simulated snapshots."""
 
 
+class Host(Daemon, Protocol):
+    """The daemon that the work belongs to."""
+
+    def begin(self, effect: Background, work: Callable[[], Completion]) -> None:
+        """Run `work` in a while."""
+        ...
+
+    def pause_transfer(self, source: str) -> None:
+        """From inside a transfer from the node `source`: wait for the next bytes."""
+        ...
+
+
 class VirtualWorker(EffectWorker):
     """The daemon's worker over a virtual disk; a defect in it ends the schedule."""
 
-    def __init__(self, cluster: Cluster, daemon: VirtualDaemon, disk: Disk) -> None:
-        wire, vault = Wire(cluster, daemon), cluster.vault
+    def __init__(
+        self, world: World, daemon: Host, disk: Disk, *, bucket: Bucket, vault: Vault | None
+    ) -> None:
+        wire = Wire(world, daemon)
 
         def open_sets(uri: str, job: str) -> StoredSets:
             if vault is not None:
                 return VaultSets(vault, lambda: daemon.pause_transfer(daemon.node))
-            return TierSets(uri, job, place=VirtualPlace(cluster.bucket, daemon))
+            return TierSets(uri, job, place=VirtualPlace(bucket, daemon))
 
         super().__init__(
             disk,
@@ -56,14 +68,14 @@ class VirtualWorker(EffectWorker):
             executor=Starter(daemon),
             persister=Persister(
                 disk,
-                open_store=lambda uri: cluster.bucket.store(daemon),
+                open_store=lambda uri: bucket.store(daemon),
                 executor=Starter(daemon),
             ),
             membership=disk.epoch[0] if disk.epoch else None,
             effort=Effort(threads=1, stride_bytes=SENT_BYTES),
             loader=Loader(disk, JOB, open_sets, stride_bytes=SENT_BYTES),
         )
-        self._counts = cluster.counts
+        self._counts = world.counts
 
     def _carry_out(self, effect: Background, scope: EpochScope) -> Completion:
         try:
@@ -91,7 +103,7 @@ class Starter(Executor):
     """Lets a daemon begin what its worker submits. Its end is an event, so no future is waited
     for."""
 
-    def __init__(self, daemon: VirtualDaemon) -> None:
+    def __init__(self, daemon: Host) -> None:
         self._daemon = daemon
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -102,8 +114,8 @@ class Starter(Executor):
 class Wire:
     """The connections of one daemon to the others."""
 
-    def __init__(self, cluster: Cluster, daemon: VirtualDaemon) -> None:
-        self._cluster, self._daemon = cluster, daemon
+    def __init__(self, world: World, daemon: Host) -> None:
+        self._world, self._daemon = world, daemon
 
     def open(self, address: str, request: Request) -> WireStream:
         """`group.BulkOpener`."""
@@ -119,23 +131,23 @@ class Wire:
         source = self._source(place.node, epoch)
         return source.disk.describe(rank, generation) or (b"", b"")
 
-    def _source(self, node: str, epoch: int) -> VirtualDaemon:
-        source = self._cluster.reachable_daemon(self._daemon.node, node)
+    def _source(self, node: str, epoch: int) -> Daemon:
+        source = self._world.reachable_daemon(self._daemon.node, node)
         if source is None:
             raise UnreachableError(f"{node} does not answer")
         if epoch < source.engine.memory.epoch:
             raise StaleEpochError(f"{node} is in epoch {source.engine.memory.epoch}")
         return source
 
-    def _wait(self, source: VirtualDaemon, part: bytes) -> bytes:
+    def _wait(self, source: Daemon, part: bytes) -> bytes:
         """What becomes of `part` on its way; anything may happen meanwhile, to anyone."""
         self._daemon.pause_transfer(source.node)
-        if self._cluster.reachable_daemon(self._daemon.node, source.node) is not source:
+        if self._world.reachable_daemon(self._daemon.node, source.node) is not source:
             raise UnreachableError(f"the connection to {source.node} ended")
-        if not part or not self._cluster.wire_flips():
+        if not part or not self._world.wire_flips():
             return part
         flipped = bytearray(part)
-        flipped[self._cluster.clock.rng.randrange(len(part))] ^= 0x20
+        flipped[self._world.clock.rng.randrange(len(part))] ^= 0x20
         return bytes(flipped)
 
 
