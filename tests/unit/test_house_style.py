@@ -12,7 +12,9 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import re
 import sysconfig
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -163,3 +165,59 @@ def test_json_is_decoded_by_decoders_made_at_import(path: Path) -> None:
         and any(keyword.arg == "type" for keyword in node.keywords)
     ]
     assert not late, f"make a Decoder at the module's top, lines {late}"
+
+
+# --- nothing without a caller ---------------------------------------------------------------------
+
+UNCALLED: dict[str, str] = {}
+"""Public name, qualified → why it stays although only tests use it."""
+
+
+def _defined(statement: ast.stmt) -> set[str]:
+    """The public names that a statement at a module's top gives a meaning."""
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            names = {statement.name}
+        case ast.Assign(targets=targets):
+            nodes = (node for target in targets for node in ast.walk(target))
+            names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            names = {name}
+        case _:
+            names = set()
+    return {name for name in names if not name.startswith("_")}
+
+
+def _used(module: str, tree: ast.Module) -> Iterator[str]:
+    """The qualified names that a module imports, or uses beside their own definition."""
+    imported: dict[str, str] = {}
+    attributes: list[tuple[str, str]] = []
+    for statement in tree.body:
+        own = _defined(statement)
+        for node in ast.walk(statement):
+            match node:
+                case ast.ImportFrom(module=source, names=names):
+                    imported |= {one.asname or one.name: f"{source}.{one.name}" for one in names}
+                case ast.Name(id=name, ctx=ast.Load()) if name not in own:
+                    yield f"{module}.{name}"
+                case ast.Attribute(value=ast.Name(id=name), attr=attr):
+                    attributes.append((name, attr))
+                case ast.Constant(value=str(text)) if re.fullmatch(r"\w+:\w+", text):
+                    yield f"{module.rpartition('.')[0]}.{text.replace(':', '.')}"  # of a command
+    yield from imported.values()
+    yield from (f"{imported[name]}.{attr}" for name, attr in attributes if name in imported)
+
+
+def test_what_is_public_has_a_caller_outside_tests() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["scripts"], *project["entry-points"].values()]
+    used = {entry.replace(":", ".") for group in groups for entry in group.values()}
+    public: set[str] = set()
+    for path in [*SOURCES, *_modules("charts", "benchmarks", "examples")]:
+        parts = path.relative_to(ROOT).with_suffix("").parts[path in SOURCES :]
+        module = ".".join(parts).removesuffix(".__init__")
+        used.update(_used(module, _tree(path)))
+        if path in SOURCES:
+            public |= {f"{module}.{name}" for node in _tree(path).body for name in _defined(node)}
+    _none(sorted(public - used - UNCALLED.keys()), "only tests use it: take it out")
+    _none(sorted(UNCALLED.keys() - (public - used)), "no longer needs its exception")
