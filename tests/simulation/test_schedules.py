@@ -24,6 +24,7 @@ def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int) -> None:
     assert counts["kill_daemon"] > CHUNK / 10
     assert counts["kill_node"] > CHUNK / 20
     assert counts["rebuilt"] > CHUNK / 20
+    assert counts["lost_at_line"] > CHUNK / 50
     assert counts["resumed"] >= CHUNK
     assert counts["parity_updated"] > CHUNK
     assert counts["parity_built"] > CHUNK

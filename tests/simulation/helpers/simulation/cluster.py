@@ -68,7 +68,6 @@ class Cluster(Faults):
         self.bucket = Bucket(self, options.seed, is_used=options.persists)
         self._nodes = 0
         super().__init__(options, rng)
-        self._flip_rate = rng.choice((0.0, 0.0, 0.01))
         drawn = rng.choice((PolicyType.FULL, *PolicyType))
         self.policy = options.policy or drawn
         self.turns = rng.choice((2, 3, 5))
@@ -149,20 +148,17 @@ class Cluster(Faults):
             for worker in self.workers
         )
 
-    def lane_of(self, rank: int) -> int:
-        return rank % self.nproc
-
-    def wire_flips(self) -> bool:
-        return self.clock.rng.random() < self._flip_rate
-
     # --- control loop -----------------------------------------------------------------------------
 
     def _control(self) -> None:
         """Level-triggered: looks every 50 ms at what is there, and forms the next epoch if needed.
         It forgets everything when it is killed, and learns the epoch from the daemons."""
-        if self.done:
-            return
-        self.clock.after(0.05, self._control)
+        if not self.done:
+            self.clock.after(0.05, self._control)
+            self.look()
+
+    def look(self) -> None:
+        """What the control loop does each time."""
         if self.clock.now < self._control_down_until:
             return
         if self.membership is None:
@@ -298,11 +294,15 @@ class Cluster(Faults):
                 if self.protected is None or note.generation > self.protected:
                     self.protected = note.generation
                 self.check_protected(note.generation)
+        elif note.event == "committed" and note.generation is not None:
+            self.committed(note.generation)
         elif note.event in ("line", "corrupt", "corrupt_parity", "rebuilt", "fenced", *PERSISTING):
             if note.event == "persisted" and note.generation is not None:
                 self.bucket.announced(note.generation)
             self.counts[note.event] += 1
             self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")
+            if note.event == "line" and self.daemons[node].engine.memory.leads:
+                self.line_told()
 
     def check_protected(self, generation: Generation) -> None:
         """What the leader calls protected is on the disks: each group may lose members again."""
@@ -381,7 +381,7 @@ class Cluster(Faults):
         faults have ended, protection must come back by itself."""
         if step < self.options.steps:
             return False
-        self._faults_left = 0
+        self.end_faults()
         wanted = Generation(epoch, self.options.steps)
         protected = self.protected is not None and self.protected >= wanted
         self.done = self.bucket.has_come_back(wanted) and protected

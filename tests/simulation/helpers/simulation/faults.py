@@ -7,13 +7,17 @@ import random
 from collections.abc import Callable
 
 from simulation.daemon import VirtualDaemon
-from simulation.disk import Disk
+from simulation.disk import Disk, DiskArena
 from simulation.options import Options
 from simulation.trainers import TrainingWorld, Worker
-from simulation.world import World
+from simulation.world import Trainer, World
 
 from holdfast_core.places import Lying
-from holdfast_core.values import Membership
+from holdfast_core.values import Generation, Membership
+from holdfast_daemon.arenas import Sealed
+
+LURKING = ("end_before_parity", "end_while_writing")
+"""Kinds that wait for their moment."""
 
 
 class Faults(World):
@@ -25,14 +29,21 @@ class Faults(World):
     """The newest one."""
     daemons: dict[str, VirtualDaemon]
     workers: list[Worker]
+    protected: Generation | None
     check_disks: Callable[[], None]
     start_daemon: Callable[[str], None]
+    look: Callable[[], None]
 
     def __init__(self, options: Options, rng: random.Random) -> None:
         self._kinds = options.kinds
         self._faults_left = options.faults
         self._strike_rate = rng.choice((0.0005, 0.002, 0.006))
+        self._flip_rate = rng.choice((0.0, 0.0, 0.01))
         self._striking = False
+        self._lurking = ""
+        """The kind of fault that waits for its moment."""
+        self._lose_at_line = False
+        """Whether a node is lost as soon as the next epoch has its line."""
         self._suspects: dict[str, float] = {}
         """Nodes that are silent, and since when."""
         self._control_down_until = 0.0
@@ -88,6 +99,8 @@ class Faults(World):
             return
         if kind in ("pause_daemon", "cut_node") and self._suspects:
             return
+        if kind in LURKING and self._lurking:
+            return
         self._faults_left -= 1
         self.counts[kind] += 1
         self.say(f"FAULT {kind} {node} (member {member}) {when}")
@@ -99,6 +112,94 @@ class Faults(World):
             self._kill_others(membership, group, left - 1)
         self._striking = False
         self.check_disks()
+
+    def end_faults(self) -> None:
+        """Nothing breaks any more."""
+        self._faults_left, self._lurking, self._lose_at_line = 0, "", False
+
+    def wire_flips(self) -> bool:
+        return self.clock.rng.random() < self._flip_rate
+
+    # --- faults that wait for their moment --------------------------------------------------------
+
+    def _end_before_parity(self, node: str) -> None:
+        """The epoch ends while the newest generation is whole and has no parity, and a node is lost
+        once the next epoch has begun from it: what is older must be there still."""
+        self._lurking = "end_before_parity"
+
+    def committed(self, generation: Generation) -> None:
+        """A rank has sealed its snapshot of `generation`."""
+        if self._lurking != "end_before_parity" or self.membership is None:
+            return
+        whole = {
+            arena.rank
+            for place in self.membership.members
+            for arena, _, sealed in self.disks[place.node].snapshots()
+            if sealed.manifest.generation == generation
+        }
+        newer = self.protected is not None and generation > self.protected
+        if newer and len(whole) == self.membership.world_size:
+            self._lose_at_line = True
+            self._end_epoch(f"while {generation} has no parity")
+
+    def line_told(self) -> None:
+        """The leader has decided the line of an epoch."""
+        if self._lose_at_line and self.membership is not None:
+            self._lose_at_line = False
+            place = self.clock.rng.choice(self.membership.members)
+            delay_s = self.clock.rng.uniform(0.0, 0.01)
+            self.clock.after(delay_s, lambda: self._lose_node(place.node))
+
+    def _lose_node(self, node: str) -> None:
+        member = self.membership.member_on(node) if self.membership else None
+        if self.membership is None or member is None or node in self.dead_nodes:
+            return
+        group = self.membership.group_of(member)
+        if self.may_lose.get(group, 0) < 1:
+            return
+        self.may_lose[group] -= 1
+        self.counts["lost_at_line"] += 1
+        self.say(f"FAULT {node} (member {member}) is lost right after the line")
+        self._kill_node(node)
+        self.check_disks()
+
+    def _end_while_writing(self, node: str) -> None:
+        """The epoch ends while a trainer that hangs is writing, and the rank's snapshot that the
+        next epoch begins from is damaged: it is rebuilt while the trainer may still write."""
+        self._lurking = "end_while_writing"
+
+    def writing(self, trainer: Trainer) -> None:
+        """A trainer is in the middle of writing a snapshot."""
+        membership, rng = self.membership, self.clock.rng
+        if self._lurking != "end_while_writing" or membership is None:
+            return
+        member = membership.member_on(trainer.node)
+        group = membership.group_of(member) if member is not None else ()
+        mine = [
+            held for held in self.disks[trainer.node].snapshots() if held[0].rank == trainer.rank
+        ]
+        newest = max(mine, key=lambda held: held[2].manifest.generation, default=None)
+        if newest is None or newest[2].manifest.generation != self.protected:
+            return  # it could not be rebuilt, or is not what the next epoch begins from
+        if self.may_lose.get(group, 0) < 1:
+            return
+        self.may_lose[group] -= 1
+        self._flip(*newest)
+        trainer.pause(rng.uniform(0.05, 0.2))
+        self._end_epoch(f"while rank {trainer.rank} hangs and writes", spared=trainer)
+
+    def _end_epoch(self, when: str, spared: Trainer | None = None) -> None:
+        """Kill a worker; the control loop hears of it at once."""
+        self._lurking = ""
+        workers = self.training.workers.values() if self.training else ()
+        living = [worker for worker in workers if worker.alive and worker is not spared]
+        if living:
+            victim = self.clock.rng.choice(living)
+            self.say(f"FAULT rank {victim.rank} killed {when}")
+            victim.kill()
+            self.look()
+
+    # --- faults that strike at once ---------------------------------------------------------------
 
     def _kill_rank(self, node: str) -> None:
         if self.training is None:
@@ -154,13 +255,16 @@ class Faults(World):
     def _corrupt_arena(self, node: str) -> None:
         held = list(self.disks[node].snapshots())
         if held:
-            arena, slot, sealed = self.clock.rng.choice(held)
-            at = self.clock.rng.randrange(sealed.manifest.payload_bytes)
-            byte, lying = bytearray(1), Lying(slot, sealed.places)
-            arena.read_into(lying, at, memoryview(byte))
-            byte[0] ^= 0x10
-            arena.write(lying, at, memoryview(byte))
+            self._flip(*self.clock.rng.choice(held))
         self._scrub(node)
+
+    def _flip(self, arena: DiskArena, slot: int, sealed: Sealed) -> None:
+        """A bit of a snapshot."""
+        at = self.clock.rng.randrange(sealed.manifest.payload_bytes)
+        byte, lying = bytearray(1), Lying(slot, sealed.places)
+        arena.read_into(lying, at, memoryview(byte))
+        byte[0] ^= 0x10
+        arena.write(lying, at, memoryview(byte))
 
     def _corrupt_parity(self, node: str) -> None:
         disk = self.disks[node]

@@ -19,6 +19,8 @@ FAULTS = (
     "cut_node",
     "jump_clock",
     "fill_tmpfs",
+    "end_before_parity",
+    "end_while_writing",
 )
 """The kinds of faults; see `faults.Faults`."""
 

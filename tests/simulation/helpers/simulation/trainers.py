@@ -99,6 +99,9 @@ class Worker:
         self.world, self.node, self.rank = world, node, rank
         self.alive = True
         self.paused = False
+        """Whether SIGSTOP holds it."""
+        self._waiting: list[Callable[[], None]] = []
+        """What it does when it goes on."""
         self.claimed = False
         """Whether this process holds the lock of its arena."""
         self._session: str | None = None
@@ -127,7 +130,18 @@ class Worker:
                 )
             )
 
+    def pause(self, pause_s: float) -> None:
+        """SIGSTOP, and SIGCONT after so many seconds, if it lives that long."""
+        self.paused = True
+        self.world.cluster.clock.after(pause_s, self._resume)
+
     # --- inside -----------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        self.paused = False
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            action()
 
     def _poll(self, action: Callable[[Daemon], bool]) -> None:
         """Try `action` until it says it is done, across restarts of the daemon."""
@@ -237,6 +251,7 @@ class Worker:
             cluster.clock.rng.uniform(0.001, 0.06),
             lambda: self._staged(daemon, session, generation, granted, data, carried),
         )
+        cluster.writing(self)
 
     def _unchanged(self, step: int) -> frozenset[int]:
         """The pieces that this save does not capture: only whole pieces of tensors can be."""
@@ -272,6 +287,11 @@ class Worker:
         data: bytes,
         carried: frozenset[int],
     ) -> None:
+        if self.paused:
+            self._waiting.append(
+                lambda: self._staged(daemon, session, generation, granted, data, carried)
+            )
+            return
         self._copying = False
         if not self.alive:
             return

@@ -62,6 +62,10 @@ class Trainer(Protocol):
     claimed: bool
     """Whether it holds the lock of its arena."""
 
+    def pause(self, pause_s: float) -> None:
+        """SIGSTOP, and SIGCONT after so many seconds."""
+        ...
+
     def kill(self) -> None:
         """SIGKILL."""
         ...
@@ -112,6 +116,10 @@ class World(Protocol):
 
     def heard(self, node: str, note: Note) -> None:
         """A daemon says that something happened."""
+        ...
+
+    def writing(self, trainer: Trainer) -> None:
+        """A trainer is in the middle of writing a snapshot."""
         ...
 
     def resumed(self, epoch: int, line: Generation | None) -> None:
