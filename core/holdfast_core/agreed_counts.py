@@ -9,6 +9,11 @@ because experts have one rank that captures them and each rank has its own place
 - a save that a rank skipped needs no word: its experts are as old as the next statement says;
 - a sum that was missed spoils nothing: the next one holds all of it again.
 
+An expert that is spread over several ranks (FSDP2, tensor parallelism, ZeRO) is captured by all of
+them, so each states its own mark. Whether the marks are equal follows from two sums: h numbers are
+equal exactly when h · Σx² = (Σx)². Where they are not, some rank holds another version than the
+others; then the expert counts as never captured, and every policy captures all of its parts.
+
 Nothing here talks; the trainer SDK has the collective.
 """
 
@@ -16,9 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from holdfast_core.errors import ProtocolError
 from holdfast_core.units import UnitKey
+
+NONE_SPREAD: Mapping[UnitKey, int] = MappingProxyType({})
+"""Each expert is captured by one rank."""
 
 _PER_EXPERT = 3
 _PER_RANK = 4
@@ -61,16 +70,27 @@ class Statement:
     """Of the experts that this rank captures; those without any capture are missing."""
     measures: Measures = UNKNOWN
 
-    def to_vector(self, units: Sequence[UnitKey], rank: int, ranks: int) -> list[int]:
-        """The statement as numbers that may be added to those of the other ranks.
+    def to_vector(
+        self,
+        units: Sequence[UnitKey],
+        rank: int,
+        ranks: int,
+        spread: Mapping[UnitKey, int] = NONE_SPREAD,
+    ) -> list[int]:
+        """The statement as numbers that may be added to those of the other ranks. Of an expert
+        that is spread over h ranks, squares of save numbers are added: h · number² < 2^63.
 
         Args:
             units: all experts, in an order that all ranks share.
+            spread: how many ranks capture a part, of each expert of which more than one does.
         """
         numbers = [self.tokens.get(unit, 0) for unit in units]
         for unit in units:
             mark = self.marks.get(unit)
             numbers += (0, 0) if mark is None else (mark.number + 1, mark.tokens)
+        for unit in sorted(spread):
+            mark = self.marks.get(unit)
+            numbers.append(0 if mark is None else (mark.number + 1) ** 2)
         slots = [0] * (_PER_RANK * ranks)
         known = self.measures
         slots[_PER_RANK * rank : _PER_RANK * (rank + 1)] = (
@@ -95,26 +115,35 @@ class AgreedCounts:
 
     @classmethod
     def from_vector(
-        cls, vector: Sequence[int], units: Sequence[UnitKey], ranks: int, number: int
+        cls,
+        vector: Sequence[int],
+        units: Sequence[UnitKey],
+        ranks: int,
+        number: int,
+        spread: Mapping[UnitKey, int] = NONE_SPREAD,
     ) -> AgreedCounts:
-        """The counts that a sum of vectors holds.
+        """The counts that a sum of vectors holds; see `Statement.to_vector` for the arguments.
 
         Raises:
             ProtocolError: when it is no sum of statements of all `ranks` after save `number`.
         """
         experts = len(units)
-        said = [vector[i : i + _PER_RANK] for i in range(_PER_EXPERT * experts, len(vector), 4)]
+        of_experts = _PER_EXPERT * experts + len(spread)
+        said = [vector[i : i + _PER_RANK] for i in range(of_experts, len(vector), _PER_RANK)]
         numbers = [slot[0] - 1 for slot in said]
-        if len(vector) != _PER_EXPERT * experts + _PER_RANK * ranks or set(numbers) != {number}:
+        if len(vector) != of_experts + _PER_RANK * ranks or set(numbers) != {number}:
             raise ProtocolError(
                 f"the ranks' counts of tokens are of the saves {sorted(set(numbers))}, not all of "
                 f"save {number}; call restore and save alike on all ranks"
             )
+        squares = dict(zip(sorted(spread), vector[_PER_EXPERT * experts :], strict=False))
         marks = {}
         for index, unit in enumerate(units):
-            at = experts + 2 * index
-            if vector[at]:
-                marks[unit] = Mark(vector[at] - 1, vector[at + 1])
+            total, tokens = vector[experts + 2 * index : experts + 2 * index + 2]
+            parts = spread.get(unit, 1)
+            alike = unit not in spread or parts * squares[unit] == total**2
+            if total and alike:
+                marks[unit] = Mark(total // parts - 1, tokens // parts)
         least = [min((slot[i] for slot in said if slot[i] > 0), default=0) for i in (1, 2, 3)]
         return cls(
             number=number,
@@ -138,5 +167,6 @@ class AgreedCounts:
 
     @property
     def uncaptured(self) -> frozenset[UnitKey]:
-        """Experts that the rank which captures them has never captured."""
+        """Experts that the rank which captures them has never captured, or of which ranks hold
+        parts of different versions."""
         return frozenset(self.tokens).difference(self.marks)

@@ -2,7 +2,8 @@
 
 It puts together what the papers describe apart: load-aware selection (PEC §3.1) and selection
 within a budget (MoEtion §4.2 and §4.3), with what a job says about either. Sequential selection
-needs nobody's counts: see `selection_pec`.
+needs nobody's counts where one rank captures each expert: see `selection_pec`. Where several
+capture parts of one, all must know what all have, and it goes by counts as well.
 
 MoEtion's algorithm 1 selects twice: what memory takes, and what of it peers take. Here a snapshot
 is protected as a whole, so there is one selection, within the smaller of both budgets (decision
@@ -18,7 +19,7 @@ from holdfast_core.agreed_counts import AgreedCounts, Measures
 from holdfast_core.experts import ExpertTable, Selection
 from holdfast_core.job_snapshots import Choice, ExpertBudget, PartialExperts, Selective
 from holdfast_core.selection_budget import Budgets, ExpertCount, experts_within, select_local
-from holdfast_core.selection_pec import select_load_aware
+from holdfast_core.selection_pec import select_load_aware, select_sequential, sequential_bound
 from holdfast_core.units import UnitKey
 
 ExpertPolicy = PartialExperts | Selective
@@ -41,19 +42,34 @@ def k_for_all(policy: ExpertPolicy, units: Collection[UnitKey]) -> int:
     return max(Counter(unit.layer for unit in units).values(), default=0)
 
 
-def select_by_tokens(
+def select_by_counts(
     policy: ExpertPolicy, table: ExpertTable, counts: AgreedCounts, k: int, ranks: int
 ) -> Selection:
-    """The experts of the save after `counts`; equal wherever these arguments are.
+    """The experts of the save after `counts`; equal wherever these arguments are. All that `counts`
+    has no mark of are among them.
 
     Args:
         k: of Dynamic-K, see `first_k`.
         ranks: of the world, which copy at the same time.
     """
     if isinstance(policy, PartialExperts):
-        return select_load_aware(table, k, counts)
+        if policy.selection is Choice.LOAD_AWARE:
+            return select_load_aware(table, k, counts)
+        return _in_turn(table, counts, k)
     total = experts_total(policy, table, counts.measures, k, ranks)
     return select_local(table, counts, total.experts)
+
+
+def _in_turn(table: ExpertTable, counts: AgreedCounts, k: int) -> Selection:
+    """The experts whose turn it is, and those whose turn was in a save that was skipped."""
+    overdue = {
+        expert.unit
+        for layer in table.layers
+        for expert in layer.experts
+        if counts.age(expert.unit) >= sequential_bound(layer, k)
+    }
+    missing = counts.uncaptured | overdue
+    return select_sequential(table, k, counts.number + 1, uncaptured=missing)
 
 
 def experts_total(

@@ -82,6 +82,16 @@ class ShardPlan:
         """Bytes that `rank` captures."""
         return sum(shard.nbytes for shard in self.shards[rank])
 
+    @property
+    def holders(self) -> dict[UnitKey, tuple[int, ...]]:
+        """The ranks that capture any byte of each unit, ascending."""
+        found: dict[UnitKey, set[int]] = {}
+        for rank, shards in self.shards.items():
+            for shard in shards:
+                if shard.nbytes:
+                    found.setdefault(shard.unit, set()).add(rank)
+        return {unit: tuple(sorted(ranks)) for unit, ranks in found.items()}
+
 
 def plan_shards(
     tensors_by_rank: Mapping[int, Sequence[TensorSize]],

@@ -8,18 +8,19 @@ which has had a step's time.
 
 A rank that does not have that sum in time must not choose by another one. It captures all experts
 that are its own, which is what the others' choice asks of it and more: ranks that choose still
-choose alike, and a rank that does not choose misses nothing.
+choose alike, and a rank that does not choose misses nothing. Where experts are spread over ranks
+that would tear them, so a rank skips such a save, unless no rank can have chosen for it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast._exchange import Exchange
-from holdfast_core.agreed_counts import AgreedCounts, Statement
+from holdfast_core.agreed_counts import NONE_SPREAD, AgreedCounts, Statement
 from holdfast_core.errors import HoldfastError
 from holdfast_core.experts import Selection
 from holdfast_core.units import UnitKey
@@ -54,7 +55,8 @@ class Counting:
         """By save."""
         self._late = False
         """Nothing arrived since `chosen` waited in vain."""
-        self._failed = False
+        self._failed: int | None = None
+        """The save after which the sum failed; there is none from then on."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -64,17 +66,19 @@ class Counting:
         units: Sequence[UnitKey],
         statement: Callable[[int], Statement],
         choose: Callable[[AgreedCounts], Selection],
+        spread: Mapping[UnitKey, int] = NONE_SPREAD,
     ) -> None:
         """Add up from before save `first` on, which must be equal on all ranks.
 
         Args:
+            spread: see `agreed_counts.Statement.to_vector`.
             statement: what this rank has to say after a save; called on the thread.
             choose: what the next save captures; called on the thread.
         """
         self.attempted(first - 1)  # the first sum is of what was restored
         self._thread = threading.Thread(
             target=self._loop,
-            args=(first - 1, units, statement, choose),
+            args=(first - 1, units, statement, choose, spread),
             name="holdfast-counting",
             daemon=True,
         )
@@ -99,18 +103,26 @@ class Counting:
         """
         with self._news:
             self._news.wait_for(
-                lambda: number in self._chosen or self._failed, 0.0 if self._late else wait_s
+                lambda: number in self._chosen or self._failed is not None,
+                0.0 if self._late else wait_s,
             )
             found = self._chosen.get(number)
-            if found is None and not self._late and not self._failed:
+            if found is None and not self._late and self._failed is None:
                 self._late = True
                 _log.warning(
-                    "the counts of tokens of all ranks were not there in %.1f s: save %d of this "
-                    "rank captures all of its experts",
+                    "the counts of all ranks were not there in %.1f s: save %d of this rank goes "
+                    "without the choice of all",
                     wait_s,
                     number,
                 )
             return found
+
+    def nobody_chooses(self, number: int) -> bool:
+        """Whether no rank can have a choice for save `number`. That of the save right after a sum
+        that failed here another rank may have, for which the same sum went well; the sum after it
+        this rank was no part of any more."""
+        with self._news:
+            return self._failed is not None and number > self._failed + 1
 
     def close(self, timeout_s: float) -> None:
         """Take part in the sums of all saves that were called, within about `timeout_s`."""
@@ -126,20 +138,21 @@ class Counting:
         units: Sequence[UnitKey],
         statement: Callable[[int], Statement],
         choose: Callable[[AgreedCounts], Selection],
+        spread: Mapping[UnitKey, int],
     ) -> None:
         while self._wait_due(number):
             try:
-                said = statement(number).to_vector(units, self._rank, self.ranks)
+                said = statement(number).to_vector(units, self._rank, self.ranks, spread)
                 total = self._exchange.add(said)
-                counts = AgreedCounts.from_vector(total, units, self.ranks, number)
+                counts = AgreedCounts.from_vector(total, units, self.ranks, number, spread)
             except HoldfastError as error:
                 _log.warning(
-                    "the ranks' counts of tokens cannot be added up; this rank captures all of its "
-                    "experts from now on: %s",
+                    "the ranks' counts cannot be added up; this rank captures all of its experts "
+                    "from now on: %s",
                     error,
                 )
                 with self._news:
-                    self._failed = True
+                    self._failed = number
                     self._news.notify_all()
                 return
             selection = choose(counts)

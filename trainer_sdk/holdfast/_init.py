@@ -24,7 +24,6 @@ from holdfast._nodaemon import UnprotectedSession
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.expert_policies import needs_counts
 from holdfast_core.topology import Topology
 
 
@@ -85,7 +84,7 @@ def init(
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
         store, token_file = environment.store_address, environment.token_file
         client = GrpcClient(path, name, own_rank, store, tuned.rpc_timeout_s, token_file)
-    by_tokens = tuned.experts is not None and needs_counts(tuned.experts)
+    counts = tuned.experts is not None
     return ProtectedSession(
         live=live,
         stateful=stateful or {},
@@ -93,7 +92,7 @@ def init(
         rank=own_rank,
         client=client,
         exchange=make_exchange(world_size, tuned.exchange_timeout_s),
-        counting=make_exchange(world_size, tuned.exchange_timeout_s) if by_tokens else None,
+        counting=make_exchange(world_size, tuned.exchange_timeout_s) if counts else None,
         comparing=_comparing(chosen, tuned),
         device=device_of([raw(parameter) for parameter in model.parameters()]),
         settings=tuned,

@@ -5,6 +5,11 @@ experts take turns, every rank chooses alike from the number of the snapshot, wi
 where tokens decide, from the sum of what all ranks stated after the save before (`_counting`). Each
 rank's ledger counts the tokens that it routed itself; lost tokens are added up in a restore, where
 K is decided anew.
+
+Where several ranks capture parts of one expert, its parts in a snapshot of all ranks must be of one
+step. By induction they are: a rank leaves its part out only where all ranks stated that they hold
+parts of the same save, and only while it still holds what it stated; otherwise all of them capture
+their parts, or the rank skips its save, and no snapshot of all ranks comes of it (decision 0032).
 """
 
 from __future__ import annotations
@@ -12,30 +17,37 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from holdfast._counting import Counting
+from holdfast._counting import Chosen, Counting
 from holdfast._exchange import Exchange
 from holdfast._gradients import Gradients
 from holdfast._measuring import Measuring
 from holdfast._partial_state import PartialState
-from holdfast._placed import Flags
+from holdfast._placed import Flags, Pieces
 from holdfast._settings import Settings
-from holdfast_core.agreed_counts import UNKNOWN, AgreedCounts, Mark, Statement
+from holdfast_core.agreed_counts import NONE_SPREAD, UNKNOWN, AgreedCounts, Mark, Statement
+from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.expert_ledger import ExpertLedger
-from holdfast_core.expert_policies import ExpertPolicy, first_k, k_for_all, select_by_tokens
+from holdfast_core.expert_policies import (
+    ExpertPolicy,
+    first_k,
+    k_for_all,
+    needs_counts,
+    select_by_counts,
+)
 from holdfast_core.experts import ExpertTable
 from holdfast_core.job_snapshots import Selective
 from holdfast_core.layouts import Layout
 from holdfast_core.loss_reports import LossReport, RecoveryLoss
-from holdfast_core.persisted import Run
-from holdfast_core.recompute import gradient_pieces
 from holdfast_core.replenish import Replenishing
 from holdfast_core.selection_pec import select_sequential, sequential_bound
-from holdfast_core.sparse_files import runs_of_pieces
 from holdfast_core.token_loss import LossAccount
-from holdfast_core.units import UnitKey, UnitKind
+from holdfast_core.units import UnitKey
 from holdfast_core.values import Generation
+
+_log = logging.getLogger("holdfast")
+
+STATEMENTS_KEPT = 8
+"""More than there are choices that a late save can still find."""
 
 VERSIONS_KEPT = 4
 """Of each expert, in the ledger: more than there are snapshots in memory."""
@@ -72,7 +84,8 @@ def partial_capture(
     """What the settings' policy needs; None when every snapshot captures everything.
 
     Args:
-        counting: between all ranks, for nothing else; needed where tokens decide.
+        counting: between all ranks, for nothing else; needed where tokens decide, and where
+            experts are spread over ranks.
         gradients: where peers compute the state of experts that stay chosen.
     """
     policy = settings.experts
@@ -98,12 +111,16 @@ class PartialCapture:
         self._gradients = gradients
         self._pieces = Pieces()
         self._counting = counting
-        """None when experts take turns."""
+        """None when experts take turns and one rank captures each."""
         self._wait_s = wait_s
         self.measuring = Measuring()
         self._table: ExpertTable | None = None
         self.own: frozenset[UnitKey] = frozenset()
         """The experts that this rank captures."""
+        self._parts: frozenset[UnitKey] = frozenset()
+        """Those of them that other ranks capture parts of as well."""
+        self._stated: dict[int, Mapping[UnitKey, Mark]] = {}
+        """What was said of `_parts` after each of the newest saves."""
         self._ledger: ExpertLedger | None = None
         self._account = LossAccount.start()
         self._recoveries: tuple[RecoveryLoss, ...] = ()
@@ -120,11 +137,26 @@ class PartialCapture:
         self._captured = 0
         """Experts of the newest choice."""
 
-    def agreed(self, table: ExpertTable, ranks: int, own: frozenset[UnitKey]) -> None:
-        """All `ranks` of the world know what experts there are; this one captures `own`."""
+    def agreed(
+        self,
+        table: ExpertTable,
+        ranks: int,
+        own: frozenset[UnitKey],
+        spread: Mapping[UnitKey, int] = NONE_SPREAD,
+    ) -> None:
+        """All `ranks` of the world know what experts there are; this one captures `own`, or parts
+        of them.
+
+        Args:
+            spread: how many ranks capture a part, of each expert of which more than one does.
+        """
         self._table, self._ranks, self.own = table, ranks, own
+        self._parts = own.intersection(spread)
         if self._ledger is None or set(self._ledger.tokens) != set(table.units):
-            self._ledger = ExpertLedger.start(table.units)
+            self._ledger, self._marks = ExpertLedger.start(table.units), {}
+        if not (spread or needs_counts(self._policy)):
+            self._counting = None
+        assert self._counting is not None or not spread
         self._know()
         if self._counting is not None:
             together = self._counting.ranks
@@ -132,7 +164,8 @@ class PartialCapture:
                 self._first,
                 table.units,
                 self._statement,
-                lambda counts: select_by_tokens(self._policy, table, counts, self._k, together),
+                lambda counts: select_by_counts(self._policy, table, counts, self._k, together),
+                spread,
             )
 
     def resume(self, state: PartialState | None) -> None:
@@ -162,7 +195,11 @@ class PartialCapture:
             self._counting.called(number)
 
     def left_out(self, number: int) -> frozenset[UnitKey]:
-        """The experts, of any rank, that snapshot `number` need not capture."""
+        """The experts, of any rank, that snapshot `number` need not capture.
+
+        Raises:
+            SnapshotSkippedError: this rank cannot choose as others may, and holds parts of experts.
+        """
         assert self._table is not None and self._ledger is not None
         missing = self._ledger.uncaptured
         chosen: Collection[UnitKey]
@@ -171,10 +208,44 @@ class PartialCapture:
             chosen = self._overdue(self._table, self._ledger, number).union(turn)
         else:
             found = self._counting.chosen(number, self._wait_s)
+            if self._parts:
+                self._check_choice(number, self._counting, found)
             chosen = self.own if found is None else found.units
             self._counts = self._counts if found is None else found.counts
         self._captured = len(chosen)
         return frozenset(self._table.units).difference(chosen, missing)
+
+    def _check_choice(self, number: int, counting: Counting, found: Chosen | None) -> None:
+        """Raises SnapshotSkippedError when parts of one expert could come to be of two saves."""
+        if found is None:
+            if not counting.nobody_chooses(number):
+                raise SnapshotSkippedError(
+                    "the choice of all ranks is not there, and other ranks hold parts of this "
+                    "rank's experts"
+                )
+        elif self._stated.get(number - 1) != self._held():
+            raise SnapshotSkippedError(
+                "the save before ended after this rank had said which versions of experts it "
+                "holds, and other ranks hold parts of them"
+            )
+
+    def _held(self) -> Mapping[UnitKey, Mark]:
+        return {unit: self._marks[unit] for unit in self._parts if unit in self._marks}
+
+    def not_carried(self, left_out: frozenset[UnitKey]) -> frozenset[UnitKey]:
+        """What is left out all the same where the daemon carries nothing over.
+
+        Raises:
+            SnapshotSkippedError: this rank would capture parts of experts that others leave out.
+                They learn that it holds nothing, and the next save captures all parts.
+        """
+        if not self._parts.isdisjoint(left_out):
+            self._marks = {u: m for u, m in self._marks.items() if u not in self._parts}
+            raise SnapshotSkippedError(
+                "nothing of the snapshot before can be carried over, and other ranks leave out "
+                "their parts of experts; the next save captures all of them"
+            )
+        return left_out - self.own
 
     def opened(self, layout: Layout) -> None:
         """Snapshots have this layout from now on."""
@@ -214,7 +285,8 @@ class PartialCapture:
             **{unit: Mark(number, known.get(unit, 0)) for unit in taken},
         }
         self._know()
-        if self._counting is not None:
+        # Of parts it is said only when the save has ended: by what was said, others choose theirs.
+        if self._counting is not None and not self._parts:
             self._counting.attempted(number)
 
     def ended(self, number: int) -> None:
@@ -262,6 +334,8 @@ class PartialCapture:
 
     def _statement(self, number: int) -> Statement:
         tokens, marks = self._known
+        self._stated[number] = {unit: marks[unit] for unit in self._parts if unit in marks}
+        self._stated.pop(number - STATEMENTS_KEPT, None)
         measures = self.measuring.measures
         return Statement(number=number, tokens=tokens, marks=marks, measures=measures)
 
@@ -289,46 +363,3 @@ class PartialCapture:
             k=k,
             report=report,
         )
-
-
-class Pieces:
-    """The pieces that a snapshot may leave as they are."""
-
-    def __init__(self, layout: Layout | None = None) -> None:
-        """None where every snapshot captures everything."""
-        self._count = 0 if layout is None else layout.extras_offset // layout.piece_bytes
-        self._of = {} if layout is None else _runs(expert_pieces(layout))
-        self._gradients = {} if layout is None else _runs(gradient_pieces(layout))
-
-    def left(self, left_out: Collection[UnitKey], with_gradients: Collection[UnitKey]) -> Flags:
-        """Those of the experts that are left out, and of gradients that are not wanted."""
-        flags = np.zeros(self._count, dtype=bool)
-        for unit in left_out:
-            for first, end in self._of.get(unit, ()):
-                flags[first:end] = True
-        for unit, runs in self._gradients.items():
-            if unit not in with_gradients:
-                for first, end in runs:
-                    flags[first:end] = True
-        return flags
-
-
-def _runs(pieces_of: Mapping[UnitKey, frozenset[int]]) -> dict[UnitKey, tuple[Run, ...]]:
-    return {unit: runs_of_pieces(pieces) for unit, pieces in pieces_of.items()}
-
-
-def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
-    """For each expert the pieces that hold nothing else."""
-    size = layout.piece_bytes
-    holds: dict[int, set[str]] = {}
-    for entry in layout.entries:
-        if entry.nbytes:
-            for piece in range(entry.offset // size, (entry.offset + entry.nbytes - 1) // size + 1):
-                holds.setdefault(piece, set()).add(entry.unit)
-    found: dict[str, set[int]] = {}
-    for piece in range(layout.extras_offset // size):
-        units = holds.get(piece, ())
-        if len(units) == 1:
-            found.setdefault(next(iter(units)), set()).add(piece)
-    keys = {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
-    return {unit: pieces for unit, pieces in keys.items() if unit.kind is UnitKind.EXPERT}

@@ -2,11 +2,13 @@
 
 See `holdfast_core.places`: each piece lies at its own offset, in its snapshot's slot or in another.
 Pieces that are captured together always lie in one slot, so the range of a tensor is contiguous;
-only that of the extras, whose length changes, need not be.
+only that of the extras, whose length changes, need not be. `Pieces` says which pieces are carried
+over from the snapshot before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +16,10 @@ import numpy.typing as npt
 
 from holdfast_core.errors import CorruptError
 from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, piece_count
+from holdfast_core.persisted import Run
+from holdfast_core.recompute import gradient_pieces
+from holdfast_core.sparse_files import runs_of_pieces
+from holdfast_core.units import UnitKey, UnitKind
 
 Flags = npt.NDArray[np.bool_]
 """Whether something holds for each piece."""
@@ -86,3 +92,46 @@ class Placed:
             (self.start(piece), max(piece * size, offset), min((piece + 1) * size, end))
             for piece in range(offset // size, piece_count(end, size))
         ]
+
+
+class Pieces:
+    """The pieces that a snapshot may leave as they are."""
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        """None where every snapshot captures everything."""
+        self._count = 0 if layout is None else layout.extras_offset // layout.piece_bytes
+        self._of = {} if layout is None else _runs(expert_pieces(layout))
+        self._gradients = {} if layout is None else _runs(gradient_pieces(layout))
+
+    def left(self, left_out: Collection[UnitKey], with_gradients: Collection[UnitKey]) -> Flags:
+        """Those of the experts that are left out, and of gradients that are not wanted."""
+        flags = np.zeros(self._count, dtype=bool)
+        for unit in left_out:
+            for first, end in self._of.get(unit, ()):
+                flags[first:end] = True
+        for unit, runs in self._gradients.items():
+            if unit not in with_gradients:
+                for first, end in runs:
+                    flags[first:end] = True
+        return flags
+
+
+def _runs(pieces_of: Mapping[UnitKey, frozenset[int]]) -> dict[UnitKey, tuple[Run, ...]]:
+    return {unit: runs_of_pieces(pieces) for unit, pieces in pieces_of.items()}
+
+
+def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
+    """For each expert the pieces that hold nothing else."""
+    size = layout.piece_bytes
+    holds: dict[int, set[str]] = {}
+    for entry in layout.entries:
+        if entry.nbytes:
+            for piece in range(entry.offset // size, (entry.offset + entry.nbytes - 1) // size + 1):
+                holds.setdefault(piece, set()).add(entry.unit)
+    found: dict[str, set[int]] = {}
+    for piece in range(layout.extras_offset // size):
+        units = holds.get(piece, ())
+        if len(units) == 1:
+            found.setdefault(next(iter(units)), set()).add(piece)
+    keys = {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
+    return {unit: pieces for unit, pieces in keys.items() if unit.kind is UnitKind.EXPERT}

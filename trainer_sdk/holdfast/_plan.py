@@ -21,6 +21,7 @@ import xxhash
 from holdfast._capture import Source, Whole
 from holdfast._copy import CopyPlan, plan_copy
 from holdfast._extras import dtype_name
+from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts import ExpertTable
 from holdfast_core.layouts import (
     PAGE_BYTES,
@@ -61,12 +62,24 @@ class BasePlan:
     """True without a process group: this rank captures all that it holds."""
     experts: ExpertTable | None = None
     """The experts that a snapshot may leave out; None when each captures everything."""
+    holders: Mapping[UnitKey, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks that capture any of each of these experts; empty where `alone`."""
     piece_bytes: int = PIECE_BYTES
 
     @property
     def apart(self) -> frozenset[UnitKey]:
         """The units that share no piece with others."""
         return frozenset(self.experts.units) if self.experts else frozenset()
+
+    @property
+    def spread(self) -> dict[UnitKey, int]:
+        """How many ranks capture a part, of each expert of which more than one does."""
+        return {unit: len(ranks) for unit, ranks in self.holders.items() if len(ranks) > 1}
+
+    def own_experts(self, table: Sequence[TensorSize]) -> frozenset[UnitKey]:
+        """The experts that this rank captures, or captures parts of."""
+        shards = own_shards(self, table)
+        return self.apart.intersection(shard.unit for shard in shards if shard.nbytes)
 
     @property
     def state_bytes(self) -> int:
@@ -102,42 +115,45 @@ def plan_alone(
         shards={},
         alone=True,
         experts=experts,
-        piece_bytes=piece_bytes_for(experts),
+        piece_bytes=piece_bytes_for(experts, {}),
     )
 
 
 def experts_apart(
     tables: Mapping[int, Sequence[TensorSize]], topology: Topology
 ) -> ExpertTable | None:
-    """The experts that a snapshot may leave out: those that one rank captures as a whole. None when
-    the model has no such experts."""
-    owners: dict[UnitKey, set[int]] = {}
+    """The experts that a snapshot may leave out. None when the model has no such experts."""
+    homes: dict[UnitKey, set[tuple[int, int]]] = {}
     for rank, table in tables.items():
+        at = topology.coordinates(rank)
         for size in table:
             if size.is_expert and size.private:
-                owners.setdefault(size.unit, set()).add(rank)
-    # Its parts could be of different steps if its ranks did not capture it in the same snapshots.
-    spread = [unit for unit, ranks in owners.items() if len(ranks) > 1]
-    if spread:
+                homes.setdefault(size.unit, set()).add((at.pp, at.ep))
+    # No share of the layer's experts is theirs, so that none of its ranks could be relieved.
+    across = [unit for unit, places in homes.items() if len(places) > 1]
+    if across:
         _log.warning(
-            "%d experts are spread over several ranks and captured in every snapshot", len(spread)
+            "%d experts are spread over ranks that %s declares to hold different experts; they are "
+            "captured in every snapshot: correct the topology",
+            len(across),
+            topology,
         )
-    found = ExpertTable.of(tables, topology, shared=spread)
+    found = ExpertTable.of(tables, topology, shared=across)
     if found.experts:
         return found
     _log.warning(
-        "snapshot.policy means nothing for this model, which has no expert that one rank captures "
-        "as a whole: every snapshot captures everything"
+        "snapshot.policy means nothing for this model, which has no expert that could be left out: "
+        "every snapshot captures everything"
     )
     return None
 
 
-def piece_bytes_for(experts: ExpertTable | None) -> int:
-    """Pieces so small that rounding every expert up to whole ones costs at most an eighth, down to
-    a page; the usual ones where experts are large."""
+def piece_bytes_for(experts: ExpertTable | None, holders: Mapping[UnitKey, tuple[int, ...]]) -> int:
+    """Pieces so small that rounding every rank's part of an expert up to whole ones costs about an
+    eighth, down to a page; the usual ones where experts are large."""
     if experts is None:
         return PIECE_BYTES
-    smallest = min(expert.nbytes for expert in experts.experts)
+    smallest = min(e.nbytes // len(holders.get(e.unit, (0,))) for e in experts.experts)
     wanted = 1 << max(smallest // 8, 1).bit_length() - 1
     return min(max(wanted, PAGE_BYTES), PIECE_BYTES)
 
@@ -160,13 +176,16 @@ def plan_together(
     experts = experts_apart(tables, topology) if partial else None
     grain = Grain.UNIT if experts else None
     plan = plan_shards(tables, topology, strategy, expert_grain=grain)
+    apart = frozenset(experts.units) if experts else frozenset()
+    holders = {unit: ranks for unit, ranks in plan.holders.items() if unit in apart}
     empty = BasePlan(
         rank=rank,
         topology=topology,
         tables={},
         shards={},
         experts=experts,
-        piece_bytes=piece_bytes_for(experts),
+        holders=holders,
+        piece_bytes=piece_bytes_for(experts, holders),
     )
     largest = max(
         layout_of(replace(empty, rank=r), tables[r], plan.shards[r], extras_bytes[r]).slot_bytes
@@ -181,10 +200,22 @@ def plan_together(
 
 
 def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]:
-    """What this rank captures of `table`, by unit, tensor and start."""
+    """What this rank captures of `table`, by unit, tensor and start.
+
+    Raises:
+        InvalidJobError: this rank has come to hold a part of an expert that may be left out, which
+            the others do not know of.
+    """
     shards = []
     for size in sorted(table, key=lambda size: (size.unit, size.tensor)):
         for start, nbytes in _own_ranges(base, size):
+            known = base.alone or size.unit not in base.apart or not nbytes
+            if not known and base.rank not in base.holders.get(size.unit, ()):
+                raise InvalidJobError(
+                    f"{size.tensor} of {size.unit} was not there at the first save, when ranks "
+                    f"agreed on who captures parts of it; save first after the first step of the "
+                    f"optimizer"
+                )
             shards.append(Shard(unit=size.unit, tensor=size.tensor, start=start, nbytes=nbytes))
     return tuple(shards)
 
@@ -209,14 +240,11 @@ def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]
             (start * size.nbytes // parameter.nbytes, nbytes * size.nbytes // parameter.nbytes)
             for start, nbytes in ranges
         )
-    if size.unit in base.apart:  # whole, like the rest of it
-        return whole if any(base.shards[base.rank].get(t) for t in _of_unit(base, size)) else ()
+    if size.unit in base.apart:  # where the rest of it is
+        holders = base.holders.get(size.unit, ())
+        replicas = tuple(rank for rank in replicas if rank in holders) or replicas
     owner = replicas[xxhash.xxh3_64_intdigest(size.tensor.encode()) % len(replicas)]
     return whole if owner == base.rank else ()
-
-
-def _of_unit(base: BasePlan, size: TensorSize) -> list[str]:
-    return [tensor for tensor, known in base.tables.items() if known.unit == size.unit]
 
 
 def layout_of(

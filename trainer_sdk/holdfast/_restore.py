@@ -152,6 +152,7 @@ class Restore:
             versions = partial.own_versions(found.layout, manifest.experts)
         own = Standing(generation=generation, offers=offers, versions=versions)
         standings = self._agree(error, own)
+        known = _versions(standings)  # raises on every rank or on none
         if found is None:
             _log.info("epoch %d starts fresh", epoch)
             return Restored(epoch=epoch, step=None, source=RestoreSource.NONE)
@@ -160,7 +161,6 @@ class Restore:
         sources, error = _attempt(lambda: self._copy_own(chosen, all_offers))
         own = Standing(generation=generation)
         if partial is not None:
-            known = {u: g for said in standings for u, g in said.versions.items()}
             partial, lost = partial.returned(known)
             own = Standing(
                 generation=generation,
@@ -345,6 +345,23 @@ class Restore:
             told = {r: said.generation or "a fresh start" for r, said in enumerate(standings)}
             raise NoRecoveryLineError(f"ranks were told different recovery lines: {told}")
         return standings
+
+
+def _versions(standings: Sequence[Standing]) -> dict[str, str]:
+    """The version of each expert that is restored.
+
+    Raises:
+        CorruptError: ranks hold parts of an expert in different versions.
+    """
+    found: dict[str, str] = {}
+    for said in standings:
+        for unit, version in said.versions.items():
+            if found.setdefault(unit, version) != version:
+                raise CorruptError(
+                    f"ranks hold parts of {unit} of different generations, {found[unit]} and "
+                    f"{version}; restore another generation"
+                )
+    return found
 
 
 def _part(source: Source, start: int, nbytes: int) -> Any:

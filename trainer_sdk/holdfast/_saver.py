@@ -229,10 +229,10 @@ class Saver:
         if not task.hold():
             link.abort(step, "training went on before the copy began")
             return
-        if self.partial is not None:
-            left_out = left_out if carried else left_out - self.partial.own
-            self.partial.attempt(task.number, left_out)
         try:
+            if self.partial is not None:
+                left_out = left_out if carried else self.partial.not_carried(left_out)
+                self.partial.attempt(task.number, left_out)
             if due:
                 self.comparing.say(task.number, self._live_digests(task))
             digests = self._capture(task, placed, skip if carried else None, left_out)
@@ -261,9 +261,8 @@ class Saver:
         if self._base.experts is None:
             self.partial = None
         elif self.partial is not None:
-            shards = own_shards(self._base, table_of(self._sources))
-            own = self._base.apart.intersection(shard.unit for shard in shards)
-            self.partial.agreed(self._base.experts, self._topology.world_size, own)
+            own, spread = self._base.own_experts(table_of(self._sources)), self._base.spread
+            self.partial.agreed(self._base.experts, self._topology.world_size, own, spread)
 
     def _live_digests(self, task: Task) -> dict[str, int]:
         """Of each unit that other ranks hold as well, while the task is held."""

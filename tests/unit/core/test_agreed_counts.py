@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 from expert_worlds import unit
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast_core.agreed_counts import AgreedCounts, Mark, Measures, Statement
 from holdfast_core.errors import ProtocolError
+from holdfast_core.units import UnitKey
 
 UNITS = (unit(0, 0), unit(0, 1), unit(1, 0))
 
@@ -73,3 +76,32 @@ def test_statements_of_different_saves_are_not_added_up() -> None:
 def test_a_sum_of_another_length_is_refused() -> None:
     with pytest.raises(ProtocolError):
         AgreedCounts.from_vector(total(FIRST, SECOND), UNITS, 1, 4)
+
+
+def spread_marks(*numbers: int | None) -> dict[UnitKey, Mark]:
+    """What ranks agree on when they state captures of parts of one expert in these saves."""
+    spread = {UNITS[0]: len(numbers)}
+    said = [
+        Statement(number=9, tokens={}, marks={} if n is None else {UNITS[0]: Mark(n, 7)})
+        for n in numbers
+    ]
+    vectors = [one.to_vector(UNITS, rank, len(said), spread) for rank, one in enumerate(said)]
+    summed = [sum(column) for column in zip(*vectors, strict=True)]
+    return dict(AgreedCounts.from_vector(summed, UNITS, len(said), 9, spread).marks)
+
+
+@given(st.lists(st.none() | st.integers(0, 9), min_size=2, max_size=6))
+def test_parts_on_several_ranks_count_as_captured_only_when_all_are_of_one_save(
+    numbers: list[int | None],
+) -> None:
+    first = numbers[0]
+    alike = first is not None and set(numbers) == {first}
+    expected = {UNITS[0]: Mark(first, 7)} if alike and first is not None else {}
+    assert spread_marks(*numbers) == expected
+
+
+def test_many_ranks_and_late_saves_do_not_overflow_what_is_added() -> None:
+    ranks, number = 10_000, 10_000_000
+    said = Statement(number=number, tokens={}, marks={UNITS[0]: Mark(number, 0)})
+    vector = said.to_vector(UNITS, 0, 1, {UNITS[0]: ranks})
+    assert max(vector) * ranks < 2**63

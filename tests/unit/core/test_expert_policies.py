@@ -12,9 +12,10 @@ from holdfast_core.expert_policies import (
     first_k,
     k_for_all,
     needs_counts,
-    select_by_tokens,
+    select_by_counts,
 )
 from holdfast_core.job_snapshots import Choice, ExpertBudget, PartialExperts, Selective
+from holdfast_core.selection_pec import select_sequential
 from holdfast_core.units import UnitKey
 
 TABLE = replace(world([4, 2], nbytes=100), dense_bytes=0)
@@ -39,16 +40,30 @@ def test_only_turns_need_no_counts() -> None:
 
 def test_load_aware_selection_takes_k_of_each_layer() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
-    assert select_by_tokens(BY_LOAD, TABLE, found, 1, 1).units == (unit(0, 2), unit(1, 1))
-    two = select_by_tokens(BY_LOAD, TABLE, found, 2, 1).units
+    assert select_by_counts(BY_LOAD, TABLE, found, 1, 1).units == (unit(0, 2), unit(1, 1))
+    two = select_by_counts(BY_LOAD, TABLE, found, 2, 1).units
     assert set(two) >= {unit(0, 2), unit(0, 3), unit(1, 0), unit(1, 1)}
+
+
+def test_turns_by_counts_go_on_from_save_to_save_with_what_is_missing_or_overdue() -> None:
+    policy = PartialExperts(experts_per_layer=1)
+    found = replace(counts({}), number=4)
+    taken = Mark(4, 0)
+    marks = dict.fromkeys(TABLE.units, taken)
+    in_turn = select_by_counts(policy, TABLE, replace(found, marks=marks), 1, 1).units
+    assert in_turn == select_sequential(TABLE, 1, 5).units
+    others = [u for u in TABLE.units if u not in in_turn]
+    without = {u: mark for u, mark in marks.items() if u != others[0]}
+    late = without | {others[1]: Mark(0, 0)}
+    chosen = select_by_counts(policy, TABLE, replace(found, marks=late), 1, 1).units
+    assert set(chosen) == {*in_turn, *others[:2]}
 
 
 def test_selective_takes_the_budget_where_tokens_are_at_risk() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
     # 1000 bytes/s for 0.2 s: two experts of 100 bytes.
-    assert select_by_tokens(Selective(), TABLE, found, 1, 1).units == (unit(0, 2), unit(0, 3))
-    assert len(select_by_tokens(Selective(experts=1), TABLE, found, 1, 1).units) == 1
+    assert select_by_counts(Selective(), TABLE, found, 1, 1).units == (unit(0, 2), unit(0, 3))
+    assert len(select_by_counts(Selective(experts=1), TABLE, found, 1, 1).units) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-import torch
 from choice_bounds import selective_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meeting import WAIT_S, Meeting, Seat
 
 from holdfast._counting import Counting
-from holdfast._exchange import Alone, Broadcast
+from holdfast._exchange import Alone
 from holdfast._partial import PartialCapture
 from holdfast._partial_state import PartialState
 from holdfast_core.agreed_counts import AgreedCounts, Mark, Statement
-from holdfast_core.errors import UnreachableError
 from holdfast_core.expert_policies import ExpertPolicy
 from holdfast_core.experts import Expert, ExpertTable, MoeLayer, Selection
 from holdfast_core.job_snapshots import Choice, PartialExperts, Selective
@@ -26,7 +25,6 @@ from holdfast_core.replenish import Replenishing
 from holdfast_core.units import UnitKey, UnitKind
 from holdfast_core.values import Generation
 
-WAIT_S = 30.0
 RANKS = 3
 PER_RANK = 2
 LAYERS = 2
@@ -62,54 +60,6 @@ TABLE = ExpertTable(
     ),
     dense_bytes=0,
 )
-
-
-class Meeting:
-    """Where the ranks of one process add up; counts the sums of each."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.broken = False
-        self._news = threading.Condition()
-        self._given: dict[int, list[list[int]]] = {}
-        self.done = [0] * ranks
-
-    def add(self, rank: int, numbers: list[int]) -> list[int]:
-        with self._news:
-            turn = self.done[rank]
-            self.done[rank] += 1
-            given = self._given.setdefault(turn, [])
-            given.append(numbers)
-            self._news.notify_all()
-            self._news.wait_for(lambda: len(given) == self.ranks or self.broken, WAIT_S)
-            if len(given) < self.ranks:
-                raise UnreachableError("a rank does not take part")
-            return [sum(values) for values in zip(*given, strict=True)]
-
-    def break_up(self) -> None:
-        with self._news:
-            self.broken = True
-            self._news.notify_all()
-
-
-@dataclass
-class Seat:
-    """An exchange of one rank."""
-
-    meeting: Meeting
-    rank: int
-    together: bool = True
-
-    def add(self, numbers: Sequence[int]) -> list[int]:
-        return self.meeting.add(self.rank, list(numbers))
-
-    def gather(self, data: bytes) -> list[bytes]:
-        raise AssertionError("nobody gathers")
-
-    def subgroups(
-        self, groups: Sequence[tuple[int, ...]], device: torch.device
-    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        raise AssertionError("nobody broadcasts")
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from story import IN_TURN, WAIT_S, Story, expert, loss_of
 
 import holdfast
-from holdfast._partial import expert_pieces
+from holdfast._placed import expert_pieces
 from holdfast.testing import FakeDaemon
 from holdfast_core.job_snapshots import Choice, ExpertBudget, PartialExperts, Selective
 from holdfast_core.layouts import decode_layout

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from holdfast._plan import BasePlan, layout_of, own_shards, plan_alone, plan_together
-from holdfast_core.errors import ReplicaMismatchError
+from holdfast_core.errors import InvalidJobError, ReplicaMismatchError
 from holdfast_core.layouts import TensorRole, decode_layout, encode_layout
 from holdfast_core.sharding import ShardStrategy
 from holdfast_core.topology import Topology
@@ -116,3 +116,66 @@ def test_a_layout_is_valid_and_has_room_for_extras() -> None:
     assert [entry.nbytes for entry in layout.entries] == [
         one.nbytes for one in sorted(table(1), key=lambda one: (one.unit, one.tensor))
     ]
+
+
+def experts_of(
+    tables: Mapping[int, tuple[TensorSize, ...]], topology: Topology, rank: int = 0
+) -> BasePlan:
+    extras = dict.fromkeys(tables, 0)
+    return plan_together(rank, topology, tables, extras, ShardStrategy.ADAPTIVE, partial=True)
+
+
+def unit(expert: int) -> UnitKey:
+    return UnitKey(0, UnitKind.EXPERT, expert)
+
+
+def test_an_expert_that_is_sharded_over_ranks_may_be_left_out_by_all_of_them() -> None:
+    table = (size("dense", 64), size("a", 8 * KIB, 0, private=True), size("b", 8 * KIB, 1))
+    plan = experts_of({0: table, 1: table}, Topology(dp=2))
+    assert plan.apart == {unit(0), unit(1)}
+    assert plan.spread == {unit(0): 2}
+    both = [experts_of({0: table, 1: table}, Topology(dp=2), rank) for rank in (0, 1)]
+    own = [each.own_experts(table) for each in both]
+    assert own[0] & own[1] == {unit(0)}
+    assert own[0] | own[1] == plan.apart
+
+
+def test_tensor_parallel_ranks_hold_parts_of_the_same_experts() -> None:
+    table = (size("a", 8 * KIB, 0), size("b", 8 * KIB, 1))
+    plan = experts_of(dict.fromkeys(range(4), table), Topology(dp=2, tp=2))
+    assert plan.spread == {unit(0): 2, unit(1): 2}
+
+
+def test_pieces_are_small_beside_each_rank_s_part_of_an_expert() -> None:
+    table = (size("a", 64 * KIB, 0, private=True),)
+    assert experts_of({0: table}, Topology(dp=1)).piece_bytes == 8 * KIB
+    assert experts_of({0: table, 1: table}, Topology(dp=2)).piece_bytes == 8 * KIB
+
+
+def test_an_expert_over_ranks_of_other_experts_is_in_every_snapshot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tables = {
+        rank: (size("a", 8 * KIB, 0, private=True), size(f"b{rank}", 8 * KIB, 1 + rank))
+        for rank in range(2)
+    }
+    plan = experts_of(tables, Topology(dp=2, ep=2))
+    assert plan.apart == {unit(1), unit(2)}
+    assert "1 experts are spread over ranks" in caplog.text
+
+
+def test_what_comes_later_of_an_expert_lies_where_the_rest_of_it_is() -> None:
+    table = (size("a", 8 * KIB, 0, private=True),)
+    later = (*table, size("a:step", 4, 0))
+    plans = [experts_of({0: table, 1: table}, Topology(dp=2), rank) for rank in (0, 1)]
+    shards = [shard for plan in plans for shard in own_shards(plan, later)]
+    assert [shard.tensor for shard in shards].count("a:step") == 1
+
+
+def test_a_part_that_others_do_not_know_of_is_refused() -> None:
+    table = (size("a", 8 * KIB, 0),)
+    plans = [experts_of({0: table, 1: table}, Topology(dp=2), rank) for rank in (0, 1)]
+    state = size("a:exp_avg", 8 * KIB, 0, private=True)
+    stranger = next(plan for plan in plans if plan.rank not in plan.holders[unit(0)])
+    with pytest.raises(InvalidJobError, match="a:exp_avg of layer0/expert0 was not there"):
+        own_shards(stranger, (*table, state))
