@@ -5,7 +5,9 @@ each layer; of each other expert it names the older set whose file holds it. An 
 by whole pieces, which the arena's digests are of, so that whatever is read, from whichever file or
 slot, is verified by the digests that the trainer's copy had; nothing is hashed anew. Experts lie
 on pieces of their own wherever a policy leaves them out of snapshots; one that does not is in every
-file, and so is one whose parts lie on several ranks: they could come back in different versions.
+file. An expert whose parts lie on several ranks is never given in an older version than the
+snapshot's: a rank that still has the snapshot in memory would go on with a newer part. Each rank
+names its part where storage has this very version, and writes it otherwise.
 
 A file names the set that holds an expert, never one that only names another in turn. Pure:
 `holdfast_storage` reads and writes.
@@ -118,9 +120,11 @@ def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> 
             unit: known[unit]
             for unit in runs
             if unit in known
-            and unit in alone
             and known[unit].version <= versions[unit].generation
-            and (known[unit].version == versions[unit].generation or unit not in chosen)
+            and (
+                known[unit].version == versions[unit].generation
+                or (unit in alone and unit not in chosen)
+            )
         }
         older = _older(base, versions)
         reason = f"{selection.reason}; {len(kept)} of this rank are named where they are"

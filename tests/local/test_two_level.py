@@ -17,8 +17,14 @@ from holdfast_core.values import Generation, Manifest, Tier
 from holdfast_protos import control_pb2, persisting, trainer_pb2
 from holdfast_storage.sets import SetStore
 
-HOMES = tuple(tuple(f"layer0/expert{3 * rank + i}" for i in range(3)) for rank in range(3))
-UNITS = tuple(unit for home in HOMES for unit in home)
+ALONE = tuple(tuple(f"layer0/expert{3 * rank + i}" for i in range(3)) for rank in range(3))
+"""Experts of one rank each."""
+UNITS = tuple(unit for home in ALONE for unit in home)
+SPREAD = "layer1/expert0"
+"""Each rank holds a part of it."""
+HOMES = tuple((*home, SPREAD) for home in ALONE)
+SPREAD_STEP = 3
+"""The step that captures that one again."""
 CAPTURED = 2
 """Experts of a layer in a snapshot."""
 
@@ -80,7 +86,9 @@ class ExpertJob(RawJob):
         """Train a step whose snapshot captures experts in turn."""
         now = Generation(self.epoch, self.step + 1)
         turn = range(CAPTURED * self.step, CAPTURED * self.step + CAPTURED)
-        fresh = UNITS if not self.newest else [UNITS[i * 2 % len(UNITS)] for i in turn]
+        fresh = [UNITS[i * 2 % len(UNITS)] for i in turn] if self.newest else [*UNITS, SPREAD]
+        if self.step == SPREAD_STEP - 1:
+            fresh.append(SPREAD)
         self.newest = {**self.newest, **dict.fromkeys(fresh, now)}
         self.versions[now] = dict(self.newest)
         return self.train()
@@ -131,7 +139,7 @@ def test_survivors_give_fresh_experts_and_copies_the_rest(
     job.step_on()
     stored = store.complete()[0]
     assert stored.generation == line
-    new = [u for file in stored.files for u in file.units if u.held_in == line]
+    new = [u for f in stored.files for u in f.units if u.held_in == line and u.unit != SPREAD]
     assert len(new) == 1, "of the layer's nine experts a copy holds one anew"
     restored = job.lose_first(2)
     assert {generation for generation, _, _ in restored} == {line}
@@ -146,6 +154,10 @@ def test_survivors_give_fresh_experts_and_copies_the_rest(
     assert job.own(told[2]) == {unit: at_line[unit] for unit in HOMES[2]}, "fresh, from memory"
     returned = {u: v for u, v in in_storage.items() if u not in HOMES[2] and v != at_line[u]}
     assert returned, "some experts went back to an older version"
+    parts = {job.own(manifest)[SPREAD] for manifest in told.values()}
+    assert parts == {Generation(1, SPREAD_STEP)}, "parts of one expert are of one step"
+    held_in = {u.held_in for f in stored.files for u in f.units if u.unit == SPREAD}
+    assert held_in == {Generation(1, SPREAD_STEP)}, "a copy that has it is named"
     for rank, manifest in told.items():
         marks = {(e.unit, e.generation): e.tokens for e in (*manifest.experts, *manifest.older)}
         for unit, version in returned.items():
@@ -185,4 +197,4 @@ def test_a_whole_cluster_goes_on_from_copies_that_name_others(
     assert stored.needs
     assert job.daemon(0).logged("persist_given_up") == []
     mixtures = [entry["detail"] for entry in job.daemon(0).logged("loaded")]
-    assert mixtures and all("0 experts from memory, 3 from storage" in each for each in mixtures)
+    assert mixtures and all("0 experts from memory, 4 from storage" in each for each in mixtures)

@@ -44,8 +44,6 @@ from holdfast_core.token_loss import LossAccount
 from holdfast_core.units import UnitKey
 from holdfast_core.values import Generation
 
-_log = logging.getLogger("holdfast")
-
 STATEMENTS_KEPT = 8
 """More than there are choices that a late save can still find."""
 

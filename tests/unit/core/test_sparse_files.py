@@ -47,6 +47,7 @@ UNITS = sorted(unit for home in HOMES for unit in home)
 class Tier:
     """Sets as they would lie in storage, without storage."""
 
+    homes: tuple[tuple[str, ...], ...] = HOMES
     sets: dict[Generation, StoredSet] = field(default_factory=dict)
     files: dict[tuple[Generation, int], dict[int, bytes]] = field(default_factory=dict)
     heads: dict[tuple[Generation, int], tuple[Manifest, tuple[ExpertVersion, ...]]] = field(
@@ -94,7 +95,7 @@ class Tier:
         others = sorted({u.held_in for u in units} - {generation})
         holders = {g: (i, self.heads[g, rank][0]) for i, g in enumerate(others, start=1)}
         slots = [(1 + len(others) + i, one.content) for i, one in enumerate(memory)]
-        layout = rank_layout(rank, len(HOMES), HOMES[rank])
+        layout = rank_layout(rank, len(self.homes), self.homes[rank])
         found = compose(layout, own, older, units, holders, slots)
         sources = [self.files[generation, rank], *(self.files[g, rank] for g in others)]
         for one in memory:
@@ -131,15 +132,19 @@ class Tier:
         for rank in range(len(HOMES)):
             found, payload = self.read(generation, rank)
             manifest = found.manifest
-            assert payload == expected(rank, HOMES, manifest)
+            assert payload == expected(rank, self.homes, manifest)
             assert first_bad_piece(memoryview(payload), manifest.digests, PIECE) is None
             stored = {u.unit: u.version for u in self.sets[generation].files[rank].units}
             said = {e.unit: e.generation for e in manifest.experts}
-            assert {unit: said[unit] for unit in HOMES[rank]} == stored
+            assert {unit: said[unit] for unit in self.homes[rank]} == stored
 
 
-def snapshots(generation: Generation, versions: dict[str, Generation]) -> list[Made]:
-    return [made(rank, HOMES, generation, versions) for rank in range(len(HOMES))]
+def snapshots(
+    generation: Generation,
+    versions: dict[str, Generation],
+    homes: tuple[tuple[str, ...], ...] = HOMES,
+) -> list[Made]:
+    return [made(rank, homes, generation, versions) for rank in range(len(homes))]
 
 
 @settings(max_examples=40, deadline=None)
@@ -264,7 +269,7 @@ def test_a_file_that_does_not_hold_what_a_set_says_is_refused() -> None:
         tier.read(stored.generation, 0)
 
 
-def test_an_expert_that_shares_a_piece_or_lies_on_two_ranks_is_in_every_file() -> None:
+def test_an_expert_that_shares_a_piece_is_in_every_file() -> None:
     layout = rank_layout(0, 1, ["layer0/expert0", "layer0/expert1"])
     dense, first_expert, second_expert = layout.entries
     shared = msgspec.structs.replace(
@@ -276,21 +281,24 @@ def test_an_expert_that_shares_a_piece_or_lies_on_two_ranks_is_in_every_file() -
     )
     assert set(expert_runs(layout)) == {"layer0/expert0", "layer0/expert1"}
     assert set(expert_runs(shifted)) == set()
-    homes = (("layer0/expert0",), ("layer0/expert0",))
-    first, second = Generation(1, 1), Generation(1, 2)
-    one = [made(rank, homes, first, {"layer0/expert0": first}) for rank in range(2)]
-    described = []
-    for each in one:
-        plan = plan_rank(decode_layout(each.layout), each.content, None, 1)
-        header = encode_header(each.layout, each.manifest)
-        described.append(describe_file(header, each.manifest, plan.units))
-    stored = StoredSet(
-        job="job", generation=first, topology="raw", created=0.0, files=tuple(described)
-    )
-    again = made(0, homes, second, {"layer0/expert0": first})
-    base = Base(stored=stored, experts=one[0].content.experts)
-    plan = plan_rank(decode_layout(again.layout), again.content, base, 1)
-    assert [unit.held_in for unit in plan.units] == [second]
+
+
+def test_parts_of_an_expert_are_in_storage_in_the_version_of_the_snapshot() -> None:
+    """Captured at times; each version is written once, and no rank is given an older one."""
+    shared, homes = "layer1/expert9", tuple((*home, "layer1/expert9") for home in HOMES)
+    tier, versions = Tier(homes=homes), dict.fromkeys([*UNITS, shared], Generation(1, 1))
+    base: Generation | None = None
+    for step in range(1, 9):
+        now = Generation(1, step)
+        versions |= dict.fromkeys(UNITS, now)
+        if step % 3 == 0:
+            versions[shared] = now
+        stored = tier.persist(snapshots(now, versions, homes), base, 1)
+        base = now
+        parts = [unit for file in stored.files for unit in file.units if unit.unit == shared]
+        assert [part.version for part in parts] == [versions[shared]] * 2
+        assert {part.held_in for part in parts} == {versions[shared]}, "written when it is new"
+        tier.check(now)
 
 
 @pytest.mark.parametrize(
