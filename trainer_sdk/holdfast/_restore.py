@@ -152,7 +152,7 @@ class Restore:
             versions = partial.own_versions(found.layout, manifest.experts)
         own = Standing(generation=generation, offers=offers, versions=versions)
         standings = self._agree(error, own)
-        known = _versions(standings)  # raises on every rank or on none
+        known = versions_of(standings)  # raises on every rank or on none
         if found is None:
             _log.info("epoch %d starts fresh", epoch)
             return Restored(epoch=epoch, step=None, source=RestoreSource.NONE)
@@ -347,7 +347,7 @@ class Restore:
         return standings
 
 
-def _versions(standings: Sequence[Standing]) -> dict[str, str]:
+def versions_of(standings: Sequence[Standing]) -> dict[str, str]:
     """The version of each expert that is restored.
 
     Raises:

@@ -14,7 +14,8 @@ from meeting import WAIT_S, Meeting, Seat
 from holdfast._counting import Chosen, Counting
 from holdfast._partial import PartialCapture
 from holdfast._partial_state import PartialState
-from holdfast_core.errors import SnapshotSkippedError
+from holdfast._restore import Standing, versions_of
+from holdfast_core.errors import CorruptError, SnapshotSkippedError
 from holdfast_core.expert_policies import ExpertPolicy
 from holdfast_core.experts import Expert, ExpertTable, MoeLayer
 from holdfast_core.job_snapshots import Choice, PartialExperts, Selective
@@ -289,3 +290,17 @@ def test_when_sums_end_nobody_captures_by_a_choice_that_another_does_not_have() 
     assert complete(ranks)[-1] == 7, "experts are captured whole in the end"
     assert ranks[0].sealed[7] == dict.fromkeys(ranks[0].own, 7)
     close(ranks)
+
+
+def test_a_restore_refuses_parts_of_different_generations() -> None:
+    alike = [
+        Standing(versions={"layer0/expert0": "1.5", f"layer0/expert{i}": "1.4"}) for i in (1, 2)
+    ]
+    assert versions_of(alike) == {
+        "layer0/expert0": "1.5",
+        "layer0/expert1": "1.4",
+        "layer0/expert2": "1.4",
+    }
+    torn_apart = [*alike, Standing(versions={"layer0/expert0": "1.3"})]
+    with pytest.raises(CorruptError, match=r"parts of layer0/expert0 .* 1\.5 and 1\.3"):
+        versions_of(torn_apart)

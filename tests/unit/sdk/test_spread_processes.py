@@ -1,4 +1,8 @@
-"""Two processes with FSDP2, whose experts lie half on each: some experts in each snapshot."""
+"""Two processes whose experts lie partly on each: some experts in each snapshot.
+
+With FSDP2; with tensor parallelism of plain tensors; and with an optimizer that is sharded by
+parameters, as ZeRO-1 does it, where replicas hold the weights.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +58,20 @@ class Layer(nn.Module):
         return x
 
 
-def make_model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
+def make_model(seed: int, way: str, rank: int) -> nn.Module:
+    torch.manual_seed(seed + rank * (way == "tp"))
     layer = Layer()
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-    for part in (*layer.experts, layer.dense, layer):
-        fully_shard(part)
+    if way == "fsdp":
+        for part in (*layer.experts, layer.dense, layer):
+            fully_shard(part)
     return model
+
+
+def owned(model: nn.Module, way: str, rank: int) -> list[nn.Parameter]:
+    """The parameters that this rank's optimizer has: of ZeRO-1 weights on one, biases on the
+    other."""
+    return [p for i, p in enumerate(model.parameters()) if way != "zero" or i % WORLD == rank]
 
 
 @dataclass
@@ -70,12 +81,14 @@ class Run:
     rank: int
     directory: str
     policy: str
+    way: str = "fsdp"
     seed: int = 1
     epoch: int = 1
 
     def __post_init__(self) -> None:
-        self.model = make_model(self.seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.model = make_model(self.seed, self.way, self.rank)
+        mine = owned(self.model, self.way, self.rank)
+        self.optimizer = torch.optim.AdamW(mine, lr=0.01)
         self.daemon = FakeDaemon(self.directory, rank=self.rank, world_size=WORLD, epoch=self.epoch)
         policy = POLICIES[self.policy]
         kind = "selective" if isinstance(policy, Selective) else "partial_experts"
@@ -84,6 +97,13 @@ class Run:
             model=self.model,
             optimizer=self.optimizer,
             daemon=self.daemon,
+            topology=holdfast.Topology(dp=1, tp=WORLD) if self.way == "tp" else None,
+            private={
+                f"{name}:{key}"
+                for name, _ in self.model.named_parameters()
+                for key in ("exp_avg", "exp_avg_sq", "step")
+                if self.way == "zero"
+            },
             settings=holdfast.Settings(
                 start_wait_s=WAIT_S, exchange_timeout_s=WAIT_S, reopen_backoff_s=0.0, **tuned
             ),
@@ -94,9 +114,12 @@ class Run:
     def train(self, step: int) -> None:
         torch.manual_seed(1000 + step)
         x = torch.randn(8, WIDTH)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         self.model.get_submodule("layers.0")(x).square().mean().backward()
         self.optimizer.step()
+        if self.way == "zero":
+            for index, p in enumerate(self.model.parameters()):
+                dist.broadcast(p.data, src=index % WORLD)
         self.states[step] = self.state()
 
     def save(self, step: int) -> BaseException | None:
@@ -136,9 +159,9 @@ def same(found: State, expected: State) -> None:
         assert torch.equal(found[name], value), name
 
 
-def is_killed(rank: int, directory: str, policy: str) -> None:
+def is_killed(rank: int, directory: str, policy: str, way: str) -> None:
     """One rank misses a save; then all are killed."""
-    run = Run(rank, directory, policy)
+    run = Run(rank, directory, policy, way)
     for step in (1, 2, 3):
         assert run.save(step) is None
     newest = run.versions(Generation(1, 3))
@@ -155,9 +178,9 @@ def is_killed(rank: int, directory: str, policy: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def comes_back(rank: int, directory: str, policy: str) -> None:
+def comes_back(rank: int, directory: str, policy: str, way: str) -> None:
     """To the newest snapshot of all, with experts of several steps, and goes on."""
-    run = Run(rank, directory, policy, seed=7, epoch=2)
+    run = Run(rank, directory, policy, way, seed=7, epoch=2)
     _, expected = torch.load(f"{directory}/killed-{rank}")
     same(run.state(), expected)
     for step in (7, 8):
@@ -197,22 +220,24 @@ def in_world(rank: int, work: Callable[..., None], store: str, arguments: tuple[
         dist.destroy_process_group()
 
 
-def in_processes(work: Callable[..., None], directory: Path, policy: str) -> None:
-    run_ranks(
-        in_world, (work, str(directory / work.__name__), (str(directory / "d"), policy)), WORLD
-    )
+def in_processes(work: Callable[..., None], directory: Path, *arguments: str) -> None:
+    arguments = (str(directory / "d"), *arguments)
+    run_ranks(in_world, (work, str(directory / work.__name__), arguments), WORLD)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("policy", list(POLICIES))
-def test_halves_of_experts_are_left_out_together_and_restored_of_one_step(
-    tmp_path: Path, policy: str
+@pytest.mark.parametrize(
+    ("policy", "way"),
+    [("turn", "fsdp"), ("load", "fsdp"), ("selective", "fsdp"), ("turn", "tp"), ("turn", "zero")],
+)
+def test_parts_of_experts_are_left_out_together_and_restored_of_one_step(
+    tmp_path: Path, policy: str, way: str
 ) -> None:
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        in_processes(is_killed, tmp_path, policy)
+        in_processes(is_killed, tmp_path, policy, way)
     told = [torch.load(tmp_path / "d" / f"killed-{rank}")[0] for rank in range(WORLD)]
     assert told[0] == told[1]
-    in_processes(comes_back, tmp_path, policy)
+    in_processes(comes_back, tmp_path, policy, way)
 
 
 @pytest.mark.timeout(180)
