@@ -88,7 +88,7 @@ class Statement:
         for unit in units:
             mark = self.marks.get(unit)
             numbers += (0, 0) if mark is None else (mark.number + 1, mark.tokens)
-        for unit in sorted(spread):
+        for unit in (unit for unit in units if unit in spread):
             mark = self.marks.get(unit)
             numbers.append(0 if mark is None else (mark.number + 1) ** 2)
         slots = [0] * (_PER_RANK * ranks)
@@ -136,7 +136,9 @@ class AgreedCounts:
                 f"the ranks' counts of tokens are of the saves {sorted(set(numbers))}, not all of "
                 f"save {number}; call restore and save alike on all ranks"
             )
-        squares = dict(zip(sorted(spread), vector[_PER_EXPERT * experts :], strict=False))
+        squares = dict(
+            zip((u for u in units if u in spread), vector[_PER_EXPERT * experts :], strict=False)
+        )
         marks = {}
         for index, unit in enumerate(units):
             total, tokens = vector[experts + 2 * index : experts + 2 * index + 2]

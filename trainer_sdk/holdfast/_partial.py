@@ -152,6 +152,8 @@ class PartialCapture:
         self._parts = own.intersection(spread)
         if self._ledger is None or set(self._ledger.tokens) != set(table.units):
             self._ledger, self._marks = ExpertLedger.start(table.units), {}
+        # Of one that it captured in an earlier epoch, another rank speaks now.
+        self._marks = {unit: mark for unit, mark in self._marks.items() if unit in own}
         if not (spread or needs_counts(self._policy)):
             self._counting = None
         assert self._counting is not None or not spread

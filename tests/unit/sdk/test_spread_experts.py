@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -304,3 +304,18 @@ def test_a_restore_refuses_parts_of_different_generations() -> None:
     torn_apart = [*alike, Standing(versions={"layer0/expert0": "1.3"})]
     with pytest.raises(CorruptError, match=r"parts of layer0/expert0 .* 1\.5 and 1\.3"):
         versions_of(torn_apart)
+
+
+def test_a_rank_says_nothing_of_experts_that_it_captured_before_a_restart() -> None:
+    ranks = world(IN_TURN)
+    for rank in ranks:
+        rank.save(0, "kept")
+    close(ranks)
+    unit = UnitKey(0, UnitKind.EXPERT, 4)  # of ranks 0 and 1
+    state = ranks[2].states[0]
+    ranks[2].states[0] = replace(state, marks={**state.marks, unit: ranks[0].states[0].marks[unit]})
+    again = resumed(ranks, 0, IN_TURN)
+    for number in (1, 2):
+        taken = [rank.save(number, "kept") for rank in again]
+    assert [len(units or ()) <= 2 for units in taken] == [True] * RANKS
+    close(again)
