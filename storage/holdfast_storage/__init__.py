@@ -1,6 +1,6 @@
-"""The durable tier: generations as files that anything can read, in any place fsspec can reach.
+"""The durable tier: generations as files that any tool can read, in any storage fsspec reaches.
 
-Daemons write and load whole ranks through it, trainers and tools read tensors. It knows files,
-places and checksums; which generation is persisted, kept or restored is decided in `holdfast_core`
-and by the daemons' engines.
+Daemons write and load whole ranks through it; trainers and tools read tensors. It handles files,
+storage and checksums. `holdfast_core` and the daemons' engines decide which generation is
+persisted, kept or restored.
 """

@@ -1,4 +1,4 @@
-"""Removes what need not be kept, in an order that a crash cannot turn into a wrong set."""
+"""Removal of sets that need not be kept, in an order in which no crash leaves a wrong set."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _RANK_FILE = re.compile(r"rank-[0-9]{5,7}\.safetensors", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleaned:
-    """What was removed."""
+    """Sets and files that were removed."""
 
     sets: tuple[Removal, ...]
     files: int
-    """Together, with those of no set."""
+    """Number of files removed, including those that belong to no set."""
     bytes: int
     unfinished: int
-    """Temporary files and multiparts that nobody went on with."""
+    """Number of abandoned temporary files and multipart uploads."""
 
 
 def clean(
@@ -37,8 +37,8 @@ def clean(
     idle_since_s: float,
     writing: Collection[Generation],
 ) -> Cleaned:
-    """Remove from `place` what `choose_removals` chooses, files of complete sets that their
-    manifests do not name, and what was begun before `idle_since_s` and not finished."""
+    """Remove from `place` the sets that `choose_removals` chooses, files of complete sets that
+    their manifests do not name, and files begun before `idle_since_s` and never finished."""
     removals = choose_removals(
         [each.found for each in findings.sets],
         keep=keep,
@@ -50,7 +50,7 @@ def clean(
     files = nbytes = 0
     for looked in reversed(findings.sets):
         names = _ours(looked) if looked.found.generation in going else _extra(looked, idle_since_s)
-        # The manifest by itself and first: from here on this is no set, whatever happens.
+        # The manifest goes first, by itself: from here on this is no set, whatever happens.
         for batch in ([n for n in names if n == MANIFEST_FILE], names - {MANIFEST_FILE}):
             if batch:
                 place.delete(sorted(looked.items[name].path for name in batch))
@@ -65,7 +65,7 @@ def clean(
 
 
 def _ours(looked: Looked) -> set[str]:
-    """Files of ours; what others put there is theirs."""
+    """Names of the files that Holdfast wrote; files that others put there stay."""
     return {name for name in looked.items if name == MANIFEST_FILE or _RANK_FILE.fullmatch(name)}
 
 

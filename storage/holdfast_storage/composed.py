@@ -1,8 +1,8 @@
-"""A rank's snapshot that lies in several files, and in memory: read as one, piece by piece.
+"""A rank's snapshot spread over several files and memory, read as one, piece by piece.
 
-An expert that a set does not hold is in the file of an older set. What is put together here has a
-manifest and digests of its own, made of those that its sources carry, and is read, verified and
-sealed like any other snapshot.
+An expert that a set does not hold is in the file of an older set. The composed snapshot has a
+manifest and digests of its own, taken from those of its sources, and is read, verified and sealed
+like any other snapshot.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ class RankSnapshot(Pieces, Protocol):
 
     @property
     def layout(self) -> bytes:
-        """Encoded (`decode_layout`)."""
+        """Layout, encoded; `decode_layout` reads it."""
 
     @property
     def manifest(self) -> bytes:
-        """Encoded (`decode_manifest`)."""
+        """Manifest, encoded; `decode_manifest` reads it."""
 
     @property
     def topology(self) -> str: ...
 
     @property
     def pieces(self) -> int:
-        """How many pieces the payload has."""
+        """Number of pieces of the payload."""
 
     @property
     def mixture(self) -> str:
-        """Where the experts come from, in words; empty when all are of the set's own file."""
+        """Text for logs about where the experts come from; empty when the set's own file holds all
+        of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComposedRank:
-    """A snapshot of several sources."""
+    """A snapshot composed of several sources."""
 
     layout: bytes
     topology: str
     manifest: bytes
-    """Encoded."""
+    """Manifest of the composed snapshot, encoded."""
     composition: Composition
     sources: Sequence[Pieces]
-    """The set's own file first."""
+    """Sources of pieces, the set's own file first."""
 
     @classmethod
     def of(
         cls, layout: bytes, topology: str, composition: Composition, sources: Sequence[Pieces]
     ) -> ComposedRank:
-        """Of these sources, as `composition` says."""
+        """Compose `sources` as `composition` lays down."""
         return cls(
             layout=layout,
             topology=topology,
@@ -91,7 +92,7 @@ class ComposedRank:
         )
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
-        """As `StoredRank.read_into`."""
+        """Fill `buffer` as `StoredRank.read_into` does."""
         size = self.content.piece_bytes
         start = first_piece * size
         for source, low, high in self._runs(first_piece, end):

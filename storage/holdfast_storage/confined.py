@@ -1,10 +1,10 @@
-"""Steps of a file system that stay below a directory, whatever links others put there.
+"""File system operations that stay below a directory, whatever links are placed there.
 
-A location may be writable by the trainers of those who persist there: a link in it would lead the
-daemon, which may read and write the locations of all, to another's copies. So below the directory
-every name is opened from the one before it, and none of them may be a link (`O_NOFOLLOW`): a check
-of the path beforehand would be true only until somebody changes it. The directory itself and what
-is above it are the platform team's, whose links are followed.
+Trainers may be able to write to the location that their job persists to. A link in it would lead
+the daemon, which can read and write every tenant's location, to another tenant's copies. So each
+name below the directory is opened relative to its parent, and none may be a link (`O_NOFOLLOW`): a
+check of the path beforehand could be out of date before the path is used. The directory itself and
+everything above it belong to the platform team, and links there are followed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ConfinedFiles(Files):
-    """Steps below `top`; a path with a link below it raises OSError (ENOTDIR or ELOOP)."""
+    """Operations below `top`; a path with a link below it raises OSError (ENOTDIR or ELOOP)."""
 
     def __init__(self, top: Path) -> None:
         self._top = top
@@ -84,7 +84,7 @@ class ConfinedFiles(Files):
 
     @contextmanager
     def _opened(self, directory: Path) -> Iterator[int]:
-        """A descriptor to start from. What is not below the top is the platform team's own."""
+        """A descriptor of `directory`. Outside the top, links are followed."""
         inside = directory.is_relative_to(self._top)
         first = self._top if inside else directory
         descriptor = os.open(first, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

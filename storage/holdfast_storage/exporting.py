@@ -1,6 +1,6 @@
-"""A persisted set as plain safetensors files, the way model hubs and inference servers take them.
+"""Export of a persisted set to plain safetensors files, as model hubs and inference servers expect.
 
-Whole tensors under chosen names, in one file or several with an index. It holds about
+Writes whole tensors under chosen names, to one file or to several with an index. It holds about
 `BLOCK_BYTES` in memory, and needs neither torch nor the safetensors package.
 """
 
@@ -18,7 +18,7 @@ from holdfast_core.persisted import safetensors_dtype
 from holdfast_storage.whole_sets import WholeSet
 
 SHARD_BYTES = 5_000_000_000
-"""Largest file, as Hugging Face has it; a larger tensor has a file of its own."""
+"""Largest file, as in Hugging Face's libraries; a larger tensor gets a file of its own."""
 
 BLOCK_BYTES = 256 * 1024 * 1024
 
@@ -37,7 +37,7 @@ def export_safetensors(
     Raises:
         InvalidJobError: safetensors cannot hold a tensor's dtype.
         CorruptError: the set's bytes do not match their digests.
-        StorageError: `to` cannot be written, or the set not read.
+        StorageError: `to` cannot be written, or the set cannot be read.
     """
     shards = _shards(wanted, shard_bytes)
     count, files = len(shards), []
@@ -98,7 +98,7 @@ def _write(source: WholeSet, shard: Sequence[Exported], path: Path) -> None:
 
 
 def _blocks(source: WholeSet, item: Exported) -> Iterator[memoryview]:
-    """The bytes of a tensor as it is exported, in order."""
+    """The bytes of an exported tensor, in order."""
     shape, tensor = item.shape, item.tensor
     if not shape or item.transpose:
         offsets = (item.first, *([0] * (len(shape) - 1)))[: len(shape)]

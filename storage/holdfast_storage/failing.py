@@ -1,4 +1,4 @@
-"""Errors of storage, in words that say what to do."""
+"""Errors of storage, each with advice on what to do."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _ADVICE = {
 
 
 class WriteStoppedError(StorageError):
-    """A write was told to stop; nothing of it is visible."""
+    """A write was stopped; nothing of it is visible."""
 
     code: ClassVar[str] = "write_stopped"
 
 
 def storage_error(doing: str, error: OSError) -> StorageError:
-    """What to raise for `error` of the operating system while `doing`."""
+    """The error to raise for the operating system's `error` while `doing`."""
     advice = _ADVICE.get(error.errno or 0, "check the tier's URI and the storage behind it")
     return StorageError(f"{doing}: {error.strerror or error}; {advice}")
 
 
 @contextmanager
 def storage_errors(doing: str) -> Iterator[None]:
-    """Translates errors of the operating system."""
+    """Translate errors of the operating system."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def storage_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def foreign_errors(doing: str) -> Iterator[None]:
-    """Translates errors of a library that has its own, whatever they are."""
+    """Translate errors of a library, of any type."""
     try:
         with storage_errors(doing):
             yield

@@ -1,4 +1,4 @@
-"""What lies in a job's directory: which sets are complete, and what is wrong with the others."""
+"""The sets in a job's directory: which are complete, and what is wrong with the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast_storage.places import Item, Place
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """A set that has a manifest and is not complete, and why."""
+    """A set that has a manifest but is not complete, and the reason."""
 
     generation: Generation
     reason: str
@@ -34,20 +34,20 @@ class StoredSets(list[StoredSet]):
     def __init__(self, sets: Iterable[StoredSet], rejected: Iterable[Rejected]) -> None:
         super().__init__(sets)
         self.rejected = tuple(rejected)
-        """Newest first."""
+        """Sets with a manifest that are not complete, newest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Looked:
-    """One set as it was found."""
+    """One set as found in storage."""
 
     found: FoundSet
     items: Mapping[str, Item]
     """Its files, by name."""
     stored: StoredSet | None
-    """What its manifest says, if that can be read."""
+    """Content of its manifest, or None if that cannot be read."""
     reason: str
-    """Why it is not complete."""
+    """Reason why it is not complete; empty when it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Findings:
     sets: tuple[Looked, ...]
 
     def stored_sets(self) -> StoredSets:
-        """Without those that nobody committed."""
+        """Complete sets, and rejected ones; sets that were never committed are left out."""
         whole = [s.stored for s in self.sets if s.found.state is SetState.COMPLETE and s.stored]
         bad = [s for s in self.sets if s.found.state in (SetState.DAMAGED, SetState.UNKNOWN)]
         return StoredSets(
@@ -90,8 +90,8 @@ def find_sets(place: Place, job: str) -> Findings:
 def unresolved(
     files: Sequence[RankFile], generation: Generation, found: Mapping[Generation, Looked]
 ) -> str:
-    """What the sets in `found` lack of the experts that these files of a set of `generation` name;
-    empty when all is there."""
+    """Why the sets in `found` do not hold every expert that `files`, of a set of `generation`,
+    name; empty when they do."""
     for file in files:
         named: dict[Generation, list[StoredUnit]] = {}
         for unit in file.units:
@@ -112,7 +112,7 @@ def unresolved(
 
 
 def _as_holder(looked: Looked, needed: Collection[Generation]) -> Looked:
-    """A set that lacks only what it names, and that a complete set names, is no damaged one."""
+    """`looked`, but as a holder where a complete set names it and it lacks only older sets."""
     found = looked.found
     if found.generation not in needed or found.state is not SetState.DAMAGED:
         return looked
@@ -122,7 +122,8 @@ def _as_holder(looked: Looked, needed: Collection[Generation]) -> Looked:
 
 
 def lacks(stored: StoredSet, generation: Generation, rank: int, units: Sequence[StoredUnit]) -> str:
-    """Which of the `units` that are said to be held in the rank's file of this set is not."""
+    """Reason naming the first of `units` that the rank's file of this set should hold but does not;
+    empty when it holds all."""
     held = stored.files[rank].units if rank < stored.world_size else ()
     for unit in units:
         if unit.held_in == generation and unit not in held:
@@ -131,7 +132,7 @@ def lacks(stored: StoredSet, generation: Generation, rank: int, units: Sequence[
 
 
 def _resolved(looked: Looked, found: Mapping[Generation, Looked]) -> Looked:
-    """A set is complete only with what it names of other sets."""
+    """`looked`, but not complete where experts that it names in other sets are missing."""
     stored, state = looked.stored, looked.found.state
     if stored is None:
         return looked
@@ -172,13 +173,13 @@ def _look(place: Place, job: str, generation: Generation, items: Mapping[str, It
 def read_manifest(
     place: Place, job: str, generation: Generation, nbytes: int | None = None
 ) -> StoredSet:
-    """What the manifest of a set says.
+    """Content of a set's manifest.
 
     Args:
-        nbytes: its size, where a listing has told it.
+        nbytes: size of the manifest, where known from a listing.
 
     Raises:
-        CorruptError: it is not there, damaged, or of another set.
+        CorruptError: it is missing, damaged, or of another set.
         StorageError: the storage failed.
     """
     path = f"{job}/{set_name(generation)}/{MANIFEST_FILE}"

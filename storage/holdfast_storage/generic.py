@@ -1,7 +1,7 @@
-"""A tier in other object storage that fsspec reaches, by what all kinds of it can do.
+"""A tier in other object storage that fsspec reaches, using only what every kind supports.
 
-A file is written under a temporary name and moved; in object storage that is a copy inside the
-storage, so a kind that is used much deserves an adapter of its own, as S3 has.
+A file is written under a temporary name and then moved. In object storage a move is a copy inside
+the storage, so a kind in frequent use deserves an adapter of its own, as S3 has.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GenericPlace:
             with foreign_errors(f"removing {self._full(path)}"), suppress(FileNotFoundError):
                 self._fs.rm_file(self._full(path))
         for parent in sorted({self._full(path).rpartition("/")[0] for path in paths}):
-            with suppress(OSError):  # not empty, or not a thing that this storage has
+            with suppress(OSError):  # not empty, or storage without directories
                 self._fs.rmdir(parent)
 
     def _full(self, path: str) -> str:
@@ -106,7 +106,8 @@ class GenericPlace:
 
 
 def _modified_s(info: dict[str, Any]) -> float:
-    """Of the names that the file systems use; 0 when none is there, which is long ago."""
+    """Time of last modification, under any of the keys that file systems use; 0, long ago, when
+    none is there."""
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = info.get(key)
         if isinstance(value, datetime):

@@ -1,8 +1,8 @@
 """A tier in a directory: a local disk, NFS, or any other mounted file system.
 
-A file is written under a temporary name, made safe (fsync), and renamed. Every step that touches
-the file system goes through `Files`, so that tests can stop the world between any two of them.
-Links are not followed: what lies in the tier may have been put there by others.
+A file is written under a temporary name, made safe (fsync), and renamed. Every operation on the
+file system goes through `Files`, so that tests can stop between any two of them. Links are not
+followed: another user may have placed them in the tier.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Files:
-    """Steps that the operating system does. All raise OSError."""
+    """Operations of the operating system. All raise OSError."""
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
     def open_new(self, path: Path) -> int:
-        # The umask decides who may read: tools and trainers of other users may have to.
+        # The umask decides who may read: other users' tools and trainers may need to.
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def open_read(self, path: Path) -> int:
@@ -77,7 +77,7 @@ class Files:
 
 
 class LocalPlace:
-    """`Place` in a directory, which is made when something is written."""
+    """`Place` in a directory, which is created when something is written."""
 
     def __init__(self, root: Path, files: Files | None = None) -> None:
         self.root = root
@@ -121,8 +121,8 @@ class LocalPlace:
                     count = self._files.read(descriptor, start + done, buffer[done:])
                     if count == 0:
                         raise CorruptError(
-                            f"{target} ends at byte {start + done}, and its header says that it "
-                            f"has more"
+                            f"{target} ends at byte {start + done}, too early: its header "
+                            f"promises more"
                         )
                     done += count
             finally:
@@ -157,7 +157,7 @@ class LocalPlace:
             for path in paths:
                 self._files.unlink(self.root / path)
             for parent in parents:
-                # What is removed first must be gone first, also after a power cut.
+                # Files removed first must be gone first, even after a power cut.
                 with suppress(FileNotFoundError):
                     self._files.sync_directory(parent)
                 self._remove_if_empty(parent)
@@ -194,8 +194,8 @@ class LocalPlace:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # A file system without hard links: two that create the same at the same instant are
-            # not told apart, and each sees one whole file.
+            # A file system without hard links: two writers that create the same file at the same
+            # instant both succeed, and each sees one whole file.
             if self._stat(target) is not None:
                 return False
             self._files.rename(temporary, target)
@@ -222,7 +222,7 @@ class LocalPlace:
                 raise
 
     def _walk(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Files in the directory `path` and one level below, by path relative to the root."""
+        """Files in the directory `path` and one level below it, by path relative to the root."""
         with storage_errors(f"listing {self.root / path}"):
             for name, status in self._entries(path):
                 if stat.S_ISDIR(status.st_mode):

@@ -1,9 +1,8 @@
-"""A job's mark in its tier: whether this is the storage that copies of the job were put into.
+"""A job's mark in its tier: evidence that this is the storage the job's copies were written to.
 
-A directory whose file system is not mounted can be read, and holds nothing; so does a bucket of
-the same name at another endpoint. Whoever knows that there were copies tells both from the right
-storage by the mark, which is written before the first set and never removed, also when all sets
-are.
+A directory whose file system is not mounted can be read, and is empty; so is a bucket of the same
+name at another endpoint. Where copies are known to exist, the mark distinguishes the right storage
+from both. It is written before the first set and never removed, even when all sets are.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MARK_FORMAT = "holdfast-tier/1"
 
 
 def is_marked(place: Place, job: str) -> bool:
-    """Whether the mark is there, whatever is in it: a person may have put it there.
+    """Whether the mark is there, whatever it contains: a person may have put it there.
 
     Raises:
         StorageError: the storage cannot be read.
@@ -26,7 +25,7 @@ def is_marked(place: Place, job: str) -> bool:
 
 
 def mark(place: Place, job: str) -> None:
-    """Put the mark there; one that is there stays.
+    """Write the mark; an existing one stays.
 
     Raises:
         StorageError: the storage failed.

@@ -1,7 +1,7 @@
-"""From a tier's URI to its place. The one module that asks fsspec which kind of storage that is.
+"""Opening of a tier's URI as a place. The only module that asks fsspec for a kind of storage.
 
-The kinds are a closed list: of each the errors are translated, and none lies in the memory of the
-process or is reached by a host that the URI names.
+The kinds are a closed list: the errors of each are translated, and none keeps its files in the
+memory of the process or connects to a host that the URI names.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def open_place(
 ) -> Place:
     """The place that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or one of
     the other kinds of `storage_locations.SCHEMES`, with `options` for its file system. Nothing is
-    read or made yet.
+    read or created yet.
 
     Args:
-        top: of a path, the directory at or above it below which links are not followed; None:
-            links of the path are followed.
-        session: for S3, what has other options, such as credentials of a location's own.
+        top: for a path, the directory at or above it below which links are not followed; None:
+            links in the path are followed.
+        session: for S3, a session with other options, such as a location's own credentials.
 
     Raises:
-        InvalidJobError: the URI names no one place, or one of an unknown kind.
+        InvalidJobError: the URI names no single place, or one of an unknown kind.
         StorageError: fsspec lacks a package for the kind, or cannot prepare it.
     """
     place = parse_place(uri)
@@ -59,7 +59,7 @@ def _open_bucket(
     session: S3Session | None,
 ) -> Place:
     if place.scheme == "s3":
-        # Needs s3fs, which not everybody who opens a tier has or wants to load.
+        # Needs s3fs, which not every user of a tier has installed or wants to load.
         from holdfast_storage.s3 import open_s3  # noqa: PLC0415
 
         return open_s3(str(place), options, retry, session=session)

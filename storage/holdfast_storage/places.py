@@ -1,7 +1,7 @@
-"""What a set store needs of a place, whatever kind of storage it is.
+"""The interface that a set store needs of a place, whatever kind of storage it is.
 
 Paths are relative to the tier's root, with slashes, and made of names that `holdfast_core` has
-checked. All calls block. What fails is a StorageError that says what to do; a missing file is None.
+checked. All calls block. Failures raise a StorageError with advice; a missing file is None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A file that is there."""
+    """A complete file in storage."""
 
     path: str
     bytes: int
@@ -24,14 +24,14 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfinished:
-    """A file that somebody began and that is not there yet: a temporary name, or a multipart."""
+    """A file that was begun and never finished: a temporary name, or a multipart upload."""
 
     path: str
-    """Where it was to appear."""
+    """Path at which it was to appear."""
     token: str
-    """What tells it from others for the same path."""
+    """Identifier that distinguishes it from others for the same path."""
     modified_s: float
-    """When it was begun, or grew, as far as the storage says."""
+    """Time at which it was begun or last grew, as far as the storage reports it."""
 
 
 class Place(Protocol):
@@ -40,17 +40,17 @@ class Place(Protocol):
     def write(
         self, path: str, nbytes: int, parts: Iterable[memoryview], stop: threading.Event
     ) -> None:
-        """Make `path` appear with all of `parts`, `nbytes` together, in the place of what is there.
+        """Make `path` appear with all of `parts`, `nbytes` in total, replacing an existing file.
 
         Nothing appears before the last byte is safe, nor when `parts` raises, as it does once
-        `stop` is set; a place that waits for others looks at `stop` itself.
+        `stop` is set; a place that waits for a server checks `stop` itself.
         """
 
     def create(self, path: str, data: bytes) -> bool:
-        """As `write`, for something small; False when `path` is there already, which stays."""
+        """Write a small file; return False and change nothing when `path` exists already."""
 
     def size(self, path: str) -> int | None:
-        """Bytes of the file, or None when it is not there."""
+        """Size of the file in bytes, or None when it is not there."""
 
     def read(self, path: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` on.
@@ -60,14 +60,14 @@ class Place(Protocol):
         """
 
     def files(self, path: str) -> list[Item]:
-        """Files in the directory and in the directories in it; without the unfinished."""
+        """Files in the directory and in its subdirectories, without unfinished ones."""
 
     def unfinished(self, path: str) -> list[Unfinished]:
-        """What was begun in the directory and in the directories in it."""
+        """Unfinished files in the directory and in its subdirectories."""
 
     def discard(self, unfinished: Unfinished) -> None:
-        """Remove what was begun; nothing happens when it is gone."""
+        """Remove an unfinished file; nothing happens when it is already gone."""
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Remove files of one directory, and the directory when nothing is left in it. They are
-        gone for good when this returns. Nothing happens when one is gone already."""
+        """Remove files of one directory, and the directory itself once it is empty. They are gone
+        for good when this returns. Files that are already gone are ignored."""

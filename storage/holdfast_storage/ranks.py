@@ -1,4 +1,4 @@
-"""A rank's file in storage, read in pieces that are each verified before they are used."""
+"""A rank's file in storage, read in pieces, each of which is verified before use."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from holdfast_storage.verified import check_pieces
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRank:
-    """A rank's file that was opened and found to be the one that its set's manifest names."""
+    """A rank's file, opened and found to be the one that its set's manifest names."""
 
     file: RankFile
     layout: bytes
-    """Encoded (`decode_layout`)."""
+    """Layout, encoded; `decode_layout` reads it."""
     manifest: bytes
-    """Encoded (`decode_manifest`)."""
+    """Manifest, encoded; `decode_manifest` reads it."""
     content: Manifest
     """`manifest`, decoded."""
     topology: str
     path: str
     place: Place
     runs: tuple[Run, ...]
-    """Pieces that the file holds."""
+    """Runs of pieces that the file holds."""
     older: tuple[ExpertVersion, ...]
-    """See `sparse_files.RankPlan`."""
+    """Versions of experts held elsewhere; see `sparse_files.RankPlan`."""
 
     @classmethod
     def open(cls, place: Place, path: str, file: RankFile) -> StoredRank:
         """Read the header of the file at `path`.
 
         Raises:
-            CorruptError: it is not what `file` says.
+            CorruptError: it does not match `file`.
             StorageError: the storage failed.
         """
         header = bytearray(file.header_bytes)
@@ -52,7 +52,7 @@ class StoredRank:
                 f"and the manifest of its set names {file.payload_bytes} of rank {file.rank}"
             )
         if file.bytes != file.header_bytes + bytes_of_runs(found.pieces, found.decoded):
-            raise CorruptError(f"{path} has {file.bytes} bytes, and its header says otherwise")
+            raise CorruptError(f"{path} has {file.bytes} bytes, which does not match its header")
         return cls(
             file=file,
             layout=found.layout,
@@ -67,12 +67,12 @@ class StoredRank:
 
     @property
     def pieces(self) -> int:
-        """How many pieces the payload has; a file may hold only some of them."""
+        """Number of pieces of the payload; a file may hold only some of them."""
         return piece_count(self.content.payload_bytes, self.content.piece_bytes)
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the pieces [first_piece, end), whose bytes it must have room for
-        exactly (the last piece of all may be short). Only those bytes are fetched.
+        """Fill `buffer`, which must have exactly their size, with the pieces [first_piece, end);
+        the payload's last piece may be short. Only those bytes are fetched.
 
         Raises:
             CorruptError: a piece does not match its digest, or is not in the file; `buffer` must
@@ -93,11 +93,11 @@ class StoredRank:
 
     @property
     def mixture(self) -> str:
-        """All of it is in one file."""
+        """Empty: one file holds the whole snapshot."""
         return ""
 
     def _offset(self, first_piece: int, end: int) -> int:
-        """Where the pieces lie in the file."""
+        """Offset of the pieces in the file."""
         before = self.file.header_bytes
         for run in self.runs:
             if run[0] <= first_piece and end <= run[1]:

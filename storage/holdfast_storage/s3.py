@@ -1,8 +1,9 @@
 """A tier in S3-compatible object storage.
 
-A file is a multipart upload: parts go straight from the views that hold them, two at a time, each
-sent again by itself when it fails, and the object appears when the last is confirmed. Whatever goes
-wrong before, the upload is aborted. Each part carries a CRC32 that the server verifies.
+A file is a multipart upload. Parts are sent straight from the views that hold them, two at a time;
+a part that fails is sent again by itself, and the object appears when the last one is confirmed. If
+anything goes wrong before that, the upload is aborted. Each part carries a CRC32, which the server
+verifies.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def open_s3(
     part_bytes: int = PART_BYTES,
     session: S3Session | None = None,
 ) -> S3Place:
-    """The place of an `s3://bucket/prefix`, with `options` for s3fs, or in a `session` that has
-    others."""
+    """The place at `s3://bucket/prefix`, with `options` for s3fs, or in a `session` that has its
+    own options."""
     bucket, _, prefix = uri.partition("://")[2].partition("/")
     fs = session or file_system(options)
     return S3Place(fs, bucket, prefix, retry=retry, part_bytes=part_bytes)
@@ -55,7 +56,7 @@ class S3Place:
     """`Place` below a prefix of a bucket."""
 
     def __init__(self, fs: Any, bucket: str, prefix: str, *, retry: Retry, part_bytes: int) -> None:
-        """`fs`: an s3fs file system made with the configuration in `s3_calls`."""
+        """`fs` is an s3fs file system made with the configuration in `s3_calls`."""
         self._calls = Calls(fs, bucket, retry)
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._part_bytes = part_bytes
@@ -78,8 +79,8 @@ class S3Place:
         except ClientError as error:
             if code_of(error)[0] == 412:
                 return False
-            # A store without conditional puts: two that create the same at the same instant are
-            # not told apart, and each sees one whole object.
+            # A store without conditional puts: two writers that create the same object at the same
+            # instant both succeed, and each sees one whole object.
             if self.size(path) is not None:
                 return False
             self._calls.run(self._put(path, views))
@@ -118,7 +119,7 @@ class S3Place:
             try:
                 answer = self._calls.run(sending)
             except ClientError:
-                return []  # the store ends them by itself, or has none
+                return []  # the store ends uploads by itself, or has none
             for each in answer.get("Uploads", ()):
                 name = each["Key"][len(self._prefix) :]
                 at = each["Initiated"].timestamp()
@@ -138,7 +139,7 @@ class S3Place:
             if failed := self._calls.run(sending).get("Errors"):
                 raise StorageError(
                     f"removing {failed[0].get('Key')}: {failed[0].get('Code')}; check what the "
-                    f"daemon's credentials may do with this bucket"
+                    f"daemon's credentials may do in this bucket"
                 )
 
     def _key(self, path: str) -> str:
@@ -181,7 +182,7 @@ class _Upload:
         self._beginning = b""
 
     def send(self, batches: Iterator[list[memoryview]], stop: threading.Event) -> None:
-        """Send all, and make the object appear; abort the upload when that fails."""
+        """Send all parts and make the object appear; abort the upload when that fails."""
         creating = self._calls.send(
             "create_multipart_upload", Key=self._key, ChecksumAlgorithm="CRC32"
         )
@@ -200,7 +201,7 @@ class _Upload:
         except BaseException:
             for future in self._flying:
                 future.cancel()
-            # Not for longer: who stops a write is in a hurry. `clean` finds what is left.
+            # No longer than this: a stopped write must return soon. `clean` removes what is left.
             with suppress(StorageError, TimeoutError):
                 self._calls.start(_abort(self._calls, self._key, self._id)).result(ABORT_WITHIN_S)
             raise
@@ -227,11 +228,11 @@ class _Upload:
                 MultipartUpload={"Parts": self._sent},
             )
         except ClientError as error:
-            # Also what the second attempt hears when the answer to the first was lost.
+            # The second attempt also gets this when the answer to the first was lost.
             if not await self._is_there():
                 raise StorageError(
                     f"the upload of {self._key} is gone: {code_of(error)[1]}; a lifecycle rule may "
-                    f"abort uploads too early, the next copy tries again"
+                    f"abort uploads too early; the next copy tries again"
                 ) from error
 
     async def _is_there(self) -> bool:
@@ -250,7 +251,7 @@ async def _abort(calls: Calls, key: str, upload: str) -> None:
 
 
 def _batches(parts: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Lists of views of exactly `size` bytes together; the last may have fewer."""
+    """Lists of views, each list of exactly `size` bytes in total; the last may be shorter."""
     batch: list[memoryview] = []
     room = size
     for part in parts:
@@ -283,6 +284,6 @@ def _is_not_there(error: Exception) -> bool:
 
 
 def _is_refused(error: Exception) -> bool:
-    """A conditional put that was answered: the object is there, or there are no conditions."""
+    """Whether a conditional put was refused: the object exists, or the store has no conditions."""
     status, code = code_of(error)
     return status in (412, 501) or code == "NotImplemented"

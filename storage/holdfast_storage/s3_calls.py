@@ -1,7 +1,7 @@
-"""Requests to an S3-compatible server: sent again while that can help, their errors translated.
+"""Requests to an S3-compatible server: retried while that can help, with errors translated.
 
 Built on the client that s3fs sets up (credentials, endpoint, event loop), not on its file
-operations: those decide for themselves when to retry, and send a whole file again.
+operations: those decide by themselves when to retry, and then send a whole file again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from holdfast_storage.retrying import Retry
 Result = TypeVar("Result")
 
 CONFIG: Mapping[str, Any] = {
-    "retries": {"total_max_attempts": 1},  # ours know of stop events and of parts
-    "request_checksum_calculation": "when_required",  # ours are made while the bytes are in cache
+    "retries": {"total_max_attempts": 1},  # `Calls` retries: it can stop, and repeat one part
+    "request_checksum_calculation": "when_required",  # computed here while the bytes are in cache
     "response_checksum_validation": "when_required",  # every piece has a digest
     "max_pool_connections": 64,
     "connect_timeout": 10,
     "read_timeout": 60,
 }
-"""For botocore's Config, below what the tier's options say."""
+"""Defaults for botocore's Config; the tier's options override them."""
 
 _LOST = (
     *(HTTPClientError, RefusedConnectionError, IncompleteReadError, aiohttp.ClientError),
@@ -47,8 +47,8 @@ _PASSING_CODES = frozenset(
     | {"Throttling", "ThrottlingException", "IncompleteBody", "BadDigest"}
 )
 _ADVICE = {
-    403: "check the daemon's credentials, and what they may do with this bucket",
-    404: "it is not there, or not any more: check the tier's URI, and make the bucket if need be",
+    403: "check the daemon's credentials, and what they may do in this bucket",
+    404: "it is not there, or no longer: check the tier's URI, and create the bucket if need be",
     507: "the store is full: free space there, or keep fewer copies",
 }
 _LOOK_S = 0.1
@@ -56,7 +56,7 @@ _CHUNK_BYTES = 1024 * 1024
 
 
 class PartBody:
-    """The body of a request from views, which are sent as they lie.
+    """The body of a request, sent from views without a copy.
 
     botocore reads it like a file, once, to sign it over plain HTTP; aiohttp iterates over it, as
     often as the request is sent.
@@ -78,7 +78,7 @@ class PartBody:
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes from where it stands; a copy, because that is what files give."""
+        """Up to `size` bytes from the current position; a copy, as files return."""
         end = self._length if size < 0 else min(self._at + size, self._length)
         found, begin = [], 0
         for view in self._views:
@@ -93,7 +93,7 @@ class PartBody:
 
 
 def code_of(error: Exception) -> tuple[int, str]:
-    """HTTP status and S3's name of an error; (0, "") when the server did not answer."""
+    """HTTP status and S3's code of an error; (0, "") when the server did not answer."""
     if not isinstance(error, ClientError):
         return 0, ""
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -109,7 +109,7 @@ def may_pass(error: Exception) -> bool:
 
 
 class Calls:
-    """Requests about one bucket, from any thread."""
+    """Requests to one bucket, from any thread."""
 
     def __init__(self, fs: Any, bucket: str, retry: Retry) -> None:
         self._fs = fs
@@ -117,7 +117,7 @@ class Calls:
         self._retry = retry
 
     def start(self, doing: Awaitable[Result]) -> Future[Result]:
-        """Run `doing` on the event loop of the storage."""
+        """Run `doing` on the storage's event loop."""
 
         async def run() -> Result:
             return await doing
@@ -131,11 +131,11 @@ class Calls:
     async def send(
         self, method: str, accept: Callable[[Exception], bool] | None = None, **arguments: Any
     ) -> Any:
-        """The answer to a request of this bucket.
+        """Send a request to this bucket and return the answer.
 
         Raises:
-            ClientError: the server said no in a way that `accept` knows.
-            StorageError: it said no in another way, or did not answer for long.
+            ClientError: the server answered with an error that `accept` accepts.
+            StorageError: it answered with another error, or not in time.
         """
 
         async def once() -> Any:
@@ -150,7 +150,7 @@ class Calls:
         once: Callable[[], Awaitable[Result]],
         accept: Callable[[Exception], bool] | None = None,
     ) -> Result:
-        """The result of `once`, which is called again while its error may pass."""
+        """Result of `once`, which is called again while its error is transient."""
         waits = self._retry.waits_s()
         while True:
             try:
@@ -166,11 +166,12 @@ class Calls:
                 await asyncio.sleep(wait_s)
 
     async def read(self, key: str, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` from byte `start` of the object on; bytes got, fewer when it ends."""
+        """Fill `buffer` from byte `start` of the object on; return the number of bytes, fewer when
+        the object ends."""
         done = 0
 
         async def once() -> int:
-            nonlocal done  # what arrived before a connection was lost is not fetched again
+            nonlocal done  # bytes that arrived before a connection was lost are kept
             client = await self._client()
             span = f"bytes={start + done}-{start + len(buffer) - 1}"
             answer = await client.get_object(Bucket=self.bucket, Key=key, Range=span)
@@ -200,7 +201,7 @@ class Calls:
 
 
 def wait_for(future: Future[Result], stop: threading.Event) -> Result:
-    """The result of `future`.
+    """Wait for the result of `future`.
 
     Raises:
         WriteStoppedError: `stop` was set first; `future` is cancelled.
@@ -213,8 +214,6 @@ def wait_for(future: Future[Result], stop: threading.Event) -> Result:
                 raise
             if stop.is_set():
                 future.cancel()
-                raise WriteStoppedError(
-                    "the write was told to stop; nothing of it is visible"
-                ) from None
+                raise WriteStoppedError("the write was stopped; nothing of it is visible") from None
         except CancelledError:
             raise StorageError("the write was cancelled; nothing of it is visible") from None

@@ -1,4 +1,4 @@
-"""s3fs as tiers use it: set up once for the same options, and again when they have changed."""
+"""s3fs file systems for tiers: set up once, and again when the options have changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast_storage.s3_calls import CONFIG
 
 
 def file_system(options: Mapping[str, Any], *, shared: bool = True) -> Any:
-    """An s3fs file system, the same one for the same options unless it is not `shared`."""
+    """An s3fs file system. If `shared`, equal options give the same one."""
     config = {**CONFIG, **options.get("config_kwargs", {})}
     endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")
     if not str(endpoint or "https").startswith("http:"):
@@ -25,26 +25,26 @@ def file_system(options: Mapping[str, Any], *, shared: bool = True) -> Any:
 
 
 class S3Session:
-    """What `s3_calls.Calls` needs of a file system whose options may be others the next time."""
+    """A file system for `s3_calls.Calls` whose options may change between requests."""
 
     def __init__(self, options: Callable[[], Mapping[str, Any]]) -> None:
-        """`options` are asked for before each request; what they raise, the request does."""
+        """`options` is called before each request; its errors fail the request."""
         self._options = options
         self._used: Mapping[str, Any] | None = None
         self._made: list[Any] = []
-        """The newest, and the one before it, of which a request may not have ended."""
+        """The newest file system, and the one before it, which may still serve a request."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where requests run."""
+        """Event loop on which requests run."""
         found: asyncio.AbstractEventLoop = get_loop()
         return found
 
     async def set_session(self) -> None:
-        """Done by `get_s3`, so that both are of the same options."""
+        """Do nothing: `get_s3` does this, so that session and client have the same options."""
 
     async def get_s3(self, bucket: str) -> Any:
-        """A client for the bucket, with the options of now."""
+        """A client for the bucket, with the current options."""
         options = self._options()
         if options != self._used:
             self._made = [*self._made[-1:], file_system(options, shared=False)]

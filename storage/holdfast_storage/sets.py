@@ -1,8 +1,8 @@
 """Sets of a job in its durable tier: written rank by rank, committed, listed, opened, cleaned.
 
-All calls block and may be made from several threads. `write_rank` is for the daemon that holds the
-rank, `commit` and `clean` for the leader's, `complete` and `open_rank` for whoever restores. A set
-is visible from the moment that its manifest is, and whole then.
+All calls block and may be made from several threads. The daemon that holds a rank calls
+`write_rank`, the leading daemon `commit` and `clean`, and a restore `complete` and `open_rank`. A
+set becomes visible with its manifest, and is whole then.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from holdfast_storage.retrying import Retry
 from holdfast_storage.verified import verified
 
 Read = Callable[[int, int], Iterable[memoryview]]
-"""(first byte, end) of the payload → those bytes, in order, in parts of any size."""
+"""Function from (first byte, end) of the payload to those bytes, in order, in parts of any size."""
 
 GRACE_S = 3600.0
-"""How long a file that belongs to nothing is left alone: longer than any writer pauses."""
+"""Time for which a file that belongs to no set is left alone: longer than any writer pauses."""
 
 
 class SetStore:
@@ -70,11 +70,11 @@ class SetStore:
         grace_s: float = GRACE_S,
     ) -> None:
         """`options` are for fsspec's file system, `retry` for requests to object storage; `place`
-        stands in for what `uri` names.
+        replaces the storage that `uri` names.
 
         Raises:
-            InvalidJobError: `uri` or `job` is not what may be opened.
-            StorageError: fsspec does not know that kind of storage here.
+            InvalidJobError: `uri` or `job` is not valid.
+            StorageError: fsspec cannot open that kind of storage here.
         """
         self.uri = uri
         self.job = checked_job(job)
@@ -95,16 +95,16 @@ class SetStore:
         stop: threading.Event | None = None,
         plan: RankPlan | None = None,
     ) -> RankFile:
-        """Store a rank's snapshot, whose encoded layout and manifest these are: all of it, or what
-        `plan_rank` says.
+        """Store a rank's snapshot, given its encoded layout and manifest: all of it, or the pieces
+        that `plan_rank` chose.
 
-        `read` is asked for what is stored of the payload in order, and its views are used before
-        the next is asked for, or, in object storage, a part or two later: they must stay as they
-        are until this returns. A file that is there already, whole and of the same bytes, is not
-        sent again.
+        `read` is called for the stored parts of the payload in order. Its views are used before the
+        next is requested or, in object storage, a part or two later: they must not change until
+        this returns. A file that is already there, whole and with the same bytes, is not sent
+        again.
 
         Raises:
-            CorruptError: the bytes are not those of the manifest; nothing appears.
+            CorruptError: the bytes do not match the manifest; nothing appears.
             WriteStoppedError: `stop` was set; nothing appears.
             StorageError: the storage failed, or the set is complete with other bytes.
         """
@@ -139,7 +139,7 @@ class SetStore:
                     for part in verified(found, content, path, run):
                         if ended.is_set():
                             raise WriteStoppedError(
-                                f"writing {path} was told to stop; nothing of it is visible"
+                                f"writing {path} was stopped; nothing of it is visible"
                             )
                         yield part
 
@@ -149,10 +149,10 @@ class SetStore:
     def plan_rank(
         self, layout: bytes, manifest: Manifest, experts: int, base: Generation | None
     ) -> RankPlan | None:
-        """What the file of a snapshot holds: of each layer so many `experts`, those whose versions
-        are oldest in storage, and of the others the names of the sets that hold them, as the
-        complete set `base` knows them. None where all files hold all experts. A base that cannot be
-        used costs a copy of all.
+        """Plan the file of a snapshot. It holds `experts` experts of each layer, those with the
+        oldest versions in storage, and for the others the names of the sets that hold them, taken
+        from the complete set `base`. None where all files hold all experts. If the base cannot be
+        used, the file holds all experts.
 
         Raises:
             StorageError: the storage failed.
@@ -169,8 +169,8 @@ class SetStore:
         return plan_rank(decode_layout(layout), manifest, known, experts)
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
-        """Make the set of `files`, one of each rank, complete; again is the same as once. None is
-        complete without the job's mark.
+        """Complete the set of `files`, one of each rank; a second call changes nothing. The job's
+        mark is written before the first set is complete.
 
         Raises:
             CorruptError: a file is missing or not as described; the set stays incomplete.
@@ -209,11 +209,11 @@ class SetStore:
     def open_rank(
         self, stored: StoredSet, rank: int, memory: Sequence[Pieces] = ()
     ) -> RankSnapshot:
-        """One rank's snapshot of a complete set, put together of all files that hold parts of it.
+        """One rank's snapshot of a complete set, composed of all files that hold parts of it.
 
         Args:
-            memory: the rank's newest snapshots in memory, if any: experts that they hold in the
-                version of this set, or in the version that it names, are taken from there.
+            memory: the rank's newest snapshots in memory, if any; experts that they hold in the
+                version that this set holds or names are read from there.
 
         Raises:
             CorruptError: a file is not the one that its set's manifest names.
@@ -238,7 +238,7 @@ class SetStore:
         return ComposedRank.of(own.layout, own.topology, composition, sources)
 
     def _named(self, generation: Generation, rank: int, units: Sequence[StoredUnit]) -> StoredSet:
-        """The set of `generation`, which must hold those of `units` that are said to be there."""
+        """The set of `generation`, checked to hold those of `units` that are expected in it."""
         stored = read_manifest(self._place, self.job, generation)
         problem = lacks(stored, generation, rank, units)
         if problem:
@@ -261,14 +261,14 @@ class SetStore:
         return StoredRank.open(self._place, path, stored.files[rank])
 
     def clean(self, *, keep: int, keep_every: int) -> Cleaned:
-        """Remove sets that need not be kept, and what belongs to none; see
-        `holdfast_core.persisted_retention`. May be called again after any failure. Before that, the
-        hint is made to point to the newest set: a writer that was away between reading and writing
-        it may have turned it back.
+        """Remove sets that need not be kept, and files that belong to none; see
+        `holdfast_core.persisted_retention`. May be called again after any failure. First, the hint
+        is pointed to the newest set: a writer that was delayed between reading and writing it may
+        have set it back.
 
         Raises:
             InvalidJobError: `keep` or `keep_every` is out of range.
-            StorageError: the storage failed; what was removed is removed.
+            StorageError: the storage failed; some files may already be removed.
         """
         with self._lock:
             writing = tuple(self._writing)
@@ -318,7 +318,8 @@ class SetStore:
                 )
 
     def _check_named(self, generation: Generation, files: Sequence[RankFile]) -> None:
-        """The sets that these files name must be there, or this one would never be complete."""
+        """Check that the sets that these files name are there; otherwise this one would never be
+        complete."""
         if not any(unit.held_in != generation for file in files for unit in file.units):
             return
         found = {each.found.generation: each for each in find_sets(self._place, self.job).sets}
@@ -335,7 +336,7 @@ class SetStore:
             )
 
     def _point_to(self, generation: Generation) -> None:
-        """Write the hint, unless it points to something newer that is there."""
+        """Write the hint, unless it already points to a newer set that exists."""
         path = f"{self.job}/{LATEST_FILE}"
         wanted = encode_latest(generation)
         size = self._place.size(path)

@@ -1,4 +1,4 @@
-"""Bytes that are compared with the arena's digests on their way: no wrong byte is stored."""
+"""Comparison of bytes with the arena's digests on their way to storage: no wrong byte is stored."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from holdfast_core.values import Manifest
 def verified(
     parts: Iterable[memoryview], manifest: Manifest, file: str, run: Run | None = None
 ) -> Iterator[memoryview]:
-    """The payload in `parts` (of any sizes), each byte after the piece that it is in was found
-    sound.
+    """Yield the payload in `parts` (of any size); a byte follows only once its piece is verified.
 
     Args:
-        run: the pieces that these are; None for all.
+        run: the pieces in `parts`; None for all of the payload.
 
     Raises:
-        CorruptError: a piece does not match, or there are fewer or more bytes than the manifest
-            says.
+        CorruptError: a piece does not match, or there are fewer or more bytes than in the manifest.
     """
     held: list[memoryview] = []
     index, held_bytes = run[0] if run else 0, 0
@@ -47,7 +45,7 @@ def verified(
 
 
 def check_pieces(buffer: memoryview, first_piece: int, manifest: Manifest, file: str) -> None:
-    """Raises CorruptError when a piece in `buffer`, which begins at `first_piece`, is not sound."""
+    """Raise CorruptError if a piece in `buffer`, which begins at `first_piece`, does not match."""
     bad = first_bad_piece(buffer, manifest.digests, manifest.piece_bytes, first_piece=first_piece)
     if bad is not None:
         raise _wrong(bad, manifest, file)

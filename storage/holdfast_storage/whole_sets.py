@@ -1,8 +1,8 @@
 """A persisted set read by tensors instead of by ranks.
 
-Whoever loads into another parallelism, or exports, wants boxes of the model's tensors; their bytes
-lie in the files of many ranks, in ranges that follow the parallelism of the run that wrote them.
-This finds the ranges and reads the pieces that hold them, no others: ordered, in large reads, from
+A load into another parallelism, or an export, needs boxes of the model's tensors. Their bytes lie
+in the files of many ranks, in ranges that follow the parallelism of the run that wrote them. This
+module finds the ranges and reads only the pieces that hold them: in order, in large reads, from
 several ranks' files at once. Every piece is verified by its digest before a byte of it is used.
 """
 
@@ -25,20 +25,20 @@ from holdfast_core.values import Manifest
 from holdfast_storage.sets import SetStore
 
 READ_BYTES = 16 * 1024 * 1024
-"""Most that one read takes: large enough for object storage, and one such buffer a thread."""
+"""Upper limit of one read: large enough for object storage. Each thread has one such buffer."""
 
 GAP_BYTES = 1024 * 1024
-"""A gap between two wanted ranges that is smaller is read as well: cheaper than another request."""
+"""Smaller gaps between two wanted ranges are read as well: cheaper than another request."""
 
 THREADS = 8
 
 RUNS_MAX = 64
 ROW_BYTES = 256 * 1024
-"""More runs than that, of rows up to this long, are read as whole rows and cut in memory."""
+"""More than `RUNS_MAX` runs, of rows up to this long, are read as whole rows and cut in memory."""
 
 
 class RankBytes(Protocol):
-    """What this needs of a rank's file; `holdfast_storage.sets.StoredRank` is one."""
+    """The interface needed of a rank's file; `holdfast_storage.ranks.StoredRank` has it."""
 
     @property
     def layout(self) -> bytes: ...
@@ -47,7 +47,7 @@ class RankBytes(Protocol):
     def manifest(self) -> bytes: ...
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
-        """Pieces [first_piece, end) of the payload, verified."""
+        """Fill `buffer` with pieces [first_piece, end) of the payload, verified."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -56,34 +56,34 @@ class Want:
 
     tensor: SetTensor
     box: Box
-    """The box of `tensor` that it is within."""
+    """The box of `tensor` that contains it."""
     offsets: tuple[int, ...]
-    """Of its first element, within `box`."""
+    """Offsets of its first element within `box`."""
     lengths: tuple[int, ...]
     into: memoryview
-    """Receives it: writable bytes, as many as it has."""
+    """Writable bytes that receive it, of exactly its size."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Where it begins, as a key to sort by: reads that follow each other are joined."""
+        """Sort key, the rank and offset at which it begins: consecutive reads are joined."""
         first = next(iter(self.box.parts), None)
         return (first.rank, first.offset) if first is not None else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes of a payload, and where they go."""
+    """Bytes of a payload, and the memory that receives them."""
 
     offset: int
     into: memoryview
 
 
 class WholeSet:
-    """The tensors of a persisted set. Thread-safe; keeps what it opened.
+    """The tensors of a persisted set. Thread-safe; keeps the files that it opened.
 
     Args:
-        open_rank: gives a rank's file, verified as far as its header.
-        ranks: of the world that wrote the set.
+        open_rank: opens a rank's file and verifies its header.
+        ranks: number of ranks of the world that wrote the set.
 
     Raises:
         CorruptError, StorageError: a header cannot be read.
@@ -101,11 +101,11 @@ class WholeSet:
 
     @property
     def manifests(self) -> Mapping[int, Manifest]:
-        """By rank."""
+        """Manifests by rank."""
         return self._manifests
 
     def extras(self, rank: int) -> bytes:
-        """What a rank's snapshot holds besides tensors, encoded."""
+        """Extras of a rank's snapshot, encoded."""
         manifest = self._manifests[rank]
         data = bytearray(manifest.extras_bytes)
         self._read_rank(rank, [*_cut(manifest, manifest.extras_offset, memoryview(data))])
@@ -115,8 +115,8 @@ class WholeSet:
         """Fill all of `wants`.
 
         Raises:
-            CorruptError: a piece does not match its digest. What was filled is not to be used.
-            StorageError: the storage failed for longer than retries last.
+            CorruptError: a piece does not match its digest. Do not use what was filled.
+            StorageError: the storage failed until the last retry.
         """
         thin = [(want, wide) for want in wants if (wide := _widened(want)) is not None]
         wide_ones = {id(want) for want, _ in thin}
@@ -149,7 +149,7 @@ class WholeSet:
     def array(
         self, tensor: SetTensor, offsets: Sequence[int], lengths: Sequence[int]
     ) -> npt.NDArray[np.void]:
-        """A box of a tensor, whatever boxes it lies in.
+        """A box of a tensor, which may span several of the tensor's boxes.
 
         Returns:
             An array of shape `lengths` whose elements are the tensor's, as bytes (`V2`, `V4`, …).
@@ -191,8 +191,8 @@ class WholeSet:
 
 
 def _widened(want: Want) -> Want | None:
-    """A box around `want` that is read faster: whole rows of it, where it is many short runs with
-    small gaps. The pieces that hold them are the same. None where `want` itself is best."""
+    """A box of whole rows around `want` that is faster to read, where `want` is many short runs
+    with small gaps in the same pieces. None where `want` itself is best."""
     shape, lengths = want.box.shape, want.lengths
     cut = [dim for dim, (n, m) in enumerate(zip(lengths, shape, strict=True)) if n != m]
     inner = cut[-1] if cut else 0
@@ -209,7 +209,7 @@ def _widened(want: Want) -> Want | None:
 def _within(
     lows: Sequence[int], ends: Sequence[int], offsets: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """First indices and ends, counted from `offsets`."""
+    """First and end indices, counted from `offsets`."""
     return (
         [low - offset for low, offset in zip(lows, offsets, strict=True)],
         [end - offset for end, offset in zip(ends, offsets, strict=True)],
@@ -217,7 +217,7 @@ def _within(
 
 
 def _cut(manifest: Manifest, offset: int, into: memoryview) -> Iterator[_Run]:
-    """The run at `offset`, cut where reads are cut."""
+    """The run at `offset`, cut at the boundaries of reads."""
     grid = max(READ_BYTES // manifest.piece_bytes, 1) * manifest.piece_bytes
     at = 0
     while at < len(into):
@@ -257,7 +257,7 @@ def open_set(
 
     Raises:
         StorageError: there is no such set, or the storage cannot be read.
-        CorruptError, LayoutMismatchError, InvalidJobError: as of `WholeSet`.
+        CorruptError, LayoutMismatchError, InvalidJobError: as for `WholeSet`.
     """
     store = SetStore(uri, job, options=options)
     complete = store.complete()

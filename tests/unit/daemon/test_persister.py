@@ -212,4 +212,4 @@ def test_a_writer_that_waits_for_its_allowance_can_be_stopped(node: Node, by: st
     event = ended(slow)
     assert isinstance(event, RankPersisted)
     assert event.number == 2 and event.file is None
-    assert "has ended" in event.error or "told to stop" in event.error
+    assert "has ended" in event.error or "was stopped" in event.error
