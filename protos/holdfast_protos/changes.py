@@ -1,7 +1,7 @@
-"""A membership by what differs from another one, for streams on which that one has passed.
+"""A membership as its difference from one that has already passed on the stream.
 
-The membership of a job of thousands is long, each of its thousands of daemons gets each new one,
-and most often nothing but the epoch is new. Pure.
+The membership of a job with thousands of members is long, every one of its daemons gets every new
+version, and often only the epoch has changed. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from holdfast_protos import codec, control_pb2, values_pb2
 
 
 def change_between(base: Membership, value: Membership) -> control_pb2.MembershipChange | None:
-    """What makes `value` of `base`; None when they differ in more than versions and places."""
+    """The change from `base` to `value`; None when they differ in more than versions and members'
+    nodes and addresses."""
     if [place.index for place in base.members] != [place.index for place in value.members]:
         return None
     if replace(base, epoch=value.epoch, revision=value.revision, members=value.members) != value:
@@ -32,7 +33,7 @@ def change_between(base: Membership, value: Membership) -> control_pb2.Membershi
 def changed(
     base: values_pb2.Membership, change: control_pb2.MembershipChange
 ) -> values_pb2.Membership | None:
-    """`base` with `change`; None when it is a change of another membership."""
+    """`base` with `change` applied; None when `change` belongs to another membership."""
     if _digest(base) != change.base_digest:
         return None
     found = values_pb2.Membership()

@@ -1,62 +1,64 @@
 """The limits of every gRPC server and channel, in one place.
 
-gRPC's own defaults are meant for small messages between friends: four megabytes, any number of
-calls at once, no look at whether the other end is still there. Ours are said here, for whoever
-makes a server or a channel; `docs/limits.md` says what happens at each.
+gRPC's own defaults suit small messages between trusted processes: four megabytes, any number of
+concurrent calls, no check whether the other end is still alive. Every server and channel takes
+Holdfast's limits from here; `docs/limits.md` describes what happens at each.
 """
 
 from __future__ import annotations
 
 MESSAGE_BYTES_MAX = 64 << 20
-"""Of any message. The largest are layouts and manifests: some ten megabytes for a rank with a
+"""Size of any message. The largest are layouts and manifests: some ten megabytes for a rank with a
 hundred thousand tensors in a terabyte."""
 
 METADATA_BYTES_MAX = 16 << 10
-"""Of the headers of a call: a token and little else."""
+"""Size of a call's headers: a token and little else."""
 
 TRAINER_STREAMS_MAX = 64
-"""Calls at once on one connection of a trainer or an agent, which have a handful."""
+"""Concurrent calls on one connection of a trainer or an agent, each of which needs a handful."""
 
 PEER_STREAMS_MAX = 64
-"""Likewise of another daemon, which sends one message after the other."""
+"""Concurrent calls on one connection of another daemon, which sends one message after another."""
 
 CONTROL_STREAMS_MAX = 1024
-"""Likewise to the control loop: one of each daemon; tests and benchmarks share connections."""
+"""Concurrent calls on one connection to the control loop: one for each daemon; tests and benchmarks
+share connections."""
 
 TRAINER_CALLS_MAX = 2048
-"""Calls at once of all trainers of a node."""
+"""Concurrent calls of all trainers of a node."""
 
 PEER_CALLS_MAX = 2048
-"""Likewise of all other daemons."""
+"""Concurrent calls of all other daemons."""
 
 CONTROL_CALLS_MAX = 20_000
-"""Daemons that one control loop hears at once."""
+"""Number of daemons that one control loop serves at once."""
 
 TRAINER_CONNECTIONS_MAX = 4096
-"""Connections to the trainers' socket of a node."""
+"""Number of connections to a node's socket for trainers."""
 
 HANDSHAKE_MS_MAX = 10_000
-"""A connection that has not said that it speaks HTTP/2 by then is closed."""
+"""Time within which a connection must complete its HTTP/2 handshake; after that it is closed."""
 
 IDLE_MS_MAX = 600_000
-"""A connection without a call for this long is closed; the next call dials again."""
+"""Time without a call after which a connection is closed; the next call dials again."""
 
 KEEPALIVE_MS = 60_000
 KEEPALIVE_TIMEOUT_MS = 20_000
-"""A server asks a silent connection whether anybody is there, and closes it without an answer."""
+"""Time within which a silent connection must answer a server's ping; after that it is closed."""
 
 PING_INTERVAL_MS_MIN = 2_000
-"""A client that asks more often than this is cut off; daemons ask every five seconds."""
+"""Shortest time between a client's pings; a client that pings more often is cut off. Daemons ping
+every five seconds."""
 
 SESSION_HEADER = "holdfast-session"
-"""In the headers of each call of a session: the session's id. By it, or by a good token, a daemon
-knows before it reads a request that the caller has a right to talk."""
+"""Header of each call of a session: the session's id. By it, or by a valid token, a daemon
+authenticates the caller before it reads a request."""
 
 Options = list[tuple[str, int]]
 
 
 def server_options(streams_max: int) -> Options:
-    """Of a server that takes `streams_max` calls at once on one connection."""
+    """Options of a server that accepts `streams_max` concurrent calls on one connection."""
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -73,8 +75,8 @@ def server_options(streams_max: int) -> Options:
 
 
 def open_to_strangers(connections_max: int) -> Options:
-    """Besides, of a server whose socket is open to others than its callers: no more connections
-    than that, and no window that grows, so that a request that nobody reads takes 64 KiB."""
+    """Further options of a server whose socket strangers can reach: at most `connections_max`
+    connections, and a fixed window, so that an unread request takes only 64 KiB."""
     return [
         ("grpc.max_allowed_incoming_connections", connections_max),
         ("grpc.http2.bdp_probe", 0),
@@ -82,8 +84,8 @@ def open_to_strangers(connections_max: int) -> Options:
 
 
 def channel_options(*, reconnect_ms_max: int = 1000, ping_ms: int = 0) -> Options:
-    """Of a channel that dials again at least every `reconnect_ms_max`, and asks a silent server
-    every `ping_ms` whether it is there (0: never)."""
+    """Options of a channel that dials again at least every `reconnect_ms_max`, and pings a silent
+    server every `ping_ms` (0: never)."""
     options = [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),

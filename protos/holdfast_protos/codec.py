@@ -1,11 +1,10 @@
-"""Between protocol messages and the values of `holdfast_core`, in both directions.
+"""Conversion between protocol messages and the values of `holdfast_core`, in both directions.
 
-Why: adapters hand values to the engine, never messages, so that a malformed message is refused in
-one place and the engine can be run without gRPC. Whatever the far side sent that is not a value of
-ours raises `ProtocolError`.
+Adapters hand values to the engine, never messages: a malformed message is refused in one place,
+and the engine runs without gRPC. A message that does not make a valid value raises `ProtocolError`.
 
-An absent `Generation` in a message is `None` in a value. Lines are different: `has_line` says
-whether there is a decision at all, and an absent generation within a line is a fresh start.
+An absent `Generation` in a message is `None` in a value. Lines are different: `has_line` is true
+once there is a decision, and an absent generation within a line is a fresh start.
 
 This module must not decide anything beyond "is this well-formed", and does no I/O.
 """
@@ -41,7 +40,8 @@ from holdfast_protos import peer_pb2, persisting, values_pb2
 from holdfast_protos.loading import failed_loads_from_proto, failed_loads_to_proto
 
 PROTOCOL_VERSION = 1
-"""Grows when an older side can no longer understand a newer one; a new field does not need it."""
+"""Version of the protocol. It grows when an older side can no longer understand a newer one; a new
+field alone does not require that."""
 
 ERROR_CODE_KEY = "holdfast-code"
 """Trailing metadata of an aborted call: `HoldfastError.code`. The message is the status detail."""
@@ -209,7 +209,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             nproc_per_node=message.nproc_per_node,
             groups=tuple(tuple(group.members) for group in message.groups),
             redundancy=Redundancy(message.redundancy),
-            replicas=message.replicas or 1,  # a peer of before knows none
+            replicas=message.replicas or 1,  # older peers do not send it
             tier=_tier(message.tier) if message.HasField("tier") else None,
             memory_bytes=message.memory_bytes,
             protection_bytes_s=message.protection_bytes_s,

@@ -70,7 +70,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class JobState(_message.Message):
-    """What one daemon knows of one job. Small: the inventories stay between daemons."""
+    """State of one job on one daemon. Small: only daemons exchange inventories."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -105,23 +105,23 @@ class JobState(_message.Message):
     """torchrun's agent waits for an epoch newer than this one"""
     rebuilding: _builtins.bool
     problem: _builtins.str
-    """why nothing is protected, in words; empty when all is well"""
+    """why nothing is protected, for people; empty when all is well"""
     skipped: _builtins.int
     failed: _builtins.int
     arena_bytes: _builtins.int
     parity_bytes: _builtins.int
     revision: _builtins.int
-    """of its membership; a daemon that sets it takes changes"""
+    """of the membership; a daemon that sets it accepts changes"""
     loading: _builtins.bool
-    """some rank's snapshot is being loaded from storage"""
+    """a rank's snapshot is being loaded from storage"""
     storage_problem: _builtins.str
     """why nothing can be loaded from storage; empty when all is well"""
     stored_epoch: _builtins.int
-    """An earlier run of this name left generations of this epoch in storage, and what is captured now
-    must be newer: the next epoch has to be greater. 0: no.
+    """Epoch of generations that an earlier run of this name left in storage. New captures must be
+    newer, so the next epoch has to be greater. 0: none.
     """
     protection_bytes_s: _builtins.float
-    """fetched for parity of late, a second"""
+    """recent rate of fetching for parity"""
     @_builtins.property
     def membership(self) -> _values_pb2.Membership:
         """left out once it has passed on this stream, either way"""
@@ -138,8 +138,8 @@ class JobState(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankState]: ...
     @_builtins.property
     def loss(self) -> _values_pb2.LossReport:
-        """Of its ranks with a session in this epoch; absent where snapshots hold all experts. The ranks of
-        a job are put together by adding these up, so it has sums and no ratios.
+        """Sums over its ranks with a session in this epoch; absent where snapshots hold all experts. The
+        reports of a job are added up, so they hold sums and no ratios.
         """
 
     @_builtins.property
@@ -185,7 +185,7 @@ Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 @_typing.final
 class PersistState(_message.Message):
-    """How persisting to the durable tier fares, as one daemon sees it."""
+    """Progress of persisting to the durable tier, as one daemon sees it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -196,15 +196,15 @@ class PersistState(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     done_bytes: _builtins.int
-    """of this daemon's ranks"""
+    """written for this daemon's ranks"""
     total_bytes: _builtins.int
     failure: _builtins.str
-    """of the newest set, when it was given up; empty after a success"""
+    """why the newest set was given up; empty after a success"""
     age_s: _builtins.float
-    """since `persisted` was complete, or since this daemon serves the job"""
+    """since `persisted` was completed, or the daemon got the job"""
     @_builtins.property
     def persisted(self) -> _values_pb2.Generation:
-        """newest complete set in storage; absent: none that is known"""
+        """newest complete set in storage; absent: none known"""
 
     @_builtins.property
     def persisting(self) -> _values_pb2.Generation:
@@ -257,7 +257,7 @@ class RankState(_message.Message):
     exit_code: _builtins.int
     """its worker failed in this epoch with this code; 0 when none has"""
     last_lines: _builtins.str
-    """of what that worker wrote to stderr"""
+    """last lines that the worker wrote to stderr"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation: ...
     def __init__(
@@ -322,9 +322,9 @@ Global___ControlMessage: _TypeAlias = ControlMessage  # noqa: Y015
 
 @_typing.final
 class MembershipChange(_message.Message):
-    """A membership, by what differs from the last one that has passed on this stream, either way: that of
-    a large job is long, and goes to each of its daemons. Who does not have the base ignores it, and is
-    sent the whole soon.
+    """A membership as its difference from the last one that has passed on this stream, either way: that
+    of a large job is long, and goes to each of its daemons. A daemon without the base ignores the
+    change, and is soon sent the whole membership.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -336,12 +336,12 @@ class MembershipChange(_message.Message):
     PLACES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     base_digest: _builtins.bytes
-    """of its encoding; versions alone do not tell contents apart"""
+    """of the base's encoding; versions alone do not identify it"""
     epoch: _builtins.int
     revision: _builtins.int
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.MemberPlace]:
-        """of the members that have another one than in the base"""
+        """only of members that have changed since the base"""
 
     def __init__(
         self,
@@ -381,7 +381,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class PersistNow(_message.Message):
-    """Write the newest generation that is protected to the durable tier, now."""
+    """Write the newest protected generation to the durable tier now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

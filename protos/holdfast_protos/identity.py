@@ -1,13 +1,13 @@
-"""Who a process is to the others: its certificate, read from files, and what is checked of theirs.
+"""Identity of a process: its certificate, read from files, and the checks of others' certificates.
 
-Daemons and the control loop talk over TLS in which both sides show a certificate. A certificate
-says what its owner is by a DNS name, `<role>.<domain>.holdfast`: whoever dials insists on the role
-that it dials for, and a service answers only the roles that it is for. So no daemon can give orders
-as the operator, and nobody whom the CA did not certify is heard at all.
+Daemons and the control loop talk over mutual TLS: both sides show a certificate. A certificate
+gives its owner's role by a DNS name, `<role>.<domain>.holdfast`. A client insists on the role that
+it dials, and a service answers only the roles that it is for. So no daemon can give orders as the
+operator, and a process that the CA has not certified cannot connect at all.
 
 A directory has the three files of a Kubernetes TLS secret: `tls.crt`, `tls.key`, `ca.crt`. They are
-looked at again for each new connection, so that they may be replaced while the process runs. With
-no `Identity` (None), connections are plain and nothing is checked: that takes an explicit switch.
+checked again for each new connection, so they may be replaced while the process runs. With no
+`Identity` (None), connections are plain and nothing is checked: that takes an explicit switch.
 
 Must not: put a key into an error or a log.
 """
@@ -34,11 +34,11 @@ from holdfast_protos.validity import ends_at
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 DOMAIN = "local"
-"""Of processes that are not told another one."""
+"""Domain of processes that are given no other."""
 ENDS = ("own", "authority")
-"""What of an identity can end, as `Loaded.ends_at` calls it."""
+"""Keys of `Loaded.ends_at`: the parts of an identity that expire."""
 READS_MAX = 3
-"""Files that change while they are read are read again, this often."""
+"""Number of attempts to read files that change while they are read."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ Options = Sequence[tuple[str, Any]]
 
 
 class Role(StrEnum):
-    """What a process is to the others."""
+    """Role of a process towards others."""
 
     DAEMON = "daemon"
     OPERATOR = "operator"
@@ -55,29 +55,30 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """The files at one moment."""
+    """Content of the files at one moment."""
 
     version: int
-    """Another number for other files."""
+    """Number that changes when the files do."""
     configuration: Any
-    """For gRPC servers."""
+    """Configuration of gRPC servers."""
     credentials: grpc.ChannelCredentials
-    """For gRPC channels."""
+    """Credentials of gRPC channels."""
     server: ssl.SSLContext
-    """For servers of plain sockets; insists on a certificate."""
+    """Context of servers on plain sockets; requires a certificate."""
     client: ssl.SSLContext
-    """For clients of plain sockets; insists on a certificate and its name."""
+    """Context of clients on plain sockets; requires a certificate and checks its name."""
     ends_at: Mapping[str, float]
-    """Unix time in seconds: `own`, the first end in the chain that is shown to others, and
-    `authority`, the last end of those by which others are judged; not a number while unknown."""
+    """Expiry as Unix time in seconds: `own`, the earliest in this process's own chain, and
+    `authority`, the latest of the CA certificates by which others are verified; NaN while
+    unknown."""
 
 
 class Identity:
     """The certificate of this process. Thread-safe.
 
     Args:
-        directory: with `tls.crt`, `tls.key` and `ca.crt`, PEM.
-        domain: what the names of all certificates of this installation have in common.
+        directory: holds `tls.crt`, `tls.key` and `ca.crt`, in PEM.
+        domain: common part of the names of all certificates of this installation.
 
     Raises (on construction):
         InvalidJobError: a file cannot be read, or does not fit the others.
@@ -88,35 +89,36 @@ class Identity:
         self._lock = threading.Lock()
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", domain):
             raise InvalidJobError(
-                f"--tls-domain {domain!r} is no part of a DNS name: use small letters, digits and -"
+                f"--tls-domain {domain!r} is no part of a DNS name: use lower-case letters, digits "
+                f"and -"
             )
         self._seen = _seen(directory)
         self._loaded = _load(directory, 1)
 
     def name(self, role: Role) -> str:
-        """The DNS name that a certificate of `role` has."""
+        """DNS name in a certificate of `role`."""
         return f"{role}.{self._domain}.holdfast"
 
     def ends_at(self) -> Mapping[str, float]:
-        """When the certificates in use end, as `Loaded.ends_at`. May be called on any thread."""
+        """Expiry of the certificates in use, as in `Loaded.ends_at`. Callable from any thread."""
         return self.current().ends_at
 
     def current(self) -> Loaded:
-        """What the files hold; what they held before while they do not fit together."""
+        """Content of the files, or their last good content while they do not fit together."""
         with self._lock:
             seen = _seen(self._directory)
             if seen != self._seen:
                 self._seen = seen
                 try:
                     self._loaded = _load(self._directory, self._loaded.version + 1)
-                    _log.info("certificate of %s read again", self._directory)
+                    _log.info("certificate in %s read again", self._directory)
                 except InvalidJobError as error:
                     _log.error("the certificate in use is kept: %s", error)
             return self._loaded
 
 
 def choose(directory: str, domain: str, *, insecure: bool) -> Identity | None:
-    """The identity in `directory`, or None where `insecure` says so.
+    """The identity in `directory`, or None if `insecure`.
 
     Raises:
         InvalidJobError: when neither is given, or both are.
@@ -126,45 +128,46 @@ def choose(directory: str, domain: str, *, insecure: bool) -> Identity | None:
     if insecure:
         _log.warning(
             "insecure: connections between daemons and the control loop are not encrypted, and "
-            "whoever reaches them may read and change training state"
+            "any process that reaches them can read and change training state"
         )
         return None
     if not directory:
         raise InvalidJobError(
             "no certificate: name the directory of tls.crt, tls.key and ca.crt with --tls DIR or "
             "HOLDFAST_TLS (`holdfast certificates` makes them), or turn identity off with "
-            "--insecure or HOLDFAST_INSECURE=1 on a network that only you reach"
+            "--insecure or HOLDFAST_INSECURE=1 on a network that only you can reach"
         )
     return Identity(Path(directory), domain or DOMAIN)
 
 
 def add_options(add: Callable[..., Any], environment: Mapping[str, str]) -> None:
-    """The options of `choose`, for an argument parser's `add_argument`; `environment` has their
-    defaults: HOLDFAST_TLS, HOLDFAST_TLS_DOMAIN, HOLDFAST_INSECURE."""
+    """Add the options of `choose` through an argument parser's `add_argument`; `environment` has
+    their defaults: HOLDFAST_TLS, HOLDFAST_TLS_DOMAIN, HOLDFAST_INSECURE."""
     insecure = is_insecure(environment)
     add(
         "--tls",
         default="" if insecure else environment.get("HOLDFAST_TLS", ""),
         metavar="DIR",
-        help="tls.crt, tls.key and ca.crt, which may be replaced at any time (or HOLDFAST_TLS)",
+        help="directory of tls.crt, tls.key and ca.crt, which may be replaced at any time "
+        "(or HOLDFAST_TLS)",
     )
     add(
         "--tls-domain",
         default=environment.get("HOLDFAST_TLS_DOMAIN", DOMAIN),
         metavar="NAME",
-        help="certificates are for daemon.NAME.holdfast and operator.NAME.holdfast "
-        "(default: %(default)s, or HOLDFAST_TLS_DOMAIN)",
+        help="domain of the certificates, which name daemon.NAME.holdfast and "
+        "operator.NAME.holdfast (default: %(default)s, or HOLDFAST_TLS_DOMAIN)",
     )
     add(
         "--insecure",
         action="store_true",
         default=insecure,
-        help="plain connections, and whoever dials is trusted (or HOLDFAST_INSECURE=1)",
+        help="use plain connections and trust every caller (or HOLDFAST_INSECURE=1)",
     )
 
 
 def is_insecure(environment: Mapping[str, str]) -> bool:
-    """Whether HOLDFAST_INSECURE turns identity off: 1 does, and nothing else."""
+    """Whether HOLDFAST_INSECURE turns identity off: only the value 1 does."""
     return environment.get("HOLDFAST_INSECURE", "") == "1"
 
 
@@ -172,13 +175,13 @@ def is_insecure(environment: Mapping[str, str]) -> bool:
 
 
 def add_port(server: grpc.aio.Server, address: str, identity: Identity | None) -> int:
-    """Let `server` listen on `address`; returns the port. Raises RuntimeError as gRPC does."""
+    """Let `server` listen on `address`, and return the port. Raises RuntimeError as gRPC does."""
     if identity is None:
         return server.add_insecure_port(address)
     given = identity.current()
 
     def renewed() -> Any:
-        """Called for each handshake; None for no change."""
+        """New configuration for a handshake; None if nothing has changed."""
         nonlocal given
         found = identity.current()
         if found.version == given.version:
@@ -195,7 +198,7 @@ def add_port(server: grpc.aio.Server, address: str, identity: Identity | None) -
 def aio_channel(
     address: str, identity: Identity | None, role: Role, options: Options = ()
 ) -> grpc.aio.Channel:
-    """A channel to a process at `address`, which must prove to be a `role`."""
+    """A channel to the process at `address`, which must prove that it is a `role`."""
     if identity is None:
         return grpc.aio.insecure_channel(address, options=options)
     named = [*options, ("grpc.ssl_target_name_override", identity.name(role))]
@@ -205,7 +208,7 @@ def aio_channel(
 def channel(
     address: str, identity: Identity | None, role: Role, options: Options = ()
 ) -> grpc.Channel:
-    """As `aio_channel`, for threads."""
+    """A channel as from `aio_channel`, for use by threads."""
     if identity is None:
         return grpc.insecure_channel(address, options=options)
     named = [*options, ("grpc.ssl_target_name_override", identity.name(role))]
@@ -215,7 +218,7 @@ def channel(
 async def insist(
     context: grpc.aio.ServicerContext[Any, Any], identity: Identity | None, role: Role
 ) -> None:
-    """Return when the caller is a `role`; end the call otherwise."""
+    """Return if the caller is a `role`; otherwise end the call."""
     if identity is None:
         return
     names = context.auth_context().get("x509_subject_alternative_name", ())
@@ -234,9 +237,9 @@ async def insist(
 
 
 class OnlyFor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only its stub has some
-    """Lets only callers of one role into a server, whatever method of it they call.
+    """Admission of callers of one role only, to all methods of a server.
 
-    For services of single requests: their methods cannot forget to ask.
+    For services without streams: their methods cannot forget the check.
     """
 
     def __init__(self, identity: Identity | None, role: Role) -> None:
@@ -247,7 +250,7 @@ class OnlyFor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only its
         if handler is None:
             return None
         answer = handler.unary_unary
-        assert answer is not None, "streams must insist themselves"
+        assert answer is not None, "streams must call insist() themselves"
 
         async def checked(request: Any, context: Any) -> Any:
             await insist(context, self._identity, self._role)
@@ -262,7 +265,7 @@ class OnlyFor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only its
 
 
 def _seen(directory: Path) -> tuple[object, ...]:
-    """What changes when the files do."""
+    """Value that changes when the files do."""
     found: list[object] = []
     for name in (CERTIFICATE, KEY, AUTHORITY):
         try:
@@ -275,7 +278,11 @@ def _seen(directory: Path) -> tuple[object, ...]:
 
 
 def _load(directory: Path, version: int) -> Loaded:
-    """Raises InvalidJobError."""
+    """Read the files until they are stable.
+
+    Raises:
+        InvalidJobError: they are unusable, or keep changing.
+    """
     for _ in range(READS_MAX):
         before = _seen(directory)
         try:
@@ -294,7 +301,7 @@ def _load(directory: Path, version: int) -> Loaded:
 
 
 def _read(directory: Path, version: int) -> Loaded:
-    """Raises OSError for files that are missing, are none, or do not fit each other."""
+    """Read the files once. Raises OSError for files that are missing, not PEM, or do not match."""
     certificate, key, authority = (
         (directory / name).read_bytes() for name in (CERTIFICATE, KEY, AUTHORITY)
     )
@@ -303,10 +310,10 @@ def _read(directory: Path, version: int) -> Loaded:
     for context in (server, client):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        # Without a password, OpenSSL would ask a terminal for that of an encrypted key.
+        # Without a password, OpenSSL would prompt on the terminal for an encrypted key's.
         context.load_cert_chain(directory / CERTIFICATE, directory / KEY, password="")
         context.load_verify_locations(directory / AUTHORITY)
-    server.num_tickets = 0  # sessions are never taken up again; a ticket would outlive the check
+    server.num_tickets = 0  # sessions are never resumed: a ticket would outlive the check
     return Loaded(
         version=version,
         configuration=grpc.ssl_server_certificate_configuration(
@@ -320,7 +327,7 @@ def _read(directory: Path, version: int) -> Loaded:
 
 
 def _end(pem: bytes, choose_end: Callable[[list[float]], float]) -> float:
-    """Not a number where it cannot be read: OpenSSL understands what nobody can tell the end of."""
+    """Chosen expiry in `pem`; NaN if unreadable: OpenSSL accepts more than `ends_at` can parse."""
     try:
         return choose_end(ends_at(pem))
     except ValueError:

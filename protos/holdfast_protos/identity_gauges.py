@@ -1,4 +1,4 @@
-"""What a process shows of its own identity among its metrics."""
+"""Metrics about the identity of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast_protos.identity import ENDS, Identity
 
 
 class Gauges(Protocol):
-    """The metrics of a daemon, or of the operator: by names without their prefix."""
+    """The metrics of a daemon or of the operator, by names without their prefix."""
 
     def set(self, name: str, value: float, /, **labels: str) -> None: ...
 
@@ -18,7 +18,7 @@ class Gauges(Protocol):
 
 
 def show_identity(identity: Identity | None, gauges: Gauges) -> None:
-    """Whether this process has an identity, and, at each exposition, when it ends."""
+    """Show whether this process has an identity and, at each exposition, when it expires."""
     gauges.set("insecure", identity is None)
     if identity is not None:
         for which in ENDS:

@@ -1,4 +1,4 @@
-"""Between messages and values of what ranks say of lost tokens; see `codec`."""
+"""Conversion between messages and values of reports about lost tokens; see `codec`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_protos import values_pb2
 
 NUMBER_MAX = 2**48
-"""Above any that is counted in earnest; sums over the ranks of a node still fit into a message."""
+"""Upper limit of a reported number, above any real count; sums over the ranks of a node still fit
+into a message."""
 
 LAYERS_MAX = 4096
 
@@ -55,14 +56,14 @@ def rank_loss_from_proto(message: values_pb2.LossReport) -> LossReport:
     """The report of one rank in `message`.
 
     Raises:
-        ProtocolError: when its numbers do not fit together, or are so large that the heartbeat
-            that they are added up for could not be sent, which tells of other jobs too.
+        ProtocolError: when its numbers do not fit together, or are so large that their sums would
+            not fit into the heartbeat, which also carries other jobs.
     """
     largest = max((*message.at_risk, *message.routed, *message.lost), default=0)
     if message.ranks != 1 or len(message.layers) > LAYERS_MAX or largest > NUMBER_MAX:
         raise ProtocolError(
             f"a report of lost tokens of {message.ranks} ranks has {len(message.layers)} layers "
-            f"and numbers up to {largest}; a trainer may tell of 1 rank, {LAYERS_MAX} layers and "
+            f"and numbers up to {largest}; a trainer may report 1 rank, {LAYERS_MAX} layers and "
             f"numbers up to {NUMBER_MAX}"
         )
     return loss_from_proto(message)

@@ -1,4 +1,4 @@
-"""Between messages and values, of what daemons tell each other about persisting."""
+"""Conversion between messages and values for persisting; see `codec`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def file_to_proto(value: RankFile) -> values_pb2.RankFile:
 
 
 def file_from_proto(message: values_pb2.RankFile) -> RankFile:
-    """The description of a file in `message`; whoever commits a set checks that it is true."""
+    """The description of a file in `message`; the daemon that commits the set checks it."""
     units = tuple(
         StoredUnit(
             unit=unit.unit,

@@ -5,11 +5,11 @@ The trainer-facing service of a node's daemon, on a Unix socket. Bytes of tensor
 through it: the trainer copies them into the arena, whose descriptor it receives over
 `arena.sock` (SCM_RIGHTS) in exchange for the session's token.
 
-Nothing of a request is read before its headers prove the caller: `authorization` (Bearer and a
-token) or, for a call of a session, `holdfast-session` (its id).
+No part of a request is read before its headers authenticate the caller: `authorization` (Bearer
+and a token) or, for a call of a session, `holdfast-session` (its id).
 
-An error of ours is an aborted call with trailing metadata `holdfast-code` (HoldfastError.code);
-the message is the status detail.
+A HoldfastError aborts the call with trailing metadata `holdfast-code` (HoldfastError.code); its
+message is the status detail.
 """
 
 from collections import abc as _abc
@@ -167,7 +167,7 @@ class RestoreDecision(_message.Message):
     """for the arena socket: a read-only descriptor of the arena"""
     arena_bytes: _builtins.int
     places: _builtins.bytes
-    """the slot that each piece lies in, a byte each; empty: all in `slot`"""
+    """the slot that holds each piece, a byte each; empty: all in `slot`"""
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
     def __init__(
@@ -207,7 +207,7 @@ class OpenRequest(_message.Message):
     largest_slot_bytes: _builtins.int
     """over all ranks, for the parity that this node will hold"""
     pid: _builtins.int
-    """for messages to people"""
+    """shown in messages"""
     def __init__(
         self,
         *,
@@ -306,7 +306,7 @@ class GrantReply(_message.Message):
     CARRIED_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     skipped: _builtins.str
-    """why there is no slot now; training goes on"""
+    """reason why no slot is free; training goes on"""
     places: _builtins.bytes
     """the slot at whose offset each piece goes, a byte each; empty: all in `slot`"""
     carried: _builtins.bool
@@ -349,12 +349,12 @@ class CommitRequest(_message.Message):
     payload_bytes: _builtins.int
     extras_bytes: _builtins.int
     digests: _builtins.bytes
-    """those of pieces that are carried over are not looked at"""
+    """digests of carried-over pieces are ignored"""
     @_builtins.property
     def nan_units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def experts(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.ExpertVersion]:
-        """where snapshots leave experts out: what this one holds"""
+        """versions in it, where snapshots leave experts out"""
 
     def __init__(
         self,
@@ -555,7 +555,7 @@ class ProgressReport(_message.Message):
     skipped: _builtins.int
     failed: _builtins.int
     failure: _builtins.str
-    """newest cause, empty when none"""
+    """newest cause; empty when there is none"""
     step_s: _builtins.float
     staged_s: _builtins.float
     @_builtins.property
@@ -612,7 +612,7 @@ class JoinWorldRequest(_message.Message):
     """the epoch whose world this agent has left; 0 at first"""
     wait_s: _builtins.float
     peek: _builtins.bool
-    """only asks; does not announce that this agent waits for a world"""
+    """only queries; does not announce that this agent waits for a world"""
     def __init__(
         self,
         *,
@@ -729,7 +729,7 @@ class WorkerExitedRequest(_message.Message):
     exit_code: _builtins.int
     """1 to 255; 128 + n when signal n ended it"""
     last_lines: _builtins.str
-    """of what it wrote to stderr, for people; without secrets"""
+    """last lines that it wrote to stderr, for people; without secrets"""
     def __init__(
         self,
         *,

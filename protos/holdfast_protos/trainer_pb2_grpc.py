@@ -110,23 +110,23 @@ class TrainerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Hello(self, request, context):
-        """Which epoch this worker belongs to. A worker names the store of its training world, so that a
-        worker of an ended world is told StaleEpoch and not taken for one of the new world.
+        """Returns the epoch that this worker belongs to. A worker names the store of its training world,
+        so that a worker of an ended world gets StaleEpoch and is not taken for one of the new world.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Where to start: progress while inventories arrive and lost snapshots are rebuilt, then the
-        decision. The last message has `decision`.
+        """Streams where to start: progress while inventories arrive and lost snapshots are rebuilt, then
+        the decision. The last message has `decision`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Claims the rank's arena, allocating it when there is none with this layout.
+        """Claims the rank's arena, and allocates it when there is none with this layout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,7 +153,7 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Stages that snapshots reach, the end of the epoch. Ends when the session does.
+        """Streams the stages that snapshots reach and the end of the epoch. Ends when the session does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,7 +166,7 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
-        """What the SDK saw of itself, for heartbeats and metrics.
+        """Reports the SDK's own progress, for heartbeats and metrics.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,21 +189,21 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WorkerExited(self, request, context):
-        """A worker has failed, before the agent stops the others: failure rules look at its exit code.
+        """Reports a failed worker before the agent stops the others; failure rules use its exit code.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Persist(self, request, context):
-        """Have the newest generation written to the durable tier, now. Returns when that is asked for.
+        """Requests that the newest generation be written to the durable tier now. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Everything this daemon knows, as JSON, for `holdfast status` and for people.
+        """Returns the whole state of this daemon as JSON, for `holdfast status` and for people.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

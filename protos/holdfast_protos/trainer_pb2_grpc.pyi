@@ -5,11 +5,11 @@ The trainer-facing service of a node's daemon, on a Unix socket. Bytes of tensor
 through it: the trainer copies them into the arena, whose descriptor it receives over
 `arena.sock` (SCM_RIGHTS) in exchange for the session's token.
 
-Nothing of a request is read before its headers prove the caller: `authorization` (Bearer and a
-token) or, for a call of a session, `holdfast-session` (its id).
+No part of a request is read before its headers authenticate the caller: `authorization` (Bearer
+and a token) or, for a call of a session, `holdfast-session` (its id).
 
-An error of ours is an aborted call with trailing metadata `holdfast-code` (HoldfastError.code);
-the message is the status detail.
+A HoldfastError aborts the call with trailing metadata `holdfast-code` (HoldfastError.code); its
+message is the status detail.
 """
 
 from collections import abc as _abc
@@ -41,25 +41,25 @@ class TrainerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.HelloRequest, _trainer_pb2.HelloReply]
-    """Which epoch this worker belongs to. A worker names the store of its training world, so that a
-    worker of an ended world is told StaleEpoch and not taken for one of the new world.
+    """Returns the epoch that this worker belongs to. A worker names the store of its training world,
+    so that a worker of an ended world gets StaleEpoch and is not taken for one of the new world.
     """
     Restore: _grpc.UnaryStreamMultiCallable[_trainer_pb2.RestoreRequest, _trainer_pb2.RestoreProgress]
-    """Where to start: progress while inventories arrive and lost snapshots are rebuilt, then the
-    decision. The last message has `decision`.
+    """Streams where to start: progress while inventories arrive and lost snapshots are rebuilt, then
+    the decision. The last message has `decision`.
     """
     Open: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OpenRequest, _trainer_pb2.OpenReply]
-    """Claims the rank's arena, allocating it when there is none with this layout."""
+    """Claims the rank's arena, and allocates it when there is none with this layout."""
     Grant: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GrantRequest, _trainer_pb2.GrantReply]
     Commit: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CommitRequest, _trainer_pb2.CommitReply]
     """Returns when the manifest is sealed. Repeating it is harmless."""
     Abort: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.AbortRequest, _trainer_pb2.AbortReply]
     """Gives a granted slot back without a snapshot."""
     Watch: _grpc.UnaryStreamMultiCallable[_trainer_pb2.WatchRequest, _trainer_pb2.WatchEvent]
-    """Stages that snapshots reach, the end of the epoch. Ends when the session does."""
+    """Streams the stages that snapshots reach and the end of the epoch. Ends when the session does."""
     Close: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CloseRequest, _trainer_pb2.CloseReply]
     Progress: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ProgressReport, _trainer_pb2.ProgressReply]
-    """What the SDK saw of itself, for heartbeats and metrics."""
+    """Reports the SDK's own progress, for heartbeats and metrics."""
     JoinWorld: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.JoinWorldRequest, _trainer_pb2.World]
     """Rendezvous, called by torchrun's agent through the `holdfast` backend.
     Answers at once with the current epoch's world; `ready` is false while the agent must wait
@@ -68,35 +68,35 @@ class TrainerStub:
     """
     PublishStore: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]
     WorkerExited: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]
-    """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
+    """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Persist: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]
-    """Have the newest generation written to the durable tier, now. Returns when that is asked for."""
+    """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]
-    """Everything this daemon knows, as JSON, for `holdfast status` and for people."""
+    """Returns the whole state of this daemon as JSON, for `holdfast status` and for people."""
 
 @_typing.type_check_only
 class TrainerAsyncStub(TrainerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_trainer_pb2.HelloRequest, _trainer_pb2.HelloReply]  # type: ignore[assignment]
-    """Which epoch this worker belongs to. A worker names the store of its training world, so that a
-    worker of an ended world is told StaleEpoch and not taken for one of the new world.
+    """Returns the epoch that this worker belongs to. A worker names the store of its training world,
+    so that a worker of an ended world gets StaleEpoch and is not taken for one of the new world.
     """
     Restore: _aio.UnaryStreamMultiCallable[_trainer_pb2.RestoreRequest, _trainer_pb2.RestoreProgress]  # type: ignore[assignment]
-    """Where to start: progress while inventories arrive and lost snapshots are rebuilt, then the
-    decision. The last message has `decision`.
+    """Streams where to start: progress while inventories arrive and lost snapshots are rebuilt, then
+    the decision. The last message has `decision`.
     """
     Open: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OpenRequest, _trainer_pb2.OpenReply]  # type: ignore[assignment]
-    """Claims the rank's arena, allocating it when there is none with this layout."""
+    """Claims the rank's arena, and allocates it when there is none with this layout."""
     Grant: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GrantRequest, _trainer_pb2.GrantReply]  # type: ignore[assignment]
     Commit: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CommitRequest, _trainer_pb2.CommitReply]  # type: ignore[assignment]
     """Returns when the manifest is sealed. Repeating it is harmless."""
     Abort: _aio.UnaryUnaryMultiCallable[_trainer_pb2.AbortRequest, _trainer_pb2.AbortReply]  # type: ignore[assignment]
     """Gives a granted slot back without a snapshot."""
     Watch: _aio.UnaryStreamMultiCallable[_trainer_pb2.WatchRequest, _trainer_pb2.WatchEvent]  # type: ignore[assignment]
-    """Stages that snapshots reach, the end of the epoch. Ends when the session does."""
+    """Streams the stages that snapshots reach and the end of the epoch. Ends when the session does."""
     Close: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CloseRequest, _trainer_pb2.CloseReply]  # type: ignore[assignment]
     Progress: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ProgressReport, _trainer_pb2.ProgressReply]  # type: ignore[assignment]
-    """What the SDK saw of itself, for heartbeats and metrics."""
+    """Reports the SDK's own progress, for heartbeats and metrics."""
     JoinWorld: _aio.UnaryUnaryMultiCallable[_trainer_pb2.JoinWorldRequest, _trainer_pb2.World]  # type: ignore[assignment]
     """Rendezvous, called by torchrun's agent through the `holdfast` backend.
     Answers at once with the current epoch's world; `ready` is false while the agent must wait
@@ -105,11 +105,11 @@ class TrainerAsyncStub(TrainerStub):
     """
     PublishStore: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]  # type: ignore[assignment]
     WorkerExited: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]  # type: ignore[assignment]
-    """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
+    """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Persist: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]  # type: ignore[assignment]
-    """Have the newest generation written to the durable tier, now. Returns when that is asked for."""
+    """Requests that the newest generation be written to the durable tier now. Returns at once."""
     Status: _aio.UnaryUnaryMultiCallable[_trainer_pb2.StatusRequest, _trainer_pb2.StatusReply]  # type: ignore[assignment]
-    """Everything this daemon knows, as JSON, for `holdfast status` and for people."""
+    """Returns the whole state of this daemon as JSON, for `holdfast status` and for people."""
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -118,8 +118,8 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.HelloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.HelloReply, _abc.Awaitable[_trainer_pb2.HelloReply]]:
-        """Which epoch this worker belongs to. A worker names the store of its training world, so that a
-        worker of an ended world is told StaleEpoch and not taken for one of the new world.
+        """Returns the epoch that this worker belongs to. A worker names the store of its training world,
+        so that a worker of an ended world gets StaleEpoch and is not taken for one of the new world.
         """
 
     @_abc_1.abstractmethod
@@ -128,8 +128,8 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.RestoreProgress], _abc.AsyncIterator[_trainer_pb2.RestoreProgress]]:
-        """Where to start: progress while inventories arrive and lost snapshots are rebuilt, then the
-        decision. The last message has `decision`.
+        """Streams where to start: progress while inventories arrive and lost snapshots are rebuilt, then
+        the decision. The last message has `decision`.
         """
 
     @_abc_1.abstractmethod
@@ -138,7 +138,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.OpenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.OpenReply, _abc.Awaitable[_trainer_pb2.OpenReply]]:
-        """Claims the rank's arena, allocating it when there is none with this layout."""
+        """Claims the rank's arena, and allocates it when there is none with this layout."""
 
     @_abc_1.abstractmethod
     def Grant(
@@ -169,7 +169,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.WatchEvent], _abc.AsyncIterator[_trainer_pb2.WatchEvent]]:
-        """Stages that snapshots reach, the end of the epoch. Ends when the session does."""
+        """Streams the stages that snapshots reach and the end of the epoch. Ends when the session does."""
 
     @_abc_1.abstractmethod
     def Close(
@@ -184,7 +184,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ProgressReport,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ProgressReply, _abc.Awaitable[_trainer_pb2.ProgressReply]]:
-        """What the SDK saw of itself, for heartbeats and metrics."""
+        """Reports the SDK's own progress, for heartbeats and metrics."""
 
     @_abc_1.abstractmethod
     def JoinWorld(
@@ -211,7 +211,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WorkerExitedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WorkerExitedReply, _abc.Awaitable[_trainer_pb2.WorkerExitedReply]]:
-        """A worker has failed, before the agent stops the others: failure rules look at its exit code."""
+        """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
 
     @_abc_1.abstractmethod
     def Persist(
@@ -219,7 +219,7 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.PersistRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.PersistReply, _abc.Awaitable[_trainer_pb2.PersistReply]]:
-        """Have the newest generation written to the durable tier, now. Returns when that is asked for."""
+        """Requests that the newest generation be written to the durable tier now. Returns at once."""
 
     @_abc_1.abstractmethod
     def Status(
@@ -227,6 +227,6 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.StatusReply, _abc.Awaitable[_trainer_pb2.StatusReply]]:
-        """Everything this daemon knows, as JSON, for `holdfast status` and for people."""
+        """Returns the whole state of this daemon as JSON, for `holdfast status` and for people."""
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

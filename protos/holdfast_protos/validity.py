@@ -1,9 +1,9 @@
-"""When certificates end, read from the files that TLS is given.
+"""Expiry of certificates, read from the files that TLS uses.
 
-Python's `ssl` tells it of a peer's certificate only. A whole library for X.509 would be one more
-thing that every daemon needs for one number, so this reads the few fields before it (RFC 5280,
-section 4.1): DER, of which only definite lengths exist. It trusts nothing: OpenSSL has accepted the
-same bytes before.
+Python's `ssl` gives the expiry of a peer's certificate only. A whole X.509 library would be one
+more dependency of every daemon for a single number, so this module reads the few fields before it
+(RFC 5280, section 4.1) in DER, which has definite lengths only. It makes no decision about trust:
+OpenSSL has already accepted the same bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----\s.*?-----END CERTIFICATE-----", re.DOTALL)
 _CENTURY_YEAR = 50
-"""UTCTime has years of two digits: from this one on they are of the last century."""
+"""First two-digit year of UTCTime that belongs to the last century."""
 
 
 def ends_at(pem: bytes) -> list[float]:
-    """When each certificate in `pem` ends, in seconds since the Unix epoch, as they are listed.
+    """Expiry of each certificate in `pem`, in their order, in seconds since the Unix epoch.
 
     Raises:
         ValueError: one of them is not a certificate.
@@ -78,4 +78,4 @@ def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _insist(right: bool) -> None:
     if not right:
-        raise ValueError("this is not a certificate as RFC 5280 has it")
+        raise ValueError("this is not a certificate as defined by RFC 5280")

@@ -375,7 +375,7 @@ def test_a_trainer_cannot_report_what_no_heartbeat_could_carry(change: dict[str,
         "lost": [0],
     }
     assert rank_loss_from_proto(values_pb2.LossReport(ranks=1, **largest)).ranks == 1
-    with pytest.raises(ProtocolError, match="a trainer may tell of 1 rank"):
+    with pytest.raises(ProtocolError, match="a trainer may report 1 rank"):
         rank_loss_from_proto(values_pb2.LossReport(**{"ranks": 1, **largest, **change}))
 
 
