@@ -1,4 +1,4 @@
-"""What Holdfast costs, as ratios to floors measured in the same run, beside its peers.
+"""Costs of Holdfast as ratios to floors measured in the same run, beside its peers.
 
     python -m benchmarks.snapshot --size 1GiB --report build/bench/snapshot.json
 

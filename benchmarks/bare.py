@@ -37,10 +37,10 @@ class Flow:
 
 
 class BarePath:
-    """`nodes` processes that push the bytes of `flows` whenever they are asked to."""
+    """`nodes` processes that push the bytes of `flows` on each call."""
 
     def __init__(self, nodes: int, flows: Sequence[Flow], file_bytes: int) -> None:
-        """`file_bytes`: size of the tmpfs file that each node sends from."""
+        """`file_bytes` is the size of the tmpfs file that each node sends from."""
         context = multiprocessing.get_context("spawn")
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes = []
@@ -56,7 +56,7 @@ class BarePath:
         self._tell(ports)
 
     def __call__(self) -> float:
-        """Seconds from the word to begin until the last node has all its bytes."""
+        """Seconds from the command to begin until the last node has all its bytes."""
         begin = time.perf_counter()
         self._tell("go")
         return time.perf_counter() - begin
@@ -79,7 +79,7 @@ class BarePath:
         self.close()
 
     def _tell(self, word: object) -> None:
-        """Sends `word` to all nodes and waits until all have answered."""
+        """Send `word` to all nodes and wait until all have answered."""
         for pipe in self._pipes:
             pipe.send(word)
         for pipe in self._pipes:

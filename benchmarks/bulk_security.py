@@ -1,8 +1,8 @@
-"""What identity costs the bulk path: plain, authenticated and encrypted connections in one run.
+"""Cost of identity on the bulk path: plain, authenticated and encrypted connections in one run.
 
 Each kind has a server process of its own with a file on a tmpfs, and the same fetches into memory
-whose pages are present: the kinds take turns, round after round, so that what else the machine does
-is shared out evenly. A handshake is measured as the first, tiny, fetch over a new connection.
+whose pages are present. The kinds take turns, round after round, so that other load on the machine
+affects them evenly. A handshake is measured as the first, tiny, fetch over a new connection.
 
     make bench-bulk ARGS="--size 256 --rounds 9"
 """
@@ -39,7 +39,7 @@ STARTED_S = 60.0
 
 
 class OneFile:
-    """`bulk.Resolver`: every request means the same file."""
+    """A `bulk.Resolver` that resolves every request to the same file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +58,7 @@ def wiring(kind: str, tls: Path) -> Wiring:
 
 
 def serve(kind: str, tls: Path, path: Path, pipe: multiprocessing.connection.Connection) -> None:
-    """The process of a server, until the pipe ends."""
+    """Run a server process until the pipe is closed."""
     server = BulkServer("127.0.0.2", 0, OneFile(path), wiring(kind, tls))
     server.start()
     pipe.send(server.address)
@@ -106,7 +106,7 @@ def handshake(kind: str, tls: Path, address: str) -> float:
 
 
 def measure(size: int, rounds: int, streams: int) -> dict[str, dict[str, float]]:
-    """Kind → GB/s of one stream and of `streams`, and milliseconds of a handshake: medians."""
+    """Medians by kind: GB/s of one stream and of `streams`, and milliseconds of a handshake."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
@@ -127,7 +127,7 @@ def measure(size: int, rounds: int, streams: int) -> dict[str, dict[str, float]]
             clients[kind] = BulkClient(STARTED_S, wiring(kind, tls))
         view = memoryview(SharedBuffer(size).mapping)
         taken: dict[str, dict[int, list[float]]] = {k: {1: [], streams: []} for k in addresses}
-        for turn in range(rounds + 1):  # the first one makes connections
+        for turn in range(rounds + 1):  # the first one opens connections
             for kind, address in addresses.items():
                 for count, found in taken[kind].items():
                     seconds = fetch(clients[kind], address, view, count)
@@ -153,7 +153,7 @@ def measure(size: int, rounds: int, streams: int) -> dict[str, dict[str, float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="of one fetch")
+    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="size of one fetch")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--report", type=Path, metavar="FILE")

@@ -1,6 +1,6 @@
-"""Real daemons on loopback addresses, and the least control loop that can place a job on them.
+"""Real daemons on loopback addresses, and the smallest control loop that can place a job on them.
 
-For measuring only: it decides nothing, restarts nothing and forgets everything when it ends.
+For measurements only: it decides nothing, restarts nothing and keeps nothing when it ends.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Control(control_pb2_grpc.ControlServicer):
         tier: Tier | None = None,
         protection_bytes_s: int = 0,
     ) -> Membership:
-        """Begins `epoch` of `job` with one member on each of `nodes`, all in one parity group."""
+        """Begin `epoch` of `job` with one member on each of `nodes`, all in one parity group."""
         heartbeats = [self.heartbeat_of(node) for node in nodes]
         membership = Membership(
             job=job,
@@ -116,7 +116,7 @@ class Control(control_pb2_grpc.ControlServicer):
         return membership
 
     def drop(self, job: str) -> None:
-        """The job has ended: all daemons free what they hold of it."""
+        """End the job: all daemons free what they hold of it."""
         self._tell_all(control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job)))
 
     def persist(self, job: str) -> None:
@@ -148,13 +148,13 @@ class Daemon:
         return self.root / "daemon.sock"
 
     def allocated_bytes(self, job: str) -> int:
-        """Bytes of tmpfs that the job's arenas and parity blocks really take on this node."""
+        """Bytes of tmpfs that the job's arenas and parity blocks actually take on this node."""
         files = (self.root / "jobs" / job).rglob("*")
         return sum(f.stat().st_blocks * 512 for f in files if f.name == "arena" or _is_block(f))
 
     def metric(self, name: str, job: str = "") -> float:
-        """The value of a series in the daemon's metrics, of `job` or of no job; 0 when there is
-        none."""
+        """Value of a series in the daemon's metrics, with the label `job` or without it; 0 when
+        there is no such series."""
         events = map(msgspec.json.decode, self.log.read_bytes().splitlines())
         port = next(e["metrics_port"] for e in events if e["event"] == "daemon_started")
         url = f"http://{self.host}:{port}/metrics"
@@ -165,14 +165,14 @@ class Daemon:
         return float(found[0].removeprefix(series)) if found else 0.0
 
     def lose(self) -> None:
-        """What the loss of the node does: no process, no memory."""
+        """Simulate the loss of the node: no process, no memory."""
         self.process.kill()
         self.process.wait(WITHIN_S)
         shutil.rmtree(self.root)
 
 
 class Cluster:
-    """Daemons under one control; everything is gone when it is left."""
+    """Daemons under one control; leaving the context removes everything."""
 
     def __init__(self, budget_bytes: int, control_host: str = "127.0.0.1") -> None:
         self._budget_bytes = budget_bytes
@@ -188,12 +188,12 @@ class Cluster:
         within: Sequence[str] = (),
         module: str = "holdfast_daemon",
     ) -> Daemon:
-        """A daemon on a new memory; returns when the control has heard of it.
+        """Start a daemon on new memory; return after its first heartbeat.
 
         Args:
             host: its address, a new one on loopback by default.
-            within: the words before its command, such as those that enter a network namespace.
-            module: what is run.
+            within: prefix of its command line, for example to enter a network namespace.
+            module: the Python module to run.
         """
         host = host or ADDRESS.format(len(self.daemons) + 1)
         root = self._directory / node
@@ -214,7 +214,7 @@ class Cluster:
         return daemon
 
     def log(self, node: str) -> str:
-        """What the daemon on `node` wrote."""
+        """Output of the daemon on `node`."""
         return self.daemons[node].log.read_text(errors="replace")
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class SharedBuffer:
 
 
 class Memcpy:
-    """Copies `regions` one after another into a warm shared buffer."""
+    """Copy of `regions`, one after another, into a warm shared buffer."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = regions
@@ -56,8 +56,8 @@ class Memcpy:
 
     def read_back(self, threads: int = 2) -> float:
         """Seconds to read the buffer's file back into the regions with `pread`, unverified: the
-        floor of a process that starts with nothing mapped. To map the file anew costs as much,
-        because the kernel's work is for each page of 4 KiB either way."""
+        floor of a process that starts with nothing mapped. Mapping the file costs as much, because
+        the kernel works page by page of 4 KiB either way."""
         todo = iter(self._pieces())
         lock = threading.Lock()
 

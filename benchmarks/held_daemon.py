@@ -1,8 +1,8 @@
 """A daemon that fetches no parity while its node's rank exchanges gradients.
 
-A way to give way that is measured beside the daemon's own and is no part of it: training would have
-to say when it communicates (docs/decisions/0029). The rank says so by a byte of shared memory,
-which is the cheapest way there is.
+This way of yielding the network is measured beside the daemon's own and is not part of it: training
+would have to signal when it communicates (docs/decisions/0029). Here the rank signals through a
+byte of shared memory, the cheapest way there is.
 
 python -m benchmarks.held_daemon, with the arguments of holdfast-daemon
 """
@@ -24,7 +24,7 @@ LOOK_S = 0.001
 
 
 class Exchange:
-    """Whether a node exchanges gradients: its rank says so, its daemon looks."""
+    """Flag whether a node exchanges gradients: its rank sets it, its daemon reads it."""
 
     def __init__(self, root: Path) -> None:
         path = root.with_suffix(".exchange")
@@ -42,7 +42,7 @@ class Exchange:
 
 
 class HeldTraffic(NodeTraffic):
-    """Holds what is fetched for parity while an exchange is under way, a while at most."""
+    """Traffic whose fetches for parity wait, for a limited time, while an exchange is under way."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class HeldTraffic(NodeTraffic):
 
 
 class HeldJobTraffic(JobTraffic):
-    """What one job fetches."""
+    """Traffic of one job."""
 
     def __init__(self, node: HeldTraffic) -> None:
         super().__init__(node)
@@ -67,7 +67,7 @@ class HeldJobTraffic(JobTraffic):
 
 
 class HeldNode(Node):
-    """A daemon with such traffic."""
+    """A daemon with `HeldTraffic`."""
 
     def __init__(self, settings: DaemonSettings) -> None:
         super().__init__(settings)

@@ -1,8 +1,8 @@
-"""Gives the benchmark the kind of memory that a cluster's nodes have: a tmpfs with huge pages.
+"""Memory for the benchmark like that of a cluster's nodes: a tmpfs with huge pages.
 
-The chart mounts one for the daemons (docs/install.md); a machine's own /dev/shm has small pages,
-which cost the kernel work for each 4 KiB. In a mount namespace of its own the benchmark covers
-/dev/shm with such a tmpfs, so that floors, Holdfast and peers all stand on the same ground.
+The chart mounts one for the daemons (docs/install.md). A machine's own /dev/shm has small pages,
+which cost the kernel work for each 4 KiB. In its own mount namespace the benchmark covers /dev/shm
+with such a tmpfs, so that floors, Holdfast and peers all use the same memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _COVER = f"mount -t tmpfs -o size=90%,huge=within_size holdfast-bench {SHARED_ME
 
 
 def enter(module: str, arguments: Sequence[str]) -> str:
-    """Start `module` again with huge pages, if that is possible: does not return then.
+    """Start `module` again with huge pages, if that is possible; then this does not return.
 
     Returns:
-        What the memory is like: "huge pages", or "small pages" with the reason.
+        The kind of memory in use: "huge pages", or "small pages" with the reason.
     """
     if _has_huge_pages():
         return "huge pages"
@@ -32,12 +32,12 @@ def enter(module: str, arguments: Sequence[str]) -> str:
         return "small pages (only root can mount a tmpfs with huge pages)"
     prefix = [unshare, "--mount", "sh", "-c", f'{_COVER} && exec "$@"', "sh"]
     if subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode != 0:
-        return "small pages (this machine does not allow a mount of our own)"
+        return "small pages (this machine does not allow private mounts)"
     os.execv(unshare, [*prefix, sys.executable, "-m", module, *arguments])
 
 
 def _has_huge_pages() -> bool:
-    """Whether what is mounted at /dev/shm, the last mount there, has huge pages."""
+    """Whether the file system at /dev/shm, the last one mounted there, has huge pages."""
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     options = [fields[-1] for fields in mounts if fields[4] == str(SHARED_MEMORY)]
     return bool(options) and "huge=" in options[-1] and "huge=never" not in options[-1]

@@ -1,11 +1,11 @@
-"""What protection costs training on the network that both use: the time of a step.
+"""Cost of protection for training on a shared network, as the time of a step.
 
-Two nodes are network namespaces with a link between them that is as slow as it is told to be. On
-each is a daemon, and a rank that computes (it waits, as for an accelerator), exchanges gradients
-with the other over gloo while it does, and saves at every step. So parity of each snapshot crosses
-the link beside gradients, in both directions. The rows differ in what is done about that, and in
-the queue before the link: one that serves first what came first, as where nothing looks at
-priorities, and Linux's default, which sends what is marked as background last.
+Two nodes are network namespaces with a link of a given speed between them. Each has a daemon, and a
+rank that computes (it waits, as for an accelerator), exchanges gradients with the other rank over
+gloo meanwhile, and saves at every step. So the parity of each snapshot crosses the link beside the
+gradients, in both directions. The rows differ in how that traffic is limited, and in the queue
+before the link: one that serves packets in order of arrival, as on networks that ignore priorities,
+and Linux's default, which sends background traffic last.
 
 Needs root, and the commands ip and tc.
 
@@ -36,19 +36,19 @@ ADDRESSES = ("10.98.0.1", "10.98.0.2")
 LINKS = ("hfbench0", "hfbench1")
 STEPS_LEFT_OUT = 3
 BURST, QUEUED = "128k", "4m"
-"""Bytes that the link sends at once, and that wait before it."""
+"""Bytes that the link sends in one burst, and that its queue holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """What is done about protection's traffic."""
+    """One way to treat protection's traffic."""
 
     name: str
     saves: bool = True
     limit: float = 0.0
-    """Of what a snapshot at every step needs; 0: no limit."""
+    """Limit as a portion of what a snapshot at every step needs; 0: no limit."""
     held: bool = False
-    """No parity is fetched while the node's rank exchanges gradients."""
+    """Whether fetching parity waits while the node's rank exchanges gradients."""
 
 
 NOTHING = Way(name="no protection", saves=False)
@@ -70,17 +70,17 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What one way came to, over all rounds."""
+    """Result of one way over all rounds."""
 
     queue: str
     way: str
     step_s: float
     ratio: float
-    """Of the step to that without protection behind the same queue."""
+    """Time of a step as a ratio to that without protection behind the same queue."""
     protected: float
     """Portion of the steps whose snapshot became protected."""
     node_bytes_s: float
-    """What each node fetched for parity."""
+    """Bytes a second that each node fetched for parity."""
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -123,7 +123,7 @@ def run(
 
 
 def inside(given: dict[str, object]) -> tuple[float, float, float]:
-    """`run`, in the namespace of the first node."""
+    """Do the work of `run` in the namespace of the first node."""
     payload, compute_s = int(str(given["payload"])) * MIB, float(str(given["compute"]))
     prefixes: tuple[list[str], ...] = ([], ["ip", "netns", "exec", str(given["other"])])
     module = "benchmarks.held_daemon" if given["held"] else "holdfast_daemon"
@@ -133,7 +133,7 @@ def inside(given: dict[str, object]) -> tuple[float, float, float]:
             for i in range(2)
         ]
         nodes = [daemon.node for daemon in daemons]
-        # A step takes a little longer than its computation: so much is enough.
+        # A step takes a little longer than its computation, so this limit suffices.
         limit = int(float(str(given["limit"])) * payload / compute_s)
         if given["saves"]:
             cluster.control.place(JOB, 1, nodes, protection_bytes_s=limit)
@@ -147,7 +147,7 @@ def inside(given: dict[str, object]) -> tuple[float, float, float]:
             raise RuntimeError("a rank failed; see its output above\n" + cluster.log(nodes[0]))
         times: list[float] = json.loads(outs[0].read_bytes())["times"]
         protected: int = json.loads(outs[0].read_bytes())["protected"]
-        # The daemon counts once a second; the first steps are part of the whole here.
+        # The daemon counts once a second, so the first steps are included here.
         fetched = daemons[0].metric("holdfast_protection_bytes_total") if given["saves"] else 0.0
     step_s = statistics.fmean(times[STEPS_LEFT_OUT:])
     return step_s, protected / len(times), fetched / sum(times)
@@ -212,10 +212,14 @@ def _tc(namespace: str, device: str, *words: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it")
-    parser.add_argument("--payload", type=int, default=32, metavar="MIB", help="of a snapshot")
-    parser.add_argument("--gradients", type=int, default=32, metavar="MIB", help="of a step")
-    parser.add_argument("--compute", type=float, default=0.4, metavar="S", help="of a step")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link, in tc's notation")
+    parser.add_argument("--payload", type=int, default=32, metavar="MIB", help="size of a snapshot")
+    parser.add_argument(
+        "--gradients", type=int, default=32, metavar="MIB", help="gradients of a step"
+    )
+    parser.add_argument(
+        "--compute", type=float, default=0.4, metavar="S", help="computation of a step"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--report", default="build/bench/interference.json", metavar="FILE")

@@ -1,4 +1,4 @@
-"""A rank of `benchmarks.interference`: computes, exchanges gradients meanwhile, saves, steps on.
+"""A rank of `benchmarks.interference`: computes, exchanges gradients meanwhile, saves each step.
 
 python -m benchmarks.interference_worker --rank 0 --root DIR --out FILE ...
 """
@@ -23,15 +23,15 @@ from benchmarks.raw_trainer import RawTrainer
 
 RANKS = 2
 BUCKETS = 4
-"""Parts of the gradients; each is exchanged as soon as it is computed."""
+"""Number of parts of the gradients; each is exchanged as soon as it is computed."""
 
 BACKWARD = 2 / 3
-"""Of the computation, the part after which gradients appear, one bucket after the other."""
+"""Portion of the computation in which gradients appear, one bucket after the other."""
 
 
 class Saves:
-    """Saves at every step, each with other bytes than the one before. A save that finds the last
-    one under way, or no slot, is skipped: training never waits."""
+    """Saves at every step, each with different bytes from the one before. A save is skipped if the
+    last one is still under way or no slot is free: training never waits."""
 
     def __init__(self, rank: int, root: Path, payload_bytes: int) -> None:
         self._payloads = [bytearray(os.urandom(payload_bytes)) for _ in range(2)]
@@ -52,7 +52,7 @@ class Saves:
             self._trainer.commit()
 
     def protected(self) -> int:
-        """Generations that were protected so far."""
+        """Number of generations protected so far."""
         if self._saving.ident is not None:
             self._saving.join()
         return len(self._trainer.protected_at)

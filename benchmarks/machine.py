@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Facts about the machine that figures are measured on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a save costs the training thread when the state is many small tensors: `many_save_ms`, the
-call; and within it `many_changed`, looking for tensors that moved or are read otherwise, and
-`many_noted`, noting what tells whether training overtakes the save. `many_checked` is the
-comparison with that, on the saver's thread, after the copy.
+"""Cost of a save on the training thread when the state is many small tensors.
+
+`many_save_ms` is the call. Within it, `many_changed` is the search for tensors that moved or are
+read differently, and `many_noted` records what shows whether training overtakes the save.
+`many_checked` compares with these records on the saver's thread, after the copy.
 
     python -m benchmarks.many_tensors --out FILE
 """
@@ -26,7 +27,7 @@ from holdfast.testing import FakeDaemon
 
 TENSORS = 20_000
 PER_PARAMETER = 4
-"""A parameter, its two moments and its count of steps."""
+"""Tensors per parameter: the parameter, its two moments and its count of steps."""
 
 ELEMENTS = 64
 REPETITIONS = 15
@@ -74,9 +75,9 @@ def _rows(
 
     return {
         "many_save_ms": milliseconds(saves[WARM_UPS:], f"the call, with {TENSORS} small tensors"),
-        "many_changed": of_save(changed, "has a tensor moved, or is it read otherwise?"),
-        "many_noted": of_save(noted, "what tells whether training overtakes the save"),
-        "many_checked": of_save(checked, "did it? on the saver's thread"),
+        "many_changed": of_save(changed, "has a tensor moved, or is it read differently?"),
+        "many_noted": of_save(noted, "records that show whether training overtakes the save"),
+        "many_checked": of_save(checked, "comparison with them, on the saver's thread"),
     }
 
 

@@ -1,8 +1,8 @@
 """Repeated, interleaved measurements, and the figures made from them.
 
-Machines are noisy and shared. So every repetition times the floor and the thing itself one right
-after the other, the ratio is taken within the repetition, and a figure is the median of the ratios
-with its whole spread.
+Machines are noisy and shared. So every repetition times the floor right before or after the
+measured operation, the ratio is taken within the repetition, and a figure is the median of the
+ratios with its whole spread.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Figure:
     """`× memcpy`, `× bare path`, `× warm save`, `ms` or `%`."""
     low: float
     high: float
-    """The whole spread over the repetitions, in `unit`."""
+    """Upper end of the spread over all repetitions, in `unit`; `low` is the lower end."""
     repetitions: int
     seconds: float = 0.0
-    """Median duration of the thing itself."""
+    """Median duration of the measured operation."""
     floor_seconds: float = 0.0
-    """Median duration of the floor that `value` is a ratio to; 0 when it is none."""
+    """Median duration of the floor that `value` is a ratio to; 0 when `value` is not a ratio."""
     note: str = ""
 
 
@@ -88,12 +88,12 @@ def percent(values: Sequence[float], note: str = "") -> Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one part of the benchmark, in a process of its own, has to say."""
+    """Result of one part of the benchmark, which ran in a process of its own."""
 
     rows: dict[str, Figure]
     facts: dict[str, float | str] = field(default_factory=dict)
     skipped: str = ""
-    """Why there are no rows, in words; empty when there are."""
+    """Reason why there are no rows; empty when there are some."""
 
 
 def encode(outcome: Outcome) -> bytes:

@@ -1,7 +1,7 @@
-"""What per-step snapshots cost the example trainer: its step time.
+"""Cost of per-step snapshots for the example trainer, in step time.
 
-`examples/train_moe.py` runs unchanged under torchrun, in turns without Holdfast (no
-`HOLDFAST_SOCKET`) and with a snapshot after every step. Runs that follow one another are compared.
+`examples/train_moe.py` runs unchanged under torchrun, alternately without Holdfast (no
+`HOLDFAST_SOCKET`) and with a snapshot after every step. Consecutive runs are compared.
 
     python -m benchmarks.overhead --out FILE
 """
@@ -27,7 +27,7 @@ JOB = "overhead"
 PAIRS = 4
 STEPS = 60
 STEPS_LEFT_OUT = 10
-"""The first steps of a run: allocation, the arena, warm-up."""
+"""Number of first steps of a run that do not count: allocation, the arena, warm-up."""
 
 RANKS = 2
 BUDGET_BYTES = 4 << 30
@@ -36,7 +36,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
 
 
 def measure() -> Outcome:
-    """The row `overhead`: percent by which a step gets longer, over pairs of runs."""
+    """Measure the row `overhead`: percent by which a step gets longer, over pairs of runs."""
     off, on = [], []
     with Cluster(BUDGET_BYTES) as cluster, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as tmp:
         daemon = cluster.start("node-0")
@@ -72,7 +72,7 @@ def example(ranks: int, steps: int, log: Path) -> tuple[list[str], dict[str, str
 
 
 def _step_s(known: dict[str, str], log: Path) -> float:
-    """Median seconds of a step of one run, whose environment has `known` besides."""
+    """Median seconds of a step of one run, with `known` added to its environment."""
     command, environment = example(RANKS, STEPS, log)
     done = subprocess.run(
         command,

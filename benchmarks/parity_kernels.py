@@ -1,9 +1,8 @@
-"""How fast parity is calculated: XOR, P + Q, two losses, replicas; `make bench-parity`.
+"""Speed of parity arithmetic: XOR, P + Q, two losses, replicas; `make bench-parity`.
 
-Everything is measured in one run, in turns, on the same buffers of one stride, which is how the
-daemon works: whatever the machine does at that moment, all rows see it. Figures are bytes of
-payload for each second of one thread, as the median of the turns; network and hashing are not in
-them. Writes build/bench/parity.json.
+Everything is measured in one run, in turns, on the same buffers of one stride, as the daemon works,
+so that other load on the machine affects all rows. Figures are bytes of payload per second of one
+thread, as the median of the turns, without network and hashing. Writes build/bench/parity.json.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MEMBERS = 8
 TARGET = Path("build/bench/parity.json")
 
 Timed = tuple[int, Callable[[], None]]
-"""Bytes of payload that a call makes or encodes, and the call."""
+"""Bytes of payload that a call produces or encodes, and the call."""
 
 
 def main() -> int:
@@ -54,7 +53,7 @@ def main() -> int:
 
 
 def measure(timed: dict[str, Timed], turns: int) -> dict[str, float]:
-    """Bytes a second of each row."""
+    """Bytes per second of each row."""
     found: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(turns):
         for name, (nbytes, call) in timed.items():
@@ -65,7 +64,7 @@ def measure(timed: dict[str, Timed], turns: int) -> dict[str, float]:
 
 
 def rows() -> dict[str, Timed]:
-    """What is measured."""
+    """Measured calls by row."""
     rng = np.random.default_rng(1)
     sources = [memoryview(rng.bytes(STRIDE_BYTES)) for _ in range(MEMBERS)]
     into = [memoryview(bytearray(STRIDE_BYTES)) for _ in range(2)]
@@ -86,7 +85,7 @@ def rows() -> dict[str, Timed]:
             Block(owner, row) for owner in range(MEMBERS) for row in (0, 1) if owner not in lost
         )
         sizes = dict.fromkeys(set(range(MEMBERS)) - lost | {1}, raim6.chunks * STRIDE_BYTES)
-        # The chunk with most gone around it: as many parts are missing as can be.
+        # The worst chunk: the largest number of other parts is missing.
         plans = raim6.recovery(1, sizes, blocks, PIECE_BYTES)
         plan = max(plans, key=lambda step: sum(f != 1 for _, f in step.blocks))
         of_plan = [f for _, f in plan.blocks] + [c.factor for c in plan.others]

@@ -1,11 +1,11 @@
-"""What a snapshot of some experts takes, beside a full one: `partial_staged`, `partial_committed`,
-and the same with 2 and 4 experts of each layer.
+"""Time of a snapshot of some experts beside a full one: `partial_staged`, `partial_committed`, and
+the same with 2 and 4 experts of each layer.
 
 One process saves the same state in turn through two sessions, each with an arena of its own: one
 captures every unit, the other some experts of each layer and everything else. The figures are the
-ratio of the times over the ratio of the captured bytes: 1 is time in proportion to bytes. What is
-over, `partial_over`, does not grow with them; a floor under it, `partial_over_floor`, is what two
-calls take that ask the daemon for nothing after as long a silence, because each save makes two.
+ratio of the times over the ratio of the captured bytes: 1 means time in proportion to bytes. The
+excess, `partial_over`, does not grow with the bytes. Its floor, `partial_over_floor`, is the time
+of two calls to the daemon that request nothing, after as long a pause, because a save makes two.
 
 Experts are left out where all of them would take too long, so the state is as large as memory
 allows, up to four times `--bytes`.
@@ -39,17 +39,17 @@ from holdfast_core.values import Redundancy
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 CHOSEN = (1, 2, 4)
-"""Experts of each layer in a snapshot."""
+"""Numbers of experts of each layer in a snapshot."""
 
 REPETITIONS = 15
 STATE = 4
-"""How much larger the state is than `--bytes`, at most."""
+"""Largest ratio of the state to `--bytes`."""
 
 MEMORY_SHARE = 0.85
-"""Of what is available."""
+"""Portion of the available memory that may be used."""
 
 SILENCE_S = 0.1
-"""Before a bare call: about as long as a save copies."""
+"""Pause before a bare call: about as long as a save copies."""
 
 WITHIN_S = 300.0
 GIB = 1 << 30
@@ -59,13 +59,13 @@ class Taken(msgspec.Struct, kw_only=True):
     """Seconds of each save of one session, from the call."""
 
     captured_bytes: int
-    """Of the tensors, in each save but the first."""
+    """Bytes of the captured tensors, in each save but the first."""
     staged: list[float] = []
     committed: list[float] = []
 
 
 class Compared(msgspec.Struct, kw_only=True):
-    """Of one process that saves through two sessions."""
+    """Results of one process that saves through two sessions."""
 
     full: Taken
     some: Taken
@@ -77,7 +77,7 @@ class Compared(msgspec.Struct, kw_only=True):
         return self.some.captured_bytes / self.full.captured_bytes
 
     def figure(self, name: str) -> Figure:
-        """How much longer `some` takes than its share of what `full` does."""
+        """Time of `some` as a ratio to its share of the time of `full`."""
         return ratio(
             getattr(self.some, name),
             [self.share * seconds for seconds in getattr(self.full, name)],
@@ -86,13 +86,13 @@ class Compared(msgspec.Struct, kw_only=True):
         )
 
     def over(self) -> list[float]:
-        """The seconds that it takes longer, until committed."""
+        """Seconds by which `some` exceeds its share, until committed."""
         pairs = zip(self.some.committed, self.full.committed, strict=True)
         return [some - self.share * full for some, full in pairs]
 
 
 def measure(nbytes: int, directory: Path) -> Outcome:
-    """All rows; `directory` takes the workers' results."""
+    """Measure all rows; workers write their results to `directory`."""
     room = int(MEMORY_SHARE * psutil.virtual_memory().available)
     total_bytes = min(STATE * nbytes, room // (1 + 2 * SLOTS_PER_ARENA))
     found = {k: _compare(k, total_bytes, directory / f"partial-{k}.json") for k in CHOSEN}
@@ -116,8 +116,8 @@ def measure(nbytes: int, directory: Path) -> Outcome:
 
 
 def _compare(k: int, total_bytes: int, out: Path) -> Compared:
-    """A full snapshot, and one of `k` experts of each layer."""
-    # What alignment adds to the slots is less than a tenth.
+    """Compare a full snapshot with one of `k` experts of each layer."""
+    # Alignment adds less than a tenth to the slots.
     with Cluster(2 * SLOTS_PER_ARENA * total_bytes * 11 // 10) as cluster:
         daemon = cluster.start("node-0")
         for job in _jobs(k):
@@ -137,7 +137,7 @@ def _jobs(k: int) -> dict[str, Policy]:
 
 
 def save_in_turn(socket: Path, total_bytes: int, k: int) -> Compared:
-    """Saves the same state through both sessions, none of the saves overlapped with anything."""
+    """Save the same state through both sessions, without overlap."""
     state = State(total_bytes)
     experts = sum(t.nbytes for name, t in state.tensors.items() if ".experts." in name)
     sessions: list[tuple[holdfast.Session, Taken]] = []
@@ -168,7 +168,7 @@ def save_in_turn(socket: Path, total_bytes: int, k: int) -> Compared:
 
 
 def _call(hello: Callable[..., object]) -> float:
-    """Seconds of a call that asks a daemon for nothing, after a silence."""
+    """Seconds of a call to a daemon that requests nothing, after a pause."""
     time.sleep(SILENCE_S)
     request = trainer_pb2.HelloRequest(protocol_version=codec.PROTOCOL_VERSION, job="full")
     return timed(lambda: hello(request))

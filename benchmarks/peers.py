@@ -1,7 +1,7 @@
-"""The same rows for what people use today, from their own packages (extra `bench`).
+"""The same rows for other libraries in use today, from their own packages (extra `bench`).
 
 Each peer runs in a process of its own, on the same state, and writes to memory only, so that it is
-compared at its best; it also loads in the process that saved, where its memory is mapped already,
+compared at its best. It also loads in the process that saved, where its memory is already mapped,
 while Holdfast restores in a new process. Where a peer has no such row (no parity: nothing is ever
 `protected`), the row is left out. `committed` means that the bytes survive the trainer's process.
 
@@ -46,14 +46,14 @@ class Peer(Protocol):
     """One way to save and load a dictionary of tensors."""
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> float:
-        """Saves until the bytes would survive this process; returns the seconds that the trainer
-        was blocked, counted from the call."""
+        """Save until the bytes would survive this process; return the seconds that the trainer was
+        blocked, counted from the call."""
 
     def load(self, state: State) -> None:
-        """Puts the newest save into the live tensors."""
+        """Load the newest save into the live tensors."""
 
     def close(self) -> None:
-        """Frees everything."""
+        """Free everything."""
 
 
 class Dlrover:
@@ -170,7 +170,7 @@ PEERS: dict[str, Callable[[Path], Peer]] = {
 
 
 def measure(make: Callable[[Path], Peer], total_bytes: int) -> Outcome:
-    """All rows of one peer on a state of `total_bytes`."""
+    """Measure all rows of one peer on a state of `total_bytes`."""
     state = State(total_bytes)
     memcpy = Memcpy(state.regions())
     saved = state.digest()
@@ -185,7 +185,7 @@ def measure(make: Callable[[Path], Peer], total_bytes: int) -> Outcome:
         finally:
             peer.close()
     if state.digest() != saved:
-        raise RuntimeError("what was loaded is not what was saved")
+        raise RuntimeError("the loaded bytes differ from the saved ones")
     rows: dict[str, Figure] = {
         "blocked": ratio(blocked, floors),
         "staged": ratio(blocked, floors, note="tensors may change when the call returns"),

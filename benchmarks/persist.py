@@ -1,9 +1,9 @@
-"""`make bench-persist`: a rank's way into storage against the bare write path.
+"""`make bench-persist`: writing a rank into storage, against the bare write path.
 
 Bare is `os.write` of the same memory into a new file of the same tmpfs, `fsync`, rename: no
 verification, no format. Both run in every repetition, one right after the other, in the same
-processes: one, and several at once, as several daemons on one storage. Writes
-build/bench/persist.json; the exit code is 1 when less than 80 % of the bare path is reached.
+processes: in one, and in several at once, like several daemons on one storage. Writes
+build/bench/persist.json; the exit code is 1 below 80 % of the bare path.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ MEBIBYTE = 1024 * 1024
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="make bench-persist", description=__doc__)
     add = parser.add_argument
-    add("--size", type=int, default=256, help="MiB of a rank (default: %(default)s)")
+    add("--size", type=int, default=256, help="MiB per rank (default: %(default)s)")
     add("--parallel", type=int, default=4, help="writers at once (default: %(default)s)")
     add("--repetitions", type=int, default=REPETITIONS, help="(default: %(default)s)")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "persist.json")
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def measure(writers: int, nbytes: int, repetitions: int) -> Figure:
-    """Speed of `write_rank`, as a part of the bare path's, with so many writers at once."""
+    """Speed of `write_rank` as a portion of the bare path's, with `writers` at once."""
     directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-persist-", dir=SHARED_MEMORY))
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -91,7 +91,7 @@ def measure(writers: int, nbytes: int, repetitions: int) -> Figure:
         stored, bare = [], []
         for repetition in range(WARM_UPS + repetitions):
             pair = {}
-            # In turn, so that whoever is second has no advantage.
+            # Alternate the order, so that neither benefits from being second.
             for what in ("store", "bare") if repetition % 2 else ("bare", "store"):
                 pair[what] = _together(pipes, what)
             if repetition >= WARM_UPS:
@@ -133,7 +133,7 @@ def _receive(pipe: multiprocessing.connection.Connection) -> None:
 def _writer(
     pipe: multiprocessing.connection.Connection, directory: Path, rank: int, nbytes: int
 ) -> None:
-    """Does what it is told, until the pipe is closed."""
+    """Carry out commands until the pipe is closed."""
     source = memoryview(SharedBuffer(nbytes).mapping)
     source[:] = np.random.default_rng(rank).bytes(nbytes)
     layout, manifest = _described(rank, source)

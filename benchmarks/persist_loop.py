@@ -1,11 +1,11 @@
-"""What persisting costs a training loop: `persist_overhead`, `persist_overhead_busy` and its floor.
+"""Cost of persisting in a training loop: `persist_overhead`, `persist_overhead_busy`, its floor.
 
 `examples/train_moe.py` runs once, with a snapshot after every step. Blocks of its steps take turns:
 in some nothing is persisted, in some every fifth snapshot is written to a durable tier on tmpfs,
 and in some this process writes as many bytes by `os.write`, `fsync` and rename at the same steps.
-So what the machine does besides falls on all three. It runs with a core to spare, as a daemon has
-one that reserves it, and again with a rank on every core, where bytes cannot be written without
-taking time from a rank: there the plain writes are the floor.
+So other load on the machine affects all three. The example runs with a spare core, like a daemon
+that reserves one, and again with a rank on every core, where writing bytes always takes time from a
+rank: there the plain writes are the floor.
 
     python -m benchmarks.persist_loop --out FILE
 """
@@ -36,13 +36,13 @@ JOB = "persist-loop"
 KINDS = ("nothing", "persisted", "bare")
 ROUNDS = 9
 BLOCK = 15
-"""Steps of a block."""
+"""Number of steps of a block."""
 
 EVERY = 5
-"""Steps from one set to the next."""
+"""Number of steps from one set to the next."""
 
 FIRST = 25
-"""Steps before the first block: allocation, the arena, warm-up, a first set."""
+"""Number of steps before the first block: allocation, the arena, warm-up, a first set."""
 
 NEVER_S = 1e9
 POLL_S = 0.005
@@ -52,15 +52,15 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What one run of the example was seen to do."""
+    """Observations of one run of the example."""
 
     means: dict[str, list[float]]
-    """Kind → mean seconds of a step, for each round."""
+    """Mean seconds of a step in each round, by kind."""
     set_bytes: int
 
 
 def measure() -> Outcome:
-    """All three rows, in percent of a step."""
+    """Measure all three rows, in percent of a step."""
     cores = len(os.sched_getaffinity(0))
     spare, busy = _run(max(1, cores // 2)), _run(cores)
     return Outcome(
@@ -97,7 +97,7 @@ def _run(ranks: int) -> Loop:
 def _training(
     ranks: int, steps: int, known: dict[str, str], log: Path
 ) -> Iterator[Iterator[tuple[int, float]]]:
-    """The example as a process; yields (step, when it ended) as it goes."""
+    """Run the example as a process; yield (step, time of its end) as it runs."""
     command, environment = example(ranks, steps, log)
     process = subprocess.Popen(
         command, env=environment | known, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -127,7 +127,7 @@ def _training(
 def _watch(
     cluster: Cluster, store: SetStore, directory: Path, times: Iterator[tuple[int, float]]
 ) -> Loop:
-    """Do at each step what its block is for."""
+    """At each step, do what its block requires."""
     ended: dict[int, float] = {}
     writer: BareWriter | None = None
     for step, at in times:
@@ -155,13 +155,13 @@ def _watch(
 
 
 def _kind(block: int) -> str:
-    """Each kind comes first, second and third in its round as often."""
+    """Kind of a block. Each kind is equally often first, second and third in its round."""
     round_, place = divmod(block, len(KINDS))
     return KINDS[(place + round_) % len(KINDS)]
 
 
 def _bytes_of(store: SetStore) -> int:
-    """Of the set that was asked for first."""
+    """Size of the set that was requested first."""
     until = time.monotonic() + WITHIN_S
     while not (sets := store.complete()):
         if time.monotonic() > until:
@@ -171,14 +171,14 @@ def _bytes_of(store: SetStore) -> int:
 
 
 def _check(store: SetStore, since: Generation) -> None:
-    """A block in which nothing was written would be cheap."""
+    """Check that sets were written: a block without one would look cheap."""
     newest = store.complete()[0].generation
     if newest < since:
         raise RuntimeError(f"nothing was persisted from {since} on; the newest set is {newest}")
 
 
 class BareWriter:
-    """Writes as many bytes as a set has, into a new file that replaces the one before."""
+    """Writes of as many bytes as a set has, each to a new file that replaces the one before."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -196,8 +196,8 @@ class BareWriter:
 
 
 def _figure(loop: Loop, kind: str) -> Figure:
-    """By how much a step of the blocks of `kind` is longer than one of those without, and in the
-    note by how much those without differ from each other."""
+    """Percent by which steps in blocks of `kind` are longer than in blocks without writes; the note
+    gives the difference among the latter."""
     nothing, those = loop.means["nothing"], loop.means[kind]
     percents = [100 * (one / other - 1) for one, other in zip(those, nothing, strict=True)]
     noise = [100 * abs(after / before - 1) for before, after in itertools.pairwise(nothing)]

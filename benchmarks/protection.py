@@ -1,9 +1,10 @@
-"""What happens between nodes, on four real daemons: `protected`, `changed_network`, `rebuild` and
-`memory_error`.
+"""Rows about traffic between nodes, on four real daemons: `protected`, `changed_network`, `rebuild`
+and `memory_error`.
 
 The floors move the same bytes over the bare path, with as many parallel streams as the daemons use:
 each build or rebuild reads from every source with `parity.THREADS` streams. `changed_network` is
-how far what the daemons send for protection is from what changed since the snapshot before.
+the difference between the bytes that daemons send for protection and the bytes that changed since
+the last snapshot.
 
     python -m benchmarks.protection --bytes N --out FILE
 """
@@ -36,11 +37,11 @@ from holdfast_daemon.combining import THREADS
 JOB = "bench"
 NODES = 4
 LOST = NODES - 1
-"""The member whose node is lost, again and again."""
+"""The member whose node is lost repeatedly."""
 
 LOSSES = 5
 PARTS = 8
-"""Of a payload, one of which changes from one snapshot to the next."""
+"""Number of parts of a payload, one of which changes from one snapshot to the next."""
 
 UNIT = "× bare path"
 
@@ -60,7 +61,7 @@ class World:
         self.each(lambda trainer: trainer.hello(epoch))
 
     def each(self, do: Callable[[RawTrainer], object]) -> None:
-        """`do` with every rank at once; returns when all are done."""
+        """Call `do` with every rank at once; return when all are done."""
         for future in [self._pool.submit(do, trainer) for trainer in self.trainers]:
             future.result()
 
@@ -74,8 +75,8 @@ class World:
     def protect(
         self, step: int, payloads: Sequence[bytearray], written: Collection[int] | None = None
     ) -> float:
-        """Seconds from the word to commit on all ranks until all were told of protection; of the
-        payloads, only the pieces in `written` have changed."""
+        """Seconds from the request to commit on all ranks until all are notified of protection;
+        only the pieces in `written` of the payloads have changed."""
         self.each(lambda trainer: trainer.fill(step, payloads[trainer.rank], written))
         begin = time.perf_counter()
         self.each(lambda trainer: trainer.commit())
@@ -92,7 +93,7 @@ def _raim5(payloads: Sequence[int]) -> Code:
 
 
 def protection_flows(payloads: Sequence[int]) -> list[Flow]:
-    """What all parity owners together pull (REFT §4.3)."""
+    """Flows that all parity owners together pull (REFT §4.3)."""
     return [
         Flow(source=c.position, destination=owner, nbytes=c.range.nbytes, streams=THREADS)
         for owner in range(len(payloads))
@@ -103,7 +104,7 @@ def protection_flows(payloads: Sequence[int]) -> list[Flow]:
 
 
 def rebuild_flows(lost: int, payloads: Sequence[int]) -> list[Flow]:
-    """What the new node of a lost member pulls: for each chunk its parity and all other chunks."""
+    """Flows that a lost member's new node pulls: for each chunk its parity and all other chunks."""
     needed = dict.fromkeys((i for i in range(len(payloads)) if i != lost), 0)
     blocks = frozenset(Block(owner) for owner in needed)
     sizes = dict(enumerate(payloads))
@@ -119,7 +120,7 @@ def rebuild_flows(lost: int, payloads: Sequence[int]) -> list[Flow]:
 
 
 def measure(total_bytes: int) -> Outcome:
-    """All rows, with `total_bytes` spread evenly over the ranks."""
+    """Measure all rows, with `total_bytes` spread evenly over the ranks."""
     payload_bytes = total_bytes // NODES // PIECE_BYTES * PIECE_BYTES
     payloads = [bytearray([rank + 1]) * payload_bytes for rank in range(NODES)]
     sizes = [payload_bytes] * NODES
@@ -156,12 +157,12 @@ def _protections(world: World, payloads: Sequence[bytearray], bare: BarePath) ->
             floors.append(floor)
             seconds.append(taken)
     moved = sum(flow.nbytes for flow in protection_flows([len(p) for p in payloads]))
-    note = f"{moved} bytes, from the word to commit until all ranks were told"
+    note = f"{moved} bytes, from the request to commit until all ranks were notified"
     return ratio(seconds, floors, UNIT, note)
 
 
 def _changes(world: World, payloads: Sequence[bytearray]) -> Figure:
-    """Another part of the payloads changes each time."""
+    """Measure `changed_network`; a different part of the payloads changes each time."""
     pieces = len(payloads[0]) // PIECE_BYTES
     parts = min(PARTS, pieces)
     off, changed = [], 0
@@ -190,7 +191,7 @@ def _rebuilds(
         spare = cluster.start(f"spare-{loss + 1}")
         lost = cluster.daemons[world.nodes[LOST]]
         whole_s, world = _lose_and_rebuild(cluster, world, lost, spare)
-        # A daemon that does not tell is charged for everything since the membership.
+        # Without the daemon's own figure, all time since the membership counts.
         rebuild_s = spare.metric("holdfast_rebuild_seconds_sum", JOB) or whole_s
         world.open(len(payloads[0]))
         step += 1
@@ -210,7 +211,10 @@ def _rebuilds(
             f"measures it",
         ),
         "rebuild_from_membership": ratio(
-            whole, floors, UNIT, note="with verifying survivors and allocating the new arena"
+            whole,
+            floors,
+            UNIT,
+            note="including verification of survivors and allocation of the arena",
         ),
     }
 

@@ -1,7 +1,7 @@
 """A rank without torch: speaks the daemon's protocol and saves a payload of plain bytes.
 
-What happens after the commit (protection, rebuilding) does not depend on how the bytes were
-captured, and four of these fit where four torch processes would not.
+Protection and rebuilding, which follow the commit, do not depend on how the bytes were captured,
+and four of these ranks fit where four torch processes would not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITHIN_S = 60.0
 
 
 def layout_of(rank: int, world_size: int, payload_bytes: int) -> Layout:
-    """One tensor of bytes and no extras."""
+    """Layout of one tensor of bytes, without extras."""
     blob = Entry(
         unit="embeddings",
         tensor="blob",
@@ -68,12 +68,12 @@ class RawTrainer:
         self._changed = threading.Condition()
         self._session = ""
         self._filled = 0
-        """The step of the newest payload."""
+        """Step of the newest payload."""
         self._claim: socket.socket | None = None
         self._descriptor = -1
 
     def hello(self, epoch: int) -> None:
-        """Waits until the daemon has heard of `epoch`."""
+        """Wait until the daemon has `epoch`."""
         until = time.monotonic() + WITHIN_S
         while self.epoch != epoch:
             request = trainer_pb2.HelloRequest(
@@ -86,15 +86,15 @@ class RawTrainer:
                     raise
 
     def restore(self) -> trainer_pb2.RestoreDecision:
-        """Where to start; returns when the bytes, if there are any, lie on this node."""
+        """The decision where to start; returns when the bytes, if any, are on this node."""
         request = trainer_pb2.RestoreRequest(job=self.job, rank=self.rank, epoch=self.epoch)
         for progress in self._stub.Restore(request, timeout=WITHIN_S):
             if progress.HasField("decision"):
                 return progress.decision
-        raise RuntimeError(f"rank {self.rank} was not told where to start")
+        raise RuntimeError(f"rank {self.rank} got no decision where to start")
 
     def open(self, payload_bytes: int, arena_socket: Path) -> None:
-        """Claims and maps the arena, and begins to watch."""
+        """Claim and map the arena, and begin to watch."""
         layout = layout_of(self.rank, self._world_size, payload_bytes)
         reply = self._stub.Open(
             trainer_pb2.OpenRequest(
@@ -121,11 +121,11 @@ class RawTrainer:
     def fill(
         self, step: int, payload: bytes | bytearray, written: Collection[int] | None = None
     ) -> None:
-        """Puts `payload` where the daemon says; what `commit` needs is then ready.
+        """Copy `payload` into the slot that the daemon grants, and prepare for `commit`.
 
         Args:
-            written: the pieces that changed since the last call; the others are carried over. None
-                for all.
+            written: the pieces that changed since the last call; the others are carried over.
+                None: all have changed.
         """
         count = piece_count(len(payload), PIECE_BYTES)
         flags = np.zeros(count, dtype=bool)
@@ -158,16 +158,16 @@ class RawTrainer:
         )
 
     def commit(self) -> None:
-        """Seals what was filled."""
+        """Seal the filled snapshot."""
         self._stub.Commit(self._request, timeout=WITHIN_S)
 
     def sent_bytes(self) -> int:
-        """What this node's daemon has sent to others."""
+        """Bytes that this node's daemon has sent to others."""
         status = json.loads(self._stub.Status(trainer_pb2.StatusRequest()).json)
         return int(status["sent_bytes"])
 
     def wait_protected(self, step: int) -> float:
-        """When, by `time.perf_counter`, this rank was told that `step` or a newer is protected."""
+        """Time, by `time.perf_counter`, of the notice that `step` or a newer one is protected."""
 
         def when() -> list[float]:
             return [
@@ -182,7 +182,7 @@ class RawTrainer:
             return min(when())
 
     def close(self) -> None:
-        """Ends as a trainer that dies does: the claim's connection breaks."""
+        """End as a dying trainer does: the claim's connection breaks."""
         self._channel.close()
         if self._claim is not None:
             self._claim.close()

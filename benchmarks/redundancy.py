@@ -1,9 +1,9 @@
 """Parity fetched from other nodes, and parity from replicas on a node's own devices.
 
-Computed, for models and clusters of the papers: how much of a snapshot the other members of a
-parity group hold on their devices anyhow, and what a node sends and copies with either source.
-Measured on this machine: how much longer a capture takes when its threads read, hash and add up as
-many bytes of others besides, as a trainer without an accelerator would have to.
+Computed, for the papers' models and clusters: how much of a snapshot the other members of a parity
+group already hold on their devices, and what a node sends and copies with either source. Measured
+on this machine: how much longer a capture takes when its threads also read, hash and add up as many
+bytes of other members, as a trainer without an accelerator would have to.
 
     make bench-redundancy ARGS="--size 256 --rounds 9"
 """
@@ -33,7 +33,7 @@ from holdfast_daemon.multiplying import fill_zeros, xor_into
 MIB = 1 << 20
 GB = 1e9
 SOURCES = 3
-"""Members whose chunks are in the measured block: of a group of four."""
+"""Number of members whose chunks are in the measured block, in a group of four."""
 
 THREADS = 2
 WARM_UPS = 2
@@ -41,25 +41,25 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Nodes, as far as they matter here."""
+    """The properties of a cluster's nodes that matter here."""
 
     name: str
     nproc: int
-    """Accelerators of a node."""
+    """Number of accelerators of a node."""
     device_bytes_s: float
-    """Out of one of them."""
+    """Bandwidth out of one accelerator."""
     network_bytes_s: float
-    """Of a node."""
+    """Bandwidth of a node's network."""
 
 
 AZURE = Cluster(name="16 × 4 A100, 320 Gbit/s", nproc=4, device_bytes_s=25e9, network_bytes_s=40e9)
-"""MoEtion §7.1; PCIe 4 with 16 lanes is assumed to bring 25 GB/s."""
+"""MoEtion §7.1, with an assumed 25 GB/s for PCIe 4 with 16 lanes."""
 
 V100 = Cluster(name="6 × 4 V100, 10 Gbit/s", nproc=4, device_bytes_s=15.7e9, network_bytes_s=1.25e9)
-"""REFT §6.1, table 1; the bandwidth of PCIe is taken as that of each accelerator."""
+"""REFT §6.1, table 1; each accelerator is assumed to have the full bandwidth of PCIe."""
 
 H100 = Cluster(name="8 × 8 H100, 200 Gbit/s", nproc=8, device_bytes_s=50e9, network_bytes_s=25e9)
-"""Of no paper: PCIe 5, and one slow network card a node."""
+"""From no paper: PCIe 5, and one slow network card per node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Site:
     cluster: Cluster
     topology: Topology
     group: int
-    """Members of a parity group, as many as there are replicas in the papers' topologies."""
+    """Number of members of a parity group, equal to the replicas in the papers' topologies."""
 
 
 SITES = (
@@ -122,25 +122,25 @@ SITES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What protecting one full snapshot takes of a node, with RAIM5."""
+    """Costs for a node of protecting one full snapshot with RAIM5."""
 
     model: str
     cluster: str
     topology: str
     group: int
     rank_gb: float
-    """What each rank holds when nothing is sharded over replicas."""
+    """Bytes that each rank holds when nothing is sharded over replicas, in GB."""
     node_gb: float
-    """What the ranks of a node capture."""
+    """Bytes that the ranks of a node capture, in GB."""
     held: float
-    """Of that, what the others of the group hold on their devices when nothing is sharded."""
+    """Portion of that on the group's other members' devices when nothing is sharded."""
     held_zero_1: float
     held_zero_3: float
     network_sent_s: float
-    """With parity from the network."""
+    """Seconds of sending, with parity from the network."""
     network_copied_s: float
     replicas_sent_s: float
-    """With parity from replicas as far as they are there, nothing sharded."""
+    """Seconds of sending, with parity from replicas where they exist, nothing sharded."""
     replicas_copied_s: float
 
 
@@ -183,10 +183,10 @@ def row_of(site: Site) -> Row:
 
 
 class Capture:
-    """What a trainer on the CPU does to its state, a piece at a time, on the threads of a capture.
+    """Work of a trainer on the CPU on its state, a piece at a time, on the threads of a capture.
 
     Args:
-        nbytes: that a rank captures, whole pieces for each of the sources.
+        nbytes: bytes that a rank captures, whole pieces for each of the sources.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -195,12 +195,12 @@ class Capture:
         self._pool = ThreadPoolExecutor(THREADS)
 
     def capture(self) -> None:
-        """Copy and hash the own bytes."""
+        """Copy and hash the rank's own bytes."""
         self._run(self._copy, self._own.nbytes)
 
     def capture_and_encode(self) -> None:
-        """The same, and then the sum of the sources' chunks, which are hashed, too: by that they
-        are compared with what the sources captured."""
+        """Copy and hash the rank's own bytes, then add up the sources' chunks, which are also
+        hashed, for comparison with what the sources captured."""
         self.capture()
         self._run(self._encode, self._block.nbytes)
 
@@ -224,7 +224,7 @@ class Capture:
 
 
 def measure(size: int, rounds: int) -> Figure:
-    """How much longer a capture of `size` bytes takes with as many bytes of others."""
+    """Ratio of a capture of `size` bytes with as many bytes of others to one without."""
     grid = SOURCES * PIECE_BYTES
     work = Capture(size // grid * grid)
     alone, both = [], []
@@ -238,7 +238,7 @@ def measure(size: int, rounds: int) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--size", type=int, default=384, metavar="MIB", help="of a capture")
+    parser.add_argument("--size", type=int, default=384, metavar="MIB", help="size of a capture")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--report", type=Path, default=Path("build/bench/redundancy.json"))
     options = parser.parse_args()

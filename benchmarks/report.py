@@ -40,8 +40,8 @@ def write_json(
     facts: Mapping[str, object],
     skipped: Mapping[str, str],
 ) -> None:
-    """For each row a key with its figure; under `peers` the same for each peer; under `details`
-    the spread and the floor of each figure, under `targets` what it had to reach."""
+    """Write each row's key with its figure, the same for each peer under `peers`, the spread and
+    the floor of each figure under `details`, and its target under `targets`."""
     report = {
         **{key: figure.value for key, figure in rows.items()},
         "peers": {
@@ -69,7 +69,7 @@ def print_tables(
     skipped: Mapping[str, str],
     facts: Mapping[str, object],
 ) -> None:
-    """The figures beside their targets, then the peers beside Holdfast."""
+    """Print the figures beside their targets, then the peers beside Holdfast."""
     title = f"Holdfast, {facts['size']} of state, {facts['cores']} cores, {facts['memory']}"
     table = Table(title=title, title_justify="left")
     for name, justify in (("figure", "left"), ("measured", "right"), ("spread", "right")):
@@ -113,7 +113,7 @@ def _peer_table(rows: Mapping[str, Figure], peers: Mapping[str, Outcome]) -> Tab
 
 
 def plot(path: Path, rows: Mapping[str, Figure], peers: Mapping[str, Outcome]) -> None:
-    """Horizontal bars on a logarithmic axis: Holdfast and its peers, as multiples of a memcpy."""
+    """Plot Holdfast and its peers as multiples of a memcpy: bars on a logarithmic axis."""
     everyone = {"Holdfast": rows} | {_name(name): peer.rows for name, peer in peers.items()}
     titles = {target.key: target.figure for target in TARGETS}
     figure, axes = plt.subplots(

@@ -23,16 +23,16 @@ from holdfast_core.quantities import parse_bytes
 
 PARTS = ("trainer", "partial", "protection", "overhead", "persist_loop", "many_tensors")
 OF_ONE_SIZE = ("overhead", "persist_loop", "many_tensors")
-"""Parts whose state has the size of the example's model, or one of their own."""
+"""Parts whose state has the size of the example's model, or a size of its own."""
 
 
 WITHIN_S = 900.0
 TABLE_COLUMNS = 120
-"""Width of the tables in a log, which has no width of its own."""
+"""Width of the tables where the output has no width, such as a log."""
 
 
 def run_part(module: str, arguments: list[str]) -> Outcome:
-    """What `python -m benchmarks.<module>` measured; its failure becomes a reason to skip."""
+    """Result of `python -m benchmarks.<module>`; its failure becomes a reason to skip."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
         out = Path(directory) / "outcome.json"
         command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--out", str(out)]
@@ -51,8 +51,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", default="1GiB", help="bytes of training state (default 1GiB)")
     parser.add_argument("--report", type=Path, default=Path("build/bench/snapshot.json"))
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, *PEERS], help="run these alone")
-    parser.add_argument("--small-pages", action="store_true", help="leave /dev/shm as it is")
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *PEERS], help="run only these")
+    parser.add_argument("--small-pages", action="store_true", help="keep the machine's /dev/shm")
     options = parser.parse_args()
     pages = "small pages"
     if not options.small_pages:

@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """As many layers as fit, and an embedding that makes up the rest."""
+    """As many layers as fit, and an embedding for the remaining parameters."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Holds what AdamW with master weights holds."""
+    """State of AdamW with master weights."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-3})
@@ -69,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
             }
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Changes nothing: what is measured is what Holdfast's hooks add."""
+        """Do nothing, so that only Holdfast's hooks are measured."""
 
 
 class State:
@@ -95,17 +95,17 @@ class State:
         return [(t.data_ptr(), t.nbytes) for t in self.tensors.values()]
 
     def fill(self, value: float) -> None:
-        """Overwrites everything, so that a restore has something to put right."""
+        """Overwrite everything, so that a restore must change every byte."""
         for tensor in self.tensors.values():
             tensor.fill_(value)
 
     def restore_from(self, tensors: dict[str, Tensor]) -> None:
-        """Copies `tensors` into the live ones, as a trainer that restores must."""
+        """Copy `tensors` into the live ones, as a restoring trainer must."""
         for name, tensor in self.tensors.items():
             tensor.copy_(tensors[name])
 
     def digest(self) -> int:
-        """xxh3-64 over all tensors' bytes, in order."""
+        """The xxh3-64 of all tensors' bytes, in order."""
         digest = xxhash.xxh3_64()
         for address, nbytes in self.regions():
             digest.update(memoryview((ctypes.c_ubyte * nbytes).from_address(address)))

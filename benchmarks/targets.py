@@ -1,4 +1,4 @@
-"""What Holdfast must reach, as data."""
+"""Targets that Holdfast must reach, as data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Target:
     """One row of the table."""
 
     key: str
-    """Of the row in the report."""
+    """Key of the row in the report."""
     figure: str
-    """What is measured, for people."""
+    """Name of the measured quantity, for people."""
     at_most: float | None
-    """In the figure's unit; None for a row that is shown without a target."""
+    """Upper limit in the figure's unit; None for a row that is shown without a target."""
 
 
 TARGETS: tuple[Target, ...] = (
@@ -53,6 +53,6 @@ TARGETS: tuple[Target, ...] = (
     Target(key="persist_overhead_bare", figure="… … floor: plain writes", at_most=None),
     Target(key="many_save_ms", figure="save() call, 20,000 small tensors", at_most=None),
     Target(key="many_changed", figure="… looking for tensors that moved", at_most=None),
-    Target(key="many_noted", figure="… noting what may not change", at_most=None),
+    Target(key="many_noted", figure="… recording what may not change", at_most=None),
     Target(key="many_checked", figure="… … compared, beside training", at_most=None),
 )

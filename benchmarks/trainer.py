@@ -1,4 +1,4 @@
-"""What a training process notices: `blocked`, `staged`, `save_call_ms`, `committed`, `first_save`,
+"""Costs in a training process: `blocked`, `staged`, `save_call_ms`, `committed`, `first_save`,
 `looked` and `restore`, through the public SDK and a real daemon.
 
 A few rounds, each with a new daemon: a process opens a session, saves and dies by SIGKILL. After
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def measure(total_bytes: int, directory: Path) -> Outcome:
-    """All rows; `directory` takes the workers' results."""
+    """Measure all rows; workers write their results to `directory`."""
     budget_bytes = SLOTS_PER_ARENA * total_bytes * 5 // 4
     rounds: list[Saves] = []
     restores: list[Restored] = []
@@ -52,7 +52,9 @@ def measure(total_bytes: int, directory: Path) -> Outcome:
     last = rounds[-1]
     for restored in restores:
         if (restored.step, restored.digest) != (last.step, last.digest):
-            raise RuntimeError(f"step {restored.step} was restored with other bytes than saved")
+            raise RuntimeError(
+                f"step {restored.step} was restored with bytes that differ from the saved ones"
+            )
     return Outcome(rows=_rows(rounds, restores), facts={"state_bytes": last.state_bytes})
 
 
@@ -77,7 +79,7 @@ def _rows(rounds: list[Saves], restores: list[Restored]) -> dict[str, Figure]:
             [s for saves in rounds for s in saves.looked],
             [statistics.median(saves.committed) for saves in rounds for _ in saves.looked],
             "× warm save",
-            note="digests of all units, which a save that compares replicas makes before it copies",
+            note="digests of all units, which a save with replicas computes before it copies",
         ),
         "restore": ratio(
             [restored.seconds for restored in restores],
@@ -93,7 +95,7 @@ def _rows(rounds: list[Saves], restores: list[Restored]) -> dict[str, Figure]:
 
 
 def _work(what: str, daemon: Daemon, total_bytes: int, out: Path, kind: type[_T]) -> _T:
-    """What a worker process measured; `out` takes it."""
+    """Result of a worker process, which writes it to `out`."""
     command = [sys.executable, "-m", "benchmarks.trainer_worker", what]
     command += ["--socket", str(daemon.socket), "--bytes", str(total_bytes), "--out", str(out)]
     done = subprocess.run(command, check=False, timeout=WITHIN_S)

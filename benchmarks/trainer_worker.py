@@ -37,7 +37,7 @@ class Saves(msgspec.Struct, kw_only=True):
     staged: list[float] = []
     committed: list[float] = []
     looked: list[float] = []
-    """Of the digests of all units, as a save makes them that compares replicas."""
+    """Seconds to compute the digests of all units, as a save that compares replicas does."""
     step: int = 0
     digest: int = 0
     state_bytes: int = 0
@@ -48,14 +48,14 @@ class Restored(msgspec.Struct, kw_only=True):
 
     floor: float
     read_back: float
-    """The same bytes, read from a file in memory and not verified."""
+    """Seconds to read the same bytes from a file in memory, unverified."""
     seconds: float
     step: int
     digest: int
 
 
 def save(socket: Path, total_bytes: int) -> Saves:
-    """Saves again and again, none of them overlapped with anything."""
+    """Save repeatedly, without overlap."""
     state = State(total_bytes)
     memcpy = Memcpy(state.regions())
     session = _init(state, socket)
@@ -93,7 +93,7 @@ def _look(state: State) -> float:
 
 
 def restore(socket: Path, total_bytes: int) -> Restored:
-    """Restores once, as a trainer does that was started again."""
+    """Restore once, as a restarted trainer does."""
     state = State(total_bytes)
     memcpy = Memcpy(state.regions())
     for _ in range(WARM_UPS):
@@ -118,8 +118,8 @@ def _init(state: State, socket: Path) -> holdfast.Session:
 def timed_save(
     session: holdfast.Session, state: State, step: int
 ) -> tuple[float, float, float, float]:
-    """Seconds from the call until `save` returned, the next optimizer step could begin, the
-    snapshot was staged, and committed."""
+    """Seconds from the call until `save` returned, until the next optimizer step could begin, until
+    the snapshot was staged, and until it was committed."""
     begin = time.perf_counter()
     handle = session.save(step)
     call = time.perf_counter() - begin
@@ -147,7 +147,7 @@ def main() -> None:
         options.out.write_bytes(msgspec.json.encode(restore(options.socket, options.bytes)))
         return
     options.out.write_bytes(msgspec.json.encode(save(options.socket, options.bytes)))
-    os.kill(os.getpid(), signal.SIGKILL)  # the crash that the restores come after
+    os.kill(os.getpid(), signal.SIGKILL)  # the crash that precedes the restores
 
 
 if __name__ == "__main__":

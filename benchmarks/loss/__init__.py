@@ -1,1 +1,1 @@
-"""`make bench-loss`: what recoveries under partial snapshots do to the example's loss."""
+"""`make bench-loss`: effect of recoveries under partial snapshots on the example's loss."""

@@ -1,9 +1,9 @@
-"""`make bench-loss`: the example model with four recoveries under PartialExperts, beside itself.
+"""`make bench-loss`: the example model with and without four recoveries under PartialExperts.
 
 Each seed is trained twice by real processes with a real daemon: once undisturbed, once killed four
-times. Snapshots hold one expert of each layer, so that most experts go back by some steps in each
-recovery, until Dynamic-K lets them hold more. Writes build/bench/loss.json and loss.png; the exit
-code is 1 when the mean loss of held-out text moves by more than the seeds differ.
+times. Snapshots hold one expert of each layer, so most experts go back some steps in each recovery,
+until Dynamic-K puts more experts into a snapshot. Writes build/bench/loss.json and loss.png; the
+exit code is 1 when the mean loss on held-out text changes by more than the seeds differ.
 """
 
 from __future__ import annotations
@@ -32,24 +32,29 @@ from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_BYTES = 2 << 30
 FAULTS_AT = (0.2, 0.4, 0.6, 0.8)
-"""Portions of all steps."""
+"""Portions of all steps after which trainers are killed."""
 MODEL = ("--dim", "64", "--layers", "2", "--experts", "16", "--batch", "8", "--seq", "64")
 HELD_OUT = 128
-"""Passages of 65 bytes."""
+"""Number of held-out passages of 65 bytes."""
 STATED_LOSS = 2.3
-"""Nats per byte that the fault-free runs have to reach in the default number of steps."""
+"""Loss in nats per byte that the fault-free runs must reach in the default number of steps."""
 STEPS, SEEDS = 600, 5
 AT_ONCE = 2
-"""Runs at a time; each is one thread."""
+"""Number of concurrent runs; each uses one thread."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="make bench-loss", description=__doc__)
     add = parser.add_argument
-    add("--steps", type=int, default=STEPS, help="of each run (default: %(default)s)")
+    add("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
     add("--seeds", type=int, default=SEEDS, help="runs of each kind (default: %(default)s)")
-    add("--loss-limit", type=float, default=PLT_LIMIT, help="of Dynamic-K (default: %(default)s)")
+    add(
+        "--loss-limit",
+        type=float,
+        default=PLT_LIMIT,
+        help="loss limit of Dynamic-K (default: %(default)s)",
+    )
     add("--output", type=Path, default=ROOT / "build" / "bench" / "loss.json")
     options = parser.parse_args(argv)
     began = time.monotonic()
@@ -75,7 +80,7 @@ def kill_steps(steps: int) -> tuple[int, ...]:
 
 
 def train_all(steps: int, seeds: int, loss_limit: float) -> tuple[list[Run], list[Run]]:
-    """The runs without faults and those with, by seed. Their logs stay only if one fails."""
+    """Runs without faults and runs with them, by seed. Their logs stay only if one fails."""
     arguments = (*MODEL, "--steps", str(steps), "--held-out", str(HELD_OUT))
     in_turn = PartialExperts(experts_per_layer=1, loss_limit=loss_limit)
     policy = Policy(type=PolicyType.PARTIAL_EXPERTS, partial_experts=in_turn)
@@ -93,7 +98,7 @@ def train_all(steps: int, seeds: int, loss_limit: float) -> tuple[list[Run], lis
 
 
 def write_json(path: Path, verdict: Verdict, fault_free: list[Run], recovered: list[Run]) -> None:
-    """The verdict, and for each run its losses, recoveries and lost tokens."""
+    """Write the verdict, and the losses, recoveries and lost tokens of each run."""
     report = {
         **dataclasses.asdict(verdict),
         "difference": verdict.difference,
@@ -121,8 +126,8 @@ def write_json(path: Path, verdict: Verdict, fault_free: list[Run], recovered: l
 def print_tables(
     console: Console, verdict: Verdict, fault_free: list[Run], recovered: list[Run]
 ) -> None:
-    """The seeds side by side, then the verdict."""
-    title = "Loss of held-out text, mean over the last steps, in nats per byte"
+    """Print the seeds side by side, then the verdict."""
+    title = "Loss on held-out text, mean over the last steps, in nats per byte"
     table = Table(title=title, title_justify="left")
     for name in ("seed", "fault-free", "recovered", "difference", "PLT", "more capacity"):
         table.add_column(name, justify="right")
@@ -149,7 +154,7 @@ def print_tables(
     console.print(table)
     console.print(
         f"mean difference {verdict.difference:+.4f} ± {verdict.standard_error:.4f}, spread of the "
-        f"fault-free seeds {verdict.spread:.4f} (standard deviation; largest less smallest "
+        f"fault-free seeds {verdict.spread:.4f} (standard deviation; largest minus smallest "
         f"{verdict.spread_range:.4f}): "
         + ("[green]within it[/]" if verdict.met else "[bold red]beyond it[/]")
     )

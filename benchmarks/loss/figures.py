@@ -1,4 +1,4 @@
-"""What the runs say: whether recoveries cost more loss than another seed does."""
+"""Verdict on the runs: whether recoveries change the loss by more than another seed does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.loss.runs import Run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Losses in nats per byte, of the held-out passages over the last steps."""
+    """Losses in nats per byte, on the held-out passages over the last steps."""
 
     fault_free: float
     """Mean over the seeds."""
@@ -21,17 +21,17 @@ class Verdict:
     spread: float
     """Standard deviation of the fault-free seeds (of a sample)."""
     spread_range: float
-    """Largest fault-free loss less the smallest: shown, but not the target."""
+    """Largest minus smallest fault-free loss: shown, but not the target."""
     differences: tuple[float, ...]
-    """With recoveries less without, seed by seed."""
+    """Loss with recoveries minus loss without, seed by seed."""
     standard_error: float
-    """Of the mean of these differences."""
+    """Standard error of the mean of `differences`."""
     lost: tuple[float, ...]
     """PLT, seed by seed."""
 
     @property
     def difference(self) -> float:
-        """Of the means; above 0 where recoveries made the loss worse."""
+        """Difference of the means; above 0 where recoveries made the loss worse."""
         return self.recovered - self.fault_free
 
     @property
@@ -41,11 +41,11 @@ class Verdict:
 
 
 def judge(fault_free: Sequence[Run], recovered: Sequence[Run]) -> Verdict:
-    """Compares runs of the same seeds, in the same order.
+    """Compare runs of the same seeds, in the same order.
 
     Raises:
-        ValueError: when seeds differ, there are fewer than two, or a run did not have what it is
-            there for: recoveries, each of which lost tokens of experts.
+        ValueError: when seeds differ, there are fewer than two, a fault-free run had recoveries, or
+            a recovery lost no tokens of experts.
     """
     if [run.seed for run in fault_free] != [run.seed for run in recovered] or len(fault_free) < 2:
         raise ValueError("compare the same seeds, at least two of them, with and without faults")
@@ -70,5 +70,5 @@ def judge(fault_free: Sequence[Run], recovered: Sequence[Run]) -> Verdict:
 
 
 def smoothed(losses: Sequence[float], over: int) -> list[float]:
-    """For each step the mean of the last `over` losses, of fewer at the beginning."""
+    """Mean of the last `over` losses at each step, or of fewer at the beginning."""
     return [statistics.fmean(losses[max(0, i + 1 - over) : i + 1]) for i in range(len(losses))]

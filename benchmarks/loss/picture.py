@@ -1,4 +1,4 @@
-"""The picture of `make bench-loss`: loss curves of all runs, and how far recoveries moved them."""
+"""The plot of `make bench-loss`: loss curves of all runs, and the changes that recoveries cause."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SMOOTHED_OVER = 20
 def draw(
     path: Path, fault_free: Sequence[Run], recovered: Sequence[Run], kills: Sequence[int]
 ) -> None:
-    """Training losses above, every batch of which is new to the model, and their differences below,
-    with the standard deviation of the fault-free seeds around 0."""
+    """Draw the training losses above, on batches that are new to the model, and their differences
+    below, with the standard deviation of the fault-free seeds around 0."""
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     loss, change = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -1,8 +1,8 @@
 """Runs of the example trainer: real processes, a real daemon, recoveries by SIGKILL.
 
-A run is one rank. It is killed as soon as its log says that it came far enough, and started again
-in the next epoch, where it restores what the daemon has. Which snapshot was the newest then, and so
-how old each expert was in it, is left to chance.
+A run is one rank. It is killed as soon as its log shows the wanted step, and started again in the
+next epoch, where it restores from the daemon's memory. Which snapshot was the newest then, and so
+how old each expert in it was, is left to chance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast_core.values import Redundancy
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
 POLL_S = 0.005
 STEP_WITHIN_S = 120.0
-"""No step may take longer, the start of a process included."""
+"""Upper limit for a step, including the start of a process."""
 
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(["torch", "torch._dynamo"])
@@ -39,29 +39,29 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     loss: float
-    """Of the step's batch, which was not trained on before, in nats per byte."""
+    """Loss on the step's batch, which is new to the model, in nats per byte."""
     epoch: int
     lost: float
     """Portion of all routed tokens that recoveries have lost so far (PLT)."""
     boosted: int
-    """Experts with more capacity, over all layers."""
+    """Number of experts with more capacity, over all layers."""
     held_out: float | None = None
-    """Of the held-out passages, after some of the last steps."""
+    """Loss on the held-out passages, after some of the last steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run that came to its end."""
+    """A completed run."""
 
     seed: int
     lines: tuple[Line, ...]
-    """One for each step, as it was executed last."""
+    """One line for each step, from its last execution."""
     restored: tuple[int, ...]
-    """The steps that recoveries began after."""
+    """Steps after which recoveries resumed."""
 
     @property
     def held_out(self) -> float:
-        """Mean over the last tenth of the steps: Adam lets a single one go up and down."""
+        """Mean over the last tenth of the steps: with Adam, single steps fluctuate."""
         return statistics.fmean(x.held_out for x in self.lines if x.held_out is not None)
 
     @property
@@ -71,28 +71,28 @@ class Run:
 
     @property
     def boosted_steps(self) -> int:
-        """Steps in which an expert had more capacity."""
+        """Number of steps in which an expert had more capacity."""
         return sum(line.boosted > 0 for line in self.lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run to do."""
+    """A run to be carried out."""
 
     job: str
     seed: int
     arguments: tuple[str, ...]
-    """Of the example, without seed and files."""
+    """Arguments of the example, without seed and files."""
     policy: Policy
     kills: tuple[int, ...] = ()
     """Steps after which the trainer is killed, ascending."""
 
 
 def carry_out(plan: Plan, cluster: Cluster, daemon: Daemon, folder: Path) -> Run:
-    """Do a run.
+    """Carry out a run.
 
     Raises:
-        RuntimeError: when the trainer failed by itself; the message says where its output is.
+        RuntimeError: when the trainer failed by itself; the message names the file with its output.
     """
     log, output = folder / f"{plan.job}.jsonl", folder / f"{plan.job}.log"
     arguments = [*plan.arguments, "--seed", str(plan.seed), "--log-file", str(log)]
@@ -113,7 +113,7 @@ def carry_out(plan: Plan, cluster: Cluster, daemon: Daemon, folder: Path) -> Run
 
 
 def run_of(seed: int, log: Path) -> Run:
-    """The run that a complete log tells of."""
+    """The run recorded in a complete log."""
     lines = [msgspec.json.decode(line, type=Line) for line in log.read_bytes().splitlines()]
     newest = {line.step: line for line in lines}
     first: dict[int, int] = {}
@@ -124,10 +124,10 @@ def run_of(seed: int, log: Path) -> Run:
 
 
 def _wait_for(log: Path, epoch: int, step: int, process: ForkServerProcess) -> None:
-    """Until the trainer of `epoch` has completed `step`, or has ended.
+    """Wait until the trainer of `epoch` has completed `step`, or has ended.
 
     Raises:
-        TimeoutError: when it stands still.
+        TimeoutError: when it makes no progress.
     """
     size, deadline = 0, time.monotonic() + STEP_WITHIN_S
     while process.is_alive():
@@ -156,7 +156,7 @@ def _variables(plan: Plan, daemon: Daemon) -> dict[str, str]:
 
 
 def _train(arguments: Sequence[str], variables: dict[str, str], output: Path) -> None:
-    """The trainer's process."""
+    """Run the trainer in this process."""
     os.environ.update(variables)
     with output.open("ab") as file:
         os.dup2(file.fileno(), 1)

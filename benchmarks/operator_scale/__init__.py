@@ -1,5 +1,5 @@
-"""How the Kubernetes operator bears thousands of members: `make bench-operator`.
+"""Load of thousands of members on the Kubernetes operator: `make bench-operator`.
 
-A real API server, nodes and kubelets that KWOK plays, the operator as a process, and one process
-that speaks Control for every daemon. Measures only the operator: nothing trains.
+A real API server, nodes and kubelets simulated by KWOK, the operator as a process, and one process
+that simulates the Control stream of every daemon. Measures only the operator: nothing trains.
 """

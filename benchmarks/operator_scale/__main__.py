@@ -1,7 +1,7 @@
 """`make bench-operator`: runs the scenarios, prints the figures, writes build/bench/operator.json.
 
-Needs what the test cluster needs: root and Go. Takes about five minutes; `--members 200 --jobs 20`
-is a short run.
+Needs root and Go, as the test cluster does. Takes about five minutes; `--members 200 --jobs 20` is
+a short run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ RESOURCE = ROOT / "crds" / "holdfast.dev_moetrainingjobs.yaml"
 RECONCILE_P99_S = 1.0
 MEMBERS_OF_SMALL_JOBS = 8
 NODE_GRACE_S = 1000
-"""Of nodes that nobody harms here: their leases would keep the API server busier than the rest."""
+"""Grace period of the nodes, which never fail here: with a short one, renewing their leases would
+be most of the API server's work."""
 
 
 def main() -> int:
-    """The exit code: 1 when a target is missed."""
+    """Run the benchmark; return the exit code, 1 when a target is missed."""
     parser = argparse.ArgumentParser(prog="make bench-operator", description=__doc__)
     add = parser.add_argument
-    add("--members", type=int, default=2000, help="of the large job (default: %(default)s)")
-    add("--jobs", type=int, default=200, help="of eight members each (default: %(default)s)")
+    add("--members", type=int, default=2000, help="members of the large job (default: %(default)s)")
+    add("--jobs", type=int, default=200, help="jobs of eight members each (default: %(default)s)")
     add("--heartbeat", type=float, default=1.0, help="seconds (default: %(default)s)")
     add("--calm", type=float, default=15.0, help="seconds without failures (default: %(default)s)")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "operator.json")
@@ -72,10 +73,10 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
         with OperatorProcess(cluster.kubeconfig, NAMESPACE, log) as operator:
             async with World(cluster, operator, options.members) as world:
                 await world.until(
-                    "all daemons to be heard",
+                    "all daemons to connect",
                     lambda: world.metrics().total("daemons_connected") >= options.members,
                 )
-                _say(began, "all daemons are heard")
+                _say(began, "all daemons have connected")
                 for plan in (large, small):
                     report[plan.name] = await carry_out(world, plan)
                     _say(began, f"{plan.name}: done")

@@ -1,4 +1,4 @@
-"""From the operator's exposition and samples of its process to figures. Pure."""
+"""Figures from the operator's exposition and from samples of its process. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from prometheus_client.parser import text_string_to_metric_families
 PREFIX = "holdfast_operator_"
 
 Key = tuple[str, frozenset[tuple[str, str]]]
-"""Name of a sample without the prefix, and its labels."""
+"""Key of a sample: its name without the prefix, and its labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exposition:
-    """The operator's metrics at one time, or what was added to them between two."""
+    """The operator's metrics at one time, or their increase between two times."""
 
     samples: Mapping[Key, float]
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What the operator answered."""
+        """The exposition in the text that the operator returned."""
         families = text_string_to_metric_families(text)
         return cls(
             {
@@ -35,18 +35,18 @@ class Exposition:
         )
 
     def since(self, before: Exposition) -> Exposition:
-        """What was added since `before`; only of use for counters and histograms."""
+        """Increase since `before`; meaningful only for counters and histograms."""
         return Exposition(
             {key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()}
         )
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all samples of that name with these labels, whatever their others."""
+        """Sum of all samples of that name with these labels, whatever other labels they have."""
         wanted = set(labels.items())
         return sum(v for (found, has), v in self.samples.items() if found == name and wanted <= has)
 
     def by(self, name: str, *labels: str) -> dict[str, float]:
-        """The samples of that name that are not 0, added up by the values of these labels."""
+        """Samples of that name that are not 0, added up by the values of these labels."""
         found: dict[str, float] = {}
         for (sample, pairs), value in self.samples.items():
             if sample == name and value:
@@ -56,8 +56,8 @@ class Exposition:
         return dict(sorted(found.items()))
 
     def quantile(self, name: str, q: float) -> float | None:
-        """The quantile `q` of a histogram, in seconds: taken as even within its bucket, and as the
-        last bound beyond that. None when nothing was observed."""
+        """Quantile `q` of a histogram, in seconds: interpolated within its bucket, and the last
+        bound where it lies beyond. None when nothing was observed."""
         buckets = sorted(
             (float(dict(pairs)["le"]), value)
             for (sample, pairs), value in self.samples.items()
@@ -81,7 +81,7 @@ class Sample:
     """The operator's process at one time."""
 
     at: float
-    """Seconds since the first."""
+    """Seconds since the first sample."""
     cpu_s: float
     rss_bytes: int
 

@@ -1,11 +1,11 @@
-"""Plays the daemons of all nodes from one process: the real protocol, nothing behind it.
+"""Simulation of all nodes' daemons in one process: the real protocol, with nothing behind it.
 
-Reads commands, one a line: `begin JOB NODE` puts the job's ranks on the node to work, also after a
-failure, and `lose JOB NODE` ends their sessions. Writes one JSON object a line: the first time
-that a membership is seen, and when the last of its members has it.
+Reads commands, one per line: `begin JOB NODE` starts the job's ranks on the node, also after a
+failure, and `lose JOB NODE` ends their sessions. Writes one JSON object per line: when a membership
+is first seen, and when the last of its members has it.
 
-Heartbeats are put together from bytes and memberships are read once for all that get them: the
-machine's cores are for what is measured.
+Heartbeats are assembled from bytes, and a membership is read once for all daemons that get it: this
+leaves the machine's cores to the operator.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from holdfast_protos.changes import changed
 
 METHOD = "/holdfast.v1.Control/Connect"
 TICKS = 20
-"""In a heartbeat's time; each sends its share of the heartbeats."""
+"""Number of ticks per heartbeat interval; each sends its share of the heartbeats."""
 STEP_S = 0.5
 REDIAL_S = 1.0
 BUDGET_BYTES = 1 << 40
 
 Version = tuple[int, int]
-"""(epoch, revision)."""
+"""Version of a membership: (epoch, revision)."""
 
 
 @dataclass(slots=True)
 class Published:
-    """A membership, as all of its members have it."""
+    """A membership as sent to all of its members."""
 
     job: str
     version: Version
     payload: bytes
     ranks: dict[str, range]
     missing: set[str]
-    """Nodes that do not have it yet."""
+    """Nodes that have not received it yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Player:
-    """One daemon."""
+    """One simulated daemon."""
 
     node: str
     head: bytes
-    """Its heartbeat without jobs."""
+    """Encoded heartbeat without jobs."""
     jobs: dict[str, Published] = field(default_factory=dict)
     untold: set[str] = field(default_factory=set)
-    """Jobs whose membership has not passed on this stream."""
+    """Jobs whose membership has not yet passed on this stream."""
     at_work: set[str] = field(default_factory=set)
-    """Jobs whose pod is here."""
+    """Jobs with a pod on this node."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Job → epoch in which its ranks here were lost."""
+    """Epoch in which a job's ranks on this node were lost, by job."""
     call: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A stream bears one write at a time."""
+    """Lock that admits one write to the stream at a time."""
 
     def heartbeat(self, step: int) -> bytes:
-        """The next one. A message of protobuf may be put together by joining its parts."""
+        """The next heartbeat. A protobuf message may be assembled by joining its parts."""
         parts = [self.head]
         for job, published in self.jobs.items():
             part = self._job(published, step).SerializeToString()
@@ -103,7 +103,7 @@ class Player:
 
 
 class Players:
-    """All of them, on a few connections."""
+    """All simulated daemons, on a few connections."""
 
     def __init__(self, address: str, nodes: int, channels: int) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -118,7 +118,7 @@ class Players:
         self._urgent: asyncio.Queue[Player] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Until stdin ends."""
+        """Run until stdin ends."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -141,7 +141,7 @@ class Players:
         self._urgent.put_nowait(player)
 
     async def _beat(self) -> None:
-        """Send every player's heartbeat once in its time, evenly spread."""
+        """Send every player's heartbeat once per interval, evenly spread."""
         while True:
             for tick in range(TICKS):
                 due = time.monotonic() + self._heartbeat_s / TICKS
@@ -166,7 +166,7 @@ class Players:
                 call.cancel()  # its reader dials again
 
     async def _live(self, player: Player, number: int) -> None:
-        # The stubs of grpc know neither calls without serializers nor the end of a stream.
+        # grpc's stubs lack calls without serializers and the end of a stream.
         channel: Any = self._channels[number % len(self._channels)]
         connect, end = channel.stream_stream(METHOD), cast(Any, grpc.aio).EOF
         while True:
@@ -263,7 +263,7 @@ def _player(node: str) -> Player:
 
 
 def _field(number: int, payload: bytes) -> bytes:
-    """A field of a message: tag, length, bytes."""
+    """Encoded field of a message: tag, length, bytes."""
     return bytes([number << 3 | 2]) + _varint(len(payload)) + payload
 
 
@@ -277,7 +277,7 @@ def _varint(value: int) -> bytes:
 
 
 def payload_of(message: bytes) -> bytes:
-    """What the only field of a message holds."""
+    """Content of a message's only field."""
     start = 1
     while message[start] & 0x80:
         start += 1
@@ -285,7 +285,7 @@ def payload_of(message: bytes) -> bytes:
 
 
 def main() -> None:
-    """Play until stdin ends."""
+    """Simulate the daemons until stdin ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("nodes", type=int)

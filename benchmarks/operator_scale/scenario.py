@@ -1,4 +1,4 @@
-"""One scenario: jobs start, rest, lose pods one after another and then together, and end."""
+"""One scenario: jobs start, run undisturbed, lose pods one by one and then together, and end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What happens."""
+    """Parameters of a scenario."""
 
     name: str
     jobs: int
     members: int
-    """Of each job."""
+    """Number of members of each job."""
     heartbeat_s: float
     calm_s: float
     fraction: float
-    """Of all pods that fail: one half one after another, the other half at the same time."""
+    """Portion of all pods that fail: one half one after another, the other half at once."""
 
     @property
     def failures(self) -> int:
@@ -36,18 +36,18 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One pod that failed: when, and how long what followed took, in seconds."""
+    """One failed pod: when it failed, and how long the reactions took, in seconds."""
 
     decision_s: float
     replacement_s: float
     everywhere_s: float | None
-    """Until the last daemon had the new membership."""
+    """Time until the last daemon had the new membership."""
     running_s: float
-    """Until the job's status said again that it runs."""
+    """Time until the job's status was Running again."""
 
 
 async def carry_out(world: World, plan: Plan) -> Report:
-    """Run the scenario; its figures."""
+    """Run the scenario and return its figures."""
     phases: Report = {}
     start, sampled, played_s = world.metrics(), len(world.samples), world.players_cpu_s()
     began = time.monotonic()
@@ -136,8 +136,8 @@ async def _fail(world: World, plan: Plan, victims: list[tuple[str, str]]) -> lis
 
 
 def _victims(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Pods to fail, spread over jobs and members: no two of a parity group for as long as
-    possible."""
+    """Pods to fail, spread evenly over jobs and members, so that a parity group loses a second one
+    as late as possible."""
     for number in range(plan.failures):
         job = number * plan.jobs // plan.failures
         member = number * plan.members // plan.failures if plan.jobs == 1 else number % plan.members

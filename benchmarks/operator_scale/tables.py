@@ -1,4 +1,4 @@
-"""The figures of a run as tables for people."""
+"""Tables of a run's figures, for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMES = {
     "failure_to_decision_s": "… to the decision",
     "failure_to_replacement_s": "… to the replacement pod",
     "failure_to_membership_everywhere_s": "… until every daemon has the new epoch",
-    "failure_to_running_s": "… until the status says Running",
+    "failure_to_running_s": "… until the status is Running",
 }
 
 
@@ -41,7 +41,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(figure, value) of one scenario."""
+    """Rows of one scenario's table: (figure, value)."""
     yield "reconcile latency after the start, p50 / p99", _both(found)
     yield "  p99 with the start", _s(found["reconcile_p99_with_start_s"])
     for key, name in _PHASES.items():
@@ -53,8 +53,8 @@ def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for time, name in _TIMES.items():
             if phase[time]:
                 yield f"  {name}", f"{_s(phase[time]['median'])}, at most {_s(phase[time]['max'])}"
-    yield "operator, CPU in all", f"{found['cpu_s']:.1f} s of {found['seconds']:.0f} s"
-    yield "played daemons, CPU in all", f"{found['players_cpu_s']:.1f} s"
+    yield "operator, CPU in total", f"{found['cpu_s']:.1f} s of {found['seconds']:.0f} s"
+    yield "simulated daemons, CPU in total", f"{found['players_cpu_s']:.1f} s"
     if found["steady"]:
         for unit, what in (("cpu_share", "CPU"), ("rss_bytes", "memory")):
             halves = [found["steady"][f"{unit}_{half}_half"] for half in ("first", "second")]

@@ -1,4 +1,4 @@
-"""The cluster, the operator, its daemons and what is seen of the pods, for one benchmark run."""
+"""The cluster, the operator, its daemons and the observed pods of one benchmark run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KILLED = 137
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pod:
-    """What matters of a trainer's pod here."""
+    """The observed fields of a trainer's pod."""
 
     name: str
     job: str
@@ -40,13 +40,13 @@ class Pod:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Job and member: what a replacement has in common with what it replaces."""
+        """Job and member, which a replacement shares with the pod that it replaces."""
         return self.job, self.member
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What matters of a job here."""
+    """The observed fields of a job."""
 
     name: str
     phase: str
@@ -55,11 +55,11 @@ class Job:
 
 class _Uncounted:
     def request(self, verb: str, resource: str, code: str) -> None:
-        """Of the benchmark's own requests nobody wants to know."""
+        """Do nothing: the benchmark's own requests are not counted."""
 
 
 async def add_nodes(cluster: Cluster, count: int) -> None:
-    """Have `sim-1` to `sim-<count>`; returns when all are Ready."""
+    """Add nodes `sim-1` to `sim-<count>`; return when all are Ready."""
     api = await connect(_Uncounted(), str(cluster.kubeconfig))
     names = [f"sim-{number}" for number in range(1, count + 1)]
     slots = asyncio.Semaphore(AT_ONCE)
@@ -74,18 +74,19 @@ async def add_nodes(cluster: Cluster, count: int) -> None:
 
 
 class World:
-    """An async context manager: watches, samples, and the daemons' process."""
+    """Async context manager that runs the watches, the samples and the daemons' process."""
 
     def __init__(self, cluster: Cluster, operator: OperatorProcess, nodes: int) -> None:
         self._cluster, self._operator, self._nodes = cluster, operator, nodes
         self.pods: Cache[Pod] = Cache(_read_pod, self._pod_changed)
         self.jobs: Cache[Job] = Cache(_read_job, lambda before, now: None)
         self.created_at: dict[str, float] = {}
-        """Pod → when the watch first told of it."""
+        """Time at which the watch first showed a pod, by name."""
         self.placed: dict[tuple[str, str], str] = {}
-        """(job, member) → its newest pod."""
+        """Newest pod by (job, member)."""
         self.epochs: dict[tuple[str, int, str], float] = {}
-        """(job's key, epoch, published or everywhere) → when the first, the last daemon had it."""
+        """Time at which the first ("published") or last ("everywhere") daemon had a membership, by
+        (job's key, epoch, event)."""
         self.samples: list[Sample] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._began = time.monotonic()
@@ -116,10 +117,10 @@ class World:
         await self._daemons.wait()
         await self.api.close()
 
-    # --- what is done --------------------------------------------------------------------------
+    # --- actions -------------------------------------------------------------------------------
 
     async def create(self, jobs: list[Object]) -> None:
-        """Create jobs, a few at a time."""
+        """Create `jobs`, a few at a time."""
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def one(job: Object) -> None:
@@ -129,14 +130,14 @@ class World:
         await asyncio.gather(*map(one, jobs))
 
     async def delete_jobs(self) -> None:
-        """Delete every job; returns when the last pod is gone."""
+        """Delete every job; return when the last pod is gone."""
         for namespace, name in list(self.jobs.all()):
             await self.api.delete(JOBS, namespace, name)
         await self.until("all jobs to be gone", lambda: not self.jobs.all() and not self.pods.all())
 
     async def fail(self, name: str) -> float:
-        """A pod's process is killed: its daemon sees the sessions end, its kubelet writes how it
-        ended. Returns when, in monotonic seconds."""
+        """Kill a pod's process: its daemon sees the sessions end, and its kubelet writes the exit
+        status. Returns the time in monotonic seconds."""
         pod = self.pods.get(NAMESPACE, name)
         assert pod is not None
         ended = {"exitCode": KILLED, "reason": "Error"}
@@ -145,7 +146,7 @@ class World:
         body: Object = {"status": {"phase": "Failed", "containerStatuses": [state]}}
         at = time.monotonic()
         self._tell("lose", pod.job, pod.node)
-        with suppress(ApiError):  # it may have been replaced before its kubelet said a word
+        with suppress(ApiError):  # it may have been replaced before its kubelet reports
             await self.api.patch(PODS, NAMESPACE, name, body, subresource="status")
         return at
 
@@ -154,12 +155,12 @@ class World:
         return _sample(self._daemons.pid, 0.0).cpu_s
 
     def metrics(self) -> Exposition:
-        """The operator's, as of now."""
+        """The operator's current metrics."""
         return Exposition.parse(self._operator.ask("/metrics"))
 
     def lists_at_server(self) -> float:
-        """How many lists of jobs the API server has answered, whoever asked: the operator's watch
-        of jobs is another library's, which the operator's own count does not see."""
+        """Number of lists of jobs that the API server has answered, to any client: kopf runs the
+        operator's watch of jobs, which the operator's own count does not include."""
         text = self._cluster.kubectl("get", "--raw", "/metrics")
         wanted = [
             line
@@ -170,13 +171,13 @@ class World:
         ]
         return sum(float(line.rpartition(" ")[2]) for line in wanted)
 
-    # --- what is awaited -----------------------------------------------------------------------
+    # --- conditions ----------------------------------------------------------------------------
 
     async def until(self, what: str, true: Callable[[], object], timeout_s: float = 180.0) -> None:
-        """Return once `true()` is.
+        """Return once `true()` holds.
 
         Raises:
-            TimeoutError: with `what` was waited for.
+            TimeoutError: naming `what` was awaited.
         """
         deadline = time.monotonic() + timeout_s
         while not true():
@@ -185,11 +186,11 @@ class World:
             await asyncio.sleep(0.05)
 
     def running(self, wanted: int) -> int:
-        """How many jobs are seen running with all pods of theirs; `wanted` is for all jobs."""
+        """Number of jobs seen running with all their pods; `wanted` is for all jobs."""
         pods = sum(pod.phase == "Running" for pod in self.pods.all().values())
         return pods >= wanted and all(job.phase == "Running" for job in self.jobs.all().values())
 
-    # --- what is seen --------------------------------------------------------------------------
+    # --- observations --------------------------------------------------------------------------
 
     def _pod_changed(self, before: Pod | None, now: Pod | None) -> None:
         if now is None:

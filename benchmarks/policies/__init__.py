@@ -1,1 +1,1 @@
-"""What partial snapshots save and risk, computed from captured units; see `__main__`."""
+"""Savings and risks of partial snapshots, computed from captured units; see `__main__`."""

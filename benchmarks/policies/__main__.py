@@ -1,4 +1,4 @@
-"""`make bench-policies`: what partial snapshots save and risk, beside the papers.
+"""`make bench-policies`: savings and risks of partial snapshots, beside the papers' figures.
 
 Computed from units that the SDK finds in models on torch's meta device, not from formulas, and from
 seeded routing traces. Writes build/bench/policies.json; the exit code is 1 when a target is missed.
@@ -21,14 +21,14 @@ from benchmarks.policies.papers import CHOSEN, NOT_REPRODUCED
 ROOT = Path(__file__).resolve().parents[2]
 
 TABLE_COLUMNS = 170
-"""Of a table that goes into a file or a pipe: no row is wrapped."""
+"""Width of a table in a file or a pipe, so that no row is wrapped."""
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="make bench-policies", description=__doc__)
     add = parser.add_argument
-    add("--steps", type=int, default=150, help="of the routing traces (default: %(default)s)")
+    add("--steps", type=int, default=150, help="steps of the routing traces (default: %(default)s)")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "policies.json")
     options = parser.parse_args()
     figures = all_figures(options.steps)
@@ -43,8 +43,8 @@ def main() -> int:
 
 
 def write_json(path: Path, figures: list[Figure]) -> None:
-    """For each key its value; under `details` all that the table shows, `met` included; what was
-    chosen and what is missing."""
+    """Write each key with its value, all columns of the table including `met` under `details`, and
+    the lists of chosen inputs and missing figures."""
     report = {
         **{figure.key: figure.value for figure in figures},
         "chosen": CHOSEN,
@@ -58,7 +58,7 @@ def write_json(path: Path, figures: list[Figure]) -> None:
 
 
 def print_table(console: Console, figures: list[Figure]) -> None:
-    """The figures beside the papers' and their targets."""
+    """Print the figures beside the papers' and their targets."""
     table = Table(title="Partial snapshots, from captured units", title_justify="left")
     for name in ("figure", "value", "paper", "target", "", "note"):
         table.add_column(name, justify="right" if name in ("value", "paper") else "left")
@@ -80,10 +80,10 @@ def print_table(console: Console, figures: list[Figure]) -> None:
 
 
 def print_lists(console: Console) -> None:
-    """What was chosen to match the papers, and what of them is missing."""
+    """Print the inputs chosen to match the papers, and the papers' figures that are missing."""
     for title, items in (
-        ("Chosen, because the papers' figures come out with it:", CHOSEN),
-        ("Printed by the papers, and not computed here:", NOT_REPRODUCED),
+        ("Chosen because they reproduce the papers' figures:", CHOSEN),
+        ("Printed in the papers, and not computed here:", NOT_REPRODUCED),
     ):
         console.print(title)
         for item in items:

@@ -1,4 +1,4 @@
-"""The figures of `make bench-policies`, each beside what the papers print."""
+"""The figures of `make bench-policies`, each beside the papers' value."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from holdfast_core.units import TensorSize, UnitKey
 
 RANKS = 8
 MOETION_EXPERTS = 6
-"""S of the configuration that figure 4's text names."""
+"""S in the configuration named in the text on figure 4."""
 GB = 1e9
 FLOAT32_ADAM_BYTES = 12
-"""Of a parameter in float32 with two moments."""
+"""Bytes of a parameter in float32 with two moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One figure, and what it has to be."""
+    """One figure with its bounds."""
 
     key: str
     what: str
     value: float
     unit: str
     paper: float | None = None
-    """What the paper prints."""
+    """Value printed in the paper."""
     at_least: float | None = None
     at_most: float | None = None
     note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether it is in its bounds; None without any."""
+        """Whether it is within its bounds; None without bounds."""
         if self.at_least is None and self.at_most is None:
             return None
         return (self.at_least is None or self.value >= self.at_least) and (
@@ -103,7 +103,7 @@ def _pec_peaks(
     partial: int,
     once: int,
 ) -> Iterator[Figure]:
-    """What the most loaded rank saves, for each way to divide what is taken."""
+    """Bytes that the most loaded rank saves, for each way to divide the captured tensors."""
 
     def peak(strategy: ShardStrategy, grain: Grain) -> int:
         plans = [plan_shards(taken, topology, strategy, grain=grain) for taken in taken_of]
@@ -166,7 +166,7 @@ def data_path_peak(
 
 
 def head_figures() -> Iterator[Figure]:
-    """What an untied head was chosen for: with a tied one only the parameters are the paper's."""
+    """Figures that justify the untied head: with a tied one only the parameters match the paper."""
     topology = Topology(dp=1)
     for head, shape in (("untied", PEC_SMALL), ("tied", PEC_SMALL_TIED)):
         table = ExpertTable.of(captured(shape, topology), topology)
@@ -190,7 +190,7 @@ def head_figures() -> Iterator[Figure]:
 def moetion_figures() -> Iterator[Figure]:
     """Checkpoint sizes of the configurations of MoEtion §7.1: figures 4 and 9(a).
 
-    Where the paper prints parameters only, full sizes have to be those times 10 bytes.
+    Where the paper prints parameters only, full sizes must be those times 10 bytes.
     """
     topology = Topology(dp=1)
     printed = {"1.6B-64E": 587, "3.8B-32E": 1820}
@@ -232,7 +232,7 @@ def moetion_figures() -> Iterator[Figure]:
 
 
 def risk_figures(steps: int) -> Iterator[Figure]:
-    """Tokens at risk of each way to choose, beside choosing in turn: MoEtion figure 11."""
+    """Tokens at risk with each way to choose experts, beside round robin: MoEtion figure 11."""
     topology = Topology(dp=1)
     for name, counts in (("2.9B-16E", (4, 5, 6)), ("1.6B-64E", (6,))):
         table = ExpertTable.of(captured(MOETION[name], topology), topology)
@@ -255,9 +255,9 @@ def risk_figures(steps: int) -> Iterator[Figure]:
 
 
 def selection_figures(steps: int) -> Iterator[Figure]:
-    """Tokens at risk when peers take less than memory, beside one selection within the network's
-    budget (decision 0027). A node copies four times as fast as it sends, as `holdfast plan`
-    assumes."""
+    """Tokens at risk when peers take fewer experts than memory, beside one selection within the
+    network's budget (decision 0027). A node copies four times as fast as it sends, as
+    `holdfast plan` assumes."""
     table = ExpertTable.of(captured(MOETION["2.9B-16E"], Topology(dp=1)), Topology(dp=1))
     for memory_k, peers_k in ((4, 4), (8, 4), (16, 4)):
         found = two_selections(table, memory_k, peers_k, steps=steps, traffic=Traffic())
@@ -271,7 +271,7 @@ def selection_figures(steps: int) -> Iterator[Figure]:
 
 
 def all_figures(steps: int) -> list[Figure]:
-    """All of them, in the order of the report."""
+    """All figures, in the order of the report."""
     return [
         *pec_figures(PEC_SMALL, "pec"),
         *pec_figures(PEC_SMALL_MASKS, "pec_masks", note=", causal masks saved"),

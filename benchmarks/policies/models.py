@@ -1,10 +1,10 @@
-"""The models of the papers, in files without blocks, and the units that the SDK finds in them.
+"""The papers' models, in files without blocks, and the units that the SDK finds in them.
 
 Nothing is allocated, so that a model of 182 billion parameters takes seconds; but modules, tensors
 and optimizer states are real, and sizes come from the SDK's own discovery, not from formulas.
 
-Where a paper gives too few dimensions, those are used that give the sizes that it prints; see
-`SHAPES`.
+Where a paper gives too few dimensions, the missing ones are chosen to give the sizes that it
+prints; see `SHAPES`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Shape:
     """Width of an expert, and of a dense feed-forward layer."""
     experts: int
     every: int = 1
-    """Every so many layers, the last of them has experts; the others are dense."""
+    """Distance between layers with experts: the last of every so many layers; others are dense."""
     vocabulary: int = 50257
     context: int = 1024
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether head and embedding share their weights."""
     gated: bool = False
-    """Three matrices in an expert instead of two, no biases, no position embedding (Mixtral)."""
+    """Whether experts have three matrices instead of two, without biases and position embedding
+    (Mixtral)."""
     key_value_dim: int | None = None
     masks: bool = False
     """Whether each layer keeps its causal mask in float32 in the checkpoint."""
@@ -51,11 +52,11 @@ PEC_SMALL = Shape(layers=12, dim=768, hidden=4 * 768, experts=8, every=2)
 """GPT-MoE-Small of PEC, table 1, with an untied head."""
 
 PEC_SMALL_TIED = replace(PEC_SMALL, tied=True)
-"""The same with a tied head, which has the parameters that table 1 prints."""
+"""GPT-MoE-Small with a tied head, which has the number of parameters in table 1."""
 
 PEC_SMALL_MASKS = replace(PEC_SMALL, masks=True)
-"""The same with causal masks in the checkpoint, as GPT-2 code of that time kept them: with them,
-the paper's figures come out to the digit."""
+"""GPT-MoE-Small with causal masks in the checkpoint, as GPT-2 code of that time kept them; this
+reproduces the paper's figures to the digit."""
 
 _MIXTRAL = Shape(
     layers=32,
@@ -124,7 +125,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(shape.dim, attended, bias=bias, dtype=dtype)
         self.proj = nn.Linear(shape.dim, shape.dim, bias=bias, dtype=dtype)
         if shape.masks:
-            # A parameter here, because the SDK takes a buffer to differ between replicas.
+            # A parameter here, because the SDK assumes that a buffer differs between replicas.
             mask = torch.empty(shape.context, shape.context)
             self.mask = nn.Parameter(mask, requires_grad=False)
         if mixed:
@@ -135,7 +136,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """What one rank holds, with `local` experts of each mixed layer."""
+    """The model as one rank holds it, with `local` experts of each mixed layer."""
 
     def __init__(self, shape: Shape, local: int) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class Gpt(nn.Module):
 
 
 class Adam(torch.optim.Optimizer):
-    """Holds what Adam holds: two moments in float32, 8 bytes for each parameter."""
+    """Adam's state: two moments in float32, 8 bytes for each parameter."""
 
     def __init__(self, params: Any, directory: Path) -> None:
         super().__init__(params, {"lr": 1e-3})
@@ -164,11 +165,11 @@ class Adam(torch.optim.Optimizer):
             }
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing is trained here."""
+        """Do nothing: no training happens here."""
 
 
 def captured(shape: Shape, topology: Topology) -> dict[int, tuple[TensorSize, ...]]:
-    """For each rank the tensors that the SDK finds in it."""
+    """Tensors that the SDK finds in each rank."""
     return {rank: _captured_by(shape, topology, rank) for rank in range(topology.world_size)}
 
 
@@ -185,7 +186,7 @@ def _captured_by(shape: Shape, topology: Topology, rank: int) -> tuple[TensorSiz
 
 
 def _fill(model: nn.Module, path: Path) -> None:
-    """Give everything in `model` bytes in the file at `path`."""
+    """Back every tensor of `model` with bytes in the file at `path`."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             held = _untouched(path, parameter.detach())
@@ -195,13 +196,13 @@ def _fill(model: nn.Module, path: Path) -> None:
 
 
 def _untouched(path: Path, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor in a file without any blocks: the SDK captures nothing that has no bytes, and a
-    file that nobody reads takes no room, however long it is."""
+    """A tensor in a file without any blocks: the SDK captures only tensors with bytes, and an
+    unread file takes no space, whatever its length."""
     kind = dtype or like.dtype
     found = torch.from_file(str(path), shared=True, size=max(like.numel(), 1), dtype=kind)
     return found[: like.numel()].view(like.shape)
 
 
 def _unit_of(name: str, tensor: torch.Tensor) -> UnitKey | None:
-    """The position embedding is a module, and so a unit, of its own."""
+    """Unit of the position embedding, which is a module of its own; None for others."""
     return UnitKey(None, UnitKind.OTHER) if name.startswith("wpe") else None

@@ -1,12 +1,12 @@
-"""What the papers leave open, and what of them `make bench-policies` cannot show."""
+"""Inputs that the papers leave open, and their figures that `make bench-policies` cannot show."""
 
 from __future__ import annotations
 
 CHOSEN = (
     "PEC GPT-MoE-Small: an untied head. Table 1's 323 million parameters are those of a tied one, "
-    "but figure 5's 54.2 % come out only with an untied one (361 million): both are shown.",
+    "but only an untied one (361 million) gives figure 5's 54.2 %: both are shown.",
     "PEC GPT-MoE-Small: experts in every second layer, of 4 x 768, in float32 with two moments. "
-    "With the causal masks of GPT-2's code in the checkpoint, 54.2 and 76.9 % come out to a tenth.",
+    "With the causal masks of GPT-2's code in the checkpoint, 54.2 and 76.9 % match to a tenth.",
     "PEC figure 5: 8 ranks with data and expert parallelism of 8.",
     "MoEtion 1.6B-64E: 27 layers of 2048 with an untied head, for 58.7 billion parameters and 587 "
     "and 61 GB; the paper gives no dimensions.",
@@ -16,7 +16,7 @@ CHOSEN = (
     "MoEtion: 6 experts of each layer, which the paper names for 1.6B-64E only.",
     "Tokens at risk: a seeded trace with the skew of figure 3; the paper's traces are not public.",
 )
-"""Inputs that were chosen because the papers' figures come out with them."""
+"""Inputs chosen because they reproduce the papers' figures."""
 
 NOT_REPRODUCED = (
     "PEC figure 2, 5(d) and 6: losses, accuracies and lost tokens of training runs "
@@ -25,10 +25,10 @@ NOT_REPRODUCED = (
     "shown are the peaks that the time follows.",
     "MoEtion section 4.1: 85 % of 2.9B-16E are experts, and 75 % less with some of them; with 24 "
     "layers and 16 experts in each, 96 % are.",
-    "MoEtion section 4.1: S is 25 to 40 % of the experts: of bandwidths that are not given.",
+    "MoEtion section 4.1: S is 25 to 40 % of the experts: follows from bandwidths not given.",
     "MoEtion section 7.2: 80 % of the tokens go to 6 of 64 experts; a property of their routing.",
     "MoEtion figure 9(a): 195 GB with 32 experts; 3 experts of each layer have 185 and 4 have 242, "
-    "and the paper does not say how many it took.",
+    "and the paper does not give the number.",
     "MoEtion section 7.5: 12.6, 10.9 and 7.0 s a checkpoint, up to 15 times as often, 12 times "
     "less wasted work; of their cluster.",
     "MoEtion section 5.1: up to 40 % less traffic (`make bench-redundancy`).",

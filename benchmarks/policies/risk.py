@@ -15,7 +15,7 @@ from holdfast_core.token_loss import at_risk
 from holdfast_core.values import Generation
 
 WARMUP = 20
-"""Steps that are not counted, until the ages of experts have settled."""
+"""Number of first steps that do not count, until the ages of experts have settled."""
 
 Select = Callable[[ExpertLedger], Selection]
 
@@ -29,7 +29,7 @@ class Risk:
 
 
 def tokens_at_risk(table: ExpertTable, select: Select, *, steps: int, traffic: Traffic) -> Risk:
-    """With a snapshot at each step, after a first one of everything."""
+    """Risk with a snapshot at each step, after a first one of everything."""
     ledger = ExpertLedger.start(table.units).captured(Generation(0, 0), table.units)
     found = []
     for step, counts in enumerate(routing_trace(table, steps, traffic), start=1):
@@ -43,8 +43,8 @@ def tokens_at_risk(table: ExpertTable, select: Select, *, steps: int, traffic: T
 def two_selections(
     table: ExpertTable, local_k: int, remote_k: int, *, steps: int, traffic: Traffic
 ) -> tuple[float, float]:
-    """Mean tokens at risk in memory and on peers, in steps' worth of tokens, when memory takes as
-    many experts as `local_k` of each layer are, and peers take `remote_k` (MoEtion algorithm 1)."""
+    """Mean tokens at risk in memory and on peers, in steps' worth of tokens, when memory takes
+    `local_k` experts per layer on average, and peers take `remote_k` (MoEtion algorithm 1)."""
     layers = len(table.layers)
     ledger = ExpertLedger.start(table.units).captured(Generation(0, 0), table.units)
     routed = dict.fromkeys(table.units, 0)
@@ -71,7 +71,7 @@ def two_selections(
 
 
 def ways(table: ExpertTable, k: int) -> dict[str, Select]:
-    """The ways to choose as many experts as K of each layer are."""
+    """The ways to choose K experts per layer on average."""
     total = k * len(table.layers)
     return {
         "round robin": lambda ledger: select_sequential(table, k, ledger.snapshots),

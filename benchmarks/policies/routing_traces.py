@@ -1,7 +1,7 @@
 """Routing traces: how many tokens each expert receives at each step, skewed and smoothly drifting.
 
-What MoEtion §3.1 reports of trained models, as a generator: popularity within a layer follows a
-power law (a few experts process most tokens), and who is popular changes over 100 to 500 steps
+A generator of what MoEtion §3.1 reports of trained models: popularity within a layer follows a
+power law (a few experts process most tokens), and the popular experts change over 100 to 500 steps
 without jumps. Seeded, so that policies can be compared on the same traffic.
 """
 
@@ -17,15 +17,15 @@ from holdfast_core.experts import ExpertTable, MoeLayer
 from holdfast_core.units import UnitKey
 
 DRIFT_STEPS = (100, 500)
-"""MoEtion §5.2: popularity is smooth over this many steps."""
+"""Range of steps over which popularity is smooth (MoEtion §5.2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What is routed."""
+    """Parameters of the routed tokens."""
 
     tokens: int = 32 * 1024
-    """Tokens times experts of each, for each layer and step."""
+    """Tokens times the experts of each token, per layer and step."""
     skew: float = 2.0
     """Exponent of the power law; with 2, the two most popular of 16 experts receive about 70 % of
     the tokens and 80 to 90 % at times (§3.1: up to 80 % and 87 %)."""
@@ -49,7 +49,7 @@ def routing_trace(table: ExpertTable, steps: int, traffic: Traffic) -> Iterator[
 def _popularity(
     layer: MoeLayer, steps: int, skew: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """[steps, experts]: shares that add up to 1.
+    """Shares of shape [steps, experts] that add up to 1 in each step.
 
     Between knots 100 to 500 steps apart, each with an order of experts of its own, their logarithms
     follow a quarter of a circle from one knot to the next: unlike a straight line, that keeps their
