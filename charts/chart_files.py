@@ -1,9 +1,10 @@
-"""Writes the files of the chart that are made from something else; `--check` compares instead.
+"""Writes the generated files of the chart; `--check` compares them instead.
 
     python charts/chart_files.py
 
-Helm reads nothing outside the chart, so that the custom resource is copied. This script is outside
-of the packages because it may know both the daemon and the operator, which may not know each other.
+Helm reads nothing outside the chart, so the custom resource is copied into it. This script is
+outside the packages because it imports both the daemon and the operator, which may not import each
+other.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ RESOURCE = "holdfast.dev_moetrainingjobs.yaml"
 
 
 def files() -> dict[Path, str]:
-    """Path below the chart → what belongs there.
+    """Content of each generated file, by its path below the chart.
 
     Raises:
-        ValueError: when something that they are made from is incomplete.
+        ValueError: when a source of these files is incomplete.
     """
     values = (CHART / "values.yaml").read_text(encoding="utf-8")
     return {
@@ -46,9 +47,9 @@ def _text(value: object) -> str:
 
 
 def main() -> int:
-    """0 when the files are written, or are what they should be."""
+    """Write or compare the files; return 0 when they are written, or up to date."""
     parser = argparse.ArgumentParser(description="Write the generated files of the chart.")
-    parser.add_argument("--check", action="store_true", help="only say which are out of date")
+    parser.add_argument("--check", action="store_true", help="only list files that are out of date")
     check = parser.parse_args().check
     try:
         wanted = files()

@@ -1,7 +1,7 @@
-"""The Grafana dashboard, made from the lists of metrics of the daemon and the operator.
+"""The Grafana dashboard, generated from the metrics of the daemon and the operator.
 
-Every metric has a panel, in the section that it is listed under here; one that is listed nowhere,
-or is listed and does not exist, is an error. So the dashboard cannot miss or invent a metric.
+Every metric has a panel, in the section that lists it here. A metric that no section lists, or a
+listed one that does not exist, is an error, so the dashboard cannot miss or invent a metric.
 
 Pure: files are the business of `chart_files`.
 """
@@ -112,7 +112,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "holdfast_catalogue_dropped_total",
     ),
 }
-"""Section → its metrics, by the names of the exposition."""
+"""Metrics of each section, by their names in the exposition."""
 
 COLUMNS = 3
 WIDTH, HEIGHT = 24 // COLUMNS, 8
@@ -121,7 +121,7 @@ _DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def series(definition: Definition) -> tuple[str, ...]:
-    """The names under which Prometheus knows it."""
+    """Names of the metric's series in Prometheus."""
     name = definition.exposed_name
     if definition.type == "histogram":
         return tuple(f"{name}_{suffix}" for suffix in ("bucket", "sum", "count"))
@@ -219,7 +219,7 @@ def _queries(definition: Definition) -> Iterator[tuple[str, str]]:
     filters = [f'{label}=~"${label}"' for label in ("job",) if label in labels]
     filters += ['node=~"$node"'] if ours else []
     chosen = f"{{{', '.join(filters)}}}" if filters else ""
-    # A daemon's own memory and traffic is told apart by node, everything else by its labels.
+    # A daemon's own memory and traffic are shown by node, everything else by its labels.
     shown = labels or (("node",) if ours else ())
     legend = " ".join(f"{{{{{label}}}}}" for label in shown) or "all"
     by = f" by ({', '.join(shown)})" if shown else ""
@@ -244,7 +244,7 @@ _KNOWN_TO_ALL = (
     "holdfast_recovery_tokens_lost_ratio",
     "holdfast_recovery_tokens_lost_mlt",
 )
-"""Gauges of which every daemon knows one for the whole job, or at least an older one."""
+"""Gauges of a whole job that every daemon exposes; some may lag behind."""
 
 
 _OF_TOKENS = (
@@ -252,12 +252,12 @@ _OF_TOKENS = (
     "holdfast_tokens_at_risk_mlt",
     "holdfast_tokens_lost_ratio",
 )
-"""Portions of the tokens that the ranks of a node have routed. Weighed by those, nodes add up to
-the portion of all tokens; MLT so only where no node lacks the layers of another pipeline stage."""
+"""Portions of the tokens that the ranks of a node have routed. Weighted by those tokens, the nodes'
+values add up to the portion of all tokens; MLT does so only without pipeline stages."""
 
 
 def _gauge_query(name: str, by: str, chosen: str) -> str:
-    """How one gauge of several processes is put together."""
+    """Expression that combines one gauge of several processes."""
     gauge, routed = f"{name}{chosen}", f"holdfast_tokens_routed{chosen}"
     if name in _OF_TOKENS:
         return f"sum{by} ({gauge} * {routed}) / sum{by} ({routed})"

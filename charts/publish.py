@@ -1,11 +1,11 @@
-"""`make images` and `make push`: our images by whatever builds images here, and the files that make
-a cluster use them.
+"""`make images` and `make push`: build Holdfast's images with the installed builder, push them, and
+write the files with which a cluster uses them.
 
     python charts/publish.py build [--registry registry.example/team] [--tag 1] [-- MORE...]
     python charts/publish.py push --registry registry.example/team
 
 Without a registry the images get the names that the chart and the example use by default, for
-clusters that read this machine's images. Talks to no registry itself, and changes no cluster.
+clusters that read this machine's images. Contacts no registry itself, and changes no cluster.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FILES = ROOT / "build" / "push"
 
 IMAGES = ("daemon", "operator", "trainer")
 BUILDERS = {"docker": "build", "podman": "build", "buildah": "bud"}
-"""Each program and its word for building from a Dockerfile; the first that is there is taken."""
+"""Subcommand of each program that builds from a Dockerfile; the first installed program is used."""
 
 _REGISTRY = re.compile(r"[a-z0-9][a-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 class PublishError(Exception):
-    """What is wrong, and what to do."""
+    """A failure to build or push, with advice."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit code."""
+    """Carry out the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("command", choices=["build", "push"])
     parser.add_argument("--registry", default="", metavar="HOST/PATH")
@@ -60,15 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def reference(image: str, registry: str = "", tag: str = "") -> str:
-    """The whole name of one of our images; without registry or tag as the chart has it."""
+    """Full name of one of Holdfast's images; registry and tag default to the chart's."""
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["image"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     registry = registry or values["registry"]
     tag = tag or values["tag"] or chart["appVersion"]
     if not _REGISTRY.fullmatch(registry):
         raise PublishError(
-            f"REGISTRY={registry!r} is no place for images: give host and path without scheme, as "
-            f"in REGISTRY=registry.example/team"
+            f"REGISTRY={registry!r} is no place for images: give host and path without a scheme, "
+            f"as in REGISTRY=registry.example/team"
         )
     if not _TAG.fullmatch(tag):
         raise PublishError(f"TAG={tag!r} is no tag: letters, digits, dots, dashes and underscores")
@@ -79,7 +79,7 @@ def build(registry: str, tag: str, builder: str, more: Sequence[str]) -> None:
     """Build all images.
 
     Raises:
-        PublishError: when nothing here builds images, or it fails.
+        PublishError: when no builder is installed, or it fails.
     """
     names = {image: reference(image, registry, tag) for image in IMAGES}
     program = _find(builder)
@@ -91,13 +91,13 @@ def build(registry: str, tag: str, builder: str, more: Sequence[str]) -> None:
 
 
 def push(registry: str, tag: str, builder: str, files: Path) -> str:
-    """Push all images, and write the values and the job that name them; what to do with those.
+    """Push all images, and write the values and the job that name them; return instructions.
 
     Raises:
-        PublishError: when nobody says where to, nothing here pushes images, or it fails.
+        PublishError: without a registry, when no builder is installed, or when it fails.
     """
     if not registry:
-        raise PublishError("say where to: make push REGISTRY=registry.example/team")
+        raise PublishError("name a registry: make push REGISTRY=registry.example/team")
     names = {image: reference(image, registry, tag) for image in IMAGES}
     program = _find(builder)
     for name in names.values():
@@ -110,7 +110,7 @@ def push(registry: str, tag: str, builder: str, files: Path) -> str:
     text = EXAMPLE.read_text(encoding="utf-8")
     job.write_text(text.replace(reference("trainer"), names["trainer"]), encoding="utf-8")
     return f"""\
-Install what was pushed, and train (docs/install.md says which values matter):
+Install the pushed images, and train (docs/install.md explains the values that matter):
   helm install holdfast charts/holdfast --namespace holdfast-system --create-namespace \\
     --values {_short(values)}
   helm test holdfast --namespace holdfast-system
@@ -128,7 +128,7 @@ def _find(wanted: str) -> str:
         )
     raise PublishError(
         f"None of {', '.join(BUILDERS)} is on this machine: install one of them (Debian: apt-get "
-        f"install buildah), or name another with BUILDER=PROGRAM that knows `build` and `push`"
+        f"install buildah), or name another with BUILDER=PROGRAM that has `build` and `push`"
     )
 
 

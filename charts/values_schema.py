@@ -1,8 +1,8 @@
-"""values.schema.json, made from values.yaml, so that each setting is described once.
+"""values.schema.json, generated from values.yaml, so that each setting is described once.
 
-The description of a setting is the comment above it that begins with `--`; its type is that of its
-default; what a default cannot say is a line `@schema {...}` of JSON in the same comment. A map with
-entries has these and no others, unless such a line says so.
+The description of a setting is the comment above it that begins with `--`, and its type is that of
+its default. A line `@schema {...}` of JSON in the same comment adds what a default cannot express.
+A map with entries allows these and no others, unless such a line allows more.
 
 Pure: files are the business of `chart_files`.
 """
@@ -19,17 +19,17 @@ Json = dict[str, Any]
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z0-9_]+):")
 _COMMENT = re.compile(r"^ *# ?(?P<text>.*)$")
 _STEP = 2
-"""Spaces of a level of values.yaml."""
+"""Number of spaces per level of values.yaml."""
 
 
 def schema(text: str, values: Mapping[str, Any]) -> Json:
-    """The schema of `values`, which are what `text` says.
+    """The schema of `values`, the parsed form of `text`.
 
     Raises:
-        ValueError: when a setting has no description, or no type can be told; names it.
+        ValueError: naming a setting without a description or without a recognisable type.
     """
     root = _object(values, (), _comments(text))
-    # Helm gives it to charts that are part of another one.
+    # Helm passes this to charts that are part of another one.
     root["properties"]["global"] = {"type": "object", "description": "Shared with other charts."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -39,7 +39,7 @@ def schema(text: str, values: Mapping[str, Any]) -> Json:
 
 
 def _comments(text: str) -> dict[tuple[str, ...], list[str]]:
-    """Path of a setting → the lines of the comment right above it."""
+    """Lines of the comment right above each setting, by the setting's path."""
     found: dict[tuple[str, ...], list[str]] = {}
     path: list[str] = []
     lines: list[str] = []
@@ -92,7 +92,7 @@ def _type(value: object, name: str, given: Json) -> Json:
             return {"type": "array"}
         case dict() if "additionalProperties" in given:
             return {"type": "object"}
-    raise ValueError(f'values.yaml: {name} needs "# @schema" to say what it may hold')
+    raise ValueError(f'values.yaml: {name} needs "# @schema" to define what it may hold')
 
 
 def _given(lines: list[str]) -> Json:
@@ -104,7 +104,7 @@ def _given(lines: list[str]) -> Json:
 
 
 def _description(lines: list[str]) -> str:
-    """From the line that begins with -- on."""
+    """Text from the line that begins with -- on."""
     words = [line for line in lines if not line.startswith("@schema ")]
     begins = [index for index, line in enumerate(words) if line.startswith("-- ")]
     if not begins:

@@ -312,7 +312,7 @@ def _release(cluster: Cluster, verb: str, *words: str, **values: str) -> None:
 
 def test_the_test_of_the_chart_passes(holdfast: Holdfast) -> None:
     said = holdfast.cluster.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs")
-    assert "The operator leads, MoETrainingJob is served, and every daemon is well." in said
+    assert "The operator leads, MoETrainingJob is served, and every daemon is healthy." in said
 
 
 def _daemons(cluster: Cluster) -> dict[str, str]:

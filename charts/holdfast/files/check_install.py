@@ -1,7 +1,8 @@
-"""What `helm test` runs in a pod: the operator leads, the resource is served, every daemon is well.
+"""The check that `helm test` runs in a pod: the operator leads, MoETrainingJob is served, and every
+daemon is healthy.
 
-Needs nothing but the standard library. Asks again until everything holds or the patience ends, and
-then says what does not.
+Needs only the standard library. Repeats the check until it passes or time is up, and then prints
+the problems.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ REQUEST_S = 5.0
 PAUSE_S = 2.0
 
 Ask = Callable[[str], bytes]
-"""The body of a good answer; OSError with the reason otherwise."""
+"""Function from a URL or path to the body of a successful answer; raises OSError otherwise."""
 
 
 def problems(
     ask: Ask, ask_api: Ask, *, operator: str, namespace: str, daemons: str, selector: str
 ) -> Iterator[str]:
-    """What does not hold; nothing when the installation is well.
+    """Problems of the installation; none when it is healthy.
 
     Args:
-        ask: over plain HTTP.
-        ask_api: paths of the API server.
+        ask: fetches URLs over plain HTTP.
+        ask_api: fetches paths of the API server.
         operator: URL of the operator's probes.
         daemons: name of the DaemonSet.
         selector: labels of its pods.
@@ -59,7 +60,7 @@ def problems(
         return
     wanted = status.get("desiredNumberScheduled", 0)
     if wanted == 0:
-        yield "no node gets a daemon: look at daemon.nodeSelector and daemon.tolerations"
+        yield "no node gets a daemon: check daemon.nodeSelector and daemon.tolerations"
     if len(pods) < wanted:
         yield f"{len(pods)} of {wanted} daemons have a pod"
     for pod in pods:
@@ -74,7 +75,7 @@ def _daemon_problems(ask: Ask, pod: dict[str, Any]) -> Iterator[str]:
         return
     host = f"[{address}]" if ":" in address else address
     url = f"http://{host}:{DAEMON_PORT}/healthz"
-    yield from _unanswered(ask, url, f"the daemon {name} on {node} is not well")
+    yield from _unanswered(ask, url, f"the daemon {name} on {node} is not healthy")
 
 
 def _unanswered(ask: Ask, url: str, what: str) -> Iterator[str]:
@@ -85,10 +86,10 @@ def _unanswered(ask: Ask, url: str, what: str) -> Iterator[str]:
 
 
 def over_http(url: str) -> bytes:
-    """The body of what is at `url`.
+    """Fetch the body at `url`.
 
     Raises:
-        OSError: without a good answer.
+        OSError: without a successful answer.
     """
     with urlopen(url, timeout=REQUEST_S) as answer:
         body: bytes = answer.read()
@@ -96,9 +97,9 @@ def over_http(url: str) -> bytes:
 
 
 def over_api(path: str) -> bytes:
-    """The same for a path of the API server, with this pod's token."""
+    """Fetch the body at a path of the API server, with this pod's token."""
     context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
-    # Certificates of some clusters lack the key identifiers that newer Pythons insist on.
+    # Certificates of some clusters lack the key identifiers that newer Pythons require.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     token = (ACCOUNT / "token").read_text().strip()
     request = Request(f"{API_SERVER}{path}", headers={"Authorization": f"Bearer {token}"})
@@ -108,12 +109,12 @@ def over_api(path: str) -> bytes:
 
 
 def main() -> int:
-    """0 when all is well, 1 with the problems otherwise."""
-    parser = argparse.ArgumentParser(description="Look at an installation from inside.")
+    """Run the check; return 0 when all is well, otherwise 1 after printing the problems."""
+    parser = argparse.ArgumentParser(description="Check an installation from inside.")
     parser.add_argument("--operator", required=True, metavar="URL")
     parser.add_argument("--namespace", required=True)
-    parser.add_argument("--daemons", required=True, metavar="NAME", help="of the DaemonSet")
-    parser.add_argument("--selector", required=True, metavar="LABELS", help="of its pods")
+    parser.add_argument("--daemons", required=True, metavar="NAME", help="name of the DaemonSet")
+    parser.add_argument("--selector", required=True, metavar="LABELS", help="labels of its pods")
     parser.add_argument("--patience", type=float, default=90.0, metavar="S")
     options = vars(parser.parse_args())
     end = time.monotonic() + options.pop("patience")
@@ -122,7 +123,7 @@ def main() -> int:
             print(*found, sep="\n", file=sys.stderr)
             return 1
         time.sleep(PAUSE_S)
-    print("The operator leads, MoETrainingJob is served, and every daemon is well.")
+    print("The operator leads, MoETrainingJob is served, and every daemon is healthy.")
     return 0
 
 

@@ -3,7 +3,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* What the names of all objects begin with: the release, and the chart unless they are alike. */}}
+{{/* Prefix of the names of all objects: the release, and the chart unless they are alike. */}}
 {{- define "holdfast.fullname" -}}
 {{- $name := include "holdfast.name" . -}}
 {{- if .Values.fullnameOverride -}}
@@ -15,7 +15,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Names of parts. */}}
+{{/* Names of the components. */}}
 {{- define "holdfast.operator" -}}{{ include "holdfast.fullname" . }}-operator{{- end -}}
 {{- define "holdfast.daemon" -}}{{ include "holdfast.fullname" . }}-daemon{{- end -}}
 {{- define "holdfast.control" -}}{{ include "holdfast.fullname" . }}-control{{- end -}}
@@ -31,21 +31,21 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* Labels that never change, by which pods are found. Arguments: root, component. */}}
+{{/* Labels that never change, for selectors of pods. Arguments: root, component. */}}
 {{- define "holdfast.selector" -}}
 app.kubernetes.io/name: {{ include "holdfast.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* Labels of a pod: selector, what the operator looks for, and the person's own.
+{{/* Labels of a pod: selector, those that the operator looks for, and the user's own.
      Arguments: root, component, more. */}}
 {{- define "holdfast.podLabels" -}}
 {{- $ours := include "holdfast.labels" . | fromYaml -}}
 {{- toYaml (merge $ours (.more | default dict)) -}}
 {{- end -}}
 
-{{/* An image of ours. Arguments: root, name, given. */}}
+{{/* Reference of one of Holdfast's images. Arguments: root, name, given. */}}
 {{- define "holdfast.image" -}}
 {{- $image := .root.Values.image -}}
 {{- .given | default (printf "%s/%s:%s" $image.registry .name ($image.tag | default .root.Chart.AppVersion)) -}}
@@ -72,14 +72,14 @@ imagePullSecrets:
 {{- mulf (trimSuffix $unit $text | float64) (get $units $unit | float64) | floor | int64 -}}
 {{- end -}}
 
-{{/* Bytes of the daemon's limit, which are those of the tmpfs too: budget and overhead. */}}
+{{/* Bytes of the daemon's limit, and of its tmpfs: budget and overhead. */}}
 {{- define "holdfast.daemonBytes" -}}
 {{- $budget := include "holdfast.bytes" .Values.daemon.memory.budget | int64 -}}
 {{- $overhead := include "holdfast.bytes" .Values.daemon.memory.overhead | int64 -}}
 {{- add $budget $overhead -}}
 {{- end -}}
 
-{{/* Of pods, and of containers, that need nothing from the kernel. */}}
+{{/* Security contexts of pods and containers that need nothing from the kernel. */}}
 {{- define "holdfast.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 65532
@@ -93,7 +93,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* What a pod knows of itself, as environment. */}}
+{{/* A pod's own name and node, as environment. */}}
 {{- define "holdfast.podEnvironment" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -119,8 +119,8 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 {{- end -}}
 
-{{/* What a daemon or an operator is told of its identity; where its secret is. Arguments: root,
-     role. */}}
+{{/* Arguments of a daemon or an operator for its identity, and the mount of its secret. Arguments:
+     root, role. */}}
 {{- define "holdfast.tlsArguments" -}}
 {{- if .root.Values.security.insecure -}}
 - --insecure
@@ -143,7 +143,8 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 {{- end -}}
 
-{{/* Where jobs may persist to, as arguments. Arguments: root, credentials (whether to name them). */}}
+{{/* Locations where jobs may persist, as arguments. Arguments: root, credentials (whether to name
+     them). */}}
 {{- define "holdfast.locations" -}}
 {{- range .root.Values.persistence.locations }}
 {{- $location := omit . "secretName" }}
@@ -183,7 +184,7 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 {{- end -}}
 
-{{/* Whether our own Redis runs: "true" or empty. */}}
+{{/* Whether the chart's own Redis runs: "true" or empty. */}}
 {{- define "holdfast.ownRedis" -}}
 {{- $external := .Values.redis.external -}}
 {{- if and .Values.redis.enabled (or $external.url $external.existingSecret) -}}

@@ -89,7 +89,7 @@ def test_an_installation_that_is_well_has_no_problems(script: ModuleType) -> Non
         (lambda it: it.api.update({RESOURCES: {"resources": []}}), "has no moetrainingjobs"),
         (
             lambda it: it.probes.remove("http://10.0.0.1:7703/healthz"),
-            "the daemon daemon-a on a is not well",
+            "the daemon daemon-a on a is not healthy",
         ),
         (
             lambda it: it.api.update({PODS: {"items": [pod("a", "10.0.0.1")]}}),

@@ -60,7 +60,7 @@ def test_without_a_builder_it_is_said_what_to_install(
     assert main(["build"]) == 1
     assert capsys.readouterr().err == (
         "None of docker, podman, buildah is on this machine: install one of them (Debian: apt-get "
-        "install buildah), or name another with BUILDER=PROGRAM that knows `build` and `push`\n"
+        "install buildah), or name another with BUILDER=PROGRAM that has `build` and `push`\n"
     )
     assert main(["push", "--registry", "registry.example", "--builder", "kaniko"]) == 1
     assert "'kaniko' is not on this machine" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_push_writes_values_and_a_job_with_the_names_that_were_pushed(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["push"], "say where to: make push REGISTRY=registry.example/team"),
+        (["push"], "name a registry: make push REGISTRY=registry.example/team"),
         (["push", "--registry", "https://r.example"], "'https://r.example' is no place for images"),
         (["build", "--registry", "R/x"], "'R/x' is no place for images"),
         (["build", "--registry", "r.example/"], "'r.example/' is no place for images"),
