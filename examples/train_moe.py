@@ -1,11 +1,11 @@
 """Trains a byte-level Mixture-of-Experts language model on the source text of Python's library.
 
-What for: to show Holdfast in a real training script; all of it is in `main`. Start it with
-`torchrun --nproc-per-node 2 examples/train_moe.py`, or on several nodes, protected, with
-`holdfast run examples/moe-job.yaml`. Experts are spread over the ranks and
-tokens travel to them by all-to-all; everything else is replicated, its gradients are averaged.
-The state after step k depends on the seed, the number of ranks and k alone, so a run that was
-killed and restored ends with the bytes of one that was not.
+The example shows Holdfast in a real training script; all uses of Holdfast are in `main`. Start it
+with `torchrun --nproc-per-node 2 examples/train_moe.py`, or on several nodes, protected, with
+`holdfast run examples/moe-job.yaml`. Experts are spread over the ranks, and tokens reach them by
+all-to-all; everything else is replicated, and its gradients are averaged.
+The state after step k depends only on the seed, the number of ranks and k, so a run that was killed
+and restored ends with the same bytes as an undisturbed one.
 
 Shape suffixes: B sequences, S bytes in each, N = B·S tokens of a rank, D model width, H heads of
 width d, V = 256 byte values, E experts of a layer, L experts on this rank, R ranks that share the
@@ -40,12 +40,12 @@ Group = dist.ProcessGroup | None
 
 
 class AllToAll(torch.autograd.Function):
-    """Block i of the first dimension goes to rank i of the group; the gradient travels back."""
+    """Sends block i of the first dimension to rank i of the group, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
         ctx.group = group
-        sent = x.contiguous().view(torch.uint8)  # bytes: not every backend knows bfloat16
+        sent = x.contiguous().view(torch.uint8)  # bytes: not every backend supports bfloat16
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         return received.view(x.dtype)
@@ -68,8 +68,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Sends each token to its two best experts, as far as their capacity reaches. After a recovery
-    `factors` gives some experts more of it, and `room` makes room for that on every rank."""
+    """Sends each token to its two best experts, within their capacity. After a recovery `factors`
+    gives some experts more capacity, and `room` reserves space for it on every rank."""
 
     def __init__(self, dim: int, experts: int, ranks: int, group: Group) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class MoE(nn.Module):
         kept_P = place_P < limit_E[queue_P]
         slot_P = torch.where(kept_P, queue_P * C + place_P, E * C)  # the last: dropped
         self.routed_E = chosen_PE[kept_P].sum(0)
-        token_of_slot = torch.full((E * C + 1,), N, device=device)  # N: nobody, zeros
+        token_of_slot = torch.full((E * C + 1,), N, device=device)  # N: no token, zeros
         token_of_slot[slot_P] = torch.arange(N, device=device).repeat(CHOICES)
 
         sent = F.pad(x_ND, (0, 0, 0, 1))[token_of_slot[:-1]].view(R, -1, D)
@@ -182,7 +182,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 spreads,
                 [],
                 steps,
-                fused=True,  # its arithmetic is known to daemons (snapshot.policy…recompute)
+                fused=True,  # daemons can repeat its arithmetic (snapshot.policy…recompute)
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -197,8 +197,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
 class Passages(Dataset[Tensor]):
     """The Python sources of the standard library, cut into a multiple of `multiple` passages of
-    `length` bytes, so that every rank has only full batches. `held_out` of them, evenly spread,
-    are no part of it."""
+    `length` bytes, so that every rank has only full batches. `held_out` passages, evenly spread,
+    are left out."""
 
     def __init__(self, length: int, multiple: int, held_out: int = 0) -> None:
         root, left_out = Path(sysconfig.get_path("stdlib")), {"site-packages", "test"}
@@ -221,8 +221,8 @@ class Passages(Dataset[Tensor]):
 
 @torch.no_grad()
 def average_gradients(model: ByteLM, loss: Tensor, replicas: Group, copies: int) -> float:
-    """Averages gradients over the ranks that hold the same weights; returns the mean loss. Experts
-    already received the gradients of every token that was sent to them."""
+    """Average gradients over the ranks that hold the same weights; return the mean loss. Experts
+    already have the gradients of every token that was sent to them."""
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     dense = [grad for name, grad in grads.items() if ".experts." not in name]
     flat = torch.cat([loss.detach().view(1), *(grad.float().view(-1) for grad in dense)])
@@ -241,8 +241,8 @@ def average_gradients(model: ByteLM, loss: Tensor, replicas: Group, copies: int)
 
 @torch.no_grad()
 def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: int) -> float:
-    """In nats per byte, with capacity for every token: what else is in a batch makes no difference.
-    Every rank takes part."""
+    """Loss in nats per byte, with capacity for every token, so that a passage's loss does not
+    depend on the rest of its batch. Every rank takes part."""
     for moe in moes:
         moe.room = moe.num_experts / CHOICES
         moe.factors = [moe.room] * moe.num_experts
@@ -252,7 +252,7 @@ def held_out_loss(model: ByteLM, moes: list[MoE], passages_PT: Tensor, batch: in
 
 
 def state_sha256(model: ByteLM, optimizer: MasterAdamW) -> str:
-    """SHA-256 over every rank's parameters and optimizer states, names in order, ranks in order."""
+    """SHA-256 of all parameters and optimizer states, in the order of ranks and then of names."""
     digest = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         for key, tensor in [("", p.detach()), *sorted(optimizer.state[p].items())]:
@@ -268,7 +268,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--dim", type=int, default=128, help=f"a multiple of {HEAD_WIDTH}")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--experts", type=int, default=16, help="of a layer, on all ranks")
+    parser.add_argument("--experts", type=int, default=16, help="experts of a layer, on all ranks")
     parser.add_argument("--ep", type=int, help="ranks that share the experts; default: all")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
