@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_moe.py"
 RANKS = 2
@@ -158,16 +158,9 @@ def work(rank: int, port: int, arguments: list[str]) -> None:
 
 
 def train(arguments: list[str]) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo"])
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    ranks = [context.Process(target=work, args=(rank, port, arguments)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(100)
-        assert process.exitcode == 0
+    run_ranks(work, (port, arguments), RANKS)
 
 
 @pytest.mark.slow
