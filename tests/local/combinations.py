@@ -2,7 +2,7 @@
 
 A test that asks for the fixture `combination` is collected with each of them. `make test-faults`
 runs all; `make test` runs one for each case, drawn from the case's own name, so that all of them
-are met and each case meets the same one in every run.
+are met and each case meets the same one in every run. It leaves out cases marked `exhaustive`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,17 @@ COMBINATIONS = tuple(
     for redundancy in Redundancy
     if redundancy is not Redundancy.NONE
 )
+BY_REDUNDANCY = sorted(COMBINATIONS, key=lambda combination: combination.redundancy)
+"""In the order of tests, so that those that share a cluster of one redundancy follow each other."""
 CARRYING = tuple(policy for policy in PolicyType if policy is not PolicyType.FULL)
 """Those whose saves carry pieces over."""
 
 
 def is_drawn(item: pytest.Item) -> bool:
-    """Whether `make test` runs this case: once for each of what else it is parametrized with."""
+    """Whether `make test` runs this case: once for each of what else it is parametrized with,
+    unless it is marked `exhaustive`."""
+    if item.get_closest_marker("exhaustive"):
+        return False
     params = item.callspec.params if isinstance(item, pytest.Function) and _is_many(item) else {}
     combination, policy = params.get("combination"), params.get("policy")
     if isinstance(combination, Combination):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from combinations import COMBINATIONS, Combination, is_drawn
+from combinations import BY_REDUNDANCY, Combination, is_drawn
 from harness import RawCluster
 from small_tmpfs import mounted
 
@@ -14,7 +14,7 @@ from holdfast_core.job_snapshots import PolicyType
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--every-combination`, each case meets one of them."""
+    """Without `--every-combination`, leave out what only `make test-faults` runs."""
     if not config.getoption("--every-combination"):
         config.hook.pytest_deselected(items=[item for item in items if not is_drawn(item)])
         items[:] = [item for item in items if is_drawn(item)]
@@ -34,7 +34,7 @@ def tmpfs() -> Iterator[Path]:
         yield where
 
 
-@pytest.fixture(params=COMBINATIONS, ids=lambda combination: combination.name)
+@pytest.fixture(scope="module", params=BY_REDUNDANCY, ids=[one.name for one in BY_REDUNDANCY])
 def combination(request: pytest.FixtureRequest) -> Combination:
     """A policy and a redundancy: all of them, or one for each case; see `combinations`."""
     assert isinstance(request.param, Combination)

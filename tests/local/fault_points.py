@@ -1,4 +1,4 @@
-"""The points at which `test_fault_points` kills a daemon, as data.
+"""The points at which `test_fault_points` kills a daemon, and the cases made of them, as data.
 
 A point is a list of traps and what makes the daemon pass there. Each effect of the engine, each
 file step and each transfer between daemons has one before and one after it, or in its middle.
@@ -106,3 +106,49 @@ def _points() -> Iterator[Point]:
 
 
 POINTS = tuple(_points())
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A point, which member dies there, and how it comes back."""
+
+    point: Point
+    victim: int
+    loss: str
+    """`daemon` (its daemon starts again), `node` (a spare takes over), `addresses` (its daemon
+    starts again, at another address and in the same epoch)."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.point.name}-member{self.victim}-{self.loss}"
+
+
+def _losses(point: Point) -> tuple[str, ...]:
+    if point.during == "rebuild-source":
+        # A fresh node and its source are two nodes of one group: not promised to survive.
+        return ("daemon",)
+    # Where trainers save; elsewhere it differs from a new epoch in nothing that is at stake.
+    addresses = point.during == "saves" and "-after" not in point.name
+    return ("daemon", "node", "addresses") if addresses else ("daemon", "node")
+
+
+CASES = tuple(
+    Case(point, victim, loss)
+    for point in POINTS
+    for loss in _losses(point)
+    for victim in point.victims
+)
+
+
+def _short() -> Iterator[Case]:
+    for number, point in enumerate(POINTS):
+        losses, victims = _losses(point), point.victims
+        for i, loss in enumerate(losses):
+            for j, victim in enumerate(victims):
+                if 1 in (len(losses), len(victims)) or (number + i + j) % 2 == 0:
+                    yield Case(point, victim, loss)
+
+
+SHORT = frozenset(_short())
+"""Every point with each of its victims and with each of its losses, if not with each two of them.
+"""
