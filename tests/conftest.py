@@ -1,4 +1,5 @@
-"""What all tests share: reproducible Hypothesis runs, and tests that need a GPU skip by name.
+"""What all tests share: reproducible Hypothesis runs, slow tests first, and tests that need a GPU
+skip by name.
 
 Fixtures of one part live beside that part's tests, not here.
 """
@@ -31,8 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none; imports torch only if there are such tests."""
+    """Begin with tests marked `slow`: one that begins last runs beside an idle core.
+
+    Skip tests marked `gpu` where there is none; imports torch only if there are such tests.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _cuda_is_available():
         for item in marked:

@@ -51,6 +51,7 @@ def save_s(job: RawJob) -> float:
     return statistics.median(took)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["saves", "reports", "bulk", "arena", "http"])
 def test_a_well_behaved_job_goes_on_beside(cluster: RawCluster, way: str) -> None:
     nodes = cluster.start_nodes(2)

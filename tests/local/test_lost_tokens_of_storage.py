@@ -69,6 +69,7 @@ def expected_loss(store: SetStore, stored: StoredSet) -> int:
     return lost
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_older_experts_cost_is_counted_to_the_token(directory: Path) -> None:
     tier = directory / "tier"

@@ -74,6 +74,7 @@ async def _lose_a_rank(cluster: LocalCluster) -> None:
     assert [e.reason for e in cluster.events].count("TokenLossLimitPassed") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_lost_rank_costs_tokens_that_status_shows_and_the_next_control_loop_knows(
     directory: Path,

@@ -17,6 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("first_seed", range(0, metafunc.config.getoption("--schedules"), CHUNK))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_schedule_loses_a_byte_or_a_recovery_line(first_seed: int) -> None:
     counts = run_schedules(first_seed, CHUNK, steps=6, faults=4)
