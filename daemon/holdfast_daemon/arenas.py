@@ -60,6 +60,8 @@ class Arena:
 
     def __init__(self, directory: Path, encoded_layout: bytes, layout: Layout) -> None:
         self.directory = directory
+        self.path = directory / ARENA_FILE
+        """The file whose descriptor is passed to the trainer."""
         self.encoded_layout = encoded_layout
         self.layout = layout
         self.layout_id = layout_id(encoded_layout)
@@ -69,11 +71,6 @@ class Arena:
     @property
     def rank(self) -> int:
         return self.layout.rank
-
-    @property
-    def path(self) -> Path:
-        """The file whose descriptor is passed to the trainer."""
-        return self.directory / ARENA_FILE
 
     @property
     def nbytes(self) -> int:
