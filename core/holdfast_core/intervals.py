@@ -144,20 +144,37 @@ def recoveries_per_s(
 def snapshot_interval_steps(
     *, copy_s: float, protect_s: float, step_s: float, rate_per_s: float, asked_steps: int
 ) -> int:
+    """The interval of snapshots whose copy takes `copy_s`, of which a step hides what it can
+    (REFT appendix A, eq. 8); see `interval_steps`.
+
+    Raises:
+        InvalidJobError: when there is no such number.
+    """
+    return interval_steps(
+        overhead_s=save_overhead_s(copy_s, step_s),
+        protect_s=protect_s,
+        step_s=step_s,
+        rate_per_s=rate_per_s,
+        least_steps=asked_steps,
+    )
+
+
+def interval_steps(
+    *, overhead_s: float, protect_s: float, step_s: float, rate_per_s: float, least_steps: int = 1
+) -> int:
     """The steps from snapshot to snapshot that lose the least time (REFT appendix A, eq. 9); no
-    fewer than the job asks for, nor than protection can follow: a save is skipped while the one
-    before it is being protected.
+    fewer than `least_steps`, nor than protection can follow: a save is skipped while the one before
+    it is being protected.
 
     Args:
+        overhead_s: what one snapshot adds to training, O_save of eq. 8.
         rate_per_s: of recoveries, see `recoveries_per_s`; above 0 unless the copy hides.
 
     Raises:
         InvalidJobError: when there is no such number.
     """
-    best_s = snapshot_interval_s(
-        snapshot_s=copy_s, compute_s=step_s, node_failure_rate_per_s=rate_per_s
-    )
-    return max(steps_of(best_s, step_s), asked_steps, ceil(protect_s / step_s))
+    best_s = optimal_interval_s(overhead_s, rate_per_s)
+    return max(steps_of(best_s, step_s), least_steps, ceil(protect_s / step_s))
 
 
 def steps_of(interval_s: float, step_s: float) -> int:

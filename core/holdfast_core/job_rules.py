@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from holdfast_core.documents import MISSING, Problem
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job_failures import On, Rule
+from holdfast_core.job_intervals import AUTO, STEPS_MAX, StepInterval
 from holdfast_core.job_persistence import persistence_problems
 from holdfast_core.job_schema import MANAGER, Gang, Scheduling, Spec
 from holdfast_core.job_snapshots import (
@@ -37,6 +38,7 @@ def spec_problems(spec: Spec) -> Iterator[Problem]:
             fix=f"write {MANAGER}, or another controller's name like example.com/controller",
         )
     yield from _parallelism_problems(spec)
+    yield from _interval_problems(spec.snapshot.interval)
     yield from _policy_problems(spec.snapshot.policy)
     yield from _recompute_problems(spec)
     yield from _redundancy_problems(spec)
@@ -76,6 +78,17 @@ def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
             value=spec.model.num_experts,
             wrong=f"cannot be divided by ep = {p.ep}",
             fix="change spec.parallelism.ep so that every rank holds equally many experts",
+        )
+
+
+def _interval_problems(interval: StepInterval) -> Iterator[Problem]:
+    steps = interval.steps
+    if steps != AUTO if isinstance(steps, str) else not 1 <= steps <= STEPS_MAX:
+        yield Problem(
+            path="spec.snapshot.interval.steps",
+            value=steps,
+            wrong="not a number of steps",
+            fix=f"write {AUTO}, or a number from 1 to {STEPS_MAX}",
         )
 
 

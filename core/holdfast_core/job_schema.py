@@ -15,15 +15,18 @@ import msgspec
 from msgspec import Meta, field
 
 from holdfast_core.documents import YEAR_S, Document
+from holdfast_core.intervals import recoveries_per_s
 from holdfast_core.job_failures import FailurePolicy
 from holdfast_core.job_persistence import Persistence, Restore
 from holdfast_core.job_snapshots import (
+    COMPARE_REPLICAS_EVERY,
     PolicyType,
     RedundancySpec,
     Snapshot,
 )
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.topology import Topology
+from holdfast_core.values import Redundancy
 
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "MoETrainingJob"
@@ -294,13 +297,27 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     @property
     def variables(self) -> dict[str, str]:
         """What the trainer is told in its environment besides where its daemon is."""
-        policy = self.spec.snapshot.policy
-        if policy.type is PolicyType.FULL:
-            return {"HOLDFAST_JOB": self.key}
-        return {
-            "HOLDFAST_JOB": self.key,
-            "HOLDFAST_POLICY": msgspec.json.encode(policy, order="deterministic").decode(),
-        }
+        snapshot = self.spec.snapshot
+        found = {"HOLDFAST_JOB": self.key}
+        if snapshot.policy.type is not PolicyType.FULL:
+            text = msgspec.json.encode(snapshot.policy, order="deterministic").decode()
+            found["HOLDFAST_POLICY"] = text
+        if snapshot.interval.auto:
+            found["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
+        if snapshot.compare_replicas_every != COMPARE_REPLICAS_EVERY:
+            found["HOLDFAST_COMPARE_REPLICAS_EVERY"] = str(snapshot.compare_replicas_every)
+        return found
+
+    @property
+    def recoveries_per_day(self) -> float:
+        """How often the job is expected to go back to a snapshot in memory; above 0."""
+        interval = self.spec.snapshot.interval
+        return recoveries_per_s(  # of rates a day
+            self.spec.nodes,
+            node_losses_per_s=1 / interval.node_mtbf_days,
+            process_failures_per_s=1 / interval.process_mtbf_days,
+            redundant=self.spec.redundancy.type is not Redundancy.NONE,
+        )
 
     @property
     def env(self) -> dict[str, str]:

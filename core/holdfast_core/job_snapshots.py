@@ -10,6 +10,7 @@ from msgspec import Meta
 from holdfast_core.documents import Document
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.groups import MIN_GROUP_SIZE
+from holdfast_core.job_intervals import StepInterval
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.values import Redundancy
 
@@ -20,6 +21,9 @@ DEFAULT_LARGE_GROUP_SIZE = 8
 BANDWIDTH_BYTES_S_MIN = 10_000_000
 """The least limit of protection: with less, a group of many members reads so slowly from each that
 they take the connection for dead (`holdfast_daemon.bulk_server.STALL_S`)."""
+
+COMPARE_REPLICAS_EVERY = 10
+"""Snapshots from one comparison of replicas to the next, when a job does not say."""
 
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
@@ -192,17 +196,24 @@ NOT_SUPPORTED = (
 """What is wrong with other policies, and what to do about it."""
 
 
-class StepInterval(Document, frozen=True, kw_only=True):
-    """How often the trainer saves."""
-
-    steps: Annotated[_Count, Meta(description="steps from snapshot to snapshot", examples=[1])] = 1
-
-
 class Snapshot(Document, frozen=True, kw_only=True):
     """What is captured, how often, and in how much memory."""
 
     policy: Policy = Policy()
     interval: StepInterval = StepInterval()
+    compare_replicas_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="snapshots from one comparison of replicas to the next",
+            examples=[10],
+            extra={
+                "more": "Ranks that hold the same state say what they hold before such a snapshot "
+                "is committed. 1: before each. 0: only before the first of a run."
+            },
+        ),
+    ] = COMPARE_REPLICAS_EVERY
     memory_per_node: (
         Annotated[
             str,

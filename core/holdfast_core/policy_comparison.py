@@ -273,7 +273,7 @@ class _World:
             protect_s=protect_s,
             step_s=assumed.step_s,
             rate_per_s=rate_per_s,
-            asked_steps=self._job.spec.snapshot.interval.steps,
+            asked_steps=self._job.spec.snapshot.interval.least_steps,
         )
         interval_s = steps * assumed.step_s
         # A snapshot is of use when its copy has ended, and to a lost node when it is protected.

@@ -10,7 +10,7 @@ from rich.console import Console
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.policy_comparison import Assumptions, Comparison
 from holdfast_operator.job_files import load_job
-from holdfast_operator.plan_inputs import assumptions_of, model_of
+from holdfast_operator.plan_inputs import assumptions_of, model_of, mtbf_days_of
 from holdfast_operator.planning import PlannedModel, PlanSettings, check_memory, compared, plan_view
 
 COLUMNS = 100
@@ -26,10 +26,11 @@ def plan(options: argparse.Namespace) -> int:
             f"--plot {options.plot}: the suffix says what is drawn; use {', '.join(PLOT_SUFFIXES)}"
         )
     job = load_job(options.job)
+    node_mtbf_days, process_mtbf_days = mtbf_days_of(options, job)
     settings = PlanSettings(
         bytes_per_rank=options.bytes_per_rank,
-        node_mtbf_days=options.node_mtbf_days,
-        process_mtbf_days=options.process_mtbf_days,
+        node_mtbf_days=node_mtbf_days,
+        process_mtbf_days=process_mtbf_days,
         replace_s=options.replace_seconds,
         snapshot_s=options.snapshot_seconds,
         step_s=options.step_seconds,

@@ -131,15 +131,26 @@ def assumptions_of(
         copy_bytes_s = measured_copy_bytes_s()
     else:
         copy_bytes_s = options.copy_bandwidth or COPY_BYTES_S
+    node_mtbf_days, process_mtbf_days = mtbf_days_of(options, job)
     return Assumptions(
         copy_bytes_s=copy_bytes_s,
         network_bytes_s=options.network_bandwidth or NETWORK_BYTES_S,
         step_s=options.step_seconds,
-        node_losses_per_s=1 / (options.node_mtbf_days * DAY_S),
-        process_failures_per_s=1 / (options.process_mtbf_days * DAY_S),
+        node_losses_per_s=1 / (node_mtbf_days * DAY_S),
+        process_failures_per_s=1 / (process_mtbf_days * DAY_S),
         first_k=asked or (first_k(chosen) if chosen else 1),
         loss_limit=chosen.loss_limit if chosen else PLT_LIMIT,
         routing_skew=options.routing_skew,
+    )
+
+
+def mtbf_days_of(options: argparse.Namespace, job: MoETrainingJob) -> tuple[float, float]:
+    """The mean days between losses of a node, and between failures of its processes: what the
+    command line says, or else the job."""
+    interval = job.spec.snapshot.interval
+    return (
+        options.node_mtbf_days or interval.node_mtbf_days,
+        options.process_mtbf_days or interval.process_mtbf_days,
     )
 
 

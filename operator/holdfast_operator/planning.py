@@ -20,6 +20,7 @@ from holdfast_core.intervals import (
     recoveries_per_s,
     snapshot_interval_steps,
 )
+from holdfast_core.job_intervals import StepInterval
 from holdfast_core.jobs import MoETrainingJob
 from holdfast_core.layouts import PAGE_BYTES, round_up
 from holdfast_core.model_sizes import ModelSizes
@@ -48,9 +49,9 @@ class PlanSettings:
 
     bytes_per_rank: int | None = None
     """Payload of one rank's snapshot; no memory is planned when None."""
-    node_mtbf_days: float = 180.0
+    node_mtbf_days: float = StepInterval().node_mtbf_days
     """Mean time between losses of one node."""
-    process_mtbf_days: float = 60.0
+    process_mtbf_days: float = StepInterval().process_mtbf_days
     """Mean time between failures of one node's training processes."""
     replace_s: float = 60.0
     """From the loss of a node until its state is protected again elsewhere."""
@@ -140,6 +141,7 @@ def plan_view(
                 days=settings.days,
                 model=str(model),
                 limit_bytes=job.memory_per_node_bytes,
+                auto=job.spec.snapshot.interval.auto,
             )
         )
         if groups:
@@ -259,7 +261,7 @@ def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str
             process_failures_per_s=1 / (settings.process_mtbf_days * DAY_S),
             redundant=job.spec.redundancy.type is not Redundancy.NONE,
         ),
-        asked_steps=job.spec.snapshot.interval.steps,
+        asked_steps=job.spec.snapshot.interval.least_steps,
     )
     return (
         "snapshot interval, steps",

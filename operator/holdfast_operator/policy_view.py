@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from holdfast_core.job_intervals import AUTO
 from holdfast_core.jobs import PolicyType
 from holdfast_core.policy_comparison import Assumptions, Comparison, PolicyCost
 from holdfast_core.quantities import format_bytes, format_portion
@@ -49,12 +50,14 @@ def comparison_view(
     days: float,
     model: str,
     limit_bytes: int | None = None,
+    auto: bool = False,
 ) -> RenderableType:
     """The policies, one a row; what is recommended and why; and how to read it.
 
     Args:
         model: in words.
         limit_bytes: the job's own limit for the memory of a node.
+        auto: whether the job finds its interval out.
     """
     lossy = [cost for cost in found.fitting if cost.objection]
     notes = [
@@ -67,6 +70,8 @@ def comparison_view(
         "redone:    steps, after one failure; time lost: added and redone together (REFT eq. 4)",
         "tokens:    of all routed, those whose updates experts lose by recoveries (PEC eq. 4)",
     ]
+    if auto:
+        notes.append("auto:      by the same formula, from what is measured while the job runs")
     if lossy:
         notes.append(
             "*          loses more tokens than its limit allows, so that it would grow (PEC §3.1)"
@@ -77,13 +82,13 @@ def comparison_view(
     return Group(
         _table(found, days),
         "",
-        *_recommended(found),
+        *_recommended(found, auto=auto),
         "",
         *(Text(note, style="dim") for note in notes),
     )
 
 
-def _recommended(found: Comparison) -> list[Text]:
+def _recommended(found: Comparison, *, auto: bool) -> list[Text]:
     if not found.fitting:
         least = min(cost.memory_bytes for cost in found.costs)
         text = f"nothing fits: give a node at least {format_bytes(least)}, or take more nodes"
@@ -91,7 +96,7 @@ def _recommended(found: Comparison) -> list[Text]:
     best = (name_of(found.best), "bold green")
     return [
         Text.assemble(("recommended: ", "bold"), best, f": {found.reason}."),
-        Text(_as_document(found.best), style="cyan"),
+        Text(_as_document(found.best, auto=auto), style="cyan"),
     ]
 
 
@@ -123,7 +128,7 @@ def _network(found: Comparison) -> list[str]:
     ]
 
 
-def _as_document(cost: PolicyCost) -> str:
+def _as_document(cost: PolicyCost, *, auto: bool) -> str:
     """What the job has to say."""
     policy = f"type: {cost.policy.value}"
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
@@ -133,7 +138,7 @@ def _as_document(cost: PolicyCost) -> str:
     lines = (
         "snapshot:",
         f"  policy: {{{policy}}}",
-        f"  interval: {{steps: {cost.interval_steps}}}",
+        f"  interval: {{steps: {AUTO if auto else cost.interval_steps}}}",
     )
     return "\n".join(f"  {line}" for line in lines)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job_snapshots import Policy
+from holdfast_core.job_snapshots import COMPARE_REPLICAS_EVERY, Policy
 from holdfast_core.last_lines import secrets_among
 
 _POLICY = msgspec.json.Decoder(Policy)
@@ -42,6 +42,10 @@ class Environment:
     """`HOLDFAST_TOKEN_FILE`: proves to the daemon which pod this is; None when it does not ask."""
     policy: Policy
     """`HOLDFAST_POLICY`: the job's `snapshot.policy`, as JSON."""
+    recoveries_per_day: float | None
+    """`HOLDFAST_RECOVERIES_PER_DAY`: expected; only where the interval follows from it."""
+    compare_replicas_every: int
+    """`HOLDFAST_COMPARE_REPLICAS_EVERY`."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -67,6 +71,10 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         store_address=f"{address}:{port}" if address and port else "",
         token_file=read_token_file(found),
         policy=_policy(found.get("HOLDFAST_POLICY", "")),
+        recoveries_per_day=_rate(found, "HOLDFAST_RECOVERIES_PER_DAY"),
+        compare_replicas_every=_number(
+            found, "HOLDFAST_COMPARE_REPLICAS_EVERY", COMPARE_REPLICAS_EVERY
+        ),
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )
 
@@ -105,6 +113,16 @@ def _policy(text: str) -> Policy:
         raise InvalidJobError(
             f"HOLDFAST_POLICY={text!r} is not a job's snapshot.policy: {error}"
         ) from error
+
+
+def _rate(variables: Mapping[str, str], name: str) -> float | None:
+    text = variables.get(name)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidJobError(f"{name}={text!r} is not a number; set it to above 0") from None
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -18,9 +18,10 @@ from holdfast._conventions import UnitNamer
 from holdfast._devices import device_of
 from holdfast._dtensors import raw
 from holdfast._environment import Environment, read_environment
-from holdfast._exchange import Alone, make_exchange
+from holdfast._exchange import Alone, Exchange, make_exchange
 from holdfast._interface import Session
 from holdfast._nodaemon import UnprotectedSession
+from holdfast._pacing import Pacing
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
 from holdfast_core.errors import InvalidJobError
@@ -84,7 +85,6 @@ def init(
             raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
         store, token_file = environment.store_address, environment.token_file
         client = GrpcClient(path, name, own_rank, store, tuned.rpc_timeout_s, token_file)
-    counts = tuned.experts is not None
     return ProtectedSession(
         live=live,
         stateful=stateful or {},
@@ -92,8 +92,9 @@ def init(
         rank=own_rank,
         client=client,
         exchange=make_exchange(world_size, tuned.exchange_timeout_s),
-        counting=make_exchange(world_size, tuned.exchange_timeout_s) if counts else None,
+        counting=_counting(world_size, tuned),
         comparing=_comparing(chosen, tuned),
+        pacing=_pacing(world_size, tuned),
         device=device_of([raw(parameter) for parameter in model.parameters()]),
         settings=tuned,
     )
@@ -101,7 +102,7 @@ def init(
 
 def _comparing(topology: Topology, settings: Settings) -> Comparing:
     """What compares replicas again, where there are any. Collective."""
-    every = settings.compare_replicas_every if settings.check_replicas else 0
+    every = settings.compare_replicas_every if settings.check_replicas else None
     if not every or len(topology.dense_replicas(0)) == 1:
         return Comparing(Alone(), topology, 0)
     return Comparing(
@@ -109,11 +110,30 @@ def _comparing(topology: Topology, settings: Settings) -> Comparing:
     )
 
 
+def _counting(world_size: int, settings: Settings) -> Exchange | None:
+    """Between ranks that choose experts by all ranks' tokens. Collective."""
+    if settings.experts is None or not needs_counts(settings.experts):
+        return None
+    return make_exchange(world_size, settings.exchange_timeout_s)
+
+
+def _pacing(world_size: int, settings: Settings) -> Pacing | None:
+    """What takes the saves that are worth it, where that is measured. Collective."""
+    if settings.recoveries_per_day is None:
+        return None
+    exchange = make_exchange(world_size, settings.exchange_timeout_s)
+    return Pacing(exchange, settings.recoveries_per_day)
+
+
 def _tuned(settings: Settings | None, environment: Environment) -> Settings:
     """`settings`, with what they leave to the environment."""
     tuned = settings if settings is not None else Settings()
     if settings is None and environment.copy_threads is not None:
         tuned = replace(tuned, copy_threads=environment.copy_threads)
+    if tuned.compare_replicas_every is None:
+        tuned = replace(tuned, compare_replicas_every=environment.compare_replicas_every)
+    if tuned.recoveries_per_day is None:
+        tuned = replace(tuned, recoveries_per_day=environment.recoveries_per_day)
     if tuned.experts is None:
         tuned = tuned.with_experts(environment.policy.chosen_experts)
     return tuned

@@ -36,7 +36,7 @@ from holdfast._plan import BasePlan, layout_of, moves_of, own_shards, same_place
 from holdfast._replicas import agree, digests_of, state_of
 from holdfast._restore import Restored
 from holdfast._settings import Settings
-from holdfast._tally import Tally
+from holdfast._tally import IDLE_S, Tally
 from holdfast._tasks import Task
 from holdfast_core.errors import (
     HoldfastError,
@@ -380,10 +380,11 @@ class Saver:
     # --- reports ----------------------------------------------------------------------------------
 
     def _report_due_s(self) -> float | None:
-        if not self.tally.news or not self._link.is_open:
+        """Until there may be something to tell: a save that is not taken wakes nobody."""
+        if not self._link.is_open:
             return None
         elapsed = time.monotonic() - self._reported_s
-        return max(self._settings.report_interval_s - elapsed, 0.001)
+        return max(self._settings.report_interval_s - elapsed, 0.001 if self.tally.news else IDLE_S)
 
     def _report(self) -> None:
         now = time.monotonic()

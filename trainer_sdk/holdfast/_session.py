@@ -26,6 +26,7 @@ from holdfast._gradients import Gradients
 from holdfast._handles import SaveHandle, completed_steps
 from holdfast._in_place import InPlaceCheck
 from holdfast._interface import Session
+from holdfast._pacing import Pacing
 from holdfast._restore import Restore
 from holdfast._saver import Saver
 from holdfast._settings import Settings
@@ -60,8 +61,11 @@ class ProtectedSession(Session):
         settings: Settings,
         comparing: Comparing,
         counting: Exchange | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         self._live = live
+        self._pacing = pacing
+        """Takes some of the saves that the loop calls; None to take all of them."""
         self._stateful = dict(stateful)
         self._settings = settings
         self._device = device
@@ -157,7 +161,7 @@ class ProtectedSession(Session):
         return outcome.step
 
     def save(self, step: int) -> SaveHandle:
-        handle = SaveHandle(self._last_step or 0)
+        handle, began_s = SaveHandle(self._last_step or 0), time.monotonic()
         try:
             handle = SaveHandle(completed_steps(step))
             self._save(handle)
@@ -167,6 +171,7 @@ class ProtectedSession(Session):
             _log.debug("unexpected failure of save(%d)", handle.step, exc_info=True)
             why = f"save({handle.step}) failed with {type(error).__name__}: {error}"
             self._saver.refuse(handle, SnapshotSkippedError(why))
+        self._waited(began_s)
         return handle
 
     def _save(self, handle: SaveHandle) -> None:
@@ -179,11 +184,13 @@ class ProtectedSession(Session):
                 f"save({step}) after step {last}: steps must grow; pass the completed steps"
             )
         self._last_step = step
-        self._number += 1
         now = time.monotonic()
-        self._saver.called(self._number - 1, step, now)
         self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
         self._last_save_s = now
+        if self._pacing is not None and not self._is_due(handle, self._pacing, now):
+            return
+        self._number += 1
+        self._saver.called(self._number - 1, step, now)
         if self._saver.problem is not None:
             self._saver.refuse(handle, self._saver.problem)
             return
@@ -193,6 +200,33 @@ class ProtectedSession(Session):
         asked, self._asked = self._asked, False
         if not (self._held or asked):
             self._saver.wait_staged()
+
+    def _is_due(self, handle: SaveHandle, pacing: Pacing, now: float) -> bool:
+        """Whether the snapshot is to be taken; if not, the handle says why.
+
+        Raises:
+            SnapshotSkippedError: this rank does not know yet.
+        """
+        called = pacing.called(handle, now)
+        self.counters.interval_steps = pacing.steps
+        for missed in called.missed:  # other ranks have counted them
+            self._number += 1
+            self._saver.called(self._number - 1, missed, now)
+            self._saver.comparing.missed(missed)
+        if called.undecided:
+            raise SnapshotSkippedError("the ranks have not agreed on the interval yet")
+        if not called.due:
+            handle._fail(
+                SnapshotSkippedError(
+                    f"step {handle.step} is between two snapshots, which are {pacing.steps} apart"
+                )
+            )
+        return called.due
+
+    def _waited(self, began_s: float) -> None:
+        """Training did nothing else since `began_s`."""
+        if self._pacing is not None:
+            self._pacing.waited(time.monotonic() - began_s)
 
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
@@ -258,11 +292,15 @@ class ProtectedSession(Session):
 
     def wait_staged(self) -> None:
         self._asked = True
+        began_s = time.monotonic()
         self._saver.wait_staged()
+        self._waited(began_s)
 
     def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        began_s = time.monotonic()
         self._saver.wait_staged()
+        self._waited(began_s)
         if self._gradients is not None:
             self._gradients.before_step(optimizer)
 
@@ -274,6 +312,8 @@ class ProtectedSession(Session):
         for hook in self._hooks:
             hook.remove()
         self._saver.close(self._settings.rpc_timeout_s)
+        if self._pacing is not None:
+            self._pacing.close(self._settings.rpc_timeout_s)
 
 
 def _warn_unheld(optimizers: Sequence[object]) -> None:

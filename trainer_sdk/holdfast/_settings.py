@@ -6,6 +6,7 @@ Defaults suit most jobs. Where the daemon is and which rank this is come from `_
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.expert_policies import ExpertPolicy
@@ -43,9 +44,14 @@ class Settings:
     """Saves between two checks of all units for NaN, from the second save on; 0 for never."""
     check_replicas: bool = True
     """Whether the first save compares the units that the topology declares to be replicas."""
-    compare_replicas_every: int = 10
+    compare_replicas_every: int | None = None
     """Saves from one comparison of them to the next; 1 for every save, 0 for the first save only.
-    Equal on all ranks. What is saved in between is not looked at."""
+    Equal on all ranks. What is saved in between is not looked at. None is what the job says in
+    `snapshot.compareReplicasEvery`, or 10; it is `HOLDFAST_COMPARE_REPLICAS_EVERY` here."""
+    recoveries_per_day: float | None = None
+    """Of the saves that the loop calls, take those that lose the least time if the job goes back to
+    a snapshot so often (REFT appendix A, eq. 9); None to take all of them. Equal on all ranks. A
+    job with `snapshot.interval.steps: auto` says so, by `HOLDFAST_RECOVERIES_PER_DAY`."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """How replicas divide the capture of what they share (PEC §3.2)."""
     partial_experts: PartialExperts | None = None
@@ -71,10 +77,20 @@ class Settings:
             raise InvalidJobError(
                 "both partial_experts and selective are given; a snapshot has one policy"
             )
+        if self.recoveries_per_day is not None:
+            if not 0 < self.recoveries_per_day < inf:
+                raise InvalidJobError(
+                    f"recoveries_per_day={self.recoveries_per_day}: give a number above 0"
+                )
+            if self.experts is not None and self.experts.recompute:
+                raise InvalidJobError(
+                    "recompute and recoveries_per_day are given; a gradient makes up for one step, "
+                    "so that every save has to be taken"
+                )
         if self.copy_threads < 1:
             raise InvalidJobError(f"copy_threads={self.copy_threads}: give at least 1")
         for name in ("nan_check_every", "compare_replicas_every"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise InvalidJobError(f"{name}={getattr(self, name)}: give 0 or more")
         for name in (
             "start_wait_s",

@@ -32,7 +32,12 @@ class Counters:
     """What recoveries cost experts that snapshots leave out; all 0 when they capture everything."""
     staged_s: float = 0.0
     """From the call of the newest staged save until its tensors could change again."""
+    interval_steps: int = 0
+    """From snapshot to snapshot, where the job leaves that to what is measured; else 0."""
 
+
+IDLE_S = 0.5
+"""A saver that has nothing to do looks so often whether there is news."""
 
 CAUSES_MAX = 1000
 """Causes of failed saves that are not logged again; beyond it, all of them are new once more."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.groups import MIN_GROUP_SIZE
+from holdfast_core.job_intervals import AUTO, STEPS_MAX
 from holdfast_core.job_persistence import GENERATION_PATTERN, LATEST
 from holdfast_core.job_schema import MANAGER
 from holdfast_core.job_snapshots import BANDWIDTH_BYTES_S_MIN
@@ -72,7 +73,7 @@ def _recompute(field: str) -> tuple[CelRule, ...]:
         CelRule(
             rule=f"!({asked}) || self.redundancy.type != 'Replication' || "
             "self.snapshot.interval.steps == 1",
-            says="a gradient makes up for one step, not for spec.snapshot.interval.steps = %d; "
+            says="a gradient makes up for one step, not for spec.snapshot.interval.steps = %s; "
             "remove it, or set the steps to 1",
             values=("self.snapshot.interval.steps",),
             field=f".snapshot.policy.{field}.recompute",
@@ -297,6 +298,12 @@ RULES: dict[str, tuple[CelRule, ...]] = {
             "Selective",
             values=("self.type",),
             field=".selective",
+        ),
+    ),
+    "spec.snapshot.interval.steps": (
+        CelRule(
+            rule=f"type(self) == int ? self >= 1 && self <= {STEPS_MAX} : self == '{AUTO}'",
+            says=f"not a number of steps; write {AUTO}, or a number from 1 to {STEPS_MAX}",
         ),
     ),
     "spec.snapshot.policy.selective": (

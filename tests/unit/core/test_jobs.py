@@ -238,6 +238,30 @@ def test_each_field_of_a_policy_reaches_the_trainer() -> None:
     assert Policy(type=PolicyType.SELECTIVE).chosen_experts == Selective()
 
 
+def test_a_job_may_leave_its_interval_to_what_is_measured() -> None:
+    assert "HOLDFAST_RECOVERIES_PER_DAY" not in parse_job(document()).variables
+    job = parse_job(document(snapshot={"interval": {"steps": "auto"}}))
+    check_supported(job)
+    interval = job.spec.snapshot.interval
+    assert (interval.auto, interval.least_steps) == (True, 1)
+    each_day = job.spec.nodes * (1 / 180 + 1 / 60)  # what `holdfast plan` assumes
+    assert float(job.variables["HOLDFAST_RECOVERIES_PER_DAY"]) == pytest.approx(each_day)
+
+
+def test_how_often_a_job_expects_to_recover_follows_from_what_it_says() -> None:
+    interval = {"steps": "auto", "nodeMtbfDays": 20, "processMtbfDays": 5.0}
+    job = parse_job(document(snapshot={"interval": interval}))
+    assert job.recoveries_per_day == pytest.approx(job.spec.nodes * (1 / 20 + 1 / 5))
+    alone = document(snapshot={"interval": interval}, redundancy={"type": "None"})
+    assert parse_job(alone).recoveries_per_day == pytest.approx(job.spec.nodes / 5)
+
+
+def test_the_period_of_comparisons_reaches_the_trainer() -> None:
+    assert "HOLDFAST_COMPARE_REPLICAS_EVERY" not in parse_job(document()).variables
+    job = parse_job(document(snapshot={"compareReplicasEvery": 3}))
+    assert job.variables["HOLDFAST_COMPARE_REPLICAS_EVERY"] == "3"
+
+
 def test_a_job_of_another_controller_is_not_run_here() -> None:
     check_local(parse_job(document()))
     with pytest.raises(InvalidJobError) as caught:

@@ -207,11 +207,23 @@ CASES = [
     ),
     (
         put("spec.snapshot.interval.steps", 0),
-        "spec.snapshot.interval.steps = 0: expected int >= 1; give steps from snapshot to snapshot",
+        "spec.snapshot.interval.steps = 0: not a number of steps; write auto, or a number "
+        "from 1 to 1000000",
+    ),
+    (
+        put("spec.snapshot.interval.steps", "Auto"),
+        'spec.snapshot.interval.steps = "Auto": not a number of steps; write auto, or a number '
+        "from 1 to 1000000",
+    ),
+    (
+        put("spec.snapshot.compareReplicasEvery", -1),
+        "spec.snapshot.compareReplicasEvery = -1: expected int >= 0; give snapshots from one "
+        "comparison of replicas to the next, for example 10",
     ),
     (
         put("spec.snapshot.interval.minutes", 5),
-        "spec.snapshot.interval.minutes = 5: unknown field; the fields here are steps",
+        "spec.snapshot.interval.minutes = 5: unknown field; the fields here are steps, "
+        "nodeMtbfDays, processMtbfDays",
     ),
     (
         put("spec.snapshot.memoryPerNode", "200GB"),

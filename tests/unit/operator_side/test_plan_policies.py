@@ -125,6 +125,18 @@ def test_what_is_recommended_can_be_written_into_the_job(
     assert parsed(JOB + written).spec.snapshot.interval.steps == 1
 
 
+def test_a_job_that_finds_its_interval_out_is_told_what_to_expect(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rare = "nodeMtbfDays: 5000, processMtbfDays: 5000"
+    job.write_text(JOB + f"  snapshot: {{interval: {{steps: auto, {rare}}}}}\n")
+    text = printed(capsys, job, *SIZES, "--copy-bandwidth", "5G")
+    assert "recommended: Full" in text and "interval: {steps: auto}" in text
+    assert "by the same formula, from what is measured while the job runs" in text
+    flags = ("--node-mtbf-days", "180", "--process-mtbf-days", "60")
+    assert "recommended: Part" in printed(capsys, job, *SIZES, "--copy-bandwidth", "5G", *flags)
+
+
 def test_the_copy_can_be_measured(
     job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

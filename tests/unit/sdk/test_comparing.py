@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meeting import WAIT_S, Meeting, Seat
 
 from holdfast._capture import LiveState
 from holdfast._client import Grant
 from holdfast._comparing import Comparing
 from holdfast._copy import CopyEngine
 from holdfast._devices import CpuDevice
-from holdfast._exchange import Alone, Broadcast
+from holdfast._exchange import Alone
 from holdfast._replicas import digests_of
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
@@ -27,60 +27,12 @@ from holdfast_core.errors import (
     HoldfastError,
     ReplicasDivergedError,
     SnapshotSkippedError,
-    UnreachableError,
 )
 from holdfast_core.topology import Topology
 from holdfast_core.values import Generation
 
-WAIT_S = 30.0
 TOPOLOGY = Topology(dp=4, ep=2)
 RANKS = 4
-
-
-class Meeting:
-    """Where the ranks of one process meet; counts the meetings of each."""
-
-    def __init__(self, ranks: int = RANKS) -> None:
-        self.broken = False
-        self.done = [0] * ranks
-        self._news = threading.Condition()
-        self._given: dict[int, dict[int, bytes]] = {}
-
-    def gather(self, rank: int, data: bytes) -> list[bytes]:
-        with self._news:
-            given = self._given.setdefault(self.done[rank], {})
-            self.done[rank] += 1
-            given[rank] = data
-            self._news.notify_all()
-            self._news.wait_for(lambda: len(given) == len(self.done) or self.broken, WAIT_S)
-            if len(given) < len(self.done) or self.broken:
-                raise UnreachableError("a rank does not take part")
-            return [given[r] for r in range(len(self.done))]
-
-    def break_up(self) -> None:
-        with self._news:
-            self.broken = True
-            self._news.notify_all()
-
-
-@dataclass
-class Seat:
-    """An exchange of one rank."""
-
-    meeting: Meeting
-    rank: int
-    together: bool = True
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return self.meeting.gather(self.rank, data)
-
-    def add(self, numbers: Sequence[int]) -> list[int]:
-        raise AssertionError("nobody adds")
-
-    def subgroups(
-        self, groups: Sequence[tuple[int, ...]], device: torch.device
-    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        raise AssertionError("nobody broadcasts")
 
 
 def held(rank: int, *, gate: int = 1, expert: int = 1) -> dict[str, int]:
@@ -98,7 +50,7 @@ class World:
 
     every: int
     first: int = 0
-    meeting: Meeting = field(default_factory=Meeting)
+    meeting: Meeting = field(default_factory=lambda: Meeting(RANKS))
 
     def __post_init__(self) -> None:
         self.ranks = [Comparing(Seat(self.meeting, r), TOPOLOGY, self.every) for r in range(RANKS)]
@@ -252,7 +204,7 @@ def test_replicas_that_differed_before_ranks_could_not_meet_stay_unsaved() -> No
 
 
 @pytest.mark.parametrize(
-    "comparing", [Comparing(Alone(), TOPOLOGY, 1), Comparing(Seat(Meeting(), 0), TOPOLOGY, 0)]
+    "comparing", [Comparing(Alone(), TOPOLOGY, 1), Comparing(Seat(Meeting(RANKS), 0), TOPOLOGY, 0)]
 )
 def test_who_is_alone_or_does_not_want_it_compares_nothing(comparing: Comparing) -> None:
     comparing.called(0, 0)

@@ -1,10 +1,11 @@
-"""Ranks of one process that add up."""
+"""Exchanges between ranks that are threads of one process."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,33 +14,44 @@ from holdfast_core.errors import UnreachableError
 
 WAIT_S = 30.0
 
+_T = TypeVar("_T")
+
 
 class Meeting:
-    """Where the ranks of one process add up; counts the sums of each."""
+    """Where the ranks of one process meet; counts the meetings of each."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
         self.broken = False
-        self._news = threading.Condition()
-        self._given: dict[int, list[list[int]]] = {}
         self.done = [0] * ranks
+        self._news = threading.Condition()
+        self._given: dict[int, dict[int, Any]] = {}
+
+    def gather(self, rank: int, data: _T) -> list[_T]:
+        """What all ranks gave at this rank's next meeting, by rank; none that broke up meanwhile."""
+        given = self._meet(rank, data)
+        if self.broken:
+            raise UnreachableError("a rank does not take part")
+        return given
 
     def add(self, rank: int, numbers: list[int]) -> list[int]:
-        with self._news:
-            turn = self.done[rank]
-            self.done[rank] += 1
-            given = self._given.setdefault(turn, [])
-            given.append(numbers)
-            self._news.notify_all()
-            self._news.wait_for(lambda: len(given) == self.ranks or self.broken, WAIT_S)
-            if len(given) < self.ranks:
-                raise UnreachableError("a rank does not take part")
-            return [sum(values) for values in zip(*given, strict=True)]
+        """The sum of what all ranks gave at this rank's next meeting."""
+        return [sum(values) for values in zip(*self._meet(rank, numbers), strict=True)]
 
-    def wait_begun(self, rank: int, sums: int) -> None:
-        """Return when the rank has stated what it knows for so many sums."""
+    def _meet(self, rank: int, data: _T) -> list[_T]:
         with self._news:
-            assert self._news.wait_for(lambda: self.done[rank] >= sums, WAIT_S)
+            given = self._given.setdefault(self.done[rank], {})
+            self.done[rank] += 1
+            given[rank] = data
+            self._news.notify_all()
+            self._news.wait_for(lambda: len(given) == len(self.done) or self.broken, WAIT_S)
+            if len(given) < len(self.done):
+                raise UnreachableError("a rank does not take part")
+            return [given[r] for r in range(len(self.done))]
+
+    def wait_begun(self, rank: int, meetings: int) -> None:
+        """Return when the rank has come to so many meetings."""
+        with self._news:
+            assert self._news.wait_for(lambda: self.done[rank] >= meetings, WAIT_S)
 
     def break_up(self) -> None:
         with self._news:
@@ -55,11 +67,11 @@ class Seat:
     rank: int
     together: bool = True
 
+    def gather(self, data: bytes) -> list[bytes]:
+        return self.meeting.gather(self.rank, data)
+
     def add(self, numbers: Sequence[int]) -> list[int]:
         return self.meeting.add(self.rank, list(numbers))
-
-    def gather(self, data: bytes) -> list[bytes]:
-        raise AssertionError("nobody gathers")
 
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
