@@ -72,6 +72,7 @@ from holdfast_operator.views import (
 )
 from holdfast_operator.words import listed, ranks_in_words
 
+_MAY_WAIT = (AgentState.STARTING, AgentState.RUNNING)
 PLACEMENT_S = 10.0
 """How long the first placement waits for nodes that it could do without."""
 
@@ -333,10 +334,10 @@ def _stop_strays(
 
 
 def _agents_that_wait(look: Look, membership: Membership) -> str:
-    """The first agent that has not started, and why."""
+    """The first agent that has not started, or cannot start its workers, and why."""
     for place in membership.members:
         agent = agent_at(look.observed, place)
-        if agent is not None and agent.state is AgentState.STARTING and agent.why:
+        if agent is not None and agent.state in _MAY_WAIT and agent.why:
             return f"; the agent of member {place.index} on {place.node} waits: {agent.why}"
     return ""
 

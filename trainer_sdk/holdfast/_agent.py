@@ -62,12 +62,14 @@ class HoldfastAgent(LocalElasticAgent):
         start_method: str,
         grace_s: float,
         last_lines: Callable[[int], str] = lambda local_rank: "",
+        tell_waiting: Callable[[str], None] = lambda why: None,
     ) -> None:
         super().__init__(
             spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
         )
         self._membership = rendezvous
         self._grace_s, self._last_lines = grace_s, last_lines
+        self._tell_waiting = tell_waiting
         self._started = False
         rendezvous.kill = self.kill_workers
 
@@ -100,10 +102,12 @@ class HoldfastAgent(LocalElasticAgent):
                     raise
                 if not told:
                     log.warning("workers wait for room: %s; %s", error, NO_ROOM)
+                    self._tell_waiting(f"NoRoom: {error.strerror}; {NO_ROOM}")
                 told = True
                 if self._membership.wait_ended(ROOM_S):
                     raise EpochEndedError from error
             else:
+                self._tell_waiting("")  # an agent of an epoch before may have waited
                 self._started = True
                 return workers
 

@@ -111,8 +111,8 @@ def _comparing(topology: Topology, settings: Settings) -> Comparing:
 
 
 def _counting(world_size: int, settings: Settings) -> Exchange | None:
-    """Between ranks that choose experts by all ranks' tokens. Collective."""
-    if settings.experts is None or not needs_counts(settings.experts):
+    """Between ranks whose policy leaves experts out. Collective."""
+    if settings.experts is None:
         return None
     return make_exchange(world_size, settings.exchange_timeout_s)
 

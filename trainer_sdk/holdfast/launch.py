@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -81,6 +82,8 @@ class LaunchSettings:
     """Start every worker as a new program instead of a fork that has imported torch."""
     log_dir: Path | None = None
     """Where the workers' output goes, in a folder for each restart; passed through when None."""
+    wait_file: Path | None = None
+    """Says why the workers cannot be started, while that is so."""
     grace_s: float = GRACE_S
     """What workers get between SIGTERM and SIGKILL."""
 
@@ -136,7 +139,13 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     try:
         while True:
             agent = HoldfastAgent(
-                spec, rendezvous, logs, "forkserver", settings.grace_s, last_lines
+                spec,
+                rendezvous,
+                logs,
+                "forkserver",
+                settings.grace_s,
+                last_lines,
+                partial(_tell_waiting, settings.wait_file),
             )
             try:
                 result = agent.run()
@@ -154,6 +163,19 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         return 128 + int(error.sigval)
     finally:
         rendezvous.shutdown()
+
+
+def _tell_waiting(file: Path | None, why: str) -> None:
+    """Say in `file` why workers wait; nothing when they do no longer."""
+    if file is None:
+        return
+    try:
+        if why:
+            file.write_text(f"{why}\n")
+        else:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", file, error)
 
 
 def script_of(command: Sequence[str], interpreter: str) -> tuple[str, ...] | None:
@@ -190,6 +212,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
     add("--host", default="", help="address for the job's other nodes (default: the daemon's)")
     add("--member-node", metavar="NAME", help="name of this node, for messages")
     add("--exit-file", type=Path, metavar="FILE", help="write the exit code here at the end")
+    add("--wait-file", type=Path, metavar="FILE", help="say here why workers cannot start yet")
     add("--log-dir", type=Path, metavar="DIR", help="write the workers' output here, not through")
     add("--fresh", action="store_true", help="do not fork workers from a preloaded process")
     add(
@@ -215,6 +238,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
         command=tuple(command),
         fresh=args.fresh,
         log_dir=args.log_dir,
+        wait_file=args.wait_file,
         grace_s=args.grace_s,
     )
     return settings, args.exit_file

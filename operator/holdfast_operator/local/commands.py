@@ -79,6 +79,7 @@ class Commands:
             *("--nproc", str(job.spec.nproc_per_node)),
             *("--member-node", node.name),
             *("--exit-file", str(directory.exit_file(member, attempt))),
+            *("--wait-file", str(directory.wait_file(member, attempt))),
             "--",
             *job.command,
         ]

@@ -7,6 +7,7 @@
 <run>/dead/<node>       the node was lost, and its processes are not started again
 <run>/notices/<node>    the node will be lost soon; says why
 <run>/exits/<agent>     exit code that the agent's launcher wrote
+<run>/exits/<agent>.waits  why the launcher cannot start its workers yet
 <run>/logs/             one file for each daemon and member
 <run>/tls/              a CA for this run, and what it certified for daemons and the control loop
 <run>/tokens/<job>      what trainers of the job show to daemons
@@ -122,6 +123,9 @@ class RunDirectory:
 
     def exit_file(self, member: int, attempt: int) -> Path:
         return self.path / "exits" / f"{member}-{attempt}"
+
+    def wait_file(self, member: int, attempt: int) -> Path:
+        return self.path / "exits" / f"{member}-{attempt}.waits"
 
     @property
     def tls(self) -> Path:

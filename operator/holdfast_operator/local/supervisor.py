@@ -65,6 +65,7 @@ class Supervisor:
         self._on_change, self._tell = on_change, tell
         self._exits: dict[tuple[int, str], int] = {}
         self._last_lines: dict[tuple[int, str], str] = {}
+        self._waiting: dict[tuple[int, str], str] = {}
         self._daemon_changed_at: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -173,8 +174,26 @@ class Supervisor:
             exit_code = 128 - exit_code  # as a shell and a kubelet say it
         lines = self._last_lines.get((member, node), "") if exit_code else ""
         return AgentView(
-            member=member, node=node, state=state, exit_code=exit_code, last_lines=lines
+            member=member,
+            node=node,
+            state=state,
+            exit_code=exit_code,
+            message=self._why_waiting(node, member, agent) if code is None else "",
+            last_lines=lines,
         )
+
+    def _why_waiting(self, node: str, member: int, agent: AgentRecord) -> str:
+        """What the launcher says of workers that it cannot start yet; told when it begins to."""
+        try:
+            why = self._directory.wait_file(member, agent.attempt).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            why = ""
+        before = self._waiting.pop((member, node), "")
+        if why:
+            self._waiting[(member, node)] = why
+            if not before:
+                self._tell("WorkersWait", f"those of member {member} on {node}: {why}", True)
+        return why
 
     def start_agent(self, member: int, name: str) -> None:
         """Start the member's agent on a node; nothing happens when it is there or the node lost."""
@@ -255,7 +274,9 @@ class Supervisor:
     def _forget_agent(self, node: NodeRecord, member: int, agent: AgentRecord) -> None:
         node.agents.pop(member, None)
         self._exits.pop((member, node.name), None)
-        self._directory.exit_file(member, agent.attempt).unlink(missing_ok=True)
+        self._waiting.pop((member, node.name), None)
+        for file in (self._directory.exit_file, self._directory.wait_file):
+            file(member, agent.attempt).unlink(missing_ok=True)
 
     # --- the end ------------------------------------------------------------------------------
 

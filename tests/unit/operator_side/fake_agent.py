@@ -19,6 +19,8 @@ from holdfast_core.values import Membership
 from holdfast_protos import codec, values_pb2
 
 PAUSE_S = 0.01
+FULL = "full"
+"""File in the directory of the run: no agent has room to start its ranks."""
 
 
 def read_world(root: Path) -> Membership | None:
@@ -76,17 +78,27 @@ def attend(root: Path, children: list[subprocess.Popen[bytes]], epoch: int) -> b
         time.sleep(PAUSE_S)
 
 
+def wait_for_room(full: Path, wait_file: Path) -> None:
+    """Say so and wait while there is a file that stands for a full /dev/shm."""
+    while full.exists():
+        wait_file.write_text("NoRoom: the disk is full\n")
+        time.sleep(PAUSE_S)
+    wait_file.unlink(missing_ok=True)
+
+
 def main() -> int:
     if sys.argv[1] == "rank":
         rank, epoch, steps = map(int, sys.argv[3:])
         return rank_main(Path(sys.argv[2]), rank, epoch, steps)
     parser = argparse.ArgumentParser()
-    for name in ("--socket", "--job", "--nodes", "--nproc", "--member-node", "--exit-file"):
+    names = ("--socket", "--job", "--nodes", "--nproc", "--member-node", "--exit-file")
+    for name in (*names, "--wait-file"):
         parser.add_argument(name, required=True)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     root = Path(options.socket).parent
+    wait_for_room(Path(options.exit_file).parents[1] / FULL, Path(options.wait_file))
     code = agent_main(root, options.member_node, int(options.nproc), int(options.command[-1]))
     Path(options.exit_file).write_text(str(code))
     return code

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_agent import FULL
 from virtual_world import make_job
 
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
@@ -23,6 +24,7 @@ from holdfast_operator.local import Commands, LocalCluster, LocalSettings, Statu
 from holdfast_operator.local.cluster import held_bytes
 from holdfast_operator.local.directory import RunDirectory
 from holdfast_operator.local.processes import kill_marked, marked
+from holdfast_operator.show import progress_line
 from holdfast_operator.views import ConditionType
 
 HERE = Path(__file__).parent
@@ -119,6 +121,26 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
             with pytest.raises(InvalidJobError, match="node n1 is lost already"):
                 await cluster.kill_node("n1")
 
+    asyncio.run(scenario())
+
+
+def test_workers_that_wait_for_room_are_told_and_shown(run_directory: Path) -> None:
+    full = run_directory / FULL
+
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            status = await cluster.wait_for(lambda s: "NoRoom" in s.reason, timeout_s=WAIT_S)
+            said = "the agent of member 0 on n0 waits: NoRoom: the disk is full"
+            assert status.reason == f"0 of 4 ranks are at work in epoch 1; {said}"
+            assert said in progress_line(status)
+            full.unlink()
+            status = await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            told = [event.message for event in status.events if event.reason == "WorkersWait"]
+            assert "those of member 0 on n0: NoRoom: the disk is full" in told
+            assert len(set(told)) == len(told)
+
+    full.parent.mkdir(parents=True)
+    full.touch()
     asyncio.run(scenario())
 
 

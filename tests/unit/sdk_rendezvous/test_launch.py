@@ -97,10 +97,11 @@ class Agent:
         os.mkfifo(self.notes)
         self._pipe = os.open(self.notes, os.O_RDWR | os.O_NONBLOCK)  # open for writing: no EOF
         self._unread = b""
-        self.exit_file = folder / "exit"
+        self.exit_file, self.wait_file = folder / "exit", folder / "waits"
         command = [sys.executable, "-m", "holdfast.launch", "--socket", str(folder / "daemon.sock")]
         command += ["--job", "default.moe", "--nodes", "1", "--nproc", "2"]
-        command += ["--exit-file", str(self.exit_file), "--", "python", str(script)]
+        command += ["--exit-file", str(self.exit_file), "--wait-file", str(self.wait_file)]
+        command += ["--", "python", str(script)]
         self.process = subprocess.Popen(
             [*before, *command, str(self.notes)], start_new_session=True, stderr=stderr
         )
@@ -195,10 +196,13 @@ def test_an_agent_waits_for_room_in_shared_memory_through_epochs(
         assert b"No space left on device" in line and b"remove what fills it" in line
         daemon.begin(4)
         daemon.wait(lambda: 2 in daemon.left)  # the agent waits for the epoch after 2
+        said = agent.wait_file.read_text()
+        assert said.startswith("NoRoom: No space left on device; starting them needs"), said
         Path(f"/proc/{agent.process.pid}/root/dev/shm/hog").unlink()
         workers = agent.workers(START_S)
         assert [worker["epoch"] for worker in workers] == ["4", "4"]
         assert agent.process.wait(RESTART_S) == 0
+        assert not agent.wait_file.exists()
         assert daemon.exits == []
     finally:
         agent.end()

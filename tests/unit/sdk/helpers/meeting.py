@@ -27,7 +27,7 @@ class Meeting:
         self._given: dict[int, dict[int, Any]] = {}
 
     def gather(self, rank: int, data: _T) -> list[_T]:
-        """What all ranks gave at this rank's next meeting, by rank; none that broke up meanwhile."""
+        """What all ranks gave at this rank's next meeting, by rank."""
         given = self._meet(rank, data)
         if self.broken:
             raise UnreachableError("a rank does not take part")
