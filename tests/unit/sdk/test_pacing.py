@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from meeting import WAIT_S, Meeting, Seat
 
 import holdfast
+from holdfast._capture import LiveState
+from holdfast._comparing import Comparing
+from holdfast._devices import CpuDevice
 from holdfast._environment import read_environment
 from holdfast._exchange import Alone
 from holdfast._handles import SaveHandle
 from holdfast._pacing import Pacing
+from holdfast._session import ProtectedSession
+from holdfast._settings import Settings
 from holdfast.testing import FakeDaemon
 from holdfast_core.automatic_interval import LEAD_CALLS, MEASURED, WARMING_UP
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.job_intervals import STEPS_MAX
 from holdfast_core.job_snapshots import Selective
+from holdfast_core.topology import Topology
 
 A_DAY = 86400.0 / 20_000
 """One recovery in 20,000 s."""
@@ -149,6 +156,54 @@ def test_a_session_takes_the_saves_that_are_worth_it(
     session.close()
     assert session.counters.skipped == skipped  # it is none that could not be taken
     assert session.counters.committed + skipped >= WARMING_UP + MEASURED
+
+
+class Counted(Comparing):
+    """Compares nothing, and remembers the saves that were counted."""
+
+    def __init__(self) -> None:
+        super().__init__(Alone(), Topology(dp=2), 0)
+        self.saves: list[tuple[int, int]] = []
+        """(number, step)."""
+
+    def called(self, number: int, step: int) -> None:
+        self.saves.append((number, step))
+
+
+def test_saves_are_numbered_alike_on_ranks_that_hear_late(tmp_path: Path) -> None:
+    """Rank 0 is a session; rank 1 states its costs only after rank 0 has had to let saves pass."""
+    pair, meeting, counted = Topology(dp=2), Meeting(2), Counted()
+    model = torch.nn.Linear(8, 8)
+    live = LiveState(model, [torch.optim.SGD(model.parameters())], pair, 0)
+    session = ProtectedSession(
+        live=live,
+        stateful={},
+        topology=pair,
+        rank=0,
+        client=FakeDaemon(tmp_path, rank=0, world_size=2),
+        exchange=Alone(),
+        device=CpuDevice(),
+        settings=Settings(start_wait_s=WAIT_S),
+        comparing=counted,
+        pacing=Pacing(Seat(meeting, 0), A_DAY),
+    )
+    stated = WARMING_UP + MEASURED
+    known = stated + LEAD_CALLS - 1
+    for step in range(1, known + 4):
+        error = session.save(step).committed.exception(WAIT_S)
+        assert (error is None) == (step <= known), (step, error)
+    assert "have not agreed on the interval" in str(error)
+    other = Pacing(Seat(meeting, 1), A_DAY)  # takes nothing, so that the interval stays 1
+    for late in range(1, step + 1):
+        other.called(SaveHandle(late), float(late))
+    until = time.monotonic() + WAIT_S
+    while session.save(step := step + 1).committed.exception(WAIT_S) is not None:
+        other.called(SaveHandle(step), float(step))
+        assert time.monotonic() < until
+    assert counted.saves == [(n, n + 1) for n in range(step)]
+    meeting.break_up()
+    other.close(WAIT_S)
+    session.close()
 
 
 def test_without_it_every_save_is_taken(make_trainer: Any, tmp_path: Path) -> None:
