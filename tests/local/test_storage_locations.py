@@ -26,7 +26,7 @@ def test_a_job_whose_membership_names_others_storage_waits_and_says_what_it_may_
     job = RawJob(cluster, _nodes(cluster, tmp_path), tier=Tier(uri=str(theirs), every_steps=1))
     job.form()
     words = f"Namespace tests may use {tmp_path}/tests: choose one, or ask the platform team"
-    wait_for("the refusal", lambda: words in str(job.daemon(0).job(JOB)["problem"]))
+    wait_for("the refusal", lambda: words in str(job.daemon(0).job(JOB).get("problem")))
     assert not list(theirs.iterdir())
 
 
