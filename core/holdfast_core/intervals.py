@@ -92,18 +92,6 @@ def group_loss_probability(node_loss_probability: float, n: int, *, losses: int 
     return total
 
 
-def snapshot_interval_s(
-    *, snapshot_s: float, compute_s: float, node_failure_rate_per_s: float
-) -> float:
-    """The optimal time between snapshots in memory, T_re_sn (REFT appendix A, eq. 9).
-
-    0 when computation hides the whole snapshot: take one every step. With the time of a
-    checkpoint in place of a snapshot's, this is T_ckpt, the optimal interval of checkpoints
-    without redundancy (eq. 10).
-    """
-    return optimal_interval_s(save_overhead_s(snapshot_s, compute_s), node_failure_rate_per_s)
-
-
 def group_loss_rate_per_s(
     node_failure_rate_per_s: float, n: int, *, exposure_s: float = 1.0, losses: int = 1
 ) -> float:

@@ -11,7 +11,6 @@ from holdfast_core.intervals import (
     group_loss_rate_per_s,
     optimal_interval_s,
     save_overhead_s,
-    snapshot_interval_s,
     steps_of,
     total_overhead_s,
 )
@@ -58,7 +57,7 @@ def test_only_what_computation_does_not_hide_is_overhead() -> None:
 
 def test_a_save_that_costs_nothing_is_made_every_step() -> None:
     assert optimal_interval_s(0.0, 0.0) == 0.0
-    hidden_s = snapshot_interval_s(snapshot_s=1.0, compute_s=2.0, node_failure_rate_per_s=1e-6)
+    hidden_s = optimal_interval_s(save_overhead_s(1.0, 2.0), 1e-6)
     assert hidden_s == 0.0
     assert steps_of(hidden_s, 2.0) == 1
 
@@ -70,7 +69,7 @@ def test_what_never_fails_needs_no_saving() -> None:
 def test_the_snapshot_interval_is_equation_9() -> None:
     t_sn, t_comp, rate = 5.0, 3.0, 1e-5
     as_written = sqrt((abs(t_sn - t_comp) + t_sn - t_comp) / rate)
-    found = snapshot_interval_s(snapshot_s=t_sn, compute_s=t_comp, node_failure_rate_per_s=rate)
+    found = optimal_interval_s(save_overhead_s(t_sn, t_comp), rate)
     assert found == pytest.approx(as_written)
 
 
