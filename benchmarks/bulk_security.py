@@ -23,12 +23,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.floors import SHARED_MEMORY, SharedBuffer
-from holdfast_core.values import Generation
-from holdfast_daemon.bulk import Kind, Located, Request
-from holdfast_daemon.bulk_client import BulkClient
-from holdfast_daemon.bulk_server import BulkServer
-from holdfast_daemon.wires import Protection, Wiring
-from holdfast_operator.certificates import Certificates
+from holdfast_core.snapshots.generations import Generation
+from holdfast_daemon.transport.client import BulkClient
+from holdfast_daemon.transport.protocol import Kind, Located, Request
+from holdfast_daemon.transport.server import BulkServer
+from holdfast_daemon.transport.tls import ConnectionFactory, Protection
+from holdfast_operator.control.certificates import Certificates
 from holdfast_protos.identity import Identity, Role
 
 PLAIN = "plain"
@@ -51,10 +51,10 @@ class OneFile:
         raise NotImplementedError
 
 
-def wiring(kind: str, tls: Path) -> Wiring:
+def wiring(kind: str, tls: Path) -> ConnectionFactory:
     if kind == PLAIN:
-        return Wiring(None, Protection.AUTHENTICATED)
-    return Wiring(Identity(tls), Protection(kind))
+        return ConnectionFactory(None, Protection.AUTHENTICATED)
+    return ConnectionFactory(Identity(tls), Protection(kind))
 
 
 def serve(kind: str, tls: Path, path: Path, pipe: multiprocessing.connection.Connection) -> None:

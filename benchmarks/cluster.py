@@ -24,7 +24,7 @@ import grpc
 import msgspec
 
 from benchmarks.floors import SHARED_MEMORY
-from holdfast_core.values import MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WITHIN_S = 60.0

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from holdfast_daemon.__main__ import main
-from holdfast_daemon.group import EpochScope
+from holdfast_daemon.epoch_scope import EpochScope
 from holdfast_daemon.node import Node
-from holdfast_daemon.parity_traffic import JobTraffic, NodeTraffic
+from holdfast_daemon.parity.traffic import JobTraffic, NodeTraffic
 from holdfast_daemon.settings import DaemonSettings
 
 HELD_S_MAX = 2.0

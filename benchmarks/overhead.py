@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.cluster import Cluster
 from benchmarks.floors import SHARED_MEMORY
 from benchmarks.measure import Figure, Outcome, encode
-from holdfast_core.values import Redundancy
+from holdfast_core.snapshots.membership import Redundancy
 
 JOB = "overhead"
 PAIRS = 4

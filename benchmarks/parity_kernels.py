@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast_core.codes import Block, Code
-from holdfast_core.layouts import PIECE_BYTES
-from holdfast_daemon.combining import STRIDE_BYTES
-from holdfast_daemon.multiplying import fill_zeros, multiply_into, xor_into
+from holdfast_core.protection.codes import BlockId, Code
+from holdfast_core.snapshots.layouts import PIECE_BYTES
+from holdfast_daemon.parity.combining import STRIDE_BYTES
+from holdfast_daemon.parity.multiplying import fill_zeros, multiply_into, xor_into
 
 MEMBERS = 8
 TARGET = Path("build/bench/parity.json")
@@ -82,7 +82,7 @@ def rows() -> dict[str, Timed]:
     def decode(gone: int) -> Timed:
         lost = set(range(1, 1 + gone))
         blocks = frozenset(
-            Block(owner, row) for owner in range(MEMBERS) for row in (0, 1) if owner not in lost
+            BlockId(owner, row) for owner in range(MEMBERS) for row in (0, 1) if owner not in lost
         )
         sizes = dict.fromkeys(set(range(MEMBERS)) - lost | {1}, raim6.chunks * STRIDE_BYTES)
         # The worst chunk: the largest number of other parts is missing.
@@ -111,7 +111,7 @@ def rows() -> dict[str, Timed]:
 
 def _factors(code: Code, row: int) -> list[int]:
     sizes = dict.fromkeys(range(code.n), code.chunks * STRIDE_BYTES)
-    return [c.factor for c in code.contributions(Block(row, row), sizes, PIECE_BYTES)]
+    return [c.factor for c in code.contributions(BlockId(row, row), sizes, PIECE_BYTES)]
 
 
 def _combine(into: memoryview, sources: list[memoryview], factors: list[int]) -> None:

@@ -33,9 +33,9 @@ from benchmarks.cluster import Cluster
 from benchmarks.measure import WARM_UPS, Figure, Outcome, encode, milliseconds, ratio, timed
 from benchmarks.states import EXPERTS, State
 from benchmarks.trainer_worker import timed_save
-from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
-from holdfast_core.layouts import SLOTS_PER_ARENA
-from holdfast_core.values import Redundancy
+from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
+from holdfast_core.snapshots.membership import Redundancy
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 CHOSEN = (1, 2, 4)

@@ -24,7 +24,8 @@ import numpy as np
 
 from benchmarks.floors import SHARED_MEMORY, SharedBuffer
 from benchmarks.measure import REPETITIONS, WARM_UPS, Figure, ratio
-from holdfast_core.layouts import (
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     PIECE_BYTES,
     Entry,
     Layout,
@@ -34,7 +35,7 @@ from holdfast_core.layouts import (
     layout_id,
     piece_digests,
 )
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.snapshots.manifests import Manifest
 from holdfast_storage.sets import SetStore
 
 ROOT = Path(__file__).resolve().parents[1]

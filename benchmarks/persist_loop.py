@@ -29,7 +29,8 @@ from benchmarks.cluster import Cluster
 from benchmarks.floors import SHARED_MEMORY, SharedBuffer
 from benchmarks.measure import Figure, Outcome, encode
 from benchmarks.overhead import BUDGET_BYTES, example
-from holdfast_core.values import Generation, Redundancy, Tier
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Redundancy, Tier
 from holdfast_storage.sets import SetStore
 
 JOB = "persist-loop"

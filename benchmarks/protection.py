@@ -29,10 +29,10 @@ from benchmarks.measure import (
     ratio,
 )
 from benchmarks.raw_trainer import RawTrainer, layout_of
-from holdfast_core.budget import predict
-from holdfast_core.codes import Block, Code
-from holdfast_core.layouts import PIECE_BYTES
-from holdfast_daemon.combining import THREADS
+from holdfast_core.protection.budget import predict
+from holdfast_core.protection.codes import BlockId, Code
+from holdfast_core.snapshots.layouts import PIECE_BYTES
+from holdfast_daemon.parity.combining import THREADS
 
 JOB = "bench"
 NODES = 4
@@ -98,7 +98,7 @@ def protection_flows(payloads: Sequence[int]) -> list[Flow]:
         Flow(source=c.position, destination=owner, nbytes=c.range.nbytes, streams=THREADS)
         for owner in range(len(payloads))
         for c in _raim5(payloads).contributions(
-            Block(owner), dict(enumerate(payloads)), PIECE_BYTES
+            BlockId(owner), dict(enumerate(payloads)), PIECE_BYTES
         )
     ]
 
@@ -106,7 +106,7 @@ def protection_flows(payloads: Sequence[int]) -> list[Flow]:
 def rebuild_flows(lost: int, payloads: Sequence[int]) -> list[Flow]:
     """Flows that a lost member's new node pulls: for each chunk its parity and all other chunks."""
     needed = dict.fromkeys((i for i in range(len(payloads)) if i != lost), 0)
-    blocks = frozenset(Block(owner) for owner in needed)
+    blocks = frozenset(BlockId(owner) for owner in needed)
     sizes = dict(enumerate(payloads))
     for step in _raim5(payloads).recovery(lost, sizes, blocks, PIECE_BYTES):
         for block, _ in step.blocks:

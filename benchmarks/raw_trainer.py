@@ -19,7 +19,8 @@ import grpc
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from holdfast_core.layouts import (
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     PIECE_BYTES,
     Entry,
     Layout,
@@ -27,8 +28,7 @@ from holdfast_core.layouts import (
     encode_layout,
     piece_count,
 )
-from holdfast_core.places import packed
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.pieces import packed
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 WITHIN_S = 60.0

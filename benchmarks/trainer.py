@@ -22,8 +22,8 @@ import msgspec
 from benchmarks.cluster import Cluster, Daemon
 from benchmarks.measure import Figure, Outcome, encode, milliseconds, ratio
 from benchmarks.trainer_worker import JOB, Restored, Saves
-from holdfast_core.layouts import SLOTS_PER_ARENA
-from holdfast_core.values import Redundancy
+from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
+from holdfast_core.snapshots.membership import Redundancy
 
 ROUNDS = 3
 RESTORES = 5

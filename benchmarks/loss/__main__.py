@@ -26,8 +26,8 @@ from benchmarks.cluster import Cluster
 from benchmarks.loss.figures import Verdict, judge
 from benchmarks.loss.picture import draw
 from benchmarks.loss.runs import Plan, Run, carry_out
-from holdfast_core.dynamic_k import PLT_LIMIT
-from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.experts.dynamic_k import PLT_LIMIT
+from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_BYTES = 2 << 30

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.cluster import Cluster, Daemon
-from holdfast_core.job_snapshots import Policy
-from holdfast_core.values import Redundancy
+from holdfast_core.job.snapshots import Policy
+from holdfast_core.snapshots.membership import Redundancy
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
 POLL_S = 0.005

@@ -15,11 +15,11 @@ from benchmarks.policies.models import (
 )
 from benchmarks.policies.risk import tokens_at_risk, two_selections, ways
 from benchmarks.policies.routing_traces import Traffic
-from holdfast_core.experts import ExpertTable, captured_tensors
-from holdfast_core.selection_pec import select_sequential
-from holdfast_core.sharding import Grain, ShardStrategy, plan_shards
+from holdfast_core.experts.pec import select_sequential
+from holdfast_core.experts.tables import ExpertTable, captured_tensors
+from holdfast_core.snapshots.sharding import Grain, ShardStrategy, plan_shards
+from holdfast_core.snapshots.units import TensorSize, UnitKey
 from holdfast_core.topology import Topology
-from holdfast_core.units import TensorSize, UnitKey
 
 RANKS = 8
 MOETION_EXPERTS = 6
@@ -155,7 +155,7 @@ def data_path_peak(
     topology: Topology,
 ) -> int:
     """Bytes of the most loaded rank in a round of snapshots whose shards stay where they are, as
-    the SDK plans them (`holdfast._plan.plan_together`)."""
+    the SDK plans them (`holdfast._saving.plan.plan_together`)."""
     plan = plan_shards(tensors, topology, ShardStrategy.ADAPTIVE, expert_grain=Grain.UNIT)
     return max(
         sum(shard.nbytes for shard in shards if shard.unit not in left_out)

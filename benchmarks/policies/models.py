@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast._capture import LiveState
-from holdfast._plan import table_of
+from holdfast._saving.plan import table_of
+from holdfast._state.capture import LiveState
+from holdfast_core.snapshots.units import TensorSize, UnitKey, UnitKind
 from holdfast_core.topology import Topology
-from holdfast_core.units import TensorSize, UnitKey, UnitKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.policies.routing_traces import Traffic, routing_trace
-from holdfast_core.expert_ledger import ExpertLedger
-from holdfast_core.experts import ExpertTable, Selection
-from holdfast_core.selection_budget import select_by_risk, select_local
-from holdfast_core.selection_pec import select_load_aware, select_sequential
-from holdfast_core.token_loss import at_risk
-from holdfast_core.values import Generation
+from holdfast_core.experts.budgeted import select_by_risk, select_local
+from holdfast_core.experts.ledger import ExpertLedger
+from holdfast_core.experts.pec import select_load_aware, select_sequential
+from holdfast_core.experts.tables import ExpertTable, Selection
+from holdfast_core.experts.token_loss import at_risk
+from holdfast_core.snapshots.generations import Generation
 
 WARMUP = 20
 """Number of first steps that do not count, until the ages of experts have settled."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_core.experts import ExpertTable, MoeLayer
-from holdfast_core.units import UnitKey
+from holdfast_core.experts.tables import ExpertTable, MoeLayer
+from holdfast_core.snapshots.units import UnitKey
 
 DRIFT_STEPS = (100, 500)
 """Range of steps over which popularity is smooth (MoEtion §5.2)."""

@@ -16,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError, InvalidJobError
-from holdfast_core.storage_locations import NAMESPACE, StorageLocation, read_location
-from holdfast_daemon import mounting
+from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
 from holdfast_daemon._environment import api_server_address, given, redis_url
 from holdfast_daemon.logs import configure
+from holdfast_daemon.memory import mounting
 from holdfast_daemon.node import Node
 from holdfast_daemon.settings import SERVICE_ACCOUNT, Auth, DaemonSettings
-from holdfast_daemon.wires import Protection
+from holdfast_daemon.transport.tls import Protection
 from holdfast_protos import identity
 
 EPILOG = """

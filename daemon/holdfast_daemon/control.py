@@ -16,7 +16,7 @@ import grpc.aio
 
 from holdfast_core.errors import HoldfastError
 from holdfast_daemon.logs import OncePerCause, bind
-from holdfast_daemon.pulse import until_next
+from holdfast_daemon.schedule import until_next
 from holdfast_protos import channels, control_pb2, control_pb2_grpc, values_pb2
 from holdfast_protos.changes import changed
 from holdfast_protos.identity import Identity, Role, aio_channel

@@ -17,10 +17,9 @@ from typing import Protocol
 
 from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError
 from holdfast_core.last_lines import last_lines
-from holdfast_core.layouts import encode_layout
-from holdfast_daemon.adopted import AdoptedJob
-from holdfast_daemon.descriptors import claim_is_free
-from holdfast_daemon.effects import (
+from holdfast_core.snapshots.layouts import encode_layout
+from holdfast_daemon.engine import JobEngine
+from holdfast_daemon.engine.effects import (
     Completion,
     Effect,
     ForgetPeers,
@@ -31,15 +30,15 @@ from holdfast_daemon.effects import (
     RemoveArena,
     SaveEpoch,
     Seal,
-    Sealed,
     SendDirective,
     SendReport,
     SendSuspect,
+    SlotSealed,
     StopPersisting,
 )
-from holdfast_daemon.engine import JobEngine
-from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.pulse import until_next
+from holdfast_daemon.memory.arena_claims import claim_is_free
+from holdfast_daemon.memory.job_storage import AdoptedJob, JobStorage
+from holdfast_daemon.schedule import until_next
 from holdfast_daemon.worker import EffectWorker
 
 TICK_S = 0.25
@@ -48,7 +47,7 @@ REFUSED_S = 5.0
 """A job of which a trainer took memory beyond its arena writes nothing until this long after."""
 
 
-class Outbox(Protocol):
+class Sender(Protocol):
     """Sends to other daemons, best effort; the newest message of a kind wins."""
 
     def send(self, effect: SendReport | SendDirective | SendSuspect, host: JobHost) -> None: ...
@@ -73,7 +72,7 @@ class JobHost:
         engine: JobEngine,
         storage: JobStorage,
         worker: EffectWorker,
-        outbox: Outbox,
+        outbox: Sender,
         observer: Observer,
         on_change: Callable[[JobHost], None],
     ) -> None:
@@ -260,7 +259,7 @@ class JobHost:
             error = failure
         self._observer.took(self, effect, self.now - began)
         self._complete(
-            Sealed(
+            SlotSealed(
                 rank=effect.rank,
                 slot=effect.slot,
                 generation=effect.manifest.generation,

@@ -2,7 +2,7 @@
 
 Exists as data so that the exposition, the documentation and the dashboards are generated from one
 list and cannot disagree. Every label has a bounded set of values: jobs are forgotten when they end
-(`Metrics.forget_job`), and causes are the codes of errors, never their messages.
+(`DaemonMetrics.forget_job`), and causes are the codes of errors, never their messages.
 
 Must not: hold what anything decides by. Metrics are written, and read by people.
 """
@@ -166,7 +166,7 @@ DEFINITIONS: tuple[Definition, ...] = (
 )
 
 
-class Metrics:
+class DaemonMetrics:
     """The metrics of one daemon, in a registry of its own."""
 
     def __init__(self, definitions: Iterable[Definition] = DEFINITIONS) -> None:

@@ -14,35 +14,35 @@ from typing import Any
 import grpc.aio
 
 from holdfast_core.errors import InvalidJobError, StaleEpochError, StorageError
-from holdfast_core.values import Membership
-from holdfast_daemon import describe
-from holdfast_daemon.bulk import Kind, Located, Request
-from holdfast_daemon.bulk_client import BulkClient
-from holdfast_daemon.bulk_server import BulkServer
-from holdfast_daemon.changes import change_of
-from holdfast_daemon.choosing import make_authenticator, make_catalogue
-from holdfast_daemon.claims import Claims
+from holdfast_core.snapshots.membership import Membership
 from holdfast_daemon.control import ControlClient
-from holdfast_daemon.descriptors import DescriptorServer
-from holdfast_daemon.durable import DurableTier
+from holdfast_daemon.durable.loader import Loader
+from holdfast_daemon.durable_tier import DurableTier
 from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.factories import make_authenticator, make_catalogue
 from holdfast_daemon.host import JobHost
-from holdfast_daemon.http import HttpServer
-from holdfast_daemon.job_storage import JobStorage
 from holdfast_daemon.job_threads import JobThreads
-from holdfast_daemon.loader import Loader
 from holdfast_daemon.logs import bind
-from holdfast_daemon.metrics import Metrics
-from holdfast_daemon.observe import NodeObserver
+from holdfast_daemon.memory.job_storage import JobStorage
+from holdfast_daemon.memory.node_storage import NodeStorage
+from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.observing import status
+from holdfast_daemon.observing.http import HttpServer
+from holdfast_daemon.observing.observer import NodeObserver
+from holdfast_daemon.observing.traffic import Traffic
+from holdfast_daemon.parity.changes import change_of
 from holdfast_daemon.peers import ManifestFetcher, PeerOutbox, PeerService
-from holdfast_daemon.pulse import PULSE_S, until_next
+from holdfast_daemon.schedule import PERIOD_S, until_next
 from holdfast_daemon.scrub import ScrubPlan, ScrubSettings, TargetKind, targets_of
 from holdfast_daemon.serving import clear_socket, serve_peers, serve_trainers
 from holdfast_daemon.settings import DaemonSettings
-from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.traffic import Traffic
-from holdfast_daemon.trainer_service import TrainerService
-from holdfast_daemon.wires import Wiring
+from holdfast_daemon.trainers.claims import Claims
+from holdfast_daemon.trainers.descriptors import DescriptorServer
+from holdfast_daemon.trainers.service import TrainerService
+from holdfast_daemon.transport.client import BulkClient
+from holdfast_daemon.transport.protocol import Kind, Located, Request
+from holdfast_daemon.transport.server import BulkServer
+from holdfast_daemon.transport.tls import ConnectionFactory
 from holdfast_daemon.worker import EffectWorker
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.identity_gauges import show_identity
@@ -63,7 +63,7 @@ class Node:
     def __init__(self, settings: DaemonSettings) -> None:
         self._settings = settings
         self.storage = NodeStorage(settings.root, settings.budget_bytes)
-        self.metrics = Metrics()
+        self.metrics = DaemonMetrics()
         show_identity(settings.identity, self.metrics)
         self.hosts: dict[str, JobHost] = {}
         self._ended: dict[str, None] = {}
@@ -72,7 +72,7 @@ class Node:
         """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
         self._threads = JobThreads(settings.threads, "effect")
         self._durable = DurableTier.of(settings)
-        self._wiring = Wiring(settings.identity, settings.bulk)
+        self._wiring = ConnectionFactory(settings.identity, settings.bulk)
         self._bulk = BulkServer(settings.host, settings.bulk_port, self, self._wiring)
         self._bulk_client = BulkClient(BULK_TIMEOUT_S, self._wiring)
         self._fetcher = ManifestFetcher(settings.identity)
@@ -182,14 +182,15 @@ class Node:
     # --- what the threads of the bulk service ask -------------------------------------------------
 
     def locate(self, request: Request) -> Located:
-        """`bulk.Resolver`: where requested bytes lie. Called from many threads."""
+        """`transport.protocol.Resolver`: where requested bytes lie. Called from many threads."""
         storage = self._asked(request)
         is_snapshot = request.kind is Kind.SNAPSHOT
         locate = storage.locate_snapshot if is_snapshot else storage.locate_parity
         return locate(request.index, request.generation, request.offset, request.nbytes)
 
     def change(self, request: Request) -> Iterator[bytes]:
-        """`bulk.Resolver`: how a snapshot differs from an older one. Called from many threads."""
+        """`transport.protocol.Resolver`: how a snapshot differs from an older one. Called from many
+        threads."""
         return change_of(self._asked(request), request)
 
     def _asked(self, request: Request) -> JobStorage:
@@ -218,7 +219,7 @@ class Node:
             bulk_address=self._bulk.address,
             memory_budget_bytes=self._settings.budget_bytes,
             memory_used_bytes=self.storage.reserved_bytes,
-            jobs=[describe.job_state(host) for host in self.hosts.values()],
+            jobs=[status.job_state(host) for host in self.hosts.values()],
             trainer_socket=str(self._settings.socket),
         )
 
@@ -352,7 +353,7 @@ class Node:
             )
             self._traffic.count(self._bulk, self._bulk_client, self._descriptors, self._http)
             self._scrub_next(before)
-            pause_s = until_next(PULSE_S, before)
+            pause_s = until_next(PERIOD_S, before)
             await asyncio.sleep(pause_s)
             self.metrics.observe("loop_lag_seconds", max(0.0, time.monotonic() - before - pause_s))
 
@@ -388,7 +389,7 @@ class Node:
             "security": settings.security,
             "control_connected": bool(self._control and self._control.connected),
             "sent_bytes": self._bulk.sent_bytes,
-            "jobs": {job: describe.as_json(host) for job, host in self.hosts.items()},
+            "jobs": {job: status.as_json(host) for job, host in self.hosts.items()},
         }
 
     def _not_ready(self) -> str:

@@ -21,8 +21,9 @@ from holdfast_core.errors import (
     StaleEpochError,
     UnreachableError,
 )
-from holdfast_core.values import Generation, MemberPlace
-from holdfast_daemon.effects import Effect, SendDirective, SendReport, SendSuspect
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import MemberPlace
+from holdfast_daemon.engine.effects import Effect, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.rates import (
     FETCH_RATE,
@@ -203,7 +204,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
 
 class ManifestFetcher:
-    """`group.PeerClient` over gRPC, for the threads that build and rebuild."""
+    """`parity.group.PeerClient` over gRPC, for the threads that build and rebuild."""
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._identity = identity

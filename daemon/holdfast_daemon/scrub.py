@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine.overview import HeldOverview
 from holdfast_daemon.engine.slots import ParityState, SlotState
 

@@ -9,8 +9,8 @@ import grpc.aio
 
 from holdfast_core.errors import StorageError
 from holdfast_daemon.peers import PeerService
-from holdfast_daemon.receiving import Receiving
-from holdfast_daemon.trainer_service import TrainerService
+from holdfast_daemon.trainers.receiving import Receiving
+from holdfast_daemon.trainers.service import TrainerService
 from holdfast_protos import channels, peer_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from holdfast_protos.identity import Identity, OnlyFor, Role, add_port
 

@@ -7,9 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job_snapshots import BANDWIDTH_BYTES_S_MIN
-from holdfast_core.storage_locations import StorageLocation
-from holdfast_daemon.wires import Protection
+from holdfast_core.job.locations import StorageLocation
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
+from holdfast_daemon.transport.tls import Protection
 from holdfast_protos.identity import Identity
 
 SOCKET_PATH_BYTES_MAX = 107

@@ -18,13 +18,14 @@ from concurrent.futures import Executor, Future
 from functools import partial
 
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
-from holdfast_core.layouts import decode_manifest
-from holdfast_core.places import Lying
-from holdfast_core.values import Manifest, Membership, ParityEntry
-from holdfast_daemon.arenas import Sealed
-from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.combining import Effort
-from holdfast_daemon.effects import (
+from holdfast_core.snapshots.layouts import decode_manifest
+from holdfast_core.snapshots.manifests import Manifest, ParityEntry
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_daemon.durable.loader import Loader
+from holdfast_daemon.durable.persister import Persister
+from holdfast_daemon.effect_failures import failed
+from holdfast_daemon.engine.effects import (
     AllocateArena,
     ArenaReady,
     AtOnce,
@@ -54,21 +55,22 @@ from holdfast_daemon.effects import (
     VerifyParity,
     VerifySnapshot,
 )
-from holdfast_daemon.failures import failed
-from holdfast_daemon.group import BulkOpener, EpochScope, Group, PeerClient
-from holdfast_daemon.holding import Holding
-from holdfast_daemon.loader import Loader
-from holdfast_daemon.parity import (
+from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.memory.arenas import SealedSlot
+from holdfast_daemon.memory.job_bytes import JobBytes
+from holdfast_daemon.memory.parity_blocks import ParityRecord
+from holdfast_daemon.parity.build import (
     build_from_chunks,
     common_piece_bytes,
     rebuild,
     verify,
     verify_in_place,
 )
-from holdfast_daemon.parity_traffic import JobTraffic, NodeTraffic, PacedFetch
-from holdfast_daemon.persister import Persister
-from holdfast_daemon.recomputing import forwards
-from holdfast_daemon.updating import build_from_changes
+from holdfast_daemon.parity.combining import Effort
+from holdfast_daemon.parity.group import BulkOpener, Group, PeerClient
+from holdfast_daemon.parity.recomputing import forwards
+from holdfast_daemon.parity.traffic import JobTraffic, NodeTraffic, PacedFetch
+from holdfast_daemon.parity.update import build_from_changes
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class EffectWorker:
 
     def __init__(
         self,
-        storage: Holding,
+        storage: JobBytes,
         *,
         bulk: BulkOpener,
         peers: PeerClient,
@@ -120,7 +122,7 @@ class EffectWorker:
                 self._enter(effect.membership)
                 storage.save_epoch(effect.membership, effect.line, effect.retained)
             case Seal():
-                sealed = Sealed(
+                sealed = SealedSlot(
                     manifest=effect.manifest, encoded=effect.encoded, places=effect.places
                 )
                 storage.seal(effect.rank, effect.layout_id, effect.slot, sealed)
@@ -297,10 +299,10 @@ class EffectWorker:
         manifest = effect.manifest
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
         arena = self._storage.arena(effect.rank, manifest.layout_id)
-        lying = Lying(slot=effect.slot, places=effect.places)
+        piece_map = PieceMap(slot=effect.slot, places=effect.places)
         described = self._group.describe(effect.sources, manifest.generation, scope)
         rebuild(
-            partial(arena.write, lying),
+            partial(arena.write, piece_map),
             code=effect.code,
             lost=effect.own_position,
             manifest=manifest,
@@ -317,7 +319,7 @@ class EffectWorker:
             effort=self._effort,
         )
         scope.check()
-        sealed = Sealed(manifest=manifest, encoded=effect.encoded, places=effect.places)
+        sealed = SealedSlot(manifest=manifest, encoded=effect.encoded, places=effect.places)
         self._storage.seal(effect.rank, manifest.layout_id, effect.slot, sealed)
         return Rebuilt(rank=effect.rank, slot=effect.slot, generation=manifest.generation)
 
@@ -336,9 +338,9 @@ class EffectWorker:
         manifest = effect.manifest
         arena = self._storage.arena(effect.rank, manifest.layout_id)
         self._storage.check_manifest_file(effect.rank, manifest.layout_id, effect.slot)
-        lying = Lying(slot=effect.slot, places=effect.places)
+        piece_map = PieceMap(slot=effect.slot, places=effect.places)
         bad = verify(
-            partial(arena.read_into, lying),
+            partial(arena.read_into, piece_map),
             manifest.payload_bytes,
             manifest.digests,
             manifest.piece_bytes,

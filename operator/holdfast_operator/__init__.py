@@ -1,5 +1,5 @@
 """Decides who takes part in a job and what happens after a failure; never touches tensors.
 
-`reconcile` decides, without I/O. `control_server` hears the daemons. `local` runs a job on this
+`reconcile` decides, without I/O. `control.server` hears the daemons. `local` runs a job on this
 machine. `cli` is the `holdfast` command.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from holdfast_core.values import Membership
+from holdfast_core.snapshots.membership import Membership
 from holdfast_protos import codec, control_pb2, values_pb2
 
 

@@ -23,19 +23,10 @@ from holdfast_core.errors import (
     VersionMismatchError,
     by_code,
 )
-from holdfast_core.values import (
-    Directive,
-    Generation,
-    Inventory,
-    Line,
-    MemberPlace,
-    Membership,
-    ParityEntry,
-    Redundancy,
-    Report,
-    SnapshotEntry,
-    Tier,
-)
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_protos import peer_pb2, persisting, values_pb2
 from holdfast_protos.loading import failed_loads_from_proto, failed_loads_to_proto
 
@@ -330,7 +321,7 @@ def _required_generation(
 # --- reports and directives -----------------------------------------------------------------------
 
 
-def report_to_proto(value: Report) -> peer_pb2.ReportMessage:
+def report_to_proto(value: MemberReport) -> peer_pb2.ReportMessage:
     """`value` as a message."""
     return peer_pb2.ReportMessage(
         job=value.job,
@@ -352,13 +343,13 @@ def report_to_proto(value: Report) -> peer_pb2.ReportMessage:
     )
 
 
-def report_from_proto(message: peer_pb2.ReportMessage) -> Report:
+def report_from_proto(message: peer_pb2.ReportMessage) -> MemberReport:
     """The report in `message`.
 
     Raises:
         ProtocolError: when its inventory is malformed.
     """
-    return Report(
+    return MemberReport(
         job=message.job,
         epoch=message.epoch,
         member=message.member,

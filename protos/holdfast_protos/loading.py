@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast_core.errors import ProtocolError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.stored import FailedLoad
 from holdfast_core.states import RestorePhase, RestoreProgress
-from holdfast_core.values import FailedLoad, Generation
 from holdfast_protos import peer_pb2, trainer_pb2, values_pb2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast_core.errors import InvalidJobError, ProtocolError
-from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
+from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_protos import values_pb2
 
 NUMBER_MAX = 2**48

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 
 from holdfast_core.errors import ProtocolError
-from holdfast_core.persisted import RankFile, StoredUnit
-from holdfast_core.values import ExpertVersion, Generation, PersistOrder
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.manifests import ExpertVersion
+from holdfast_core.snapshots.stored import PersistOrder, RankFile, StoredUnit
 from holdfast_protos import values_pb2
 
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from holdfast_core.persisted_retention import Removal, SetState, choose_removals
-from holdfast_core.persisted_sets import LATEST_FILE, MANIFEST_FILE, parse_set_name
-from holdfast_core.stored_line import MARK_FILE
-from holdfast_core.values import Generation
+from holdfast_core.durable.choice import MARK_FILE
+from holdfast_core.durable.retention import Removal, SetState, choose_removals
+from holdfast_core.durable.sets import LATEST_FILE, MANIFEST_FILE, parse_set_name
+from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.finding import Findings, Looked
-from holdfast_storage.places import Place
+from holdfast_storage.places import TierPlace
 
 _RANK_FILE = re.compile(r"rank-[0-9]{5,7}\.safetensors", re.ASCII)
 
@@ -29,7 +29,7 @@ class Cleaned:
 
 
 def clean(
-    place: Place,
+    place: TierPlace,
     findings: Findings,
     *,
     keep: int,
@@ -76,7 +76,9 @@ def _extra(looked: Looked, idle_since_s: float) -> set[str]:
     return {name for name in _ours(looked) - named if looked.items[name].modified_s < idle_since_s}
 
 
-def _discard(place: Place, job: str, idle_since_s: float, writing: Collection[Generation]) -> int:
+def _discard(
+    place: TierPlace, job: str, idle_since_s: float, writing: Collection[Generation]
+) -> int:
     count = 0
     for each in place.unfinished(job):
         names = each.path.split("/")[1:]

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast_core.layouts import encode_manifest, piece_count
-from holdfast_core.sparse_files import Composition
-from holdfast_core.values import Manifest
+from holdfast_core.durable.sparse_files import Composition
+from holdfast_core.snapshots.layouts import encode_manifest, piece_count
+from holdfast_core.snapshots.manifests import Manifest
 
 
-class Pieces(Protocol):
+class PieceSource(Protocol):
     """One source of pieces."""
 
     @property
@@ -26,7 +26,7 @@ class Pieces(Protocol):
         """Fill `buffer` with pieces [first_piece, end), verified. Raises HoldfastError."""
 
 
-class RankSnapshot(Pieces, Protocol):
+class RankSnapshot(PieceSource, Protocol):
     """One rank's snapshot in storage, wherever its pieces lie."""
 
     @property
@@ -59,12 +59,12 @@ class ComposedRank:
     manifest: bytes
     """Manifest of the composed snapshot, encoded."""
     composition: Composition
-    sources: Sequence[Pieces]
+    sources: Sequence[PieceSource]
     """Sources of pieces, the set's own file first."""
 
     @classmethod
     def of(
-        cls, layout: bytes, topology: str, composition: Composition, sources: Sequence[Pieces]
+        cls, layout: bytes, topology: str, composition: Composition, sources: Sequence[PieceSource]
     ) -> ComposedRank:
         """Compose `sources` as `composition` lays down."""
         return cls(
@@ -99,7 +99,7 @@ class ComposedRank:
             stop = min(high * size, self.content.payload_bytes)
             source.read_into(low, high, buffer[low * size - start : stop - start])
 
-    def _runs(self, first: int, end: int) -> Iterator[tuple[Pieces, int, int]]:
+    def _runs(self, first: int, end: int) -> Iterator[tuple[PieceSource, int, int]]:
         source_of = self.composition.source_of
         low = first
         while low < end:

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast_storage.local import Files
+from holdfast_storage.local import FileSteps
 
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class ConfinedFiles(Files):
+class ConfinedFiles(FileSteps):
     """Operations below `top`; a path with a link below it raises OSError (ENOTDIR or ELOOP)."""
 
     def __init__(self, top: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from holdfast_core.durable.export_names import Exported
+from holdfast_core.durable.rank_files import safetensors_dtype
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_core.export_names import Exported
-from holdfast_core.persisted import safetensors_dtype
 from holdfast_storage.whole_sets import WholeSet
 
 SHARD_BYTES = 5_000_000_000

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.persisted import RankFile, StoredUnit
-from holdfast_core.persisted_retention import FoundSet, SetState
-from holdfast_core.persisted_sets import (
+from holdfast_core.durable.retention import FoundSet, SetState
+from holdfast_core.durable.sets import (
     MANIFEST_BYTES_MAX,
     MANIFEST_FILE,
     StoredSet,
@@ -16,8 +14,10 @@ from holdfast_core.persisted_sets import (
     parse_set_name,
     set_name,
 )
-from holdfast_core.values import Generation
-from holdfast_storage.places import Item, Place
+from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.stored import RankFile, StoredUnit
+from holdfast_storage.places import StoredFile, TierPlace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Looked:
     """One set as found in storage."""
 
     found: FoundSet
-    items: Mapping[str, Item]
+    items: Mapping[str, StoredFile]
     """Its files, by name."""
     stored: StoredSet | None
     """Content of its manifest, or None if that cannot be read."""
@@ -66,13 +66,13 @@ class Findings:
         )
 
 
-def find_sets(place: Place, job: str) -> Findings:
+def find_sets(place: TierPlace, job: str) -> Findings:
     """List the job's directory and read the manifest of each set.
 
     Raises:
         StorageError: the directory cannot be listed.
     """
-    sets: dict[Generation, dict[str, Item]] = {}
+    sets: dict[Generation, dict[str, StoredFile]] = {}
     for item in place.files(job):
         names = item.path.split("/")[1:]
         generation = parse_set_name(names[0]) if len(names) == 2 else None
@@ -150,7 +150,9 @@ def _resolved(looked: Looked, found: Mapping[Generation, Looked]) -> Looked:
     )
 
 
-def _look(place: Place, job: str, generation: Generation, items: Mapping[str, Item]) -> Looked:
+def _look(
+    place: TierPlace, job: str, generation: Generation, items: Mapping[str, StoredFile]
+) -> Looked:
     stored, state, reason = None, SetState.UNCOMMITTED, "it has no manifest"
     if manifest := items.get(MANIFEST_FILE):
         try:
@@ -171,7 +173,7 @@ def _look(place: Place, job: str, generation: Generation, items: Mapping[str, It
 
 
 def read_manifest(
-    place: Place, job: str, generation: Generation, nbytes: int | None = None
+    place: TierPlace, job: str, generation: Generation, nbytes: int | None = None
 ) -> StoredSet:
     """Content of a set's manifest.
 
@@ -193,7 +195,7 @@ def read_manifest(
     return decode_set(bytes(data), job=job, generation=generation)
 
 
-def _missing(stored: StoredSet, items: Mapping[str, Item]) -> str:
+def _missing(stored: StoredSet, items: Mapping[str, StoredFile]) -> str:
     for file in stored.files:
         if file.file not in items:
             return f"{file.file} is missing"

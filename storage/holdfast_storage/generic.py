@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast_core.errors import CorruptError
 from holdfast_storage.failing import foreign_errors
-from holdfast_storage.places import Item, Unfinished
+from holdfast_storage.places import StoredFile, Unfinished
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.part")
 
@@ -65,9 +65,9 @@ class GenericPlace:
             raise CorruptError(f"{self._full(path)} ends at byte {start + len(data)}, too early")
         buffer[:] = data
 
-    def files(self, path: str) -> list[Item]:
+    def files(self, path: str) -> list[StoredFile]:
         return [
-            Item(path=name, bytes=int(info["size"]), modified_s=_modified_s(info))
+            StoredFile(path=name, bytes=int(info["size"]), modified_s=_modified_s(info))
             for name, info in self._found(path)
             if not _TEMPORARY.fullmatch(name)
         ]

@@ -1,7 +1,7 @@
 """A tier in a directory: a local disk, NFS, or any other mounted file system.
 
 A file is written under a temporary name, made safe (fsync), and renamed. Every operation on the
-file system goes through `Files`, so that tests can stop between any two of them. Links are not
+file system goes through `FileSteps`, so that tests can stop between any two of them. Links are not
 followed: another user may have placed them in the tier.
 """
 
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from holdfast_core.errors import CorruptError
 from holdfast_storage.failing import storage_errors
-from holdfast_storage.places import Item, Unfinished
+from holdfast_storage.places import StoredFile, Unfinished
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.part")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class Files:
+class FileSteps:
     """Operations of the operating system. All raise OSError."""
 
     def make_directory(self, path: Path) -> None:
@@ -79,9 +79,9 @@ class Files:
 class LocalPlace:
     """`Place` in a directory, which is created when something is written."""
 
-    def __init__(self, root: Path, files: Files | None = None) -> None:
+    def __init__(self, root: Path, files: FileSteps | None = None) -> None:
         self.root = root
-        self._files = files or Files()
+        self._files = files or FileSteps()
 
     def write(
         self, path: str, nbytes: int, parts: Iterable[memoryview], stop: threading.Event
@@ -128,9 +128,9 @@ class LocalPlace:
             finally:
                 self._files.close(descriptor)
 
-    def files(self, path: str) -> list[Item]:
+    def files(self, path: str) -> list[StoredFile]:
         return [
-            Item(path=found, bytes=status.st_size, modified_s=status.st_mtime)
+            StoredFile(path=found, bytes=status.st_size, modified_s=status.st_mtime)
             for found, status in self._walk(path)
             if not _TEMPORARY.fullmatch(found.rpartition("/")[2])
         ]

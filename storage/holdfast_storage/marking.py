@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 
-from holdfast_core.stored_line import MARK_FILE
-from holdfast_storage.places import Place
+from holdfast_core.durable.choice import MARK_FILE
+from holdfast_storage.places import TierPlace
 
 MARK_FORMAT = "holdfast-tier/1"
 
 
-def is_marked(place: Place, job: str) -> bool:
+def is_marked(place: TierPlace, job: str) -> bool:
     """Whether the mark is there, whatever it contains: a person may have put it there.
 
     Raises:
@@ -24,7 +24,7 @@ def is_marked(place: Place, job: str) -> bool:
     return place.size(_path(job)) is not None
 
 
-def mark(place: Place, job: str) -> None:
+def mark(place: TierPlace, job: str) -> None:
     """Write the mark; an existing one stays.
 
     Raises:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec.core
 
-from holdfast_core.storage_locations import StoragePlace, parse_place
+from holdfast_core.job.locations import StoragePlace, parse_place
 from holdfast_storage.confined import ConfinedFiles
 from holdfast_storage.failing import foreign_errors
 from holdfast_storage.generic import GenericPlace
 from holdfast_storage.local import LocalPlace
-from holdfast_storage.places import Place
+from holdfast_storage.places import TierPlace
 from holdfast_storage.retrying import Retry
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def open_place(
     *,
     top: Path | None = None,
     session: S3Session | None = None,
-) -> Place:
+) -> TierPlace:
     """The place that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or one of
     the other kinds of `storage_locations.SCHEMES`, with `options` for its file system. Nothing is
     read or created yet.
@@ -57,7 +57,7 @@ def _open_bucket(
     options: Mapping[str, Any],
     retry: Retry,
     session: S3Session | None,
-) -> Place:
+) -> TierPlace:
     if place.scheme == "s3":
         # Needs s3fs, which not every user of a tier has installed or wants to load.
         from holdfast_storage.s3 import open_s3  # noqa: PLC0415

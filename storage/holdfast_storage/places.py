@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
+class StoredFile:
     """A complete file in storage."""
 
     path: str
@@ -34,7 +34,7 @@ class Unfinished:
     """Time at which it was begun or last grew, as far as the storage reports it."""
 
 
-class Place(Protocol):
+class TierPlace(Protocol):
     """The root of a tier."""
 
     def write(
@@ -59,7 +59,7 @@ class Place(Protocol):
             CorruptError: the file ends before the buffer does.
         """
 
-    def files(self, path: str) -> list[Item]:
+    def files(self, path: str) -> list[StoredFile]:
         """Files in the directory and in its subdirectories, without unfinished ones."""
 
     def unfinished(self, path: str) -> list[Unfinished]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import xxhash
 
+from holdfast_core.durable.rank_files import PieceRange, bytes_of_runs, decode_header
 from holdfast_core.errors import CorruptError
-from holdfast_core.layouts import piece_count
-from holdfast_core.persisted import RankFile, Run, bytes_of_runs, decode_header
-from holdfast_core.values import ExpertVersion, Manifest
-from holdfast_storage.places import Place
+from holdfast_core.snapshots.layouts import piece_count
+from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
+from holdfast_core.snapshots.stored import RankFile
+from holdfast_storage.places import TierPlace
 from holdfast_storage.verified import check_pieces
 
 
@@ -27,14 +28,14 @@ class StoredRank:
     """`manifest`, decoded."""
     topology: str
     path: str
-    place: Place
-    runs: tuple[Run, ...]
+    place: TierPlace
+    runs: tuple[PieceRange, ...]
     """Runs of pieces that the file holds."""
     older: tuple[ExpertVersion, ...]
     """Versions of experts held elsewhere; see `sparse_files.RankPlan`."""
 
     @classmethod
-    def open(cls, place: Place, path: str, file: RankFile) -> StoredRank:
+    def open(cls, place: TierPlace, path: str, file: RankFile) -> StoredRank:
         """Read the header of the file at `path`.
 
         Raises:

@@ -21,8 +21,8 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.layouts import round_up
-from holdfast_storage.places import Item, Unfinished
+from holdfast_core.snapshots.layouts import round_up
+from holdfast_storage.places import StoredFile, Unfinished
 from holdfast_storage.retrying import Retry
 from holdfast_storage.s3_calls import Calls, PartBody, code_of, wait_for
 from holdfast_storage.s3_session import S3Session, file_system
@@ -98,7 +98,7 @@ class S3Place:
         if got != len(buffer):
             raise CorruptError(f"{path} ends too early: {len(buffer) - got} bytes are missing")
 
-    def files(self, path: str) -> list[Item]:
+    def files(self, path: str) -> list[StoredFile]:
         found = []
         arguments: dict[str, Any] = {"Prefix": f"{self._key(path)}/"}
         while True:
@@ -106,7 +106,7 @@ class S3Place:
             for each in answer.get("Contents", ()):
                 name = each["Key"][len(self._prefix) :]
                 at = each["LastModified"].timestamp()
-                found.append(Item(path=name, bytes=int(each["Size"]), modified_s=at))
+                found.append(StoredFile(path=name, bytes=int(each["Size"]), modified_s=at))
             if not answer.get("IsTruncated"):
                 return found
             arguments["ContinuationToken"] = answer["NextContinuationToken"]

@@ -13,18 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.layouts import decode_layout, decode_manifest, piece_count
-from holdfast_core.persisted import (
-    RankFile,
+from holdfast_core.durable.rank_files import (
     Sparse,
-    StoredUnit,
     bytes_of_runs,
     describe_file,
     encode_header,
     file_name,
 )
-from holdfast_core.persisted_sets import (
+from holdfast_core.durable.sets import (
     LATEST_FILE,
     MANIFEST_FILE,
     StoredSet,
@@ -35,15 +31,19 @@ from holdfast_core.persisted_sets import (
     encode_set,
     set_name,
 )
-from holdfast_core.sparse_files import Base, RankPlan, compose, plan_rank
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.durable.sparse_files import Base, RankPlan, compose, plan_rank
+from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_layout, decode_manifest, piece_count
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.stored import RankFile, StoredUnit
 from holdfast_storage.cleaning import Cleaned, clean
-from holdfast_storage.composed import ComposedRank, Pieces, RankSnapshot
+from holdfast_storage.composed import ComposedRank, PieceSource, RankSnapshot
 from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.finding import StoredSets, find_sets, lacks, read_manifest, unresolved
 from holdfast_storage.marking import mark
 from holdfast_storage.opening import open_place
-from holdfast_storage.places import Place
+from holdfast_storage.places import TierPlace
 from holdfast_storage.ranks import StoredRank
 from holdfast_storage.retrying import Retry
 from holdfast_storage.verified import verified
@@ -65,7 +65,7 @@ class SetStore:
         *,
         options: Mapping[str, Any] | None = None,
         retry: Retry | None = None,
-        place: Place | None = None,
+        place: TierPlace | None = None,
         wall: Callable[[], float] = time.time,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -207,7 +207,7 @@ class SetStore:
         return find_sets(self._place, self.job).stored_sets()
 
     def open_rank(
-        self, stored: StoredSet, rank: int, memory: Sequence[Pieces] = ()
+        self, stored: StoredSet, rank: int, memory: Sequence[PieceSource] = ()
     ) -> RankSnapshot:
         """One rank's snapshot of a complete set, composed of all files that hold parts of it.
 
@@ -225,7 +225,7 @@ class SetStore:
             return own
         others = sorted({u.held_in for u in units} - {stored.generation})
         files = [self._open_file(self._named(each, rank, units), rank) for each in others]
-        sources: list[Pieces] = [own, *files, *memory]
+        sources: list[PieceSource] = [own, *files, *memory]
         first = 1 + len(files)
         composition = compose(
             decode_layout(own.layout),
@@ -262,7 +262,7 @@ class SetStore:
 
     def clean(self, *, keep: int, keep_every: int) -> Cleaned:
         """Remove sets that need not be kept, and files that belong to none; see
-        `holdfast_core.persisted_retention`. May be called again after any failure. First, the hint
+        `holdfast_core.durable.retention`. May be called again after any failure. First, the hint
         is pointed to the newest set: a writer that was delayed between reading and writing it may
         have set it back.
 

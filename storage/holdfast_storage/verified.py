@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
+from holdfast_core.durable.rank_files import PieceRange, bytes_of_runs
 from holdfast_core.errors import CorruptError
-from holdfast_core.layouts import first_bad_piece
-from holdfast_core.persisted import Run, bytes_of_runs
-from holdfast_core.values import Manifest
+from holdfast_core.snapshots.layouts import first_bad_piece
+from holdfast_core.snapshots.manifests import Manifest
 
 
 def verified(
-    parts: Iterable[memoryview], manifest: Manifest, file: str, run: Run | None = None
+    parts: Iterable[memoryview], manifest: Manifest, file: str, run: PieceRange | None = None
 ) -> Iterator[memoryview]:
     """Yield the payload in `parts` (of any size); a byte follows only once its piece is verified.
 

@@ -18,10 +18,17 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from holdfast_core.durable.set_tensors import (
+    Box,
+    Reading,
+    SetTensor,
+    parts_of,
+    runs_of,
+    set_tensors,
+)
 from holdfast_core.errors import StorageError
-from holdfast_core.layouts import decode_layout, decode_manifest
-from holdfast_core.set_tensors import Box, Reading, SetTensor, parts_of, runs_of, set_tensors
-from holdfast_core.values import Manifest
+from holdfast_core.snapshots.layouts import decode_layout, decode_manifest
+from holdfast_core.snapshots.manifests import Manifest
 from holdfast_storage.sets import SetStore
 
 READ_BYTES = 16 * 1024 * 1024

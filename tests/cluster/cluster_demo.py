@@ -21,7 +21,7 @@ from machine import ClusterError
 from rich.console import Console
 from survival import DEMO, Run
 
-from holdfast_operator.demo_report import Report, table, versions, write
+from holdfast_operator.cli.demo_report import DemoReport, table, versions, write
 
 STEPS = 250
 
@@ -62,7 +62,7 @@ def _demo(cluster: Cluster, options: argparse.Namespace, console: Console) -> in
     final = disturbed.carry_out(DEMO)
     console.print(cluster.kubectl("get", "moejob", "moe"), end="")
     spec = disturbed.job.document["spec"]
-    report = Report(
+    report = DemoReport(
         final_state_sha256=final,
         fault_free_sha256=fault_free,
         equal=final == fault_free,

@@ -19,15 +19,16 @@ from typing import Self
 import grpc
 import grpc.aio
 
-from holdfast_core.values import Generation, Membership
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.kube.api import connect
 from holdfast_operator.kube.manifests import TRAINER_SELECTOR
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.resources import PODS
 from holdfast_operator.kube.trainers import PodIndex
 from holdfast_operator.kube.watches import Cache, Watch
-from holdfast_operator.views import AgentState
+from holdfast_operator.reconciler.views import AgentState
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 REDIAL_S = 0.1
@@ -108,7 +109,7 @@ class ControlDaemons:
 
     async def _watch_pods(self) -> None:
         cache: Cache[TrainerPod | None] = Cache(read_pod, self._pods.change)
-        api = await connect(Metrics(), str(self._kubeconfig))
+        api = await connect(OperatorMetrics(), str(self._kubeconfig))
         watch = Watch(
             api,
             PODS,

@@ -15,7 +15,7 @@ import images
 from cluster import Cluster
 from machine import ROOT, ClusterError, wait_for
 
-from holdfast_operator.cluster_status import told
+from holdfast_operator.cli.cluster_status import timed_events
 from holdfast_operator.local import TimedEvent
 
 NAMESPACE = "holdfast-system"
@@ -51,8 +51,10 @@ class Holdfast:
         Raises:
             ClusterError: with helm's words.
         """
-        told = VALUES | {name.replace("__", "."): value for name, value in values.items()}
-        settings = [word for name, value in told.items() for word in ("--set", f"{name}={value}")]
+        timed_events = VALUES | {name.replace("__", "."): value for name, value in values.items()}
+        settings = [
+            word for name, value in timed_events.items() for word in ("--set", f"{name}={value}")
+        ]
         self.cluster.helm(
             *("upgrade", "--install", RELEASE, chart, "--namespace", NAMESPACE),
             *(
@@ -208,7 +210,7 @@ class Job:
         found = self.cluster.get(
             "events.events.k8s.io", "-n", self.namespace, "--field-selector", chosen
         )
-        return told([item for item in found["items"] if item.get("eventTime")])
+        return timed_events([item for item in found["items"] if item.get("eventTime")])
 
     def condition(self, kind: str) -> dict[str, Any]:
         """A condition of the job; empty when there is none."""

@@ -13,7 +13,7 @@ from holdfast_system import NAMESPACE, Holdfast
 from machine import ClusterError
 from redis import Redis
 
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 PORT = 6379
 TIMEOUT_S = 5.0

@@ -22,7 +22,7 @@ from holdfast_system import NAMESPACE, Holdfast, Job
 from jobs import trainer_job
 from machine import ClusterError
 
-from holdfast_operator.demo_report import FaultReport, Injected, LoggedStep, account, read_log
+from holdfast_operator.cli.demo_report import FaultReport, Injected, LoggedStep, account, read_log
 from holdfast_operator.kube.status import recoveries_of
 from holdfast_operator.local import Recovery
 

@@ -15,7 +15,7 @@ from holdfast_system import CHART, NAMESPACE, RELEASE, VALUES, Holdfast
 from machine import ROOT, ClusterError, wait_for
 from msgspec.structs import replace
 
-from holdfast_core.storage_locations import StorageLocation, read_location
+from holdfast_core.job.locations import StorageLocation, read_location
 
 RESOURCE = "holdfast.dev_moetrainingjobs.yaml"
 MONITORING = Path(__file__).with_name("monitoring_resources.yaml")

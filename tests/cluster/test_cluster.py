@@ -24,7 +24,7 @@ from machine import ClusterError, wait_for
 
 from holdfast_operator.local.processes import ProcessId, is_alive, send
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "helpers"
 NAMESPACE = "cluster-test"
 KUBELET_PORT = 10250
 WAIT_S = 90.0
@@ -99,7 +99,7 @@ def test_the_daemon_image_runs_without_root(pods: Pods) -> None:
 
 def test_the_operator_image_has_what_the_operator_needs_and_no_more(pods: Pods) -> None:
     code = (
-        "import importlib.util as u, kopf, kubernetes.aio, holdfast_operator.reconcile\n"
+        "import importlib.util as u, kopf, kubernetes.aio, holdfast_operator.reconciler.reconcile\n"
         "print([m for m in ('matplotlib', 'pip', 'redis', 'rich', 'torch') if u.find_spec(m)])"
     )
     assert pods.python("needs", images.OPERATOR, code).strip() == "[]"

@@ -15,7 +15,7 @@ from cluster import Cluster
 from invalid_jobs import BASE, INVALID_JOBS, SMALL, InvalidJob, changed
 from machine import ClusterError
 
-from holdfast_core.jobs import parse_job
+from holdfast_core.job.parsing import parse_job
 from holdfast_operator.crd.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,8 +24,8 @@ from holdfast_core.errors import (
     UnauthenticatedError,
     UnreachableError,
 )
-from holdfast_core.values import Redundancy
-from holdfast_daemon.auth import AUDIENCE
+from holdfast_core.snapshots.membership import Redundancy
+from holdfast_daemon.trainers.auth import AUDIENCE
 from holdfast_protos import codec, trainer_pb2
 
 TEAM, OTHER_TEAM = "auth-test", "auth-test-other"

@@ -17,7 +17,7 @@ from holdfast_system import Holdfast
 from shortages import STEPS_WITHOUT, Shortages
 from survival import DETECTION_S, EVERYTHING, Fault, Run
 
-from holdfast_operator.demo_report import FaultReport
+from holdfast_operator.cli.demo_report import FaultReport
 
 STEPS = 400
 UNCOUNTED = {"kill-daemon", "rollout", "drain", "delete-redis"}

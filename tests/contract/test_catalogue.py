@@ -13,23 +13,23 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast_core.errors import UnreachableError
-from holdfast_core.loss_reports import RecoveryLoss
+from holdfast_core.experts.loss_reports import RecoveryLoss
+from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RankHealth
-from holdfast_core.values import Generation
-from holdfast_daemon.catalogue import (
+from holdfast_daemon.observing.catalogue import (
     RANK_STATE_TTL_S,
     Catalogue,
     MemoryCatalogue,
-    Stage,
+    SnapshotStage,
 )
-from holdfast_daemon.catalogue_redis import RedisCatalogue, RedisSettings
+from holdfast_daemon.observing.catalogue_redis import RedisCatalogue, RedisSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 WITHIN_S = 20.0
 
-LOGGER = logging.getLogger("holdfast_daemon.catalogue_redis")
+LOGGER = logging.getLogger("holdfast_daemon.observing.catalogue_redis")
 
 STATE: Mapping[str, object] = {
     "job": "moe",
@@ -200,8 +200,11 @@ def test_a_whole_state_is_read_as_it_was_published(open_catalogue: Open) -> None
             assert view.states == {"node-0": STATE}
             assert view.ranks == {0: RankHealth.HEALTHY, 1: RankHealth.SNAPSHOTTING}
             assert view.stages == {
-                0: {Stage.COMMITTED: Generation(2, 7), Stage.PROTECTED: Generation(2, 6)},
-                1: {Stage.COMMITTED: Generation(2, 7)},
+                0: {
+                    SnapshotStage.COMMITTED: Generation(2, 7),
+                    SnapshotStage.PROTECTED: Generation(2, 6),
+                },
+                1: {SnapshotStage.COMMITTED: Generation(2, 7)},
             }
 
     run(body)
@@ -211,13 +214,15 @@ def test_the_last_word_on_a_stage_and_on_a_rank_wins(open_catalogue: Open) -> No
     async def body() -> None:
         async with open_catalogue() as fixture:
             for step in (3, 4):
-                fixture.catalogue.publish_stage("moe", 1, Generation(2, step), Stage.COMMITTED)
+                fixture.catalogue.publish_stage(
+                    "moe", 1, Generation(2, step), SnapshotStage.COMMITTED
+                )
             for health in (RankHealth.SNAPSHOTTING, RankHealth.UNHEALTHY):
                 fixture.catalogue.publish_rank_state("moe", 1, health)
             await fixture.catalogue.settled()
             view = await fixture.catalogue.read_job("moe")
             assert view is not None
-            assert view.stages == {1: {Stage.COMMITTED: Generation(2, 4)}}
+            assert view.stages == {1: {SnapshotStage.COMMITTED: Generation(2, 4)}}
             assert view.ranks == {1: RankHealth.UNHEALTHY}
 
     run(body)
@@ -331,13 +336,13 @@ def test_a_redis_that_was_killed_and_lost_everything_is_filled_again(redis_serve
         ):
             await catalogue.settled()
             redis_server.kill()
-            catalogue.publish_stage("moe", 0, Generation(2, 8), Stage.COMMITTED)
+            catalogue.publish_stage("moe", 0, Generation(2, 8), SnapshotStage.COMMITTED)
             await unreachable.seen()
             await asyncio.to_thread(redis_server.start)
             await catalogue.settled()
             view = await catalogue.read_job("moe")
             assert view is not None and view.states == {"node-0": STATE}
-            assert view.stages[0][Stage.COMMITTED] == Generation(2, 8)
+            assert view.stages[0][SnapshotStage.COMMITTED] == Generation(2, 8)
             assert view.ranks[1] is RankHealth.SNAPSHOTTING
 
     run(body)
@@ -357,7 +362,7 @@ def test_a_redis_that_hangs_delays_nobody_and_gets_everything_when_it_goes_on(
             await catalogue.settled()
             redis_server.stop()
             for step in range(100):
-                catalogue.publish_stage("moe", 0, Generation(3, step), Stage.COMMITTED)
+                catalogue.publish_stage("moe", 0, Generation(3, step), SnapshotStage.COMMITTED)
             with pytest.raises(UnreachableError):
                 await catalogue.read_job("moe")
             await unreachable.seen()
@@ -365,7 +370,7 @@ def test_a_redis_that_hangs_delays_nobody_and_gets_everything_when_it_goes_on(
             await catalogue.settled()
             view = await catalogue.read_job("moe")
             assert view is not None
-            assert view.stages[0][Stage.COMMITTED] == Generation(3, 99)
+            assert view.stages[0][SnapshotStage.COMMITTED] == Generation(3, 99)
 
     run(body)
 
@@ -393,12 +398,12 @@ def test_a_wiped_redis_is_filled_again_from_the_memory_of_the_daemon(redis_serve
             await catalogue.settled()
             await raw.flushall()
             assert await catalogue.read_job("other") is None
-            catalogue.publish_stage("moe", 0, Generation(2, 8), Stage.COMMITTED)
+            catalogue.publish_stage("moe", 0, Generation(2, 8), SnapshotStage.COMMITTED)
             await catalogue.settled()
             view = await catalogue.read_job("moe")
             assert view is not None
-            assert view.stages[0][Stage.COMMITTED] == Generation(2, 8)
-            assert view.stages[0][Stage.PROTECTED] == Generation(2, 6)
+            assert view.stages[0][SnapshotStage.COMMITTED] == Generation(2, 8)
+            assert view.stages[0][SnapshotStage.PROTECTED] == Generation(2, 6)
             assert await catalogue.read_job("other") is not None
 
     run(body)
@@ -422,7 +427,7 @@ def test_what_recoveries_lost_outlives_a_daemon_and_is_told_again_to_a_wiped_red
             assert view is not None and list(view.losses) == [recovery(2), recovery(3)]
             restarted.jobs = {"moe": losing(2, 3, 4)}
             await raw.flushall()
-            catalogue.publish_stage("moe", 0, Generation(2, 8), Stage.COMMITTED)
+            catalogue.publish_stage("moe", 0, Generation(2, 8), SnapshotStage.COMMITTED)
             await catalogue.settled()
             view = await catalogue.read_job("moe")
             assert view is not None
@@ -456,7 +461,7 @@ def test_a_full_queue_drops_the_oldest_counts_them_and_the_state_is_still_right(
     async def body() -> None:
         daemon = Daemon(jobs={"moe": STATE})
         async with redis_catalogue(redis_server, daemon, queue_operations=10) as catalogue:
-            catalogue.publish_stage("moe", 1, Generation(2, 9), Stage.COMMITTED)
+            catalogue.publish_stage("moe", 1, Generation(2, 9), SnapshotStage.COMMITTED)
             for number in range(25):
                 catalogue.publish_event("moe", {"number": number})
             assert daemon.dropped == 16
@@ -467,7 +472,7 @@ def test_a_full_queue_drops_the_oldest_counts_them_and_the_state_is_still_right(
             assert [e.event["number"] for e in events] == list(range(15, 25))
             view = await catalogue.read_job("moe")
             assert view is not None
-            assert view.stages[1][Stage.COMMITTED] == Generation(2, 9)
+            assert view.stages[1][SnapshotStage.COMMITTED] == Generation(2, 9)
 
     run(body)
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
-from holdfast_core.values import MemberPlace, Membership
-from holdfast_operator.control_server import ControlServer
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_operator.control.server import ControlServer
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WAIT_S = 30.0

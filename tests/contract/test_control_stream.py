@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 
-from holdfast_core.values import MemberPlace, Membership
-from holdfast_operator.control_server import ControlServer
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_operator.control.server import ControlServer
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WAIT_S = 30.0

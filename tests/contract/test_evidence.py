@@ -9,19 +9,21 @@ from typing import cast
 
 import pytest
 
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RestoreSource
-from holdfast_core.values import Directive, Generation, Line, MemberPlace, Membership
-from holdfast_daemon.describe import job_state
 from holdfast_daemon.engine.overview import evidence, overview
 from holdfast_daemon.engine.slots import ParityState
-from holdfast_daemon.engine.state import JobMemory, Session
+from holdfast_daemon.engine.state import JobMemory, TrainerSession
 from holdfast_daemon.host import JobHost
-from holdfast_daemon.parity_traffic import NodeTraffic
-from holdfast_operator.heartbeats import evidence_of, job_view
-from holdfast_operator.views import JobView
+from holdfast_daemon.observing.status import job_state
+from holdfast_daemon.parity.traffic import NodeTraffic
+from holdfast_operator.control.heartbeats import evidence_of, job_view
+from holdfast_operator.reconciler.views import JobView
 from holdfast_protos import control_pb2
 
-SESSION = Session(id="s", rank=0, epoch=5, layout_id="l", pid=1, claimed=True)
+SESSION = TrainerSession(id="s", rank=0, epoch=5, layout_id="l", pid=1, claimed=True)
 
 
 @pytest.fixture

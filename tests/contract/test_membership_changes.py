@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import grpc.aio
 
-from holdfast_core.values import MemberPlace, Membership
+from holdfast_core.snapshots.membership import MemberPlace, Membership
 from holdfast_daemon.control import ControlClient
-from holdfast_operator.control_server import ControlServer
+from holdfast_operator.control.server import ControlServer
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WAIT_S = 30.0

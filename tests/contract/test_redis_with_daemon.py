@@ -12,7 +12,7 @@ from harness import RawCluster, RawJob
 from redis import Redis
 from waiting import WAIT_S, wait_for
 
-from holdfast_core.loss_reports import JobLoss, LossReport, RecoveryLoss, merged
+from holdfast_core.experts.loss_reports import JobLoss, LossReport, RecoveryLoss, merged
 from holdfast_protos import trainer_pb2
 from holdfast_protos.losses import loss_from_proto, loss_to_proto
 

@@ -15,10 +15,11 @@ from torch import nn
 from waiting import WAIT_S, wait_for
 
 import holdfast
-from holdfast._client import DaemonClient, GrpcClient
+from holdfast._daemon.client import DaemonClient, GrpcClient
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import NoRecoveryLineError
-from holdfast_core.values import Generation, Redundancy
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Redundancy
 
 
 class World(Protocol):

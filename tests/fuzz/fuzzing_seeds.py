@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast_core.layouts import (
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import (
     Entry,
     Layout,
     TensorRole,
@@ -16,23 +17,13 @@ from holdfast_core.layouts import (
     layout_id,
     piece_digests,
 )
-from holdfast_core.places import bit_map
-from holdfast_core.values import (
-    Directive,
-    Generation,
-    Inventory,
-    Line,
-    Manifest,
-    MemberPlace,
-    Membership,
-    ParityEntry,
-    Report,
-    SnapshotEntry,
-    Tier,
-)
-from holdfast_daemon import bulk
-from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.saved_epoch import SavedEpoch
+from holdfast_core.snapshots.manifests import Inventory, Manifest, ParityEntry, SnapshotEntry
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.pieces import bit_map
+from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_daemon.memory.parity_blocks import ParityRecord
+from holdfast_daemon.memory.saved_epoch import SavedEpoch
+from holdfast_daemon.transport import protocol
 from holdfast_protos import codec, control_pb2, trainer_pb2, values_pb2
 from holdfast_protos.changes import change_between
 
@@ -114,7 +105,7 @@ MEMBERSHIP = Membership(
     groups=((0, 1, 2),),
     tier=Tier(uri="s3://bucket/run", every_steps=10, restore_from="1.7"),
 )
-REPORT = Report(
+REPORT = MemberReport(
     job=JOB,
     epoch=3,
     member=1,
@@ -172,19 +163,19 @@ def epochs() -> list[bytes]:
 
 
 def bulk_requests() -> list[bytes]:
-    plain = bulk.Request(
+    plain = protocol.Request(
         job=JOB,
         epoch=3,
-        kind=bulk.Kind.SNAPSHOT,
+        kind=protocol.Kind.SNAPSHOT,
         index=1,
         generation=GENERATION,
         offset=0,
         nbytes=9000,
     )
-    change = bulk.Request(
+    change = protocol.Request(
         job=JOB,
         epoch=3,
-        kind=bulk.Kind.CHANGE,
+        kind=protocol.Kind.CHANGE,
         index=1,
         generation=GENERATION,
         offset=PIECE,
@@ -192,7 +183,7 @@ def bulk_requests() -> list[bytes]:
         base=Generation(1, 6),
         piece_bytes=PIECE,
     )
-    return [bulk.encode_request(plain), bulk.encode_request(change)]
+    return [protocol.encode_request(plain), protocol.encode_request(change)]
 
 
 def reports() -> list[bytes]:

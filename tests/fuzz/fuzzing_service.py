@@ -11,18 +11,20 @@ from typing import Any, NoReturn, cast
 from fuzzing_seeds import GENERATION, JOB, LAYOUT, PAYLOAD, PIECE
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.layouts import encode_layout, piece_digests
-from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy, Report
-from holdfast_daemon import describe
-from holdfast_daemon.auth import TrustingAuthenticator
-from holdfast_daemon.claims import Claims
-from holdfast_daemon.effects import ArenaReady, Effect, Seal
-from holdfast_daemon.effects import Sealed as SealedEvent
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import encode_layout, piece_digests
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.reports import MemberReport
 from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.effects import ArenaReady, Effect, Seal
+from holdfast_daemon.engine.effects import SlotSealed as SealedEvent
 from holdfast_daemon.host import JobHost
-from holdfast_daemon.metrics import Metrics
-from holdfast_daemon.parity_traffic import NodeTraffic
-from holdfast_daemon.trainer_service import TrainerService
+from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.observing import status
+from holdfast_daemon.parity.traffic import NodeTraffic
+from holdfast_daemon.trainers.auth import TrustingAuthenticator
+from holdfast_daemon.trainers.claims import Claims
+from holdfast_daemon.trainers.service import TrainerService
 from holdfast_protos import codec, trainer_pb2
 
 MEMBERSHIP = Membership(
@@ -157,21 +159,21 @@ def request(data: bytes) -> None:
         node_host="127.0.0.1",
         status=lambda: {"jobs": {}},
         authenticator=TrustingAuthenticator(),
-        metrics=Metrics(),
+        metrics=DaemonMetrics(),
     )
     if "session" in kind.DESCRIPTOR.fields_by_name and message.session:
         message.session = service._seal.seal(cast(_Host, host).session)
     asyncio.run(_call(service, name, message))
-    state = describe.job_state(host)
+    state = status.job_state(host)
     assert state.ByteSize() < 1 << 20, f"{state.ByteSize()} bytes of one job in each heartbeat"
     codec.report_to_proto(_report(host)).SerializeToString()
-    describe.as_json(host)
+    status.as_json(host)
 
 
-def _report(host: JobHost) -> Report:
+def _report(host: JobHost) -> MemberReport:
     host.engine.tick(100.0)
     memory = host.engine.memory
-    return Report(
+    return MemberReport(
         job=JOB,
         epoch=memory.epoch,
         member=0,

@@ -14,11 +14,12 @@ from fuzzing_seeds import LAYOUT
 from prometheus_client import CollectorRegistry
 
 from holdfast_core.errors import HoldfastError, ProtocolError
-from holdfast_core.layouts import encode_layout
-from holdfast_daemon.descriptors import ClaimRequest, DescriptorServer
-from holdfast_daemon.files import RealFiles, sign
-from holdfast_daemon.http import HttpServer
-from holdfast_daemon.kept import KeptManifests
+from holdfast_core.snapshots.layouts import encode_layout
+from holdfast_daemon.memory.arena_claims import ClaimRequest
+from holdfast_daemon.memory.files import RealFiles, sign
+from holdfast_daemon.memory.peer_manifests import PeerManifests
+from holdfast_daemon.observing.http import HttpServer
+from holdfast_daemon.trainers.descriptors import DescriptorServer
 
 ANSWER_S = 10.0
 _PROBE = b"GET /healthz HTTP/1.0\r\n\r\n"
@@ -87,7 +88,7 @@ def kept_manifest(data: bytes) -> None:
     below = _directory() / "kept"
     shutil.rmtree(below, ignore_errors=True)
     home = below / "job" / "peers"
-    kept = KeptManifests(home, RealFiles())
+    kept = PeerManifests(home, RealFiles())
     try:
         with suppress(HoldfastError):
             kept.keep(sign(data), encode_layout(LAYOUT))

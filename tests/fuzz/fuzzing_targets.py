@@ -21,28 +21,29 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError
-from holdfast_core.jobs import check_local, check_supported, ignored_locally, parse_job
-from holdfast_core.layouts import (
+from holdfast_core.job.parsing import check_local, check_supported, ignored_locally, parse_job
+from holdfast_core.quantities import parse_bytes
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     decode_layout,
     decode_manifest,
     encode_layout,
     encode_manifest,
 )
-from holdfast_core.places import encode_places, split_places
-from holdfast_core.quantities import parse_bytes
-from holdfast_core.units import UnitKey, UnitKind
-from holdfast_core.values import Generation
-from holdfast_daemon import bulk, catalogue_records
-from holdfast_daemon.auth import token_expiry
-from holdfast_daemon.blocks import decode_record, encode_record
-from holdfast_daemon.catalogue import losses_of_state, ranks_of_state, stages_of_state
-from holdfast_daemon.claims import SessionSeal
+from holdfast_core.snapshots.pieces import encode_places, split_places
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_daemon.control import completed
-from holdfast_daemon.files import sign
-from holdfast_daemon.saved_epoch import decode_epoch
-from holdfast_daemon.token_review import identity_in
-from holdfast_operator.heartbeats import job_view, node_view
-from holdfast_operator.job_files import read_document
+from holdfast_daemon.memory.files import sign
+from holdfast_daemon.memory.parity_blocks import decode_record, encode_record
+from holdfast_daemon.memory.saved_epoch import decode_epoch
+from holdfast_daemon.observing import catalogue_records
+from holdfast_daemon.observing.catalogue import losses_of_state, ranks_of_state, stages_of_state
+from holdfast_daemon.trainers.auth import token_expiry
+from holdfast_daemon.trainers.claims import SessionSeal
+from holdfast_daemon.trainers.token_review import identity_in
+from holdfast_daemon.transport import protocol
+from holdfast_operator.cli.job_files import read_document
+from holdfast_operator.control.heartbeats import job_view, node_view
 from holdfast_protos import codec, control_pb2, peer_pb2, values_pb2
 
 FIXED_BYTES = 8 << 20
@@ -115,18 +116,18 @@ def _parity_record(data: bytes) -> None:
 
 
 def _bulk_request(data: bytes) -> None:
-    head = data[: bulk.REQUEST_BYTES].ljust(bulk.REQUEST_BYTES, b"\0")
-    size = bulk.job_name_bytes(head)
-    assert size <= bulk.JOB_NAME_BYTES_MAX
-    request = bulk.decode_request(head, data[bulk.REQUEST_BYTES :][:size])
+    head = data[: protocol.REQUEST_BYTES].ljust(protocol.REQUEST_BYTES, b"\0")
+    size = protocol.job_name_bytes(head)
+    assert size <= protocol.JOB_NAME_BYTES_MAX
+    request = protocol.decode_request(head, data[protocol.REQUEST_BYTES :][:size])
     assert request.reply_bytes >= request.nbytes
-    bulk.encode_ok(request)
+    protocol.encode_ok(request)
 
 
 def _bulk_reply(data: bytes) -> None:
-    head = bulk.decode_reply(data[: bulk.REPLY_BYTES].ljust(bulk.REPLY_BYTES, b"\0"))
-    assert head.message_bytes <= bulk.MESSAGE_BYTES_MAX
-    assert str(bulk.decode_error(data[bulk.REPLY_BYTES :])) is not None
+    head = protocol.decode_reply(data[: protocol.REPLY_BYTES].ljust(protocol.REPLY_BYTES, b"\0"))
+    assert head.message_bytes <= protocol.MESSAGE_BYTES_MAX
+    assert str(protocol.decode_error(data[protocol.REPLY_BYTES :])) is not None
 
 
 def _report(data: bytes) -> None:
@@ -179,7 +180,7 @@ def _job(data: bytes) -> None:
 
 
 def _extras(data: bytes) -> None:
-    from holdfast._extras import decode_extras, encode_extras, split_extras
+    from holdfast._state.extras import decode_extras, encode_extras, split_extras
 
     first, second = split_extras(data)
     assert len(first) + len(second) <= len(data)
@@ -187,18 +188,18 @@ def _extras(data: bytes) -> None:
 
 
 def _expert_state(data: bytes) -> None:
-    from holdfast._partial_state import PartialState
+    from holdfast._experts.partial_state import PartialState
 
     state = PartialState.decode(data)
     assert PartialState.decode(state.encode()) == state
 
 
 def _expert_state_seeds() -> list[bytes]:
-    from holdfast._partial_state import PartialState
-    from holdfast_core.agreed_counts import UNKNOWN, Mark
-    from holdfast_core.expert_ledger import ExpertLedger
-    from holdfast_core.replenish import Replenishing
-    from holdfast_core.token_loss import LossAccount
+    from holdfast._experts.partial_state import PartialState
+    from holdfast_core.experts.counts import UNKNOWN, Mark
+    from holdfast_core.experts.ledger import ExpertLedger
+    from holdfast_core.experts.replenish import Replenishing
+    from holdfast_core.experts.token_loss import LossAccount
 
     unit = UnitKey(0, UnitKind.EXPERT, 1)
     state = PartialState(
@@ -216,7 +217,7 @@ def _extras_seeds() -> list[bytes]:
     import numpy as np
     import torch
 
-    from holdfast._extras import encode_extras
+    from holdfast._state.extras import encode_extras
 
     state = {
         "rng": torch.arange(16, dtype=torch.uint8),
@@ -295,7 +296,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="bulk-reply",
         parse=_bulk_reply,
-        seeds=lambda: [bulk.encode_error(3, CorruptError("no")), *seeds.bulk_requests()],
+        seeds=lambda: [protocol.encode_error(3, CorruptError("no")), *seeds.bulk_requests()],
     ),
     Target(name="report", parse=_report, seeds=seeds.reports, allowed=_MESSAGE),
     Target(name="directive", parse=_directive, seeds=seeds.directives, allowed=_MESSAGE),

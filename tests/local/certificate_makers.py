@@ -11,7 +11,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from holdfast_operator.certificates import AUTHORITY_KEY, Certificates, certify, write_private
+from holdfast_operator.control.certificates import (
+    AUTHORITY_KEY,
+    Certificates,
+    certify,
+    write_private,
+)
 from holdfast_protos.identity import AUTHORITY, CERTIFICATE, DOMAIN, KEY, Role
 
 DAY_S = 86400.0

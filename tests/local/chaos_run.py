@@ -23,7 +23,7 @@ from raw_trainer import RawTrainer
 from waiting import error_of
 
 from holdfast_core.errors import CorruptError, HoldfastError, StaleEpochError, UnknownSessionError
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 SHAPES = (
     Shape(members=3, group_size=3),

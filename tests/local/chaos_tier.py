@@ -17,9 +17,10 @@ import versitygw
 from fault_proxy import Fault, FaultProxy, Request
 from faulty_storage import Access, Trouble
 
+from holdfast_core.durable.sets import LATEST_FILE, MANIFEST_FILE, decode_latest, set_name
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.persisted_sets import LATEST_FILE, MANIFEST_FILE, decode_latest, set_name
-from holdfast_core.values import Generation, Tier
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Tier
 from holdfast_storage.local import LocalPlace
 from holdfast_storage.sets import SetStore
 

@@ -27,7 +27,7 @@ from redis_process import RedisServer
 from waiting import wait_for
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 from holdfast_protos.identity import Role
 
 BUDGET_BYTES = 16 << 20

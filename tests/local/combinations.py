@@ -15,8 +15,8 @@ from zlib import crc32
 import pytest
 from harness import RawCluster, RawJob
 
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Redundancy
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.membership import Redundancy
 
 T = TypeVar("T")
 

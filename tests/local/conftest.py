@@ -10,7 +10,7 @@ from combinations import BY_REDUNDANCY, Combination, is_drawn
 from harness import RawCluster
 from small_tmpfs import mounted
 
-from holdfast_core.job_snapshots import PolicyType
+from holdfast_core.job.snapshots import PolicyType
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

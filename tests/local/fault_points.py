@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from faulty_daemon import Trap
 
-from holdfast_core.values import Redundancy
+from holdfast_core.snapshots.membership import Redundancy
 
 REBUILD_READS = {Redundancy.RAIM5: 9, Redundancy.RAIM6: 4, Redundancy.REPLICATION: 1}
 """Of one snapshot in a group of four; with replicas, of two."""

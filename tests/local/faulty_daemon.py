@@ -23,21 +23,23 @@ from pathlib import Path
 
 from faulty_storage import Access, FaultyTier
 
-from holdfast_core.values import Generation, Membership
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership
 from holdfast_daemon.__main__ import main
-from holdfast_daemon.bulk import Located, Request
-from holdfast_daemon.bulk_server import BulkServer
-from holdfast_daemon.combining import Stream
-from holdfast_daemon.effects import Background, Completion, Effect, SendDirective, SendReport
+from holdfast_daemon.durable.loader import Loader
+from holdfast_daemon.durable.stored_sets import TierSets
 from holdfast_daemon.engine import JobEngine
-from holdfast_daemon.files import RealFiles
-from holdfast_daemon.group import BulkOpener, EpochScope
+from holdfast_daemon.engine.effects import Background, Completion, Effect, SendDirective, SendReport
+from holdfast_daemon.epoch_scope import EpochScope
 from holdfast_daemon.host import JobHost
-from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.loader import Loader
+from holdfast_daemon.memory.files import RealFiles
+from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.node import Node
+from holdfast_daemon.parity.combining import Stream
+from holdfast_daemon.parity.group import BulkOpener
 from holdfast_daemon.settings import DaemonSettings
-from holdfast_daemon.stored_sets import TierSets
+from holdfast_daemon.transport.protocol import Located, Request
+from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.worker import EffectWorker
 
 _PR_SET_PDEATHSIG = 1

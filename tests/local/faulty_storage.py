@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast_daemon.durable import DurableTier
-from holdfast_daemon.holding import Holding
-from holdfast_daemon.persister import Persister
-from holdfast_daemon.tier_access import TierAccess
-from holdfast_storage.local import Files, LocalPlace
+from holdfast_daemon.durable.access import TierAccess
+from holdfast_daemon.durable.persister import Persister
+from holdfast_daemon.durable_tier import DurableTier
+from holdfast_daemon.memory.job_bytes import JobBytes
+from holdfast_storage.local import FileSteps, LocalPlace
 from holdfast_storage.opening import open_place
-from holdfast_storage.places import Place
+from holdfast_storage.places import TierPlace
 from holdfast_storage.retrying import Retry
 from holdfast_storage.sets import SetStore
 
@@ -59,7 +59,7 @@ class Access:
     retry: Retry = QUICK
 
 
-class FaultyFiles(Files):
+class FaultyFiles(FileSteps):
     """Steps of a file system; before each, a trap may lie, and trouble may come."""
 
     def __init__(self, pass_by: Callable[[str], None], trouble: Path) -> None:
@@ -90,7 +90,7 @@ class FaultyTier(DurableTier):
         super().__init__(threads, TierAccess(None))
         self._pass_by, self._access = pass_by, access
 
-    def persister(self, job: str, storage: Holding) -> Persister:
+    def persister(self, job: str, storage: JobBytes) -> Persister:
         return Persister(
             storage,
             open_store=lambda uri: SetStore(uri, job, place=self.open(uri)),
@@ -98,7 +98,7 @@ class FaultyTier(DurableTier):
             allowance=self._allowance,
         )
 
-    def open(self, uri: str) -> Place:
+    def open(self, uri: str) -> TierPlace:
         """Raises HoldfastError, as opening a real one does."""
         access = self._access
         if uri.startswith(_FILE):

@@ -20,8 +20,9 @@ from daemons import DaemonProcess
 from raw_trainer import RawTrainer, forget
 from waiting import WAIT_S, wait_for
 
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2
 
 JOB = "tests.job"

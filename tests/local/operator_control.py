@@ -12,8 +12,8 @@ from typing import Any
 from waiting import wait_for
 
 from holdfast_core.errors import UnreachableError
-from holdfast_operator.control_server import ControlServer
-from holdfast_operator.views import JobView, NodeView
+from holdfast_operator.control.server import ControlServer
+from holdfast_operator.reconciler.views import JobView, NodeView
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.identity import Identity
 

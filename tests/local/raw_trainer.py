@@ -15,12 +15,12 @@ import grpc
 from daemons import DaemonProcess
 from waiting import WAIT_S, wait_for
 
-from holdfast_core import layouts
 from holdfast_core.errors import CorruptError, by_code
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.layouts import Layout
-from holdfast_core.places import Lying, bit_map, runs
-from holdfast_core.values import Generation
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots import layouts
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.pieces import PieceMap, bit_map, runs
 from holdfast_protos import codec, trainer_pb2
 
 EXTRAS_BYTES = 64
@@ -151,7 +151,7 @@ class RawTrainer:
                     PIECE_BYTES * (run.end - run.first),
                     run.slot * slot_bytes + PIECE_BYTES * run.first,
                 )
-                for run in runs(Lying(decision.slot, decision.places), 0, pieces)
+                for run in runs(PieceMap(decision.slot, decision.places), 0, pieces)
             )[: manifest.payload_bytes]
         finally:
             os.close(descriptor)
@@ -244,8 +244,8 @@ class RawTrainer:
         assert self._arena is not None
         data = self.content(step)
         data = data[: int(len(data) * part)]
-        lying = Lying(slot, self._granted.places if slot == self._granted.slot else b"")
-        for run in runs(lying, 0, layouts.piece_count(len(data), PIECE_BYTES)):
+        piece_map = PieceMap(slot, self._granted.places if slot == self._granted.slot else b"")
+        for run in runs(piece_map, 0, layouts.piece_count(len(data), PIECE_BYTES)):
             for piece in set(range(run.first, run.end)) - self.carried:
                 chunk = data[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
                 start = run.slot * self._slot_bytes + piece * PIECE_BYTES

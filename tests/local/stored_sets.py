@@ -7,10 +7,11 @@ from pathlib import Path
 from harness import RawJob
 from raw_trainer import EXTRAS_BYTES, PIECE_BYTES, content_of, raw_layout
 
-from holdfast_core.layouts import encode_manifest, layout_id, piece_digests
-from holdfast_core.persisted import file_name
-from holdfast_core.persisted_sets import set_name
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.durable.rank_files import file_name
+from holdfast_core.durable.sets import set_name
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import encode_manifest, layout_id, piece_digests
+from holdfast_core.snapshots.manifests import Manifest
 from holdfast_storage.sets import SetStore
 
 

@@ -14,8 +14,8 @@ from harness import RawCluster, RawJob
 from raw_trainer import receive_descriptor
 from waiting import WAIT_S, error_of, wait_for
 
-from holdfast._client import GrpcClient
-from holdfast._rendezvous import GrpcDaemon
+from holdfast._daemon.client import GrpcClient
+from holdfast._launch.rendezvous import GrpcDaemon
 from holdfast_core.errors import (
     AccessDeniedError,
     HoldfastError,
@@ -24,7 +24,7 @@ from holdfast_core.errors import (
     UnknownSessionError,
     UnreachableError,
 )
-from holdfast_core.values import Redundancy
+from holdfast_core.snapshots.membership import Redundancy
 from holdfast_protos import codec, trainer_pb2
 
 MINE, OTHER = "team.moe", "team.other"

@@ -12,7 +12,7 @@ from harness import JOB, RawCluster, RawJob
 from raw_trainer import content_of
 from stored_sets import flip, store_set
 
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 SETS = [Generation(1, step) for step in (2, 4, 6)]
 

@@ -7,7 +7,7 @@ import pytest
 from harness import RawCluster, RawJob
 from waiting import wait_for
 
-from holdfast_operator.heartbeats import job_view
+from holdfast_operator.control.heartbeats import job_view
 from holdfast_protos import trainer_pb2
 
 REFUSED = "does not live on node"

@@ -18,7 +18,7 @@ from fault_points import CASES, POINTS, SHORT, Case, Point
 from harness import RawCluster, RawJob
 from waiting import wait_for
 
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 MEMBERS = 4
 SAVES_MAX = 6

@@ -24,12 +24,13 @@ from holdfast_core.errors import (
     InvalidJobError,
     StaleEpochError,
 )
-from holdfast_core.values import Generation, MemberPlace
-from holdfast_daemon.bulk import Kind, Request
-from holdfast_daemon.bulk_client import BulkClient
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import MemberPlace
 from holdfast_daemon.peers import ManifestFetcher
-from holdfast_daemon.wires import Protection, Wiring
-from holdfast_operator import control_server
+from holdfast_daemon.transport.client import BulkClient
+from holdfast_daemon.transport.protocol import Kind, Request
+from holdfast_daemon.transport.tls import ConnectionFactory, Protection
+from holdfast_operator.control import server as control_server
 from holdfast_protos import (
     codec,
     control_pb2,
@@ -201,7 +202,9 @@ def test_words_of_an_ended_epoch_are_refused_on_every_way(
     with pytest.raises(StaleEpochError):
         fetcher.fetch_manifest(place, job.name, ended, 0, line)
     fetcher.close()
-    client = BulkClient(WAIT_S, Wiring(Identity(tls / Role.DAEMON), Protection.AUTHENTICATED))
+    client = BulkClient(
+        WAIT_S, ConnectionFactory(Identity(tls / Role.DAEMON), Protection.AUTHENTICATED)
+    )
     with pytest.raises(StaleEpochError):
         client.fetch_into(place.bulk_address, _asked(job, ended, line), memoryview(bytearray(10)))
     client.close()
@@ -233,7 +236,9 @@ def test_names_that_are_paths_and_messages_that_are_too_large_get_nothing(
     job: RawJob, tls: Path
 ) -> None:
     place = job.membership().members[0]
-    client = BulkClient(WAIT_S, Wiring(Identity(tls / Role.DAEMON), Protection.AUTHENTICATED))
+    client = BulkClient(
+        WAIT_S, ConnectionFactory(Identity(tls / Role.DAEMON), Protection.AUTHENTICATED)
+    )
     for name in ("../" + job.name, f"{job.name}/../{job.name}", "/etc", ".", "\0"):
         request = _asked(job, job.epoch, job.generation)
         named = Request(**{f: getattr(request, f) for f in request.__slots__} | {"job": name})

@@ -12,8 +12,9 @@ from harness import RawCluster, RawJob
 from waiting import error_of, wait_for
 
 from holdfast_core.errors import StaleEpochError
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, Redundancy
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Redundancy
 
 RAIM5 = Combination(PolicyType.PARTIAL_EXPERTS, Redundancy.RAIM5)
 

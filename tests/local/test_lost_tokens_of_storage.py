@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from test_lost_tokens_shown import WAIT_S, small_job
 
-from holdfast._extras import split_extras
-from holdfast._partial_state import PartialState
-from holdfast_core.job_persistence import Persistence, PersistInterval
-from holdfast_core.job_schema import MoETrainingJob
-from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
-from holdfast_core.persisted_sets import StoredSet
-from holdfast_core.units import UnitKey
+from holdfast._experts.partial_state import PartialState
+from holdfast._state.extras import split_extras
+from holdfast_core.durable.sets import StoredSet
+from holdfast_core.job.persistence import Persistence, PersistInterval
+from holdfast_core.job.schema import MoETrainingJob
+from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.snapshots.units import UnitKey
 from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_storage.sets import SetStore
 

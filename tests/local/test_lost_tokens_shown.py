@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast_core.jobs import MoETrainingJob, parse_job
-from holdfast_operator.demo import EXAMPLES
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_operator.cli.demo import EXAMPLES
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
-from holdfast_operator.views import Condition, ConditionType
+from holdfast_operator.reconciler.views import Condition, ConditionType
 
 WAIT_S = 250.0
 """Until trainers have loaded torch, on a machine that has much else to do."""

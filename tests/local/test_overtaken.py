@@ -12,7 +12,7 @@ from torch import nn
 from waiting import WAIT_S
 
 import holdfast
-from holdfast_core.values import Redundancy
+from holdfast_core.snapshots.membership import Redundancy
 
 TENSORS = 48
 ELEMENTS = 1 << 18

@@ -10,8 +10,9 @@ import pytest
 from harness import JOB, RawCluster, RawJob
 from waiting import wait_for
 
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, Redundancy, Tier
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Redundancy, Tier
 from holdfast_protos import control_pb2, trainer_pb2
 from holdfast_storage.sets import SetStore
 

@@ -12,8 +12,8 @@ from torch import nn
 from waiting import WAIT_S, wait_for
 
 import holdfast
-from holdfast_core.job_snapshots import PartialExperts
-from holdfast_core.values import Redundancy
+from holdfast_core.job.snapshots import PartialExperts
+from holdfast_core.snapshots.membership import Redundancy
 
 RECEIVED = "holdfast_received_bytes_total"
 COMPUTED = "holdfast_recomputed_units_total"

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness import JOB, RawCluster, RawJob
 from waiting import wait_for
 
-from holdfast_core.values import Tier
+from holdfast_core.snapshots.membership import Tier
 from holdfast_storage.sets import SetStore
 
 

@@ -10,7 +10,8 @@ from harness import RawCluster, RawJob
 from stored_sets import flip, store_set
 from waiting import wait_for
 
-from holdfast_core.values import Generation, Tier
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Tier
 
 OLD, NEW = Generation(2, 900), Generation(3, 1200)
 

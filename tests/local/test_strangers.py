@@ -16,9 +16,9 @@ from api_server import ApiServer
 from harness import RawCluster, RawJob
 from waiting import WAIT_S, wait_for
 
-from holdfast_core.values import Redundancy
-from holdfast_daemon.admission import REFUSALS_HELD_MAX
-from holdfast_daemon.auth import CALLS_WAITING_MAX
+from holdfast_core.snapshots.membership import Redundancy
+from holdfast_daemon.trainers.admission import REFUSALS_HELD_MAX
+from holdfast_daemon.trainers.auth import CALLS_WAITING_MAX
 from holdfast_protos import channels, trainer_pb2
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from trainer_child import TrainerProcess
 from waiting import error_of, wait_for
 
 from holdfast_core.errors import RankInUseError, UnknownSessionError
-from holdfast_core.job_snapshots import PolicyType
+from holdfast_core.job.snapshots import PolicyType
 
 MEMBERS = 3
 RANK = 1

@@ -11,9 +11,11 @@ from harness import JOB, RawCluster, RawJob, Restored
 from raw_trainer import PIECE_BYTES, RawTrainer
 from waiting import WAIT_S, wait_for
 
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.layouts import decode_manifest, encode_layout, piece_digests
-from holdfast_core.values import Generation, Manifest, Tier
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_manifest, encode_layout, piece_digests
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.membership import Tier
 from holdfast_protos import control_pb2, persisting, trainer_pb2
 from holdfast_storage.sets import SetStore
 

@@ -9,8 +9,8 @@ from faulty_daemon import Trap
 from harness import RawCluster, RawJob
 from waiting import wait_for
 
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Redundancy
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.membership import Redundancy
 
 TWO_LOSSES = [(Redundancy.RAIM6, 1), (Redundancy.REPLICATION, 2)]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.jobs import parse_job
-from holdfast_operator.counters import Outcome
+from holdfast_core.job.parsing import parse_job
 from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.reconciler.counters import Outcome
 
 SCRIPT = """
 import sys

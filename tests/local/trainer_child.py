@@ -15,7 +15,7 @@ from raw_trainer import RawTrainer
 from waiting import WAIT_S, error_of
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.job_snapshots import PolicyType
+from holdfast_core.job.snapshots import PolicyType
 
 _PR_SET_PDEATHSIG = 1
 _forking = multiprocessing.get_context("forkserver")

@@ -8,7 +8,7 @@ import pytest
 from simulation.cluster import Cluster
 from simulation.options import FAULTS, Options
 
-from holdfast_core.job_snapshots import PolicyType
+from holdfast_core.job.snapshots import PolicyType
 
 
 @pytest.mark.parametrize("policy", PolicyType)

@@ -15,6 +15,10 @@ def test_a_bug_can_be_planted(mutant: Mutant) -> None:
 
 
 def test_a_mutant_that_no_longer_fits_is_named() -> None:
-    stale = Mutant(name="stale", edits=(("core/holdfast_core/places.py", "no such text", ""),))
-    with pytest.raises(ValueError, match=r"stale: core/holdfast_core/places.py has changed"):
+    stale = Mutant(
+        name="stale", edits=(("core/holdfast_core/snapshots/pieces.py", "no such text", ""),)
+    )
+    with pytest.raises(
+        ValueError, match=r"stale: core/holdfast_core/snapshots/pieces.py has changed"
+    ):
         planted(stale)

@@ -8,7 +8,7 @@ import pytest
 from simulation.options import FAULTS, Options
 from simulation.stored_cluster import STORAGE_FAULTS, StoredCluster
 
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 
 def run(first_seed: int, count: int, kinds: tuple[str, ...], **more: Generation) -> Counter[str]:

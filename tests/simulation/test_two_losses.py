@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from simulation.__main__ import run_schedules
 
-from holdfast_core.values import Redundancy
+from holdfast_core.snapshots.membership import Redundancy
 
 CHUNK = 25
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-import re
 import sysconfig
 import tomllib
 from collections.abc import Iterator
@@ -90,6 +89,16 @@ def test_every_module_says_what_it_is_for() -> None:
     """Tests are exempt: they mirror the module that they test, and their names are sentences."""
     paths = [*SOURCES, *_modules("charts", "benchmarks", "examples")]
     _none([_name(path) for path in paths if not ast.get_docstring(_tree(path))], "no docstring")
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    modules: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in _tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(_name(path))
+    twice = {name: found for name, found in modules.items() if len(found) > 1}
+    _none([f"{name}: {found}" for name, found in twice.items()], "one word, one thing")
 
 
 def test_everything_public_in_core_says_what_it_does() -> None:
@@ -198,13 +207,11 @@ def _used(module: str, tree: ast.Module) -> Iterator[str]:
             match node:
                 case ast.ImportFrom(module=source, names=names):
                     imported |= {one.asname or one.name: f"{source}.{one.name}" for one in names}
+                    yield from (f"{source}.{one.name}" for one in names)
                 case ast.Name(id=name, ctx=ast.Load()) if name not in own:
                     yield f"{module}.{name}"
                 case ast.Attribute(value=ast.Name(id=name), attr=attr):
                     attributes.append((name, attr))
-                case ast.Constant(value=str(text)) if re.fullmatch(r"\w+:\w+", text):
-                    yield f"{module.rpartition('.')[0]}.{text.replace(':', '.')}"  # of a command
-    yield from imported.values()
     yield from (f"{imported[name]}.{attr}" for name, attr in attributes if name in imported)
 
 

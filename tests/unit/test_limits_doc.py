@@ -15,7 +15,15 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "limits.md").read_text()
 _CONSTANT = re.compile(r"`(holdfast[a-z_.]*)\.([A-Z][A-Z_]+)` = ([0-9.]+)(?:/s, ([0-9]+) at once)?")
 CONSTANTS = _CONSTANT.findall(TEXT)
-SEARCHED = ("rates", "claims", "descriptors", "http", "bulk_server", "request_limits", "refusals")
+SEARCHED = (
+    "rates",
+    "trainers.claims",
+    "trainers.descriptors",
+    "observing.http",
+    "transport.server",
+    "trainers.request_limits",
+    "refusals",
+)
 
 
 @pytest.mark.parametrize(("module", "name", "value", "burst"), CONSTANTS)

@@ -11,13 +11,13 @@
 This module is the whole public API; `holdfast.testing` has a daemon for tests.
 """
 
-from holdfast._extras import UnsupportedValueError
-from holdfast._handles import SaveHandle
+from holdfast._daemon.handles import SaveHandle
 from holdfast._init import init
 from holdfast._interface import Session
 from holdfast._mesh import topology_from_device_mesh
 from holdfast._sampler import RecoverableSampler
 from holdfast._settings import Settings
+from holdfast._state.extras import UnsupportedValueError
 from holdfast_core.errors import (
     AccessDeniedError,
     CorruptError,
@@ -39,9 +39,9 @@ from holdfast_core.errors import (
     UnreachableError,
     VersionMismatchError,
 )
-from holdfast_core.sharding import ShardStrategy
+from holdfast_core.snapshots.sharding import ShardStrategy
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
-from holdfast_core.units import UnitKey, UnitKind
 
 __all__ = [
     "AccessDeniedError",

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job_snapshots import COMPARE_REPLICAS_EVERY, Policy
+from holdfast_core.job.snapshots import COMPARE_REPLICAS_EVERY, Policy
 from holdfast_core.last_lines import secrets_among
 
 _POLICY = msgspec.json.Decoder(Policy)

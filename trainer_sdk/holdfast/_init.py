@@ -10,20 +10,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from holdfast._capture import LiveState
-from holdfast._client import DaemonClient, GrpcClient
-from holdfast._collect import Stateful
-from holdfast._comparing import Comparing
-from holdfast._conventions import UnitNamer
-from holdfast._devices import device_of
-from holdfast._dtensors import raw
+from holdfast._copying.devices import device_of
+from holdfast._daemon.client import DaemonClient, GrpcClient
 from holdfast._environment import Environment, read_environment
 from holdfast._exchange import Alone, Exchange, make_exchange
 from holdfast._interface import Session
 from holdfast._nodaemon import UnprotectedSession
-from holdfast._pacing import Pacing
+from holdfast._saving.comparing import Comparing
+from holdfast._saving.pacing import Pacing
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
+from holdfast._state.capture import LiveState
+from holdfast._state.collect import Stateful
+from holdfast._state.conventions import UnitNamer
+from holdfast._state.dtensors import raw
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.topology import Topology
 

@@ -12,8 +12,8 @@ from types import TracebackType
 
 import torch
 
-from holdfast._handles import SaveHandle
-from holdfast._tally import Counters
+from holdfast._daemon.handles import SaveHandle
+from holdfast._saving.tally import SaveCounters
 from holdfast_core.errors import HoldfastError
 
 
@@ -33,7 +33,7 @@ class Session(ABC):
 
     @property
     @abstractmethod
-    def counters(self) -> Counters:
+    def counters(self) -> SaveCounters:
         """How many saves were committed, skipped and failed, and the newest cause."""
 
     @abstractmethod

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from holdfast._handles import SaveHandle
+from holdfast._daemon.handles import SaveHandle
 from holdfast._interface import Session
-from holdfast._tally import Counters
+from holdfast._saving.tally import SaveCounters
 from holdfast_core.errors import HoldfastError, SnapshotSkippedError
 
 _log = logging.getLogger("holdfast")
@@ -22,7 +22,7 @@ class UnprotectedSession(Session):
     """Says once that nothing is protected."""
 
     def __init__(self) -> None:
-        self._counters = Counters()
+        self._counters = SaveCounters()
         _log.warning("%s; training runs without snapshots", _WHY)
 
     @property
@@ -34,7 +34,7 @@ class UnprotectedSession(Session):
         return SnapshotSkippedError(_WHY)
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> SaveCounters:
         return self._counters
 
     def restore(self) -> int | None:

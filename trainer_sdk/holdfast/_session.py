@@ -13,33 +13,33 @@ from typing import Any
 
 import torch
 
-from holdfast._capacity import Capacity
-from holdfast._capture import LiveState, Source
-from holdfast._client import DaemonClient
-from holdfast._collect import Stateful, collect
-from holdfast._comparing import Comparing
-from holdfast._copy import CopyEngine
-from holdfast._devices import Device
+from holdfast._copying.devices import Device
+from holdfast._copying.engine import CopyEngine
+from holdfast._daemon.client import DaemonClient
+from holdfast._daemon.handles import SaveHandle, completed_steps
 from holdfast._exchange import Exchange
-from holdfast._extras import encode_extras
-from holdfast._gradients import Gradients
-from holdfast._handles import SaveHandle, completed_steps
-from holdfast._in_place import InPlaceCheck
+from holdfast._experts.capacity import Capacity
+from holdfast._experts.gradients import Gradients
+from holdfast._experts.tokens import Tokens
 from holdfast._interface import Session
-from holdfast._pacing import Pacing
-from holdfast._restore import Restore
-from holdfast._saver import Saver
+from holdfast._restoring.restore import Restore
+from holdfast._saving.comparing import Comparing
+from holdfast._saving.pacing import Pacing
+from holdfast._saving.saver import Saver
+from holdfast._saving.tally import SaveCounters
+from holdfast._saving.tasks import Task
 from holdfast._settings import Settings
-from holdfast._tally import Counters
-from holdfast._tasks import Task
-from holdfast._tokens import Tokens
+from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.collect import Stateful, collect
+from holdfast._state.extras import encode_extras
+from holdfast._state.in_place import InPlaceCheck
 from holdfast_core.errors import (
     HoldfastError,
     NoRecoveryLineError,
     SnapshotSkippedError,
     StepOrderError,
 )
-from holdfast_core.replenish import Replenishing
+from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
@@ -96,7 +96,7 @@ class ProtectedSession(Session):
             settings=settings,
         )
         self._stale = True
-        self._sources: Sequence[Source] | None = None
+        self._sources: Sequence[TensorSource] | None = None
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
         self._began = ""
@@ -138,7 +138,7 @@ class ProtectedSession(Session):
         return self._saver.problem or self._saver.comparing.problem
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> SaveCounters:
         return self._saver.tally.counters
 
     def restore(self) -> int | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.expert_policies import ExpertPolicy
-from holdfast_core.job_snapshots import PartialExperts, Selective
-from holdfast_core.sharding import ShardStrategy
+from holdfast_core.experts.policies import ExpertPolicy
+from holdfast_core.job.snapshots import PartialExperts, Selective
+from holdfast_core.snapshots.sharding import ShardStrategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@
 A module of its own, because torch takes a second to import its checkpoints.
 """
 
-from holdfast._dcp_load import load_into
-from holdfast._dcp_reader import HoldfastReader
-from holdfast._dcp_writer import HoldfastWriter
-from holdfast_core.set_tensors import REPLICATED, Reading
+from holdfast._dcp.load import load_into
+from holdfast._dcp.reader import HoldfastReader
+from holdfast._dcp.writer import HoldfastWriter
+from holdfast_core.durable.set_tensors import REPLICATED, Reading
 
 __all__ = ["REPLICATED", "HoldfastReader", "HoldfastWriter", "Reading", "load_into"]

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from holdfast._dcp_reader import HoldfastReader
-from holdfast._extras import dtype_named
+from holdfast._dcp.reader import HoldfastReader
+from holdfast._state.extras import dtype_named
+from holdfast_core.durable.set_tensors import Reading
 from holdfast_core.errors import HoldfastError, InvalidJobError
-from holdfast_core.set_tensors import Reading
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.whole_sets import WholeSet
 
 

@@ -31,11 +31,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
 )
 
-from holdfast._agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
 from holdfast._environment import read_secrets, read_token_file, set_for_workers
-from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous
-from holdfast._script import run_script
-from holdfast._stderr import StderrLogs, WorkerStderr
+from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
+from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
+from holdfast._launch.script import run_script
+from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast_core.errors import AccessDeniedError
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ EXIT_NO_DAEMON = 69
 EXIT_DENIED = 77
 MONITOR_S = 0.1
 GRACE_S = 5.0
-PRELOAD = ["torch", "torch._dynamo", "holdfast._agent", "holdfast._script"]
+PRELOAD = ["torch", "torch._dynamo", "holdfast._launch.agent", "holdfast._launch.script"]
 """What every worker imports. The compiler is among it because the first optimizer that is made
 imports it."""
 

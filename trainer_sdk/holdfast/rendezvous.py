@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-    from holdfast._rendezvous import HoldfastRendezvous
+    from holdfast._launch.rendezvous import HoldfastRendezvous
 
 
 def create_handler() -> Callable[[RendezvousParameters], HoldfastRendezvous]:
@@ -33,7 +33,7 @@ def handler_of(params: RendezvousParameters) -> HoldfastRendezvous:
     """
     # It needs the package of torch that loads this module.
     from holdfast._environment import read_token_file  # noqa: PLC0415
-    from holdfast._rendezvous import GrpcDaemon, HoldfastRendezvous  # noqa: PLC0415
+    from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous  # noqa: PLC0415
 
     if not params.endpoint:
         raise ValueError(

@@ -18,17 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast._arena import Arena
-from holdfast._client import (
+from holdfast._copying.arena import MappedArena
+from holdfast._daemon.client import (
     Commit,
-    Decision,
-    Event,
+    DaemonEvent,
     Grant,
     Hello,
     OnProgress,
     Opened,
-    Report,
+    RestoreDecision,
     Stage,
+    TrainerReport,
 )
 from holdfast_core.errors import (
     HoldfastError,
@@ -40,7 +40,8 @@ from holdfast_core.errors import (
     UnknownSessionError,
     UnreachableError,
 )
-from holdfast_core.layouts import (
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import (
     SLOTS_PER_ARENA,
     Layout,
     decode_layout,
@@ -49,9 +50,15 @@ from holdfast_core.layouts import (
     layout_id,
     piece_count,
 )
-from holdfast_core.places import Lying, choose, encode_places, merge_digests, split_places
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.pieces import (
+    PieceMap,
+    choose,
+    encode_places,
+    merge_digests,
+    split_places,
+)
 from holdfast_core.states import RestorePhase, RestoreProgress, RestoreSource
-from holdfast_core.values import Generation, Line, Manifest
 
 _NO_STEP = -1
 
@@ -68,7 +75,7 @@ class FakeSnapshot:
     """A sealed snapshot, in the arena that is the folder `home`."""
 
     home: Path
-    lying: Lying
+    piece_map: PieceMap
     manifest: Manifest
 
 
@@ -111,7 +118,7 @@ class FakeDaemon:
         self.reachable = True
         self.calls: list[str] = []
         """Names of the methods that were called, in order."""
-        self.reports: list[Report] = []
+        self.reports: list[TrainerReport] = []
         self.manifests: list[Manifest] = []
         """All that were ever committed here."""
         self._failures: dict[str, list[_Failure]] = {}
@@ -124,7 +131,7 @@ class FakeDaemon:
         self._protected: Generation | None = None
         self._lines: dict[int, Generation | None] = {}
         """Epoch → where its training world starts."""
-        self._news: queue.SimpleQueue[Event | HoldfastError | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[DaemonEvent | HoldfastError | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
 
     # --- what tests do ----------------------------------------------------------------------------
@@ -150,7 +157,7 @@ class FakeDaemon:
 
     def announce(self, stage: str, generation: Generation | None = None, *, epoch: int = 0) -> None:
         """Send the trainer news: a `Stage`, such as `protected`."""
-        event = Event(stage=Stage(stage), generation=generation, epoch=epoch)
+        event = DaemonEvent(stage=Stage(stage), generation=generation, epoch=epoch)
         with self._lock:
             if event.stage is Stage.PROTECTED:
                 self._protected = generation
@@ -163,7 +170,7 @@ class FakeDaemon:
             encoded, places = split_places(path.read_bytes())
             manifest = decode_manifest(encoded)
             slot = int(path.stem.removeprefix("slot-"))
-            found[manifest.generation] = FakeSnapshot(path.parent, Lying(slot, places), manifest)
+            found[manifest.generation] = FakeSnapshot(path.parent, PieceMap(slot, places), manifest)
         return found
 
     def corrupt(self, generation: Generation, byte: int) -> None:
@@ -171,7 +178,7 @@ class FakeDaemon:
         held = self.sealed()[generation]
         layout = decode_layout((held.home / "layout.json").read_bytes())
         piece = byte // layout.piece_bytes
-        slot = held.lying.places[piece] if held.lying.places else held.lying.slot
+        slot = held.piece_map.places[piece] if held.piece_map.places else held.piece_map.slot
         with (held.home / "arena").open("r+b") as arena:
             arena.seek(slot * layout.slot_bytes + byte)
             value = arena.read(1)
@@ -184,7 +191,7 @@ class FakeDaemon:
         self._enter("hello")
         return Hello(epoch=self.epoch, world_size=self.world_size)
 
-    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> Decision:
+    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
         del timeout_s
         self._enter("restore")
         self._check_epoch(epoch)
@@ -203,19 +210,21 @@ class FakeDaemon:
                     f"or raise FakeDaemon.epoch to play a new world"
                 )
             if generation is None:
-                return Decision(line=Line(generation=None, reason="no daemon holds a snapshot"))
+                return RestoreDecision(
+                    line=Line(generation=None, reason="no daemon holds a snapshot")
+                )
             self._protected = generation
             held = self.sealed()[generation]
         layout = decode_layout((held.home / "layout.json").read_bytes())
-        return Decision(
+        return RestoreDecision(
             line=Line(generation=generation, reason=f"generation {generation} in local memory"),
             manifest=held.manifest,
             layout=layout,
-            slot=held.lying.slot,
+            slot=held.piece_map.slot,
             source=RestoreSource.LOCAL,
             token=f"read {held.home}",
             arena_bytes=layout.arena_bytes,
-            places=held.lying.places,
+            places=held.piece_map.places,
         )
 
     def _line(self) -> Generation | None:
@@ -251,7 +260,7 @@ class FakeDaemon:
                 slot_bytes=decoded.slot_bytes,
             )
 
-    def claim(self, token: str, nbytes: int, timeout_s: float) -> Arena:
+    def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
         del timeout_s
         self._enter("claim")
         descriptor = self._descriptor(token, "claim", os.O_RDWR)
@@ -260,12 +269,12 @@ class FakeDaemon:
         except OSError as error:
             os.close(descriptor)
             raise RankInUseError(f"another process holds the arena of rank {self.rank}") from error
-        return Arena(descriptor, nbytes)
+        return MappedArena(descriptor, nbytes)
 
-    def reader(self, token: str, nbytes: int, timeout_s: float) -> Arena:
+    def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
         del timeout_s
         self._enter("reader")
-        return Arena(self._descriptor(token, "read", os.O_RDONLY), nbytes, writable=False)
+        return MappedArena(self._descriptor(token, "read", os.O_RDONLY), nbytes, writable=False)
 
     def _descriptor(self, token: str, wanted: str, flags: int) -> int:
         kind, _, home = token.partition(" ")
@@ -286,7 +295,7 @@ class FakeDaemon:
             self._check(session, epoch)
             assert self._layout is not None
             sealed = {g: held for g, held in self.sealed().items() if held.home == self._home}
-            taken = {held.lying.slot: g for g, held in sealed.items()}
+            taken = {held.piece_map.slot: g for g, held in sealed.items()}
             free = [s for s in range(SLOTS_PER_ARENA) if s not in taken]
             # Kept: the newest protected snapshot, and everything newer.
             old = [s for s, g in taken.items() if self._protected and g < self._protected]
@@ -300,8 +309,8 @@ class FakeDaemon:
             places = choose(
                 slot,
                 pieces,
-                [other.lying for g, other in sealed.items() if g != freed],
-                base=held.lying if held else None,
+                [other.piece_map for g, other in sealed.items() if g != freed],
+                base=held.piece_map if held else None,
                 unchanged=unchanged,
             )
             self._granted[step] = _Granted(slot, places, unchanged if held else b"", held)
@@ -348,7 +357,7 @@ class FakeDaemon:
             self._check(session, epoch)
             self._granted.pop(step, None)
 
-    def watch(self, session: str) -> Iterator[Event]:
+    def watch(self, session: str) -> Iterator[DaemonEvent]:
         self._enter("watch")
         with self._lock:
             self._check(session, self.epoch)
@@ -358,7 +367,7 @@ class FakeDaemon:
                 raise item
             yield item
 
-    def progress(self, report: Report) -> None:
+    def progress(self, report: TrainerReport) -> None:
         self._enter("progress")
         self.reports.append(report)
 

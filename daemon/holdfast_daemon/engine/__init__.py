@@ -11,17 +11,17 @@ start what is missing: `upkeep`, `rebuilding`, `loading`, `persisting`. `leader`
 this folder depends on what is remembered, or how.
 """
 
-from holdfast_daemon.engine.answers import Opened, RestoreState, Watched, WorldState
+from holdfast_daemon.engine.answers import EpochProgress, OpenedSession, RestoreState, WorldState
 from holdfast_daemon.engine.job import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 
 __all__ = [
     "EngineSettings",
+    "EpochProgress",
     "HeldOverview",
     "JobEngine",
     "JobOverview",
-    "Opened",
+    "OpenedSession",
     "RestoreState",
-    "Watched",
     "WorldState",
 ]

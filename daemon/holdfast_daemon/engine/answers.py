@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core import recovery
 from holdfast_core.errors import NoRecoveryLineError
+from holdfast_core.protection import recovery
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Redundancy
 from holdfast_core.states import RestorePhase, RestoreSource
-from holdfast_core.values import Generation, Line, Redundancy
 from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, Slot
-from holdfast_daemon.engine.state import JobMemory, Session
+from holdfast_daemon.engine.state import JobMemory, TrainerSession
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class OpenedSession:
     """A session whose arena is allocated."""
 
-    session: Session
+    session: TrainerSession
     arena: ArenaView
 
 
@@ -68,7 +69,7 @@ class WorldState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watched:
+class EpochProgress:
     """How the snapshots of a session's epoch fare."""
 
     epoch_ended: int = 0
@@ -133,14 +134,14 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
     )
 
 
-def watched(memory: JobMemory, session: Session) -> Watched:
+def watched(memory: JobMemory, session: TrainerSession) -> EpochProgress:
     """What there is to tell a session now."""
     epoch = memory.current
     if epoch is None or epoch.number > session.epoch:
-        return Watched(epoch_ended=memory.epoch if memory.epoch > session.epoch else 0)
+        return EpochProgress(epoch_ended=memory.epoch if memory.epoch > session.epoch else 0)
     redundant = epoch.membership.redundancy is not Redundancy.NONE
     directive = epoch.directive
-    return Watched(
+    return EpochProgress(
         redundant=redundant,
         newest=directive.protected if redundant else directive.retained,
         dead=directive.dead,

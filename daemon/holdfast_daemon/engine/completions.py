@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.layouts import decode_layout, decode_manifest, layout_id, manifest_digest
-from holdfast_core.values import Generation
-from holdfast_daemon.effects import (
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
+    decode_layout,
+    decode_manifest,
+    layout_id,
+    manifest_digest,
+)
+from holdfast_daemon.engine import loading, persist_leader, persisting, upkeep
+from holdfast_daemon.engine.effects import (
     ArenaReady,
     Completion,
     JobEvent,
@@ -16,13 +22,12 @@ from holdfast_daemon.effects import (
     ParityVerified,
     RankPersisted,
     Rebuilt,
-    Sealed,
     SendSuspect,
     SetCommitted,
+    SlotSealed,
     SnapshotVerified,
     StoredFound,
 )
-from holdfast_daemon.engine import loading, persist_leader, persisting, upkeep
 from holdfast_daemon.engine.slots import ArenaView, ParityState, RebuildJob, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
@@ -41,7 +46,7 @@ class Times(NamedTuple):
 def apply(memory: JobMemory, event: Completion, at: Times) -> None:
     """Take the end of an effect into account."""
     match event:
-        case Sealed():
+        case SlotSealed():
             _sealed(memory, event)
         case ArenaReady():
             _arena_ready(memory, event, at)
@@ -64,7 +69,7 @@ def apply(memory: JobMemory, event: Completion, at: Times) -> None:
 
 
 def _find(
-    memory: JobMemory, event: Sealed | Rebuilt | SnapshotVerified
+    memory: JobMemory, event: SlotSealed | Rebuilt | SnapshotVerified
 ) -> tuple[ArenaView, Slot] | None:
     return next(
         (
@@ -78,7 +83,7 @@ def _find(
     )
 
 
-def _sealed(memory: JobMemory, event: Sealed) -> None:
+def _sealed(memory: JobMemory, event: SlotSealed) -> None:
     found = _find(memory, event)
     if found is None:
         return

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from holdfast_core.values import Directive, Membership, Report
-from holdfast_daemon.effects import Effect, JobEvent, SaveEpoch, SendDirective, SendReport
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_daemon.engine import (
     leader,
     loading,
@@ -20,6 +20,7 @@ from holdfast_daemon.engine import (
     reporting,
     upkeep,
 )
+from holdfast_daemon.engine.effects import Effect, JobEvent, SaveEpoch, SendDirective, SendReport
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ParityState, SlotState
 from holdfast_daemon.engine.state import JobMemory
@@ -41,7 +42,7 @@ class Convergence:
         self._repeated_at = self._latest = float("-inf")
         self._said: reporting.News | None = None
         """In the newest report; None when it must be said again."""
-        self._led: tuple[Membership, Directive, list[Report]] | None = None
+        self._led: tuple[Membership, Directive, list[MemberReport]] | None = None
         """From what a leader concluded nothing new the last time."""
 
     def settle(self, now: float) -> list[Effect]:

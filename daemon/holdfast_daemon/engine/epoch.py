@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.values import Directive, Generation, Line, Membership
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.reports import Directive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,9 @@ from holdfast_core.errors import (
     UnknownSessionError,
     UnreachableError,
 )
-from holdfast_core.layouts import (
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import (
     decode_layout,
     decode_manifest,
     encode_layout,
@@ -32,18 +34,9 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_count,
 )
-from holdfast_core.loss_reports import LossReport
-from holdfast_core.values import (
-    Directive,
-    ExpertVersion,
-    Generation,
-    Line,
-    Manifest,
-    Membership,
-    ParityEntry,
-    Report,
-)
-from holdfast_daemon.effects import Completion, Effect, JobEvent, SaveEpoch, Seal
+from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_daemon.engine import (
     answers,
     completions,
@@ -53,12 +46,19 @@ from holdfast_daemon.engine import (
     persisting,
     upkeep,
 )
-from holdfast_daemon.engine.answers import Granted, Opened, RestoreState, Watched, WorldState
+from holdfast_daemon.engine.answers import (
+    EpochProgress,
+    Granted,
+    OpenedSession,
+    RestoreState,
+    WorldState,
+)
 from holdfast_daemon.engine.convergence import Convergence
+from holdfast_daemon.engine.effects import Completion, Effect, JobEvent, SaveEpoch, Seal
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState
-from holdfast_daemon.engine.state import JobMemory, RankRecord, Session
+from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +129,9 @@ class JobEngine:
             for rank in memory.my_ranks():
                 memory.rank(rank).last_sign = now
             if line is not None and memory.current is not None:
-                memory.direct(leader.told(membership, memory.current.directive, line, retained))
+                memory.direct(
+                    leader.with_announced(membership, memory.current.directive, line, retained)
+                )
         return self._convergence.settle(now)
 
     def claim_ended(self, arena: ArenaView, now: float) -> list[Effect]:
@@ -166,7 +168,7 @@ class JobEngine:
             )
         return self._convergence.settle(now)
 
-    def on_report(self, report: Report, now: float) -> list[Effect]:
+    def on_report(self, report: MemberReport, now: float) -> list[Effect]:
         """A peer's report. A newer epoch than ours fences us; an older one is ignored, and so is
         one of somebody who is no member."""
         memory = self.memory
@@ -289,7 +291,7 @@ class JobEngine:
         if holder is not None:
             memory.sessions.pop(holder.id, None)
         self._sessions_made += 1
-        session = Session(
+        session = TrainerSession(
             id=f"{memory.job}/{memory.incarnation}/{self._sessions_made}",
             rank=rank,
             epoch=epoch,
@@ -608,12 +610,12 @@ class JobEngine:
         """Whether the session is open."""
         return session_id in self.memory.sessions
 
-    def watched(self, session_id: str) -> Watched | None:
+    def watched(self, session_id: str) -> EpochProgress | None:
         """What there is to tell a session now; None once it has ended."""
         session = self.memory.sessions.get(session_id)
         return None if session is None else answers.watched(self.memory, session)
 
-    def opened(self, session_id: str) -> Opened | None:
+    def opened(self, session_id: str) -> OpenedSession | None:
         """The session once its arena is allocated, None while it is being allocated.
 
         Raises:
@@ -627,7 +629,7 @@ class JobEngine:
         arena = self.memory.arenas.get((session.rank, session.layout_id))
         if arena is None or not session.allocated:
             return None
-        return Opened(session=session, arena=arena)
+        return OpenedSession(session=session, arena=arena)
 
     def committed(self, session_id: str, *, epoch: int, step: int) -> int | None:
         """The manifest's digest once the snapshot is sealed; None while it is being sealed.
@@ -697,13 +699,13 @@ class JobEngine:
             )
         return epoch
 
-    def _session(self, session_id: str) -> Session:
+    def _session(self, session_id: str) -> TrainerSession:
         session = self.memory.sessions.get(session_id)
         if session is None:
             raise UnknownSessionError(f"session {session_id} is not known; open a new one")
         return session
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: TrainerSession) -> None:
         self.memory.sessions.pop(session.id, None)
         record: RankRecord = self.memory.rank(session.rank)
         if record.session is session:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from holdfast_core import recovery
-from holdfast_core.values import Directive, Generation, Line, Membership, Redundancy, Report
+from holdfast_core.protection import recovery
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Membership, Redundancy
+from holdfast_core.snapshots.reports import Directive, MemberReport
 
 Consult = Callable[[Line, Generation | None], tuple[Line | None, Generation | None]]
 """From the line that memory gives, and what is being loaded, to the line, if there is one now, and
@@ -19,7 +21,7 @@ what is to be loaded; see `loading.consult`."""
 
 def lead(
     membership: Membership,
-    reports: Mapping[int, Report],
+    reports: Mapping[int, MemberReport],
     previous: Directive,
     consult: Consult = lambda line, load: (line, load),
 ) -> Directive:
@@ -90,7 +92,7 @@ def merge(known: Directive, heard: Directive) -> Directive:
     )
 
 
-def told(
+def with_announced(
     membership: Membership, directive: Directive, line: Line, retained: Generation | None
 ) -> Directive:
     """`directive` with what was announced earlier in this epoch."""
@@ -108,16 +110,16 @@ def told(
 
 
 def _remember(
-    membership: Membership, reports: Mapping[int, Report], previous: Directive
+    membership: Membership, reports: Mapping[int, MemberReport], previous: Directive
 ) -> Directive:
     """A leader that restarted learns from the reports what it has announced before."""
     for report in reports.values():
         if report.line is not None:
-            previous = told(membership, previous, report.line, report.retained)
+            previous = with_announced(membership, previous, report.line, report.retained)
     return previous
 
 
-def _line(membership: Membership, reports: Mapping[int, Report]) -> Line | None:
+def _line(membership: Membership, reports: Mapping[int, MemberReport]) -> Line | None:
     members = [place.index for place in membership.members]
     if any(m not in reports or not reports[m].verified for m in members):
         return None

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast_core.stored_line import choose_copy
-from holdfast_core.values import FailedLoad, Generation, Line, Tier
-from holdfast_daemon.effects import (
+from holdfast_core.durable.choice import choose_copy
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Tier
+from holdfast_core.snapshots.stored import FailedLoad
+from holdfast_daemon.engine.effects import (
     FindStored,
     HeldSlot,
     JobEvent,
@@ -68,8 +70,8 @@ def consult(
     if choice.fresh:
         state.problem = ""
         return Line(generation=None, reason=f"{choice.reason}; {line.reason}"), None
-    if choice.reason != state.told:
-        state.told = choice.reason
+    if choice.reason != state.logged_reason:
+        state.logged_reason = choice.reason
         memory.note(JobEvent.STORAGE_CHOICE, generation=choice.generation, detail=choice.reason)
     if choice.generation is not None:
         state.problem = ""
@@ -213,7 +215,9 @@ def _are_there(memory: JobMemory, rank: int, held: Iterable[HeldSlot]) -> bool:
     return all((each.slot, each.digest) in sealed for each in held)
 
 
-def go_on(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJob, arena: ArenaView) -> None:
+def load_into_slot(
+    memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJob, arena: ArenaView
+) -> None:
     """With the manifest and the arena at hand: a free slot, then the bytes."""
     if not _are_there(memory, rank, job.held):
         del memory.rebuilds[rank]  # the next look begins anew, with what is there

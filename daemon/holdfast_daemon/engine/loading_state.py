@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast_core.stored_line import Found
-from holdfast_core.values import Generation
+from holdfast_core.durable.choice import Found
+from holdfast_core.snapshots.generations import Generation
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Loading:
     """What the leader saw when it looked last; None until it has."""
     why: str = ""
     """Why memory has no line, in the words of the decision."""
-    told: str = ""
+    logged_reason: str = ""
     """The leader's newest choice, in words."""
     problem: str = ""
     """Why there is no line yet, in words for people; empty when all is well."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast_core.errors import MemoryBudgetError
-from holdfast_core.loss_reports import LossReport, merged
+from holdfast_core.experts.loss_reports import LossReport, merged
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Membership, Redundancy
+from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RankHealth, RestoreSource
-from holdfast_core.values import Directive, Generation, Line, Membership, Redundancy
 from holdfast_daemon.engine.slots import ParityState, SlotState
 from holdfast_daemon.engine.state import JobMemory, RankRecord
 
@@ -196,9 +198,10 @@ def held(memory: JobMemory) -> HeldOverview:
 
 
 def evidence(memory: JobMemory) -> tuple[object, ...]:
-    """What the control loop may act upon, and is told at once: `holdfast_operator.heartbeats`
-    calls it the same. Steps and generations grow all the time, and are told with the next heartbeat
-    that is due: one for each save would be most of an operator's work."""
+    """What the control loop may act upon, and is told at once:
+    `holdfast_operator.control.heartbeats` calls it the same. Steps and generations grow all the
+    time, and are told with the next heartbeat that is due: one for each save would be most of an
+    operator's work."""
     epoch, number = memory.current, memory.epoch
     line = epoch.directive.line if epoch is not None else None
     start = line.generation.step if line and line.generation else 0

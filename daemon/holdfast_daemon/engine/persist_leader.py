@@ -6,19 +6,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core import persist_plan, recovery
-from holdfast_core.values import (
-    Directive,
-    Generation,
-    Membership,
-    PersistOrder,
-    Redundancy,
-    Report,
-    Tier,
-)
-from holdfast_daemon.effects import CommitSet, JobEvent, SetCommitted
+from holdfast_core.durable import schedule
+from holdfast_core.protection import recovery
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership, Redundancy, Tier
+from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.snapshots.stored import PersistOrder
+from holdfast_daemon.engine.effects import CommitSet, JobEvent, SetCommitted
 from holdfast_daemon.engine.epoch import Epoch
-from holdfast_daemon.engine.persist_memory import Outcome
+from holdfast_daemon.engine.persist_memory import CommitOutcome
 from holdfast_daemon.engine.state import JobMemory
 
 SOON = 0.5
@@ -43,7 +39,7 @@ def lead(memory: JobMemory, epoch: Epoch, now: float) -> Directive:
     order = directive.persist
     if order is None or order.ended:
         return _begin(memory, epoch, tier, directive, now)
-    return _carry_on(memory, epoch.membership, tier, directive, order, now)
+    return _continue_order(memory, epoch.membership, tier, directive, order, now)
 
 
 def _begin(
@@ -63,31 +59,29 @@ def _begin(
     facts = replace(
         facts, redundancy_lost=lost, wanted=any(known is None or w > known for w in wants)
     )
-    why = persist_plan.why_due(tier, facts)
+    why = schedule.why_due(tier, facts)
     if not why:
         return directive
     number = 1 + (directive.persist.number if directive.persist else 0)
     memory.note(JobEvent.PERSIST_ORDERED, generation=candidate, detail=why)
-    _take_up(memory, number, now)
+    _lead_order(memory, number, now)
     persist.began_at = now
     return replace(
         directive, persist=PersistOrder(number=number, ended=False, generation=candidate)
     )
 
 
-def facts_of(
-    memory: JobMemory, epoch: Epoch, candidate: Generation, now: float
-) -> persist_plan.Facts:
+def facts_of(memory: JobMemory, epoch: Epoch, candidate: Generation, now: float) -> schedule.Facts:
     """What this daemon knows that `persist_plan.why_due` asks."""
     persist, membership, directive = memory.persist, epoch.membership, epoch.directive
     assert directive.line is not None
     since = max(persist.stored_at, persist.watched_since)
-    return persist_plan.Facts(
+    return schedule.Facts(
         candidate=candidate,
-        base_step=persist_plan.base_step(candidate, directive.line, directive.persisted),
+        base_step=schedule.base_step(candidate, directive.line, directive.persisted),
         elapsed_s=now - since,
         cost_s=persist.cost_s if persist.cost_s is not None or not persist.stored else 0.0,
-        loss_rate_per_s=persist_plan.loss_rate_per_s(
+        loss_rate_per_s=schedule.loss_rate_per_s(
             membership.groups,
             membership.redundancy,
             replicas=membership.replicas,
@@ -109,7 +103,7 @@ def is_due_soon(memory: JobMemory, now: float) -> bool:
     if directive.persisted is not None and directive.persisted >= newest:
         return False
     facts = facts_of(memory, epoch, newest, now)
-    return bool(persist_plan.why_due(epoch.membership.tier, facts, portion=SOON))
+    return bool(schedule.why_due(epoch.membership.tier, facts, portion=SOON))
 
 
 def _candidate(
@@ -146,14 +140,14 @@ def _was_protected(memory: JobMemory, membership: Membership, directive: Directi
     return promised is not None and all(r is not None and r.verified for r in members)
 
 
-def _take_up(memory: JobMemory, number: int, now: float) -> None:
+def _lead_order(memory: JobMemory, number: int, now: float) -> None:
     """What the leader gathers is of this order from now on."""
     persist = memory.persist
     persist.leading, persist.moved_at = number, now
     persist.gathered, persist.committing, persist.outcome = {}, False, None
 
 
-def _carry_on(
+def _continue_order(
     memory: JobMemory,
     membership: Membership,
     tier: Tier,
@@ -164,7 +158,7 @@ def _carry_on(
     """Gather files, commit the set when all are there, give it up when that cannot be."""
     persist = memory.persist
     if persist.leading != order.number:  # this leader has restarted, or follows another
-        _take_up(memory, order.number, now)
+        _lead_order(memory, order.number, now)
         persist.began_at = max(persist.began_at, now)
     if persist.outcome is not None:
         return _ended(memory, directive, order, persist.outcome.error, now)
@@ -189,13 +183,13 @@ def _carry_on(
         )
     elif missing and failure:
         return _ended(memory, directive, order, failure, now)
-    elif now - persist.moved_at > persist_plan.patience_s(tier, _member_bytes(memory)):
+    elif now - persist.moved_at > schedule.patience_s(tier, _member_bytes(memory)):
         waiting = f"ranks {missing}" if missing else "the set's manifest"
         return _ended(memory, directive, order, f"nothing was heard of {waiting} for long", now)
     return directive
 
 
-def _failure_of(membership: Membership, answers: list[Report], missing: list[int]) -> str:
+def _failure_of(membership: Membership, answers: list[MemberReport], missing: list[int]) -> str:
     """Why one of the missing ranks will stay missing; empty as long as all may come."""
     lacking = {membership.member_of(rank) for rank in missing}
     return next(
@@ -227,7 +221,7 @@ def set_committed(memory: JobMemory, event: SetCommitted) -> None:
     if event.left:
         memory.note(JobEvent.PERSIST_CLEANUP_FAILED, generation=event.generation, detail=event.left)
     if (event.epoch, event.number) == (memory.epoch, persist.leading):
-        persist.outcome = Outcome(event.error)
+        persist.outcome = CommitOutcome(event.error)
 
 
 def _ended(
@@ -239,7 +233,7 @@ def _ended(
     directive = replace(directive, persist=replace(order, ended=True))
     if error:
         persist.failures += 1
-        persist.retry_at = now + persist_plan.backoff_s(persist.failures)
+        persist.retry_at = now + schedule.backoff_s(persist.failures)
         persist.last_failure = f"generation {order.generation}: {error}"
         return directive
     persist.failures, persist.last_failure = 0, ""

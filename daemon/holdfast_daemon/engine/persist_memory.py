@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast_core.persisted import RankFile
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.stored import RankFile
 
 NEVER = float("-inf")
 
 
 @dataclass(slots=True)
-class Outcome:
+class CommitOutcome:
     """How the commit of the leader's set ended."""
 
     error: str
@@ -45,7 +45,7 @@ class PersistMemory:
     gathered: dict[int, RankFile] = field(default_factory=dict)
     """By rank, of all members."""
     committing: bool = False
-    outcome: Outcome | None = None
+    outcome: CommitOutcome | None = None
     committed: Generation | None = None
     """The newest set that this daemon made complete."""
     began_at: float = NEVER

@@ -5,11 +5,11 @@ Level-triggered, as `upkeep` is: each call looks at the whole state and starts w
 
 from __future__ import annotations
 
-from holdfast_core import recovery
-from holdfast_core.codes import code_of
-from holdfast_core.values import Generation
-from holdfast_daemon.effects import FetchManifest, JobEvent, Rebuild
+from holdfast_core.protection import recovery
+from holdfast_core.protection.codes import code_of
+from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine import loading, upkeep
+from holdfast_daemon.engine.effects import FetchManifest, JobEvent, Rebuild
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import RebuildJob, SlotState
 from holdfast_daemon.engine.state import JobMemory
@@ -39,7 +39,7 @@ def _start_rebuild(
     if now < memory.retry_at.get(f"rebuild{rank}", now):
         return
     membership = epoch.membership
-    means = recovery.means(membership, memory.holdings(membership), rank, target)
+    means = recovery.rebuild_sources(membership, memory.holdings(membership), rank, target)
     if means is None:
         loading.start(memory, epoch, rank, target)
         return
@@ -64,14 +64,14 @@ def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJo
         return
     arena = memory.arenas[(rank, job.layout_id)]
     if job.stored and arena.ready:
-        loading.go_on(memory, epoch, rank, job, arena)
+        loading.load_into_slot(memory, epoch, rank, job, arena)
         return
     slot = arena.free_slot() if arena.ready else None
     if slot is None:
         return
     membership, group = epoch.membership, epoch.group
     code = code_of(membership, group)
-    means = recovery.means(membership, memory.holdings(membership), rank, job.generation)
+    means = recovery.rebuild_sources(membership, memory.holdings(membership), rank, job.generation)
     if code is None or means is None or means.manifest_digest != job.digest:
         return
     lane = membership.lane_of(rank)

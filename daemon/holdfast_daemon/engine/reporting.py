@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast_core.values import FailedLoad, Generation, Inventory, Line, Report
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import Inventory
+from holdfast_core.snapshots.reports import MemberReport
+from holdfast_core.snapshots.stored import FailedLoad
 from holdfast_daemon.engine import loading, persisting
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.state import JobMemory
@@ -41,10 +44,10 @@ def news(memory: JobMemory, epoch: Epoch) -> News:
     )
 
 
-def report(memory: JobMemory, member: int, said: News) -> Report:
+def report(memory: JobMemory, member: int, said: News) -> MemberReport:
     """The next report of `member`, which is this daemon."""
     memory.sequence += 1
-    return Report(
+    return MemberReport(
         job=memory.job,
         epoch=said.epoch,
         member=member,

@@ -11,15 +11,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from holdfast_core.errors import CorruptError
-from holdfast_core.layouts import SLOTS_PER_ARENA, Layout, encode_manifest, piece_count
-from holdfast_core.places import DIGEST_BYTES, Lying, choose, merge_digests
-from holdfast_core.values import (
-    ExpertVersion,
-    Generation,
-    Manifest,
-    ParityEntry,
-)
-from holdfast_daemon.effects import HeldSlot
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, Layout, encode_manifest, piece_count
+from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
+from holdfast_core.snapshots.pieces import DIGEST_BYTES, PieceMap, choose, merge_digests
+from holdfast_daemon.engine.effects import HeldSlot
 
 
 class SlotState(Enum):
@@ -50,7 +46,7 @@ class Slot:
     loaded_in: int = 0
     """Epoch in which this daemon loaded it from storage; likewise."""
     places: bytes = b""
-    """Where its pieces lie, or are being written; see `holdfast_core.places`."""
+    """Where its pieces lie, or are being written; see `holdfast_core.snapshots.pieces`."""
     unchanged: bytes = b""
     """While it is granted: bit map of the pieces that are carried over."""
     base_digests: bytes = b""
@@ -72,7 +68,7 @@ class Slot:
         return merge_digests(written, self.base_digests, self.unchanged)
 
     @property
-    def told(self) -> bytes:
+    def manifest_for_trainer(self) -> bytes:
         """The manifest, encoded, as the trainer is told it: with the older versions of experts that
         other ranks may have been given, which only storage knows."""
         if self.manifest is None or not self.older or self.manifest.older:
@@ -80,8 +76,8 @@ class Slot:
         return encode_manifest(replace(self.manifest, older=self.older))
 
     @property
-    def lying(self) -> Lying:
-        return Lying(slot=self.index, places=self.places)
+    def piece_map(self) -> PieceMap:
+        return PieceMap(slot=self.index, places=self.places)
 
     def clear(self) -> None:
         """Forget the snapshot. The slot can be used again, once nobody reads it."""
@@ -164,8 +160,8 @@ class ArenaView:
         return choose(
             slot.index,
             piece_count(self.layout.slot_bytes, self.layout.piece_bytes),
-            [s.lying for s in self.slots if s is not slot and s.state is not SlotState.FREE],
-            base=base.lying if base else None,
+            [s.piece_map for s in self.slots if s is not slot and s.state is not SlotState.FREE],
+            base=base.piece_map if base else None,
             unchanged=unchanged,
         )
 

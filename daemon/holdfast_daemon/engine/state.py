@@ -8,20 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import HoldfastError
-from holdfast_core.loss_reports import LossReport
-from holdfast_core.recovery import Holdings
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.protection.budget import PARITY_SLOTS
+from holdfast_core.protection.recovery import Holdings
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.manifests import Inventory, SnapshotEntry
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.states import RestoreSource
-from holdfast_core.values import (
-    Directive,
-    Generation,
-    Inventory,
-    Membership,
-    Report,
-    SnapshotEntry,
-)
-from holdfast_daemon.effects import Effect, JobEvent, Note
+from holdfast_daemon.engine.effects import Effect, JobEvent, Note
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.loading_state import Loading
 from holdfast_daemon.engine.persist_memory import PersistMemory
@@ -36,7 +32,7 @@ from holdfast_daemon.engine.slots import (
 
 
 @dataclass(slots=True)
-class Session:
+class TrainerSession:
     """One trainer process's claim on a rank."""
 
     id: str
@@ -54,7 +50,7 @@ class Session:
 class RankRecord:
     """What the daemon knows of one of its ranks."""
 
-    session: Session | None = None
+    session: TrainerSession | None = None
     passed: Generation | None = None
     lost_in: int = 0
     """Epoch in which its session ended without Close."""
@@ -91,12 +87,12 @@ class JobMemory:
     """The newest membership, when it has no member on this node."""
     epoch_seen: int = 0
     """Newest epoch heard of; larger than the membership's when this daemon is fenced."""
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, MemberReport] = field(default_factory=dict)
     sequence: int = 0
     arenas: dict[tuple[int, str], ArenaView] = field(default_factory=dict)
     parities: dict[tuple[int, int], ParitySlot] = field(default_factory=dict)
     ranks: dict[int, RankRecord] = field(default_factory=dict)
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, TrainerSession] = field(default_factory=dict)
     rebuilds: dict[int, RebuildJob] = field(default_factory=dict)
     wrong_rebuilds: dict[int, int] = field(default_factory=dict)
     """Rank → how often, in this epoch, parity gave other bytes than its manifest says."""

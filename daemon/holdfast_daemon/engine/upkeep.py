@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast_core import recovery
-from holdfast_core.budget import parity_block_bytes
-from holdfast_core.codes import Block, code_of
-from holdfast_core.values import Generation
-from holdfast_daemon.effects import (
+from holdfast_core.protection import recovery
+from holdfast_core.protection.budget import parity_block_bytes
+from holdfast_core.protection.codes import BlockId, code_of
+from holdfast_core.snapshots.generations import Generation
+from holdfast_daemon.engine import loading
+from holdfast_daemon.engine.effects import (
     AllocateArena,
     BuildParity,
     ForgetPeers,
     FreeParity,
     FreeSlot,
     JobEvent,
+    PeerSnapshot,
     RemoveArena,
-    Source,
     VerifyParity,
     VerifySnapshot,
 )
-from holdfast_daemon.engine import loading
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.slots import ArenaView, ParitySlot, ParityState, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
@@ -199,7 +199,7 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
         return
     for parity_lane in range(code.rows * membership.nproc_per_node):
         lane, row = membership.lane_and_row(parity_lane)
-        block = Block(group.index(epoch.me), row)
+        block = BlockId(group.index(epoch.me), row)
         slots = memory.lane_slots(parity_lane)
         if any(p.state is ParityState.BUILDING for p in slots):
             continue
@@ -283,7 +283,7 @@ def sources_of(
     lane: int,
     generation: Generation,
     positions: Iterable[int],
-) -> tuple[Source, ...] | None:
+) -> tuple[PeerSnapshot, ...] | None:
     """The snapshots of the members at `positions` of the group as their newest reports list them;
     None when one is missing."""
     membership, group = epoch.membership, epoch.group
@@ -303,7 +303,7 @@ def sources_of(
         if entry is None:
             return None
         sources.append(
-            Source(
+            PeerSnapshot(
                 rank=rank,
                 position=position,
                 place=membership.place(member),

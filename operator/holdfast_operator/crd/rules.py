@@ -1,6 +1,6 @@
 """What must hold between fields of a job, in CEL, for the API server.
 
-`holdfast_core.job_rules` says the same to a local run, in the same words. Where a message can name
+`holdfast_core.job.rules` says the same to a local run, in the same words. Where a message can name
 the numbers, it does.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast_core.groups import MIN_GROUP_SIZE
-from holdfast_core.job_intervals import AUTO, STEPS_MAX
-from holdfast_core.job_persistence import GENERATION_PATTERN, LATEST
-from holdfast_core.job_schema import MANAGER
-from holdfast_core.job_snapshots import BANDWIDTH_BYTES_S_MIN
-from holdfast_core.jobs import MAX_NAME_CHARACTERS
-from holdfast_core.storage_locations import HOW_TO_WRITE_A_PLACE, NOT_A_PLACE, URI_PATTERN
-from holdfast_core.values import Redundancy
+from holdfast_core.job.intervals import AUTO
+from holdfast_core.job.locations import HOW_TO_WRITE_A_PLACE, NOT_A_PLACE, URI_PATTERN
+from holdfast_core.job.parsing import MAX_NAME_CHARACTERS
+from holdfast_core.job.persistence import GENERATION_PATTERN, LATEST
+from holdfast_core.job.schema import MANAGER
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
+from holdfast_core.protection.groups import MIN_GROUP_SIZE
+from holdfast_core.protection.intervals import STEPS_MAX
+from holdfast_core.snapshots.membership import Redundancy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from holdfast_core.job_schema import API_VERSION, KIND, Spec
-from holdfast_core.job_status import JobStatus
+from holdfast_core.job.schema import API_VERSION, KIND, Spec
+from holdfast_core.job.status import JobStatus
 from holdfast_operator.crd.rules import RULES
 from holdfast_operator.crd.template import template_schema
 

@@ -17,8 +17,8 @@ from contextlib import AsyncExitStack
 from holdfast_core.errors import HoldfastError
 from holdfast_operator._environment import given
 from holdfast_operator.kube.api import connect
-from holdfast_operator.kube.http import HttpServer
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.http import ProbeServer
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.operating import Operating
 from holdfast_operator.kube.options import Options, parse
 from holdfast_operator.kube.uninstalling import release_finalizers
@@ -58,7 +58,7 @@ def _spare_collector() -> None:
 async def _run(options: Options) -> bool:
     _spare_collector()
     identity = choose(options.tls, options.tls_domain, insecure=options.insecure)
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     show_identity(identity, metrics)
     async with AsyncExitStack() as stack:
         api, lease_api = [
@@ -67,14 +67,14 @@ async def _run(options: Options) -> bool:
         stack.push_async_callback(api.close)
         stack.push_async_callback(lease_api.close)
         operating = Operating(options, api, lease_api, metrics, identity, _stop_on_signals)
-        http = HttpServer(metrics.registry, operating.health)
+        http = ProbeServer(metrics.registry, operating.health)
         stack.push_async_callback(http.stop)
         await http.start(options.listen or "", options.http_port)
         return await operating.run()
 
 
 async def _leave(options: Options) -> bool:
-    api = await connect(Metrics(), options.kubeconfig, options.context)
+    api = await connect(OperatorMetrics(), options.kubeconfig, options.context)
     try:
         count = await release_finalizers(
             api,

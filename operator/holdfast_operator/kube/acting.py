@@ -12,16 +12,16 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from holdfast_core.jobs import MoETrainingJob
-from holdfast_operator.counters import Outcome
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.api import NOT_FOUND, ApiError
 from holdfast_operator.kube.pods import TrainerPod
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.starting import Starting
 from holdfast_operator.kube.trainers import GRACE_S
-from holdfast_operator.kube.world import World
-from holdfast_operator.lookups import node_of
-from holdfast_operator.views import (
+from holdfast_operator.kube.world import LoopContext
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.lookups import node_of
+from holdfast_operator.reconciler.views import (
     AgentState,
     ControlState,
     Decision,
@@ -53,7 +53,7 @@ class Acting:
         attempts: member → the highest attempt that was ever started.
     """
 
-    def __init__(self, world: World, attempts: dict[int, int]) -> None:
+    def __init__(self, world: LoopContext, attempts: dict[int, int]) -> None:
         self._world = world
         self._starting = Starting(world, attempts)
         self._stopping_since: dict[str, float] = {}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast_operator.control_server import ControlServer
-from holdfast_operator.lookups import SUSPECT_AFTER_HEARTBEATS
+from holdfast_operator.control.server import ControlServer
+from holdfast_operator.reconciler.lookups import SUSPECT_AFTER_HEARTBEATS
 
 TICK_S = 0.1
 LAPSE_HEARTBEATS = 2.0

@@ -7,14 +7,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from holdfast_core.job_status import ENDED, Phase
-from holdfast_core.jobs import MANAGER
+from holdfast_core.job.parsing import MANAGER
+from holdfast_core.job.status import ENDED, Phase
 from holdfast_operator.kube.amounts import Amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.job_loop import JobLoop
 from holdfast_operator.kube.resources import JOBS
-from holdfast_operator.kube.world import World
-from holdfast_operator.renewal import JobStand
+from holdfast_operator.kube.world import LoopContext
+from holdfast_operator.reconciler.renewal import JobStand
 
 _log = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ class Fleet:
     """The jobs. `take_in` is told what the API server says of them; `run` keeps house."""
 
     def __init__(self) -> None:
-        self._world: World | None = None
+        self._world: LoopContext | None = None
         self._loops: dict[str, JobLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unknown_since: dict[str, float] = {}
         self._seen_versions: dict[str, int] = {}
 
-    def begin(self, world: World) -> None:
+    def begin(self, world: LoopContext) -> None:
         """From now on, jobs have control loops in `world`."""
         self._world = world
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast_core.jobs import Gang, MoETrainingJob
+from holdfast_core.job.parsing import Gang, MoETrainingJob
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.resources import (
     COSCHEDULING_POD_GROUPS,

@@ -13,7 +13,7 @@ from holdfast_core.errors import UnreachableError
 from holdfast_operator.kube.health import Health
 
 
-class HttpServer:
+class ProbeServer:
     """Listens from `start` to `stop`."""
 
     def __init__(self, registry: CollectorRegistry, health: Callable[[], Health]) -> None:

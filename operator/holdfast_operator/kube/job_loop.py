@@ -13,22 +13,22 @@ import re
 from dataclasses import replace
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.jobs import MoETrainingJob, parse_job
-from holdfast_operator.conditions import INSECURE
-from holdfast_operator.counters import from_document
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.farewell import Farewell
+from holdfast_operator.kube.finalizer import Finalizer
 from holdfast_operator.kube.nodes import Wants, wants_of
 from holdfast_operator.kube.pacing import pause_s
 from holdfast_operator.kube.pods import TrainerPod, agents
+from holdfast_operator.kube.recovery_log import RecoveryLog
 from holdfast_operator.kube.status import recoveries_of, refusal_status, status_of
 from holdfast_operator.kube.status_writer import StatusWriter
-from holdfast_operator.kube.story import Story
-from holdfast_operator.kube.world import World
-from holdfast_operator.reconcile import reconcile
-from holdfast_operator.renewal import JobStand, stand_of
-from holdfast_operator.views import (
+from holdfast_operator.kube.world import LoopContext
+from holdfast_operator.reconciler.conditions import INSECURE
+from holdfast_operator.reconciler.counters import from_document
+from holdfast_operator.reconciler.reconcile import reconcile
+from holdfast_operator.reconciler.renewal import JobStand, stand_of
+from holdfast_operator.reconciler.views import (
     Condition,
     ControlState,
     Decision,
@@ -60,7 +60,7 @@ class JobLoop:
         resource: the job, as the API has it.
     """
 
-    def __init__(self, world: World, resource: Object) -> None:
+    def __init__(self, world: LoopContext, resource: Object) -> None:
         self._world, self._resource = world, resource
         self._wake = asyncio.Event()
         self._woken_at = world.clock()
@@ -75,7 +75,7 @@ class JobLoop:
         self._state = ControlState.remembering(
             from_document(status.get("counters") or {}, now=clocks.now, wall=clocks.wall)
         )
-        self._story = Story(world.metrics, recoveries_of(status))
+        self._story = RecoveryLog(world.metrics, recoveries_of(status))
         self._members_before = frozenset(m["node"] for m in status.get("members") or [])
         self._writer = StatusWriter(
             world.api,
@@ -85,7 +85,7 @@ class JobLoop:
             count=lambda result: world.metrics.add("status_writes", result=result),
         )
         self._acting = Acting(world, _attempts(status))
-        self._farewell = Farewell(world, self._members_before)
+        self._farewell = Finalizer(world, self._members_before)
         self.looked_at = world.clock()
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from holdfast_core.jobs import API_VERSION, KIND, MoETrainingJob
+from holdfast_core.job.parsing import API_VERSION, KIND, MoETrainingJob
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.gangs import gang_parts
 from holdfast_operator.kube.resources import (

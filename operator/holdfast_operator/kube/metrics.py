@@ -68,7 +68,7 @@ DEFINITIONS: tuple[Definition, ...] = (
 )
 
 
-class Metrics:
+class OperatorMetrics:
     """The metrics of one operator, in a registry of its own."""
 
     def __init__(self) -> None:

@@ -12,11 +12,11 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.amounts import Amounts, amount, amounts, lacking
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.notices import NOTICES, notice_of
-from holdfast_operator.views import NodeView
+from holdfast_operator.reconciler.views import NodeView
 
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 """An administrator's word that the node is down for good."""

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 
-from holdfast_operator.control_server import ControlServer
+from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.api import Api
 from holdfast_operator.kube.attention import Attention
+from holdfast_operator.kube.candidates import CandidateNodes
 from holdfast_operator.kube.daemons import (
     DaemonPod,
     Daemons,
@@ -25,18 +26,17 @@ from holdfast_operator.kube.handlers import watch_jobs
 from holdfast_operator.kube.health import Health
 from holdfast_operator.kube.leader import Leader
 from holdfast_operator.kube.manifests import TRAINER_SELECTOR
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.notices import NOTICES
 from holdfast_operator.kube.options import Options
-from holdfast_operator.kube.places import Places
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.renewing import Renewing
 from holdfast_operator.kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache, Fed, Watch
-from holdfast_operator.kube.world import World
+from holdfast_operator.kube.world import LoopContext
 from holdfast_protos.identity import Identity
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Operating:
         options: Options,
         api: Api,
         lease_api: Api,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         identity: Identity | None,
         catch_signals: Callable[[Operating], None],
     ) -> None:
@@ -195,13 +195,13 @@ class Operating:
         self._ready = True
         self._catch_signals(self)
 
-    def _world(self) -> World:
+    def _world(self) -> LoopContext:
         clock = time.monotonic
-        return World(
+        return LoopContext(
             api=self._api,
             server=self._server,
             attention=self._attention,
-            places=Places(
+            places=CandidateNodes(
                 self._server,
                 self._nodes,
                 daemon_returns=self._daemons.returns,

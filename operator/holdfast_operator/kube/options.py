@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.storage_locations import NAMESPACE, StorageLocation, read_location
+from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
 from holdfast_protos.identity import add_options
 
 DESCRIPTION = "Carries out the MoETrainingJobs of a Kubernetes cluster."

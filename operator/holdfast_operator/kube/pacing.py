@@ -6,10 +6,10 @@ but not free: hundreds of jobs that are well share one core.
 
 from __future__ import annotations
 
-from holdfast_core.job_status import Phase
-from holdfast_core.jobs import MoETrainingJob
-from holdfast_operator.conditions import phase as phase_of
-from holdfast_operator.views import ControlState, Decision, StartAgent
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.status import Phase
+from holdfast_operator.reconciler.conditions import phase as phase_of
+from holdfast_operator.reconciler.views import ControlState, Decision, StartAgent
 
 CALM_S = 5.0
 """Of a job that is well: hangs and the steps in its status."""

@@ -15,7 +15,7 @@ from holdfast_operator.kube.manifests import (
     MEMBER_LABEL,
     NODE_ANNOTATION,
 )
-from holdfast_operator.views import AgentState, AgentView, StartAgent
+from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
 
 KILLED_CODE = 128 + 9
 """Of a container whose end nobody saw, such as that of an evicted pod."""

@@ -1,5 +1,5 @@
 """Brings new versions to the nodes: deletes the pods of daemons, whose DaemonSet leaves that to
-others (OnDelete). `holdfast_operator.renewal` decides which, and when.
+others (OnDelete). `holdfast_operator.reconciler.renewal` decides which, and when.
 
 What it remembers may be lost at any time: pods say of what version they are, and whether they
 serve.
@@ -13,13 +13,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.daemons import DaemonPod, TemplateRevision
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.resources import PODS, Resource
-from holdfast_operator.renewal import DaemonStand, JobStand, Renewal, choose, outdated_condition
-from holdfast_operator.views import Condition, Event
+from holdfast_operator.reconciler.renewal import (
+    DaemonStand,
+    JobStand,
+    Renewal,
+    choose,
+    outdated_condition,
+)
+from holdfast_operator.reconciler.views import Condition, Event
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +74,7 @@ class Renewing:
         jobs: Callable[[], Iterable[JobStand] | None],
         changed: Callable[[frozenset[str]], None],
         recorder: TellsPeople,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._api, self._namespace = api, namespace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.jobs import API_VERSION
+from holdfast_core.job.parsing import API_VERSION
 
 GROUP, VERSION = API_VERSION.split("/")
 

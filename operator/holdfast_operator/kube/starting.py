@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.world import World
-from holdfast_operator.views import StartAgent
+from holdfast_operator.kube.world import LoopContext
+from holdfast_operator.reconciler.views import StartAgent
 
 AT_ONCE = 16
 """Of one job, however many there are to create."""
@@ -26,7 +26,7 @@ class Starting:
         attempts: member → the highest attempt that was ever started.
     """
 
-    def __init__(self, world: World, attempts: dict[int, int]) -> None:
+    def __init__(self, world: LoopContext, attempts: dict[int, int]) -> None:
         self._world, self._attempts = world, attempts
         self._wanted: dict[int, StartAgent] = {}
         """By member; not begun."""

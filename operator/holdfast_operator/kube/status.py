@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from holdfast_core.job_status import (
+from holdfast_core.experts.loss_reports import JobLoss
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.status import (
     FailureStatus,
     JobCondition,
     JobStatus,
@@ -19,22 +21,25 @@ from holdfast_core.job_status import (
     RecoveryStatus,
     TokenLossStatus,
 )
-from holdfast_core.jobs import MoETrainingJob
-from holdfast_core.loss_reports import JobLoss
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RestoreSource
-from holdfast_core.values import Generation, Membership
-from holdfast_operator.conditions import newest_protected, newest_step, refused
-from holdfast_operator.conditions import phase as phase_of
-from holdfast_operator.counters import to_document
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import JOB_LABEL
 from holdfast_operator.kube.times import ClockPair, micro_timestamp, seconds_of
-from holdfast_operator.last_failure import TrainerFailure
-from holdfast_operator.lookups import agent_at
-from holdfast_operator.losses import loss_text
-from holdfast_operator.recoveries import Recovery
-from holdfast_operator.traffic import ProtectionTraffic, traffic_of, traffic_text
-from holdfast_operator.views import (
+from holdfast_operator.reconciler.conditions import newest_protected, newest_step, refused
+from holdfast_operator.reconciler.conditions import phase as phase_of
+from holdfast_operator.reconciler.counters import to_document
+from holdfast_operator.reconciler.last_failure import TrainerFailure
+from holdfast_operator.reconciler.lookups import agent_at
+from holdfast_operator.reconciler.losses import loss_text
+from holdfast_operator.reconciler.protection_traffic import (
+    ProtectionTraffic,
+    traffic_of,
+    traffic_text,
+)
+from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.views import (
     Condition,
     Decision,
     Observed,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from holdfast_core.jobs import API_VERSION, KIND
+from holdfast_core.job.parsing import API_VERSION, KIND
 from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.resources import JOBS, Resource
 from holdfast_operator.kube.status import essence

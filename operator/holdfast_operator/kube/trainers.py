@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
 from holdfast_operator.kube.manifests import job_objects, pod_manifest
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod
 from holdfast_operator.kube.resources import (
     PODS,
@@ -23,7 +23,7 @@ from holdfast_operator.kube.resources import (
     Resource,
 )
 from holdfast_operator.kube.watches import Cache
-from holdfast_operator.views import AgentState
+from holdfast_operator.reconciler.views import AgentState
 
 GRACE_S = 8
 """Between SIGTERM and SIGKILL of a pod; longer than the launcher gives its workers."""
@@ -79,7 +79,9 @@ class Trainers:
         cache: the watch's copy of the pods.
     """
 
-    def __init__(self, api: TrainersApi, cache: Cache[TrainerPod | None], metrics: Metrics) -> None:
+    def __init__(
+        self, api: TrainersApi, cache: Cache[TrainerPod | None], metrics: OperatorMetrics
+    ) -> None:
         self._api, self._cache, self._metrics = api, cache, metrics
         self._starts = asyncio.Semaphore(AT_ONCE_MAX)
         self._stops = asyncio.Semaphore(AT_ONCE_MAX)

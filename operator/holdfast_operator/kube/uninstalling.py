@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from holdfast_operator.kube.api import CONFLICT, NOT_FOUND, ApiError, Object, UpsertApi
-from holdfast_operator.kube.farewell import FINALIZER
+from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.leader import RETRY_S
 from holdfast_operator.kube.resources import JOBS, LEASES, Resource
 from holdfast_operator.kube.times import Sleep, micro_timestamp

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from holdfast_core.storage_locations import Locations
-from holdfast_operator.control_server import ControlServer
+from holdfast_core.job.locations import Locations
+from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.api import Api
 from holdfast_operator.kube.attention import Attention
+from holdfast_operator.kube.candidates import CandidateNodes
 from holdfast_operator.kube.events import Recorder
-from holdfast_operator.kube.metrics import Metrics
-from holdfast_operator.kube.places import Places
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.kube.trainers import PodIndex, Trainers
-from holdfast_operator.views import Condition
+from holdfast_operator.reconciler.views import Condition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class LoopContext:
     """The rest of the operator, as one job's control loop sees it."""
 
     api: Api
     server: ControlServer
     attention: Attention
-    places: Places
+    places: CandidateNodes
     pods: PodIndex
     trainers: Trainers
     recorder: Recorder
-    metrics: Metrics
+    metrics: OperatorMetrics
     clock: Callable[[], float]
     """Monotonic seconds."""
     worked_s: Callable[[], float]

@@ -8,20 +8,20 @@ from holdfast_operator.local.cluster import LocalCluster, LocalSettings
 from holdfast_operator.local.commands import Commands
 from holdfast_operator.local.directory import default_directory
 from holdfast_operator.local.status import (
-    MemberStatus,
+    LocalMemberStatus,
     NodeStatus,
     RankStatus,
     Status,
     TimedEvent,
     read_status,
 )
-from holdfast_operator.recoveries import Recovery
+from holdfast_operator.reconciler.recoveries import Recovery
 
 __all__ = [
     "Commands",
     "LocalCluster",
+    "LocalMemberStatus",
     "LocalSettings",
-    "MemberStatus",
     "NodeStatus",
     "RankStatus",
     "Recovery",

@@ -27,12 +27,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from holdfast_core.budget import fits
 from holdfast_core.errors import InvalidJobError, StorageError, UnreachableError
-from holdfast_core.jobs import MoETrainingJob, check_local, check_supported
-from holdfast_operator.certificates import Certificates, write_private
-from holdfast_operator.control_server import ControlServer
-from holdfast_operator.counters import Outcome
+from holdfast_core.job.parsing import MoETrainingJob, check_local, check_supported
+from holdfast_core.protection.budget import fits
+from holdfast_operator.control.certificates import Certificates, write_private
+from holdfast_operator.control.server import ControlServer
 from holdfast_operator.local import faults
 from holdfast_operator.local.commands import Commands
 from holdfast_operator.local.control_loop import ControlLoop, Journal
@@ -45,6 +44,7 @@ from holdfast_operator.local.directory import (
 from holdfast_operator.local.processes import kill_marked
 from holdfast_operator.local.status import Status, TimedEvent
 from holdfast_operator.local.supervisor import Supervisor
+from holdfast_operator.reconciler.counters import Outcome
 from holdfast_protos.identity import Identity, Role
 
 LOOK_S = 0.2

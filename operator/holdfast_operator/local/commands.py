@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator._environment import inherited
-from holdfast_operator.certificates import Certificates
+from holdfast_operator.control.certificates import Certificates
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.local.processes import MARK
 from holdfast_protos.identity import Role

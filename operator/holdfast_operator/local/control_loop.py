@@ -13,16 +13,16 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.jobs import MoETrainingJob
-from holdfast_operator.control_server import ControlServer
-from holdfast_operator.counters import from_document, to_document
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_operator.control.server import ControlServer
 from holdfast_operator.local.directory import RunDirectory, replace_file
 from holdfast_operator.local.reporting import status_of
 from holdfast_operator.local.status import Status, TimedEvent, encode, read_status
 from holdfast_operator.local.supervisor import Supervisor
-from holdfast_operator.reconcile import reconcile
-from holdfast_operator.recoveries import Recoveries
-from holdfast_operator.views import (
+from holdfast_operator.reconciler.counters import from_document, to_document
+from holdfast_operator.reconciler.reconcile import reconcile
+from holdfast_operator.reconciler.recoveries import Recoveries
+from holdfast_operator.reconciler.views import (
     Action,
     ControlState,
     Decision,

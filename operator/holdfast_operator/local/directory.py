@@ -29,8 +29,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError, StorageError, UnauthenticatedError
-from holdfast_core.job_names import job_file_name
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.names import job_file_name
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.local.processes import ProcessId
 
 SOCKET_PATH_BYTES_MAX = 107

@@ -12,9 +12,9 @@ import signal
 from pathlib import Path
 
 from holdfast_core.errors import CorruptError, InvalidJobError
-from holdfast_core.job_names import job_file_name
-from holdfast_core.layouts import SLOTS_PER_ARENA, decode_manifest
-from holdfast_core.values import Generation
+from holdfast_core.job.names import job_file_name
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, decode_manifest
 from holdfast_operator.local.directory import NodeRecord, RunDirectory
 from holdfast_operator.local.processes import (
     MARK,

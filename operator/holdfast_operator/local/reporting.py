@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast_core.values import Generation, Membership
-from holdfast_operator.conditions import (
-    newest_complete,
-    newest_protected,
-    newest_step,
-    phase,
-)
-from holdfast_operator.counters import Outcome
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.local.directory import NodeRecord, RunDirectory, RunRecord
 from holdfast_operator.local.status import (
     FINISHED,
-    MemberStatus,
+    LocalMemberStatus,
     NodeStatus,
     RankStatus,
     Status,
     TimedEvent,
 )
-from holdfast_operator.lookups import agent_at, node_of
-from holdfast_operator.recoveries import Recovery
-from holdfast_operator.views import (
+from holdfast_operator.reconciler.conditions import (
+    newest_complete,
+    newest_protected,
+    newest_step,
+    phase,
+)
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.lookups import agent_at, node_of
+from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.views import (
     AgentState,
     AgentView,
     Decision,
@@ -86,13 +87,13 @@ def status_of(
 
 def _members(
     observed: Observed, membership: Membership, *, complete: bool
-) -> tuple[MemberStatus, ...]:
+) -> tuple[LocalMemberStatus, ...]:
     members = []
     for place, found in zip(membership.members, observed.views(membership), strict=True):
         view = found if found is not None and node_of(observed, place).connected else JobView()
         agent = agent_at(observed, place)
         members.append(
-            MemberStatus(
+            LocalMemberStatus(
                 index=place.index,
                 node=place.node,
                 agent="absent" if agent is None else agent.state.value,

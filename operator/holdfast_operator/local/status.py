@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from holdfast_core.errors import StorageError
-from holdfast_core.job_status import Phase
-from holdfast_core.loss_reports import JobLoss
+from holdfast_core.experts.loss_reports import JobLoss
+from holdfast_core.job.status import Phase
 from holdfast_core.states import RestoreSource
-from holdfast_operator.last_failure import TrainerFailure
-from holdfast_operator.recoveries import Recovery
-from holdfast_operator.views import Condition
+from holdfast_operator.reconciler.last_failure import TrainerFailure
+from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.views import Condition
 
 FINISHED = "FINISHED"
 """State of a rank that has ended well; what else there is are the daemon's (REFT §4.2)."""
@@ -41,7 +41,7 @@ class RankStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemberStatus:
+class LocalMemberStatus:
     """One member and what its daemon says."""
 
     index: int
@@ -124,18 +124,18 @@ class Status:
     token_loss: JobLoss | None = None
     """What recoveries cost in tokens; None where snapshots hold all experts, or it is not known."""
     conditions: tuple[Condition, ...] = ()
-    members: tuple[MemberStatus, ...] = ()
+    members: tuple[LocalMemberStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()
     events: tuple[TimedEvent, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
     counters: dict[str, Any] = field(default_factory=dict)
-    """For the next control loop (`holdfast_operator.counters`)."""
+    """For the next control loop (`holdfast_operator.reconciler.counters`)."""
 
     def rank(self, rank: int) -> RankStatus | None:
         """The rank, None while no daemon reports it."""
         return next((r for m in self.members for r in m.ranks if r.rank == rank), None)
 
-    def member_of(self, rank: int) -> MemberStatus | None:
+    def member_of(self, rank: int) -> LocalMemberStatus | None:
         """The member that reports the rank."""
         return next((m for m in self.members if any(r.rank == rank for r in m.ranks)), None)
 

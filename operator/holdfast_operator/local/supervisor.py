@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.last_lines import WINDOW_BYTES, decoded_end, last_lines, secrets_among
 from holdfast_operator.local.commands import Commands
 from holdfast_operator.local.directory import (
@@ -34,7 +34,7 @@ from holdfast_operator.local.processes import (
     spawn,
     wait_exit,
 )
-from holdfast_operator.views import AgentState, AgentView, EventReason
+from holdfast_operator.reconciler.views import AgentState, AgentView, EventReason
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 10.0
 STEADY_S = 30.0

@@ -6,10 +6,10 @@ import pytest
 from stored_snapshots import check_set, generations, snapshot, store_set
 from tiers import TierUnderTest
 
+from holdfast_core.durable.choice import MARK_FILE
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_core.stored_line import MARK_FILE
-from holdfast_core.values import Generation
-from holdfast_storage.places import Place
+from holdfast_core.snapshots.generations import Generation
+from holdfast_storage.places import TierPlace
 from holdfast_storage.sets import SetStore
 
 
@@ -103,7 +103,7 @@ def test_a_tier_keeps_at_least_one(tier: TierUnderTest) -> None:
 class _Failing:
     """A place whose deletions fail from a call on."""
 
-    def __init__(self, place: Place, allowed: int) -> None:
+    def __init__(self, place: TierPlace, allowed: int) -> None:
         self._place = place
         self._left = allowed
 

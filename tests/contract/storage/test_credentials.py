@@ -12,10 +12,10 @@ import versitygw
 from stored_snapshots import JOB, check_set, store_set
 
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_core.storage_locations import StorageLocation
-from holdfast_core.values import Generation
-from holdfast_daemon.tier_access import TierAccess
-from holdfast_storage.places import Place
+from holdfast_core.job.locations import StorageLocation
+from holdfast_core.snapshots.generations import Generation
+from holdfast_daemon.durable.access import TierAccess
+from holdfast_storage.places import TierPlace
 from holdfast_storage.sets import SetStore
 
 pytestmark = pytest.mark.s3
@@ -64,7 +64,7 @@ def teams(tmp_path: Path) -> Iterator[Teams]:
     made.server.stop()
 
 
-def place(access: TierAccess, team: str, bucket: str = "") -> Place:
+def place(access: TierAccess, team: str, bucket: str = "") -> TierPlace:
     return access.place(f"s3://{bucket or team}/run1", f"{team}.job")
 
 

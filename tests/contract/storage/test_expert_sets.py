@@ -12,11 +12,12 @@ from expert_snapshots import PIECE, Made, expected, made
 from stored_snapshots import JOB
 from tiers import TierUnderTest
 
+from holdfast_core.durable.choice import MARK_FILE
+from holdfast_core.durable.sets import set_name
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.persisted import RankFile
-from holdfast_core.persisted_sets import set_name
-from holdfast_core.stored_line import MARK_FILE
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.stored import RankFile
 from holdfast_storage.sets import SetStore
 from holdfast_storage.whole_sets import WholeSet
 

@@ -17,7 +17,7 @@ from interrupted_writer import NEW, OLD, CountedFiles, check, local_store, write
 from stored_snapshots import check_set, generations, snapshot, store_set
 
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 
 @pytest.fixture

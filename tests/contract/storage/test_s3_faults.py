@@ -18,8 +18,8 @@ from stored_snapshots import check_set, snapshot
 from tiers import TierUnderTest
 from versitygw import S3Server
 
+from holdfast_core.durable.choice import MARK_FILE
 from holdfast_core.errors import StorageError
-from holdfast_core.stored_line import MARK_FILE
 from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.sets import SetStore
 

@@ -13,8 +13,8 @@ from stored_snapshots import JOB, TOPOLOGY, check_set, generations, snapshot, st
 from tiers import TierUnderTest
 
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.layouts import PIECE_BYTES
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import PIECE_BYTES
 from holdfast_storage.failing import WriteStoppedError
 
 OLD, NEW = Generation(1, 90), Generation(2, 10)

@@ -69,7 +69,7 @@ MUTANTS = (
         name="call a generation protected without the parity of one member",
         edits=(
             (
-                "core/holdfast_core/recovery.py",
+                "core/holdfast_core/protection/recovery.py",
                 "_has_all_blocks(membership, holdings, group, group, generation)",
                 "_has_all_blocks(membership, holdings, group, group[1:], generation)",
             ),
@@ -106,8 +106,8 @@ MUTANTS = (
             ),
             (
                 f"{ENGINE}/job.py",
-                "leader.told(membership, memory.current.directive, line, retained)",
-                "leader.told(membership, memory.current.directive, line, None)",
+                "leader.with_announced(membership, memory.current.directive, line, retained)",
+                "leader.with_announced(membership, memory.current.directive, line, None)",
             ),
         ),
     ),
@@ -163,7 +163,7 @@ MUTANTS = (
         name="update a block without looking whether it is whole",
         edits=(
             (
-                f"{DAEMON}/updating.py",
+                f"{DAEMON}/parity/update.py",
                 "bad = first_bad_piece(part[: len(known)], digests, size, first_piece=at // size)",
                 "bad = None",
             ),
@@ -171,13 +171,13 @@ MUTANTS = (
     ),
     Mutant(
         name="send the change of pieces without looking whether they are whole",
-        edits=((f"{DAEMON}/changes.py", "    if bad is not None:\n", "    if False:\n"),),
+        edits=((f"{DAEMON}/parity/changes.py", "    if bad is not None:\n", "    if False:\n"),),
     ),
     Mutant(
         name="take a change as it arrives",
         edits=(
             (
-                f"{DAEMON}/changes.py",
+                f"{DAEMON}/parity/changes.py",
                 'if xxh3_64_intdigest(part) != int.from_bytes(digest, "little"):',
                 "if False:",
             ),
@@ -187,7 +187,7 @@ MUTANTS = (
         name="apply a change again from its beginning when its stream breaks",
         edits=(
             (
-                f"{DAEMON}/updating.py",
+                f"{DAEMON}/parity/update.py",
                 "                    stream.read_into(scratch[:nbytes])\n",
                 "                    try:\n"
                 "                        stream.read_into(scratch[:nbytes])\n"
@@ -201,7 +201,7 @@ MUTANTS = (
         name="take a change for complete when its stream breaks before the last piece",
         edits=(
             (
-                f"{DAEMON}/updating.py",
+                f"{DAEMON}/parity/update.py",
                 "                    stream.read_into(scratch[:nbytes])\n",
                 "                    try:\n"
                 "                        stream.read_into(scratch[:nbytes])\n"
@@ -231,7 +231,7 @@ MUTANTS = (
         name="take an empty chunk to lie where its payload ends",
         edits=(
             (
-                f"{DAEMON}/updating.py",
+                f"{DAEMON}/parity/update.py",
                 "start = max(was.range.start, now.range.start)",
                 "start = now.range.start",
             ),
@@ -299,8 +299,8 @@ MUTANTS = (
         edits=(
             (
                 f"{ENGINE}/persist_leader.py",
-                "persist.outcome = Outcome(event.error)",
-                'persist.outcome = Outcome("")',
+                "persist.outcome = CommitOutcome(event.error)",
+                'persist.outcome = CommitOutcome("")',
             ),
         ),
     ),

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.cluster import Cluster
 from benchmarks.loss.runs import Plan, carry_out
 
-from holdfast_core.job_snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
 
 STEPS, KILL_AT = 150, 20
 MODEL = ("--dim", "32", "--layers", "2", "--experts", "8", "--batch", "2", "--seq", "32")

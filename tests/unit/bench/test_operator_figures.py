@@ -6,15 +6,15 @@ import pytest
 from benchmarks.operator_scale.figures import Exposition, Sample, halves, spread
 from prometheus_client import generate_latest
 
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 
 
-def exposed(metrics: Metrics) -> Exposition:
+def exposed(metrics: OperatorMetrics) -> Exposition:
     return Exposition.parse(generate_latest(metrics.registry).decode())
 
 
 def test_counters_are_added_up_by_label() -> None:
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     metrics.request("create", "pods", "201")
     before = exposed(metrics)
     metrics.request("create", "pods", "201")
@@ -27,7 +27,7 @@ def test_counters_are_added_up_by_label() -> None:
 
 
 def test_a_quantile_lies_evenly_within_its_bucket() -> None:
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     before = exposed(metrics)
     for _ in range(4):
         metrics.observe("reconcile_seconds", 0.07)  # between 0.05 and 0.1
@@ -37,7 +37,7 @@ def test_a_quantile_lies_evenly_within_its_bucket() -> None:
 
 
 def test_a_quantile_skips_empty_buckets() -> None:
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     for seconds in (0.0005, 0.0005, 0.0005, 0.7):
         metrics.observe("reconcile_seconds", seconds)
     found = exposed(metrics)
@@ -46,13 +46,13 @@ def test_a_quantile_skips_empty_buckets() -> None:
 
 
 def test_beyond_the_last_bound_the_quantile_is_that_bound() -> None:
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     metrics.observe("reconcile_seconds", 99.0)
     assert exposed(metrics).quantile("reconcile_seconds", 0.5) == 10.0
 
 
 def test_nothing_observed_has_no_quantile() -> None:
-    assert exposed(Metrics()).quantile("reconcile_seconds", 0.5) is None
+    assert exposed(OperatorMetrics()).quantile("reconcile_seconds", 0.5) is None
 
 
 def test_halves_compare_processor_and_memory() -> None:

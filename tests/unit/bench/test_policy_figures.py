@@ -19,7 +19,7 @@ from benchmarks.policies.figures import (
 from benchmarks.policies.models import MOETION, PEC_SMALL, Shape, captured
 from rich.console import Console
 
-from holdfast_core.experts import ExpertTable
+from holdfast_core.experts.tables import ExpertTable
 from holdfast_core.topology import Topology
 
 TINY = Shape(layers=4, dim=8, hidden=32, experts=4, every=2, vocabulary=16, context=4)

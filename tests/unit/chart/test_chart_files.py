@@ -15,8 +15,8 @@ import yaml
 from dashboards import SECTIONS, dashboard, series
 from values_schema import schema
 
+from holdfast_core.job.locations import StorageLocation
 from holdfast_core.metric_definitions import Definition, MetricType
-from holdfast_core.storage_locations import StorageLocation
 from holdfast_daemon import metrics as daemon
 from holdfast_operator.kube import metrics as operator
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.logs import BoundLogger, OncePerCause, bind, configure
 
 LOGGER = logging.getLogger("holdfast_daemon.test_logs")

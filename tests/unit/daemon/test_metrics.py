@@ -7,15 +7,15 @@ from prometheus_client.exposition import generate_latest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.metric_definitions import Definition, MetricType
-from holdfast_daemon.metrics import DEFINITIONS, Metrics
+from holdfast_daemon.metrics import DEFINITIONS, DaemonMetrics
 
 
-def exposition(metrics: Metrics) -> str:
+def exposition(metrics: DaemonMetrics) -> str:
     return generate_latest(metrics.registry).decode()
 
 
 def test_every_definition_is_exposed_with_its_help_under_its_name() -> None:
-    text = exposition(Metrics())
+    text = exposition(DaemonMetrics())
     for definition in DEFINITIONS:
         assert f"# HELP {definition.exposed_name} {definition.help}" in text
         assert f"# TYPE {definition.exposed_name} {definition.type}" in text
@@ -28,7 +28,7 @@ def test_names_are_unique_and_helps_are_sentences() -> None:
 
 
 def test_counters_gauges_and_histograms_take_values() -> None:
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     metrics.add("snapshots", job="moe", stage="committed")
     metrics.add("sent_bytes", 4096)
     metrics.set("epoch", 3, job="moe")
@@ -41,7 +41,7 @@ def test_counters_gauges_and_histograms_take_values() -> None:
 
 
 def test_a_forgotten_job_leaves_no_series_and_others_keep_theirs() -> None:
-    metrics = Metrics()
+    metrics = DaemonMetrics()
     for job in ("gone", "kept"):
         metrics.add("snapshots", job=job, stage="committed")
         metrics.add("saves_skipped", job=job, cause="no_free_slot")
@@ -60,9 +60,9 @@ def test_a_forgotten_job_leaves_no_series_and_others_keep_theirs() -> None:
 
 def test_a_label_value_outside_its_list_is_a_programming_error() -> None:
     with pytest.raises(AssertionError, match="stage is one of committed"):
-        Metrics().add("snapshots", job="moe", stage="eaten")
+        DaemonMetrics().add("snapshots", job="moe", stage="eaten")
     with pytest.raises(AssertionError, match="is a gauge, not a counter"):
-        Metrics().add("epoch", job="moe")
+        DaemonMetrics().add("epoch", job="moe")
 
 
 def test_a_definition_that_contradicts_itself_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from member_engines import engine_of, membership_of
 
-from holdfast_core.values import Report
+from holdfast_core.snapshots.reports import MemberReport
 from holdfast_daemon import rates
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.peers import PeerService
@@ -56,7 +56,7 @@ def test_a_report_of_somebody_who_is_no_member_is_not_kept() -> None:
 
     asyncio.run(main())
     assert set(engine.memory.reports) <= {0, 1}
-    assert isinstance(engine.memory.reports[1], Report)
+    assert isinstance(engine.memory.reports[1], MemberReport)
 
 
 def test_a_malformed_report_is_refused_as_one() -> None:

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine.overview import held
 from holdfast_daemon.engine.slots import ParitySlot, ParityState
 from holdfast_daemon.engine.state import JobMemory

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.budget import parity_block_bytes
-from holdfast_core.codes import Block, Code
 from holdfast_core.errors import StaleEpochError, StorageError
-from holdfast_core.layouts import (
+from holdfast_core.protection.budget import parity_block_bytes
+from holdfast_core.protection.codes import BlockId, Code
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     Layout,
     decode_manifest,
     encode_layout,
@@ -22,14 +23,11 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_digests,
 )
-from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
-from holdfast_daemon.bulk import Kind, Located, Request
-from holdfast_daemon.bulk_client import BulkClient
-from holdfast_daemon.bulk_server import BulkServer
-from holdfast_daemon.changes import change_of
-from holdfast_daemon.combining import Effort
-from holdfast_daemon.durable import DurableTier
-from holdfast_daemon.effects import (
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_daemon.durable.access import TierAccess
+from holdfast_daemon.durable_tier import DurableTier
+from holdfast_daemon.engine.effects import (
     AllocateArena,
     Background,
     BuildParity,
@@ -39,18 +37,22 @@ from holdfast_daemon.effects import (
     ManifestFetched,
     ParityBuilt,
     ParityVerified,
+    PeerSnapshot,
     Rebuild,
     Rebuilt,
     Seal,
     SnapshotVerified,
-    Source,
     VerifyParity,
     VerifySnapshot,
 )
-from holdfast_daemon.files import map_shared
-from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.tier_access import TierAccess
+from holdfast_daemon.memory.files import map_shared
+from holdfast_daemon.memory.job_storage import JobStorage
+from holdfast_daemon.memory.node_storage import NodeStorage
+from holdfast_daemon.parity.changes import change_of
+from holdfast_daemon.parity.combining import Effort
+from holdfast_daemon.transport.client import BulkClient
+from holdfast_daemon.transport.protocol import Kind, Located, Request
+from holdfast_daemon.transport.server import BulkServer
 from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
@@ -147,10 +149,10 @@ class Cluster:
     def run(self, index: int, effect: Background) -> Completion:
         return self.worker(index).submit(effect).result(timeout=TIMEOUT_S)
 
-    def source(self, index: int) -> Source:
+    def source(self, index: int) -> PeerSnapshot:
         described = self.daemons[index].storage.describe(index, GENERATION)
         assert described is not None
-        return Source(
+        return PeerSnapshot(
             rank=index,
             position=index,
             place=self.daemons[index].place,
@@ -158,11 +160,11 @@ class Cluster:
             payload_bytes=SIZES[index],
         )
 
-    def others(self, index: int) -> tuple[Source, ...]:
+    def others(self, index: int) -> tuple[PeerSnapshot, ...]:
         return tuple(self.source(i) for i in range(3) if i != index)
 
     def build(
-        self, owner: int, slot: int = 0, sources: tuple[Source, ...] | None = None
+        self, owner: int, slot: int = 0, sources: tuple[PeerSnapshot, ...] | None = None
     ) -> ParityBuilt:
         effect = BuildParity(
             lane=0,
@@ -170,7 +172,7 @@ class Cluster:
             generation=GENERATION,
             group=(0, 1, 2),
             code=CODE,
-            block=Block(owner),
+            block=BlockId(owner),
             sources=sources or self.others(owner),
         )
         done = self.run(owner, effect)
@@ -268,7 +270,7 @@ def recover(cluster: Cluster, lost: int) -> Rebuilt:
         own_position=lost,
         code=CODE,
         sources=cluster.others(lost),
-        blocks=frozenset({Block(helper), Block((lost + 2) % 3)}),
+        blocks=frozenset({BlockId(helper), BlockId((lost + 2) % 3)}),
         members=places,
     )
     done = cluster.run(lost, effect)
@@ -283,7 +285,7 @@ def test_a_lost_member_comes_back_byte_for_byte(cluster: Cluster) -> None:
         assert built.entry is not None
         assert [rank for rank, _ in built.entry.sources] == [i for i in range(3) if i != owner]
         record = cluster.daemons[owner].storage.parity_record(0, 0)
-        assert record.nbytes == CODE.block_bytes(Block(owner), dict(enumerate(SIZES)), PIECE)
+        assert record.nbytes == CODE.block_bytes(BlockId(owner), dict(enumerate(SIZES)), PIECE)
     for lost in range(3):
         before = lose(cluster, lost)
         assert bytes(cluster.payload(lost)) == bytes(len(before))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.codes import Block, Code
 from holdfast_core.errors import HoldfastError, MemoryBudgetError, StorageError, UnreachableError
-from holdfast_core.layouts import (
+from holdfast_core.protection.codes import BlockId, Code
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     Layout,
     encode_layout,
     encode_manifest,
@@ -18,11 +19,12 @@ from holdfast_core.layouts import (
     manifest_digest,
     piece_digests,
 )
-from holdfast_core.places import Lying
-from holdfast_core.values import Generation, Manifest, MemberPlace, Membership
-from holdfast_daemon.bulk import Request
-from holdfast_daemon.durable import DurableTier
-from holdfast_daemon.effects import (
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_daemon.durable.access import TierAccess
+from holdfast_daemon.durable_tier import DurableTier
+from holdfast_daemon.engine.effects import (
     AllocateArena,
     ArenaReady,
     Background,
@@ -34,20 +36,20 @@ from holdfast_daemon.effects import (
     ManifestFetched,
     ParityBuilt,
     ParityVerified,
+    PeerSnapshot,
     Rebuild,
     Rebuilt,
     RemoveArena,
     SaveEpoch,
     Seal,
     SnapshotVerified,
-    Source,
     VerifyParity,
     VerifySnapshot,
 )
-from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.parity_traffic import NodeTraffic
-from holdfast_daemon.storage import NodeStorage
-from holdfast_daemon.tier_access import TierAccess
+from holdfast_daemon.memory.job_storage import JobStorage
+from holdfast_daemon.memory.node_storage import NodeStorage
+from holdfast_daemon.parity.traffic import NodeTraffic
+from holdfast_daemon.transport.protocol import Request
 from holdfast_daemon.worker import EffectWorker
 
 PIECE = 4096
@@ -96,7 +98,7 @@ MEMBERSHIP = Membership(
     groups=((0, 1),),
 )
 CODE = Code(2, 1, 1)
-SOURCE = Source(
+SOURCE = PeerSnapshot(
     rank=1,
     position=1,
     place=MEMBERSHIP.place(1),
@@ -109,7 +111,7 @@ BUILD = BuildParity(
     generation=GENERATION,
     group=(0, 1),
     code=CODE,
-    block=Block(0),
+    block=BlockId(0),
     sources=(SOURCE,),
 )
 FETCH = FetchManifest(
@@ -140,7 +142,7 @@ REBUILD = Rebuild(
     own_position=0,
     code=CODE,
     sources=(SOURCE,),
-    blocks=frozenset({Block(1)}),
+    blocks=frozenset({BlockId(1)}),
     members=MEMBERSHIP.members,
 )
 VERIFY = VerifySnapshot(rank=0, slot=1, manifest=manifest_of(0))
@@ -213,7 +215,7 @@ def member() -> Iterator[Member]:
         member = Member(node, storage, peer, executor, worker, traffic)
         assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id)
         arena = storage.arena(0, ALLOCATE.layout_id)
-        arena.write(Lying(1, b""), 0, memoryview(PAYLOAD))
+        arena.write(PieceMap(1, b""), 0, memoryview(PAYLOAD))
         worker.apply(SEAL)
         yield member
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_core.jobs import check_supported
-from holdfast_operator.cli import build_parser
-from holdfast_operator.demo import EXAMPLES, SCRIPT, demo_job
+from holdfast_core.job.parsing import check_supported
+from holdfast_operator.cli.demo import EXAMPLES, SCRIPT, demo_job
+from holdfast_operator.cli.main import build_parser
 
 
 def test_the_demo_runs_the_example_with_a_spare_and_parity(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast_core.states import RestoreSource
-from holdfast_operator.demo_report import (
+from holdfast_operator.cli.demo_report import (
+    DemoReport,
     FaultReport,
     Injected,
     LoggedStep,
-    Report,
     account,
     read_log,
     table,
@@ -84,8 +84,8 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     assert [line.step for line in read_log(path)] == [1]
 
 
-def make_report(*, equal: bool = True) -> Report:
-    return Report(
+def make_report(*, equal: bool = True) -> DemoReport:
+    return DemoReport(
         final_state_sha256="aa" if equal else "bb",
         fault_free_sha256="aa",
         equal=equal,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.values import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.changes import change_between, changed
 

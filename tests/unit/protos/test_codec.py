@@ -19,23 +19,12 @@ from holdfast_core.errors import (
     StaleEpochError,
     VersionMismatchError,
 )
-from holdfast_core.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
-from holdfast_core.persisted import RankFile, StoredUnit
-from holdfast_core.values import (
-    Directive,
-    FailedLoad,
-    Generation,
-    Inventory,
-    Line,
-    MemberPlace,
-    Membership,
-    ParityEntry,
-    PersistOrder,
-    Redundancy,
-    Report,
-    SnapshotEntry,
-    Tier,
-)
+from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.snapshots.stored import FailedLoad, PersistOrder, RankFile, StoredUnit
 from holdfast_protos import codec, peer_pb2, values_pb2
 from holdfast_protos.losses import (
     LAYERS_MAX,
@@ -105,7 +94,7 @@ FILES = _whole(
 )
 FAILED_LOADS = _whole(FailedLoad, rank=U32, generation=GENERATIONS, reason=TEXT)
 REPORTS = _whole(
-    Report,
+    MemberReport,
     job=TEXT,
     epoch=U64,
     member=U32,

@@ -15,7 +15,7 @@ import pytest
 from certificate_makers import expired, made
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_operator.certificates import Certificates
+from holdfast_operator.control.certificates import Certificates
 from holdfast_protos import codec
 from holdfast_protos.identity import (
     AUTHORITY,

@@ -11,9 +11,9 @@ import pytest
 from certificate_makers import made
 from prometheus_client.exposition import generate_latest
 
-from holdfast_daemon.metrics import Metrics as DaemonMetrics
-from holdfast_operator.certificates import Certificates
-from holdfast_operator.kube.metrics import Metrics as OperatorMetrics
+from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_operator.control.certificates import Certificates
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_protos.identity import ENDS, Identity, Role
 from holdfast_protos.identity_gauges import show_identity
 

@@ -23,7 +23,7 @@ import holdfast
 from holdfast.dcp import HoldfastReader, Reading, load_into
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 WAIT_S = 20.0
 Same = Callable[[dict[str, Any], dict[str, Any]], None]

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast._copy import CopyEngine, plan_copy
-from holdfast._devices import CpuDevice, CudaDevice, device_of
-from holdfast._placed import Placed
+from holdfast._copying.devices import CpuDevice, CudaDevice, device_of
+from holdfast._copying.engine import CopyEngine, plan_copy
+from holdfast._copying.placed import Placed
 from holdfast.testing import FakeDaemon
-from holdfast_core.layouts import PIECE_BYTES, Layout, piece_digests
+from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout, piece_digests
 
 WAIT_S = 60
 gpu = pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast import Topology, topology_from_device_mesh
-from holdfast._capture import LiveState
+from holdfast._state.capture import LiveState
 from holdfast_core.errors import InvalidJobError
 
 

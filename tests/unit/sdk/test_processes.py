@@ -17,9 +17,9 @@ from torch import nn
 import holdfast
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import CorruptError, NoRecoveryLineError, ReplicaMismatchError
-from holdfast_core.job_snapshots import Choice, PartialExperts, Selective
-from holdfast_core.layouts import decode_layout
-from holdfast_core.values import Generation
+from holdfast_core.job.snapshots import ExpertChoice, PartialExperts, Selective
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_layout
 
 WAIT_S = 60
 WORLD = 2
@@ -228,7 +228,7 @@ def choose_by_tokens(rank: int, directory: str, settings: dict[str, Any]) -> Non
         session.count_tokens(0, ([0, 10, 0, 8], [10, 0, 0, 8])[rank])
         session.save(step).committed.result(WAIT_S)
         dist.barrier()
-    written = len(set(daemon.sealed()[Generation(1, 5)].lying.places))
+    written = len(set(daemon.sealed()[Generation(1, 5)].piece_map.places))
     assert written > 1, "nothing was carried over"
     session.close()
     other = MoE(7, 8 + rank)
@@ -278,7 +278,7 @@ def each_makes_up_for_its_own(rank: int, directory: str) -> None:
     resumed.close()
 
 
-LOAD_AWARE = PartialExperts(experts_per_layer=1, selection=Choice.LOAD_AWARE, loss_limit=1)
+LOAD_AWARE = PartialExperts(experts_per_layer=1, selection=ExpertChoice.LOAD_AWARE, loss_limit=1)
 SELECTIVE = Selective(experts=1, loss_limit=1)
 
 

@@ -16,7 +16,7 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StorageError,
 )
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
 WAIT_S = 20

@@ -23,8 +23,8 @@ from holdfast_core.errors import (
     UnknownSessionError,
     UnreachableError,
 )
-from holdfast_core.layouts import decode_layout
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_layout
 
 Same = Callable[[dict[str, Any], dict[str, Any]], None]
 WAIT_S = 20

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
-from holdfast_core.layouts import piece_digests
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import piece_digests
+from holdfast_core.snapshots.manifests import Manifest
 from holdfast_storage.generic import GenericPlace
 from holdfast_storage.opening import open_place
 from holdfast_storage.retrying import Retry

@@ -18,9 +18,9 @@ import versitygw
 from stored_snapshots import JOB, check_set, snapshot, store_set
 from tiers import QUICK
 
-from holdfast_core.stored_line import MARK_FILE
-from holdfast_core.values import Generation
-from holdfast_storage.local import Files, LocalPlace
+from holdfast_core.durable.choice import MARK_FILE
+from holdfast_core.snapshots.generations import Generation
+from holdfast_storage.local import FileSteps, LocalPlace
 from holdfast_storage.sets import SetStore
 
 OLD, NEW = Generation(1, 1), Generation(1, 2)
@@ -28,7 +28,7 @@ LARGE = 11 * 1024 * 1024 // 2
 """A part of the least size that S3 allows, and a rest."""
 
 
-class CountedFiles(Files):
+class CountedFiles(FileSteps):
     """Does something before call `number` of the file system; counts them all."""
 
     def __init__(self, number: int, then: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class CountedFiles(Files):
         return object.__getattribute__(self, name)
 
 
-def local_store(directory: Path, files: Files | None = None) -> SetStore:
+def local_store(directory: Path, files: FileSteps | None = None) -> SetStore:
     place = LocalPlace(directory, files)
     return SetStore(str(directory), JOB, place=place, grace_s=-60.0)
 

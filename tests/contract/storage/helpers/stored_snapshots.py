@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast_core.layouts import (
+from holdfast_core.durable.sets import StoredSet
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     PIECE_BYTES,
     Entry,
     Layout,
@@ -18,9 +20,8 @@ from holdfast_core.layouts import (
     layout_id,
     piece_digests,
 )
-from holdfast_core.persisted import RankFile
-from holdfast_core.persisted_sets import StoredSet
-from holdfast_core.values import Generation, Manifest
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.stored import RankFile
 from holdfast_storage.sets import SetStore
 
 JOB = "job"

@@ -11,7 +11,7 @@ from stored_snapshots import JOB
 
 from holdfast_storage.generic import GenericPlace
 from holdfast_storage.opening import open_place
-from holdfast_storage.places import Place
+from holdfast_storage.places import TierPlace
 from holdfast_storage.retrying import Retry
 from holdfast_storage.sets import SetStore
 
@@ -52,7 +52,7 @@ class TierUnderTest:
         fs, root = fsspec.core.url_to_fs(self.uri, **self.options)
         fs.rm_file(f"{root}/{JOB}/{path}")
 
-    def place(self) -> Place:
+    def place(self) -> TierPlace:
         if self.uri.startswith("memory://"):  # no kind for tiers, but its files need no server
             return GenericPlace(*fsspec.core.url_to_fs(self.uri))
         return open_place(self.uri, self.options, QUICK, top=self.top)

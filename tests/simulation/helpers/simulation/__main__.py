@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from simulation.cluster import Cluster
 from simulation.options import Options
 
-from holdfast_core.values import Redundancy
+from holdfast_core.snapshots.membership import Redundancy
 
 
 def run_schedules(

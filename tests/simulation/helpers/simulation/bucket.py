@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from simulation.fibers import Broken
 from simulation.world import Daemon, World
 
+from holdfast_core.durable.sets import MANIFEST_FILE, set_name
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
-from holdfast_core.persisted_sets import MANIFEST_FILE, set_name
-from holdfast_core.values import Generation, Tier
-from holdfast_storage.places import Item, Unfinished
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Tier
+from holdfast_storage.places import StoredFile, Unfinished
 from holdfast_storage.sets import SetStore
 
 JOB = "job"
@@ -121,7 +122,7 @@ class Bucket:
 
 
 class VirtualPlace:
-    """`holdfast_storage.places.Place` as one daemon reaches the bucket."""
+    """`holdfast_storage.places.TierPlace` as one daemon reaches the bucket."""
 
     def __init__(self, bucket: Bucket, daemon: Daemon | None) -> None:
         self._bucket, self._daemon = bucket, daemon
@@ -161,10 +162,10 @@ class VirtualPlace:
             raise CorruptError(f"{path} ends too early")
         buffer[:] = found
 
-    def files(self, path: str) -> list[Item]:
+    def files(self, path: str) -> list[StoredFile]:
         self._wait(f"listing {path}")
         return [
-            Item(path=name, bytes=len(data), modified_s=at)
+            StoredFile(path=name, bytes=len(data), modified_s=at)
             for name, (data, at) in sorted(self._bucket.objects.items())
             if name.startswith(f"{path}/")
         ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast_core.codes import Block, Code, code_of
-from holdfast_core.galois import bit_matrix
-from holdfast_core.recovery import Holdings
-from holdfast_core.values import Generation, Membership
+from holdfast_core.protection.codes import BlockId, Code, code_of
+from holdfast_core.protection.galois import bit_matrix
+from holdfast_core.protection.recovery import Holdings
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership
 
 
 def holds_everything(
@@ -33,7 +34,7 @@ def expected_block(
     """The `nbytes` bytes of the block of `row` that is made of exactly `payloads`, by position."""
     which = next(
         block
-        for block in (Block(owner, row) for owner in range(code.n))
+        for block in (BlockId(owner, row) for owner in range(code.n))
         if set(code.sources_of(block)) == payloads.keys()
     )
     sizes = {position: len(payload) for position, payload in payloads.items()}

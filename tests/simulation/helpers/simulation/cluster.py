@@ -23,12 +23,15 @@ from simulation.options import Options
 from simulation.trainers import TrainingWorld, Worker
 from simulation.vault import Vault
 
-from holdfast_core import layouts, recovery
-from holdfast_core.codes import code_for
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, Inventory, MemberPlace, Membership, Tier
-from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.effects import Completion, Note
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.protection import recovery
+from holdfast_core.protection.codes import code_for
+from holdfast_core.snapshots import layouts
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.manifests import Inventory
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_daemon.engine.effects import Completion, Note
+from holdfast_daemon.memory.parity_blocks import ParityRecord
 
 
 class Cluster(Faults):

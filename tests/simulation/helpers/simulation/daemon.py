@@ -13,8 +13,9 @@ from simulation.vault import Vault
 from simulation.world import Daemon, World
 
 from holdfast_core.errors import HoldfastError
-from holdfast_core.places import Lying
-from holdfast_daemon.effects import (
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.effects import (
     Background,
     BuildParity,
     CommitSet,
@@ -33,13 +34,12 @@ from holdfast_daemon.effects import (
     RemoveArena,
     SaveEpoch,
     Seal,
-    Sealed,
     SendDirective,
     SendReport,
     SendSuspect,
+    SlotSealed,
     StopPersisting,
 )
-from holdfast_daemon.engine import EngineSettings, JobEngine
 
 TICK_S = 0.25
 
@@ -183,7 +183,7 @@ class VirtualDaemon:
             self._worker.apply(effect)
         except HoldfastError as failure:
             error = failure
-        event = Sealed(
+        event = SlotSealed(
             rank=effect.rank,
             slot=effect.slot,
             generation=effect.manifest.generation,
@@ -200,7 +200,7 @@ class VirtualDaemon:
             manifest = effect.manifest
             arena = self.disk.arena(effect.rank, manifest.layout_id)
             assert effect.slot not in arena.sealed, "a sealed slot is overwritten"
-            arena.check_free(Lying(effect.slot, effect.places), manifest.payload_bytes)
+            arena.check_free(PieceMap(effect.slot, effect.places), manifest.payload_bytes)
 
     # --- what runs in the background --------------------------------------------------------------
 
@@ -208,8 +208,8 @@ class VirtualDaemon:
         """Run `work` in a while: in one go, or from one wait for bytes to the next."""
         if isinstance(effect, PersistRank):
             arena = self.disk.arena(effect.rank, effect.manifest.layout_id)
-            lying = Lying(effect.slot, effect.places)
-            arena.reading[effect.slot] = lying, effect.manifest.payload_bytes
+            piece_map = PieceMap(effect.slot, effect.places)
+            arena.reading[effect.slot] = piece_map, effect.manifest.payload_bytes
         if isinstance(effect, BuildParity | Rebuild | Loading | PersistRank | CommitSet):
             fiber = Fiber(work)
             self.world.fibers.append(fiber)

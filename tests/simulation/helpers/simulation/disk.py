@@ -12,22 +12,16 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from holdfast_core import layouts
-from holdfast_core.budget import PARITY_SLOTS
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.places import Lying
-from holdfast_core.values import (
-    Generation,
-    Inventory,
-    Line,
-    Manifest,
-    Membership,
-    ParityEntry,
-    SnapshotEntry,
-)
-from holdfast_daemon.arenas import Arena, Sealed
-from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.holding import Held, OlderParity, find_older
+from holdfast_core.protection.budget import PARITY_SLOTS
+from holdfast_core.snapshots import layouts
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import Inventory, Manifest, ParityEntry, SnapshotEntry
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_daemon.memory.arenas import Arena, SealedSlot
+from holdfast_daemon.memory.job_bytes import Held, OlderParity, find_older
+from holdfast_daemon.memory.parity_blocks import ParityRecord
 
 BLOCK_BYTES = 4096
 
@@ -47,56 +41,64 @@ class DiskArena(Arena):
     def __init__(self, encoded: bytes) -> None:
         super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded))
         self._bytes = memoryview(bytearray(self.nbytes))
-        self.reading: dict[int, tuple[Lying, int]] = {}
+        self.reading: dict[int, tuple[PieceMap, int]] = {}
         """By slot, what a living daemon writes to storage: where it lies, and its bytes."""
 
-    def read(self, lying: Lying, nbytes: int) -> bytes:
+    def read(self, piece_map: PieceMap, nbytes: int) -> bytes:
         """The first `nbytes` of a payload."""
         data = bytearray(nbytes)
-        self.read_into(lying, 0, memoryview(data))
+        self.read_into(piece_map, 0, memoryview(data))
         return bytes(data)
 
-    def read_into(self, lying: Lying, start: int, view: memoryview) -> None:
-        for part in self.parts(lying, start, len(view)):
+    def read_into(self, piece_map: PieceMap, start: int, view: memoryview) -> None:
+        for part in self.parts(piece_map, start, len(view)):
             at = part.offset - start
             view[at : at + part.nbytes] = self._bytes[part.at : part.at + part.nbytes]
 
-    def write(self, lying: Lying, start: int, data: memoryview) -> None:
-        for part in self.parts(lying, start, len(data)):
+    def write(self, piece_map: PieceMap, start: int, data: memoryview) -> None:
+        for part in self.parts(piece_map, start, len(data)):
             at = part.offset - start
             self._bytes[part.at : part.at + part.nbytes] = data[at : at + part.nbytes]
 
-    def capture(self, lying: Lying, data: bytes, skip: frozenset[int]) -> None:
+    def capture(self, piece_map: PieceMap, data: bytes, skip: frozenset[int]) -> None:
         """Put a payload where its pieces go, all but those of `skip`."""
-        self.check_free(lying, len(data), skip)
+        self.check_free(piece_map, len(data), skip)
         size = self.layout.piece_bytes
         for piece in range(layouts.piece_count(len(data), size)):
             if piece not in skip:
                 part = data[piece * size : (piece + 1) * size]
-                self.write(lying, piece * size, memoryview(part))
+                self.write(piece_map, piece * size, memoryview(part))
 
-    def check_free(self, lying: Lying, nbytes: int, skip: frozenset[int] = frozenset()) -> None:
+    def check_free(
+        self, piece_map: PieceMap, nbytes: int, skip: frozenset[int] = frozenset()
+    ) -> None:
         """No snapshot that is sealed, or being persisted, has its pieces where those of this one
         go."""
         pieces = layouts.piece_count(nbytes, self.layout.piece_bytes)
         for slot, sealed in self.sealed.items():
             manifest = manifest_in(sealed.encoded)
             if manifest is not None:
-                there = Lying(slot, sealed.places)
-                self._check_apart(lying, there, pieces, manifest.payload_bytes, skip, "sealed")
+                there = PieceMap(slot, sealed.places)
+                self._check_apart(piece_map, there, pieces, manifest.payload_bytes, skip, "sealed")
         for there, held_bytes in self.reading.values():
-            self._check_apart(lying, there, pieces, held_bytes, skip, "persisting")
+            self._check_apart(piece_map, there, pieces, held_bytes, skip, "persisting")
 
     def _check_apart(
-        self, lying: Lying, there: Lying, pieces: int, nbytes: int, skip: frozenset[int], what: str
+        self,
+        piece_map: PieceMap,
+        there: PieceMap,
+        pieces: int,
+        nbytes: int,
+        skip: frozenset[int],
+        what: str,
     ) -> None:
         held = layouts.piece_count(nbytes, self.layout.piece_bytes)
         for piece in set(range(min(pieces, held))) - skip:
             lies = there.places[piece] if there.places else there.slot
-            goes = lying.places[piece] if lying.places else lying.slot
+            goes = piece_map.places[piece] if piece_map.places else piece_map.slot
             assert lies != goes, f"a {what} piece of rank {self.rank} is overwritten"
 
-    def readable(self) -> Iterator[tuple[int, Sealed]]:
+    def readable(self) -> Iterator[tuple[int, SealedSlot]]:
         """By slot, what is sealed and has a manifest that can be read."""
         for slot, sealed in self.sealed.items():
             if manifest_in(sealed.encoded) is not None:
@@ -106,7 +108,7 @@ class DiskArena(Arena):
         """The bytes of a sealed snapshot when they match their manifest."""
         sealed = self.sealed[slot]
         manifest = sealed.manifest
-        data = self.read(Lying(slot, sealed.places), manifest.payload_bytes)
+        data = self.read(PieceMap(slot, sealed.places), manifest.payload_bytes)
         whole = layouts.piece_digests(data, manifest.piece_bytes) == manifest.digests
         return data if whole else None
 
@@ -150,7 +152,7 @@ class Disk:
             raise StorageError(f"no arena of rank {rank} with layout {layout}")
         return arena
 
-    def seal(self, rank: int, layout: str, slot: int, sealed: Sealed) -> None:
+    def seal(self, rank: int, layout: str, slot: int, sealed: SealedSlot) -> None:
         self._check_room()
         self.arena(rank, layout).sealed[slot] = sealed
 
@@ -163,7 +165,7 @@ class Disk:
 
     def held(self, rank: int, generation: Generation) -> Held:
         arena, slot, sealed = self._sealed(rank, generation)
-        read_into = functools.partial(arena.read_into, Lying(slot, sealed.places))
+        read_into = functools.partial(arena.read_into, PieceMap(slot, sealed.places))
         return Held(manifest=sealed.manifest, read_into=read_into)
 
     def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
@@ -227,7 +229,7 @@ class Disk:
 
     # --- as the faults and the checks see it ------------------------------------------------------
 
-    def snapshots(self) -> Iterator[tuple[DiskArena, int, Sealed]]:
+    def snapshots(self) -> Iterator[tuple[DiskArena, int, SealedSlot]]:
         """Everything sealed whose manifest can be read, whole or not."""
         for arena in self.arenas.values():
             for slot, sealed in arena.readable():
@@ -268,7 +270,7 @@ class Disk:
         for arena in self.arenas.values():
             arena.sealed = dict(arena.readable())
 
-    def _sealed(self, rank: int, generation: Generation) -> tuple[DiskArena, int, Sealed]:
+    def _sealed(self, rank: int, generation: Generation) -> tuple[DiskArena, int, SealedSlot]:
         for arena, slot, sealed in self.snapshots():
             if arena.rank == rank and sealed.manifest.generation == generation:
                 return arena, slot, sealed

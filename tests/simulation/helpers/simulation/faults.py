@@ -12,9 +12,10 @@ from simulation.options import Options
 from simulation.trainers import TrainingWorld, Worker
 from simulation.world import Trainer, World
 
-from holdfast_core.places import Lying
-from holdfast_core.values import Generation, Membership
-from holdfast_daemon.arenas import Sealed
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_daemon.memory.arenas import SealedSlot
 
 LURKING = ("end_before_parity", "end_while_writing")
 """Kinds that wait for their moment."""
@@ -258,13 +259,13 @@ class Faults(World):
             self._flip(*self.clock.rng.choice(held))
         self._scrub(node)
 
-    def _flip(self, arena: DiskArena, slot: int, sealed: Sealed) -> None:
+    def _flip(self, arena: DiskArena, slot: int, sealed: SealedSlot) -> None:
         """A bit of a snapshot."""
         at = self.clock.rng.randrange(sealed.manifest.payload_bytes)
-        byte, lying = bytearray(1), Lying(slot, sealed.places)
-        arena.read_into(lying, at, memoryview(byte))
+        byte, piece_map = bytearray(1), PieceMap(slot, sealed.places)
+        arena.read_into(piece_map, at, memoryview(byte))
         byte[0] ^= 0x10
-        arena.write(lying, at, memoryview(byte))
+        arena.write(piece_map, at, memoryview(byte))
 
     def _corrupt_parity(self, node: str) -> None:
         disk = self.disks[node]

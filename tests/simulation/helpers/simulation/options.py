@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Redundancy
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.membership import Redundancy
 
 FAULTS = (
     "kill_rank",

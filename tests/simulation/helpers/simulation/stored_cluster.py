@@ -20,9 +20,11 @@ from simulation.trainers import (
 )
 from simulation.vault import URI, StoredSnapshot, Vault
 
-from holdfast_core.layouts import decode_layout, encode_manifest, layout_id, piece_digests
-from holdfast_core.values import Generation, Manifest, Tier
-from holdfast_daemon.effects import Note
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_layout, encode_manifest, layout_id, piece_digests
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.membership import Tier
+from holdfast_daemon.engine.effects import Note
 
 STORAGE_FAULTS = ("lose_two", "lose_all", "storage_away", "damage_set")
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from simulation.world import Daemon, World
 
-from holdfast_core import layouts
 from holdfast_core.errors import (
     HoldfastError,
     NoRecoveryLineError,
@@ -16,10 +15,11 @@ from holdfast_core.errors import (
     UnknownSessionError,
     UnreachableError,
 )
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.layouts import Layout
-from holdfast_core.places import Lying, bit_map
-from holdfast_core.values import Generation
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots import layouts
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.pieces import PieceMap, bit_map
 from holdfast_daemon.engine.answers import Granted
 
 PIECE_BYTES = 16
@@ -171,7 +171,7 @@ class Worker:
         if generation is not None:
             assert state.slot is not None and state.slot.manifest is not None and state.arena
             arena = daemon.disk.arenas[(self.rank, state.arena.layout_id)]
-            data = arena.read(state.slot.lying, state.slot.manifest.payload_bytes)
+            data = arena.read(state.slot.piece_map, state.slot.manifest.payload_bytes)
             if layouts.piece_digests(data, PIECE_BYTES) != state.slot.manifest.digests:
                 self.world.cluster.restore_failed(self.rank)
                 self.kill()
@@ -245,7 +245,7 @@ class Worker:
         arena = daemon.disk.arenas[(self.rank, opened.arena.layout_id)]
         assert granted.slot not in arena.sealed, "a sealed slot was granted"
         self._arena = opened.arena.layout_id
-        arena.capture(Lying(granted.slot, granted.places), data[: len(data) // 2], carried)
+        arena.capture(PieceMap(granted.slot, granted.places), data[: len(data) // 2], carried)
         self._copying = True
         cluster.clock.after(
             cluster.clock.rng.uniform(0.001, 0.06),
@@ -298,7 +298,7 @@ class Worker:
         arena = daemon.disk.arenas.get((self.rank, self._arena))
         if arena is not None:
             # A process that lives writes, whatever has been decided without it.
-            arena.capture(Lying(granted.slot, granted.places), data, carried)
+            arena.capture(PieceMap(granted.slot, granted.places), data, carried)
         digests = bytearray(layouts.piece_digests(data, PIECE_BYTES))
         for piece in carried:
             digests[8 * piece : 8 * piece + 8] = bytes(8)

@@ -19,17 +19,19 @@ from simulation.vault import Vault, VaultSets
 from simulation.world import Daemon, World
 
 from holdfast_core.errors import HoldfastError, StaleEpochError, StorageError, UnreachableError
-from holdfast_core.values import Generation, Manifest, MemberPlace
-from holdfast_daemon.bulk import Kind, Request
-from holdfast_daemon.changes import change_of
-from holdfast_daemon.combining import Effort
-from holdfast_daemon.effects import Background, BuildParity, Completion
-from holdfast_daemon.group import EpochScope
-from holdfast_daemon.holding import ReadInto
-from holdfast_daemon.loader import Loader, StoredSets
-from holdfast_daemon.parity_traffic import PacedFetch
-from holdfast_daemon.persister import Persister
-from holdfast_daemon.stored_sets import TierSets
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.membership import MemberPlace
+from holdfast_daemon.durable.loader import Loader, SetReader
+from holdfast_daemon.durable.persister import Persister
+from holdfast_daemon.durable.stored_sets import TierSets
+from holdfast_daemon.engine.effects import Background, BuildParity, Completion
+from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.memory.job_bytes import ReadInto
+from holdfast_daemon.parity.changes import change_of
+from holdfast_daemon.parity.combining import Effort
+from holdfast_daemon.parity.traffic import PacedFetch
+from holdfast_daemon.transport.protocol import Kind, Request
 from holdfast_daemon.worker import EffectWorker
 
 SENT_BYTES = 16
@@ -56,7 +58,7 @@ class VirtualWorker(EffectWorker):
     ) -> None:
         wire = Wire(world, daemon)
 
-        def open_sets(uri: str, job: str) -> StoredSets:
+        def open_sets(uri: str, job: str) -> SetReader:
             if vault is not None:
                 return VaultSets(vault, lambda: daemon.pause_transfer(daemon.node))
             return TierSets(uri, job, place=VirtualPlace(bucket, daemon))

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from holdfast_core.durable.choice import Found, StoredCopy
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.layouts import piece_digests
-from holdfast_core.stored_line import Found, StoredCopy
-from holdfast_core.values import Generation, Manifest
-from holdfast_daemon.loader import SlotPieces
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import piece_digests
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_daemon.durable.loader import SlotPieces
 
 URI = "sim://storage"
 

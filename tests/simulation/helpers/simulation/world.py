@@ -15,10 +15,11 @@ from simulation.clock import Clock, Network
 from simulation.disk import Disk
 from simulation.fibers import Fiber
 
-from holdfast_core.job_snapshots import PolicyType
-from holdfast_core.values import Generation, Membership
-from holdfast_daemon.effects import Completion, Effect, Note
+from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership
 from holdfast_daemon.engine import JobEngine
+from holdfast_daemon.engine.effects import Completion, Effect, Note
 
 
 class Daemon(Protocol):

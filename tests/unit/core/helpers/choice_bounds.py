@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast_core.experts import ExpertTable, MoeLayer
-from holdfast_core.selection_budget import selective_guard
-from holdfast_core.selection_pec import guard_age
+from holdfast_core.experts.budgeted import selective_guard
+from holdfast_core.experts.pec import guard_age
+from holdfast_core.experts.tables import ExpertTable, MoeLayer
 
 
 def selective_bound(experts: int, total: int) -> int:

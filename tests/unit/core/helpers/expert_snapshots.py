@@ -9,7 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast_core.layouts import (
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     Entry,
     Layout,
     TensorRole,
@@ -18,7 +19,7 @@ from holdfast_core.layouts import (
     layout_id,
     piece_digests,
 )
-from holdfast_core.values import ExpertVersion, Generation, Manifest
+from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 
 PIECE = 64
 PIECES_EACH = 2

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from holdfast_core.expert_ledger import ExpertLedger
-from holdfast_core.experts import Expert, ExpertTable, MoeLayer
-from holdfast_core.units import UnitKey, UnitKind
-from holdfast_core.values import Generation
+from holdfast_core.experts.ledger import ExpertLedger
+from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 
 def unit(layer: int, expert: int) -> UnitKey:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast_core.values import MemberPlace, Membership
+from holdfast_core.snapshots.membership import MemberPlace, Membership
 from holdfast_daemon.engine import EngineSettings, JobEngine
 
 

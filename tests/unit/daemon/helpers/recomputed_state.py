@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from holdfast_core.layouts import Entry, Layout, TensorRole, round_up
-from holdfast_core.recompute import RECIPE_BYTES, Recipe, Rule, encode_recipe
+from holdfast_core.experts.recompute import RECIPE_BYTES, KnownOptimizer, Recipe, encode_recipe
+from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole, round_up
 
 PIECE = 4096
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.01
@@ -98,7 +98,7 @@ class Trainer:
         recipe = Recipe(
             epoch=1,
             base_step=base,
-            rule=Rule.ADAMW,
+            rule=KnownOptimizer.ADAMW,
             lr=lr,
             step=self.step,
             beta1=BETAS[0],

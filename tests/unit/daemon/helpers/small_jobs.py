@@ -6,20 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast_core.layouts import (
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
     Layout,
     encode_layout,
     encode_manifest,
     layout_id,
     piece_digests,
 )
-from holdfast_core.values import Generation, Manifest, MemberPlace, Membership, ParityEntry
-from holdfast_daemon.adopted import AdoptedJob
-from holdfast_daemon.arenas import Sealed
-from holdfast_daemon.blocks import ParityRecord
-from holdfast_daemon.files import RealFiles
-from holdfast_daemon.job_storage import JobStorage
-from holdfast_daemon.storage import NodeStorage
+from holdfast_core.snapshots.manifests import Manifest, ParityEntry
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_daemon.memory.arenas import SealedSlot
+from holdfast_daemon.memory.files import RealFiles
+from holdfast_daemon.memory.job_storage import AdoptedJob, JobStorage
+from holdfast_daemon.memory.node_storage import NodeStorage
+from holdfast_daemon.memory.parity_blocks import ParityRecord
 
 MIB = 1024 * 1024
 BUDGET = 64 * MIB
@@ -61,7 +62,7 @@ def manifest_of(payload: bytes, step: int, rank: int = 0) -> Manifest:
 
 def seal(job: JobStorage, slot: int, step: int) -> None:
     manifest = manifest_of(bytes([step]) * 5000, step)
-    job.seal(0, LAYOUT_ID, slot, Sealed(manifest=manifest, encoded=encode_manifest(manifest)))
+    job.seal(0, LAYOUT_ID, slot, SealedSlot(manifest=manifest, encoded=encode_manifest(manifest)))
 
 
 def record_of(step: int, nbytes: int = 5000) -> ParityRecord:

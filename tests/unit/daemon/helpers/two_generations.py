@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from holdfast_core.codes import Block, Code
-from holdfast_core.layouts import piece_digests
-from holdfast_core.values import Generation, Manifest
-from holdfast_daemon.bulk import Kind
-from holdfast_daemon.changes import _changes
-from holdfast_daemon.combining import Effort, Stream
-from holdfast_daemon.holding import Held
-from holdfast_daemon.parity import build_from_chunks
-from holdfast_daemon.updating import build_from_changes
+from holdfast_core.protection.codes import BlockId, Code
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import piece_digests
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_daemon.memory.job_bytes import Held
+from holdfast_daemon.parity.build import build_from_chunks
+from holdfast_daemon.parity.changes import _changes
+from holdfast_daemon.parity.combining import Effort, Stream
+from holdfast_daemon.parity.update import build_from_changes
+from holdfast_daemon.transport.protocol import Kind
 
 PIECE = 64
 OLD, NEW = Generation(1, 1), Generation(1, 2)
@@ -81,7 +82,7 @@ class Members:
         used, digests = build_from_chunks(
             room,
             code=self.code,
-            which=Block(owner),
+            which=BlockId(owner),
             sources=self.manifests(generation, owner),
             fetch=self,
         )
@@ -110,7 +111,7 @@ class Members:
             memoryview(older),
             digests,
             code=self.code,
-            which=Block(owner),
+            which=BlockId(owner),
             before=self.manifests(OLD, owner),
             after=self.manifests(NEW, owner),
             fetch=self,

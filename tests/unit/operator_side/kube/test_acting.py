@@ -8,12 +8,12 @@ from typing import cast
 
 from samples import make_job
 
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.metrics import Metrics
-from holdfast_operator.kube.world import World
-from holdfast_operator.views import (
+from holdfast_operator.kube.metrics import OperatorMetrics
+from holdfast_operator.kube.world import LoopContext
+from holdfast_operator.reconciler.views import (
     ControlState,
     Decision,
     Event,
@@ -45,14 +45,14 @@ def carry_out_twice(trainers: StuckTrainers) -> tuple[list[Event], list[Event]]:
         clock=lambda: 0.0,
         trainers=trainers,
         pods=SimpleNamespace(of=lambda key: []),
-        metrics=Metrics(),
+        metrics=OperatorMetrics(),
     )
     actions = tuple(StartAgent(member=m, node=f"n{m}") for m in range(2000))
     decision = Decision(actions=actions, state=ControlState(), conditions=(), events=())
     seen = Observed(nodes={}, agents=())
 
     async def scenario() -> tuple[list[Event], list[Event]]:
-        hands = Acting(cast(World, world), {})
+        hands = Acting(cast(LoopContext, world), {})
         turns = []
         for _ in range(2):
             work = hands.carry_out(make_job(), ControlState(), decision, [], seen, True)
@@ -78,13 +78,13 @@ def test_a_following_turn_tells_once_why_pods_were_not_created() -> None:
 def test_a_copy_is_asked_for_of_the_jobs_daemons() -> None:
     asked: list[str] = []
     world = SimpleNamespace(
-        clock=lambda: 0.0, metrics=Metrics(), server=SimpleNamespace(persist=asked.append)
+        clock=lambda: 0.0, metrics=OperatorMetrics(), server=SimpleNamespace(persist=asked.append)
     )
     decision = Decision(actions=(PersistNow(),), state=ControlState())
     job, seen = make_job(), Observed(nodes={}, agents=())
 
     async def scenario() -> list[Event]:
-        hands = Acting(cast(World, world), {})
+        hands = Acting(cast(LoopContext, world), {})
         return await hands.carry_out(job, ControlState(), decision, [], seen, True)
 
     assert asyncio.run(scenario()) == []

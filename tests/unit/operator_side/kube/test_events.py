@@ -10,7 +10,7 @@ from samples import job_resource
 
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.events import REPEAT_S, WAITING_MAX, Recorder
-from holdfast_operator.views import Event
+from holdfast_operator.reconciler.views import Event
 
 LOST = Event(reason="Recovering", message="rank 2 lost", warning=True)
 

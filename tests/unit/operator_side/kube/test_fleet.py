@@ -8,11 +8,11 @@ import pytest
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
-from holdfast_core.values import MemberPlace, Membership
+from holdfast_core.snapshots.membership import MemberPlace, Membership
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN, ORPHAN_S
 from holdfast_operator.kube.resources import JOBS, PODS
-from holdfast_operator.views import Condition, ConditionType
+from holdfast_operator.reconciler.views import Condition, ConditionType
 
 
 def job(name: str, heartbeat_s: float = 60.0, **spec: object) -> Object:

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
-from holdfast_operator.cluster_status import job_view
+from holdfast_operator.cli.cluster_status import job_view
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import EVENTS, JOBS, PODS
 

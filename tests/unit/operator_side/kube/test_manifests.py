@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from samples import make_job
 
-from holdfast_core.jobs import Gang
+from holdfast_core.job.parsing import Gang
 from holdfast_operator.kube.gangs import gang_parts
 from holdfast_operator.kube.manifests import job_objects, pod_manifest
 from holdfast_operator.kube.pods import read_pod

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from virtual_world import World, make_job
 
-from holdfast_core.jobs import MoETrainingJob
-from holdfast_operator.control_server import ControlServer
-from holdfast_operator.counters import Outcome
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.attention import Attention
 from holdfast_operator.kube.pacing import CALM_S, ENDED_S, FAILED_S, NOW_S, WAITING_S, pause_s
-from holdfast_operator.views import Decision, StartAgent
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.views import Decision, StartAgent
 
 
 def pause(world: World, job: MoETrainingJob | None = None, **changes: object) -> float:

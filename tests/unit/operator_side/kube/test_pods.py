@@ -10,7 +10,7 @@ from samples import make_job
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.manifests import pod_manifest
 from holdfast_operator.kube.pods import TrainerPod, agents, read_pod
-from holdfast_operator.views import AgentState
+from holdfast_operator.reconciler.views import AgentState
 
 UNSCHEDULABLE = {
     "type": "PodScheduled",

@@ -10,11 +10,11 @@ from samples import make_job
 
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache
-from holdfast_operator.views import ControlState, Decision, Event, Observed, StartAgent
+from holdfast_operator.reconciler.views import ControlState, Decision, Event, Observed, StartAgent
 
 
 @dataclass
@@ -22,7 +22,7 @@ class World:
     """What acting needs of the operator."""
 
     api: FakeApi = field(default_factory=FakeApi)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: OperatorMetrics = field(default_factory=OperatorMetrics)
     pods: PodIndex = field(default_factory=lambda: PodIndex(lambda key: None))
 
     def __post_init__(self) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from fake_api import FakeApi
 
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.daemons import DaemonPod, TemplateRevision, read_daemon, read_revision
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.renewing import ABSENT_S, CATCH_UP_S, TOLD_AFTER_S, Renewing
 from holdfast_operator.kube.resources import PODS
-from holdfast_operator.renewal import JobStand
-from holdfast_operator.views import Event
+from holdfast_operator.reconciler.renewal import JobStand
+from holdfast_operator.reconciler.views import Event
 
 OWNER = [{"kind": "DaemonSet", "name": "holdfast-daemon", "uid": "ds"}]
 
@@ -31,7 +31,7 @@ class Desk:
     """Daemons on a and b, of revision "old"; "new" is the newest."""
 
     def __init__(self) -> None:
-        self.api, self.metrics, self.now = FakeApi(), Metrics(), 100.0
+        self.api, self.metrics, self.now = FakeApi(), OperatorMetrics(), 100.0
         self.pods: dict[str, DaemonPod] = {}
         for node in ("a", "b"):
             self.pod(node, "old")

@@ -11,7 +11,7 @@ from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.daemons import DaemonPod, Daemons, read_daemon
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.health import LOOK_S_MAX, WATCH_S_MAX, Health
-from holdfast_operator.kube.metrics import DEFINITIONS, Metrics
+from holdfast_operator.kube.metrics import DEFINITIONS, OperatorMetrics
 from holdfast_operator.kube.options import parse
 from holdfast_operator.kube.resources import ENDPOINT_SLICES, JOBS, NODES, PODS
 from holdfast_operator.kube.times import micro_timestamp, seconds_of, timestamp
@@ -55,7 +55,7 @@ def test_paths_are_those_of_the_api() -> None:
 
 
 def test_every_defined_metric_can_be_written_and_is_exposed_by_its_name() -> None:
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     for each in DEFINITIONS:
         labels = dict.fromkeys(each.labels, "x")
         match each.type.value:

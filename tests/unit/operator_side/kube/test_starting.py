@@ -9,13 +9,13 @@ from typing import cast
 
 from samples import make_job
 
-from holdfast_core.jobs import MoETrainingJob
+from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod, agents
 from holdfast_operator.kube.starting import AT_ONCE, Starting
-from holdfast_operator.kube.world import World
-from holdfast_operator.views import AgentState, AgentView, StartAgent
+from holdfast_operator.kube.world import LoopContext
+from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
 
 JOB = make_job()
 
@@ -65,8 +65,8 @@ def run(
     test: Callable[[Starting, GatedTrainers], Awaitable[None]],
     pods: list[TrainerPod] | None = None,
     attempts: dict[int, int] | None = None,
-) -> Metrics:
-    trainers, metrics = GatedTrainers(), Metrics()
+) -> OperatorMetrics:
+    trainers, metrics = GatedTrainers(), OperatorMetrics()
     world = SimpleNamespace(
         clock=lambda: 7.0,
         trainers=trainers,
@@ -75,7 +75,7 @@ def run(
     )
 
     async def scenario() -> None:
-        starting = Starting(cast(World, world), attempts or {})
+        starting = Starting(cast(LoopContext, world), attempts or {})
         await test(starting, trainers)
         starting.close()
         await settle()

@@ -12,10 +12,9 @@ from samples import job_resource
 from virtual_world import World
 from virtual_world import make_job as virtual_job
 
-from holdfast_core.job_status import JobStatus
-from holdfast_core.loss_reports import LossReport
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.job.status import JobStatus
 from holdfast_core.states import RestoreSource
-from holdfast_operator.counters import from_document
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.resources import JOBS, Resource
 from holdfast_operator.kube.status import (
@@ -27,8 +26,9 @@ from holdfast_operator.kube.status import (
 )
 from holdfast_operator.kube.status_writer import StatusWriter
 from holdfast_operator.kube.times import ClockPair
-from holdfast_operator.recoveries import Recovery
-from holdfast_operator.views import Condition, ConditionType
+from holdfast_operator.reconciler.counters import from_document
+from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.views import Condition, ConditionType
 
 CLOCKS = ClockPair(now=0.0, wall=1_700_000_000.0)
 

@@ -9,12 +9,12 @@ from fake_api import FakeApi
 from samples import make_job
 
 from holdfast_operator.kube.api import ApiError
-from holdfast_operator.kube.metrics import Metrics
+from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.pods import TrainerPod, read_pod
 from holdfast_operator.kube.resources import PODS, SERVICE_ACCOUNTS, SERVICES
 from holdfast_operator.kube.trainers import PodIndex, Trainers
 from holdfast_operator.kube.watches import Cache
-from holdfast_operator.views import AgentState
+from holdfast_operator.reconciler.views import AgentState
 
 
 class Hands:
@@ -24,7 +24,7 @@ class Hands:
         self.api, self.woken = FakeApi(), list[str]()
         self.pods = PodIndex(self.woken.append)
         cache: Cache[TrainerPod | None] = Cache(read_pod, self.pods.change)
-        self.metrics = Metrics()
+        self.metrics = OperatorMetrics()
         self.trainers = Trainers(self.api, cache, self.metrics)
 
     def seen(self) -> list[tuple[str, AgentState]]:

@@ -8,7 +8,7 @@ import pytest
 from fake_api import FakeApi
 
 from holdfast_operator.kube.api import CONFLICT, ApiError, Object
-from holdfast_operator.kube.farewell import FINALIZER
+from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.resources import JOBS, LEASES, Resource
 from holdfast_operator.kube.uninstalling import LEASE_S, OPERATOR_ENDS_S, release_finalizers
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast._placed import Placed
+from holdfast._copying.placed import Placed
 from holdfast.testing import FakeDaemon
-from holdfast_core.layouts import decode_layout, encode_manifest
-from holdfast_core.persisted import RankFile
-from holdfast_core.values import Generation
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_layout, encode_manifest
+from holdfast_core.snapshots.stored import RankFile
 from holdfast_storage.sets import SetStore
 
 JOB = "fake"
@@ -32,8 +32,8 @@ def _persist_rank(store: SetStore, directory: Path, rank: int, generation: Gener
         arena=arena,
         address=0,
         layout=decode_layout(layout),
-        slot=held.lying.slot,
-        places=held.lying.places,
+        slot=held.piece_map.slot,
+        places=held.piece_map.places,
     )
 
     def read(first: int, end: int) -> Iterator[memoryview]:

@@ -8,8 +8,8 @@ import torch
 
 import holdfast
 from holdfast.testing import FakeDaemon
-from holdfast_core.job_snapshots import PartialExperts
-from holdfast_core.units import UnitKey, UnitKind
+from holdfast_core.job.snapshots import PartialExperts
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 WAIT_S = 20.0
 IN_TURN = PartialExperts(experts_per_layer=1)

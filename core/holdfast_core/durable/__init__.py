@@ -1,0 +1,1 @@
+"""Copies in the durable tier: files, sets, schedule, retention and choice."""

@@ -1,0 +1,151 @@
+"""Which generation in storage a job goes on from when its daemons' memory has no line.
+
+Pure: what was found there comes in, a choice and its reason go out. A fresh start is chosen only
+when storage was read, is the right one, and holds no copy at all: whoever waits can still be
+helped, and training that began anew in silence would cost what the copies were made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Tier
+
+ELSEWHERE = "load it with torch.distributed.checkpoint (docs/persistence.md)"
+"""What to do about a copy of another parallelism."""
+
+MARK_FILE = "tier.json"
+"""In the job's directory from its first set on; it says that this is the right storage."""
+
+_NAMED_MAX = 4
+"""Copies that a reason names one by one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCopy:
+    """A whole set in storage."""
+
+    generation: Generation
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnreadableCopy:
+    """A set in storage that says it is whole and cannot be read."""
+
+    generation: Generation
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What storage holds of a job."""
+
+    copies: tuple[StoredCopy, ...] = ()
+    """Whole sets, in any order."""
+    unreadable: tuple[UnreadableCopy, ...] = ()
+    marked: bool = False
+    """The job's mark is there. Nobody looks for it where there are sets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyChoice:
+    """What follows. Without a generation, and neither `fresh` nor `beyond`: the job waits."""
+
+    reason: str
+    generation: Generation | None = None
+    """To be loaded by all ranks."""
+    fresh: bool = False
+    """There is no copy: the job begins from the beginning."""
+    beyond: int = 0
+    """An epoch of an earlier run, which the job's epoch has to pass first: what is captured next
+    must be newer than every copy."""
+
+
+def choose_copy(
+    found: Found,
+    tier: Tier,
+    *,
+    epoch: int,
+    world_size: int,
+    unusable: Mapping[Generation, str],
+    current: Generation | None = None,
+) -> CopyChoice:
+    """The copy to load.
+
+    Args:
+        unusable: copies that some rank could not load, and why.
+        current: the one that is being loaded: kept while it can be used, so that a newer copy that
+            came back meanwhile does not undo what is loaded already.
+    """
+    copies = sorted(found.copies, key=lambda copy: copy.generation, reverse=True)
+    newest = max((copy.generation.epoch for copy in copies), default=0)
+    if newest >= epoch:
+        return CopyChoice(
+            reason=f"{tier.uri} holds generations of epoch {newest} of an earlier run; what comes "
+            f"next needs a greater epoch than that",
+            beyond=newest,
+        )
+    if not copies and not found.unreadable:
+        if tier.restore_from:
+            return CopyChoice(reason=_not_there(tier, copies))
+        if tier.persisted and not found.marked:
+            return CopyChoice(reason=_not_the_right_one(tier))
+        return CopyChoice(reason=f"{tier.uri} holds no whole copy of this job", fresh=True)
+    wanted = [copy for copy in copies if tier.restore_from in ("", str(copy.generation))]
+    if tier.restore_from and not wanted:
+        return CopyChoice(reason=_not_there(tier, copies))
+    refused: list[tuple[Generation, str]] = []
+    fits: list[Generation] = []
+    for copy in wanted:
+        why = unusable.get(copy.generation, "")
+        if copy.world_size != world_size:
+            why = f"is of {copy.world_size} ranks and the job has {world_size}; {ELSEWHERE}"
+        if why:
+            refused.append((copy.generation, why))
+        else:
+            fits.append(copy.generation)
+    if not tier.restore_from:
+        refused += [(copy.generation, copy.reason) for copy in found.unreadable]
+    if not fits:
+        return CopyChoice(reason=_all_refused(tier, refused))
+    chosen = current if current in fits else fits[0]
+    skipped = [(generation, why) for generation, why in refused if generation > chosen]
+    note = f"; skipped {_refusals(skipped)}" if skipped else ""
+    return CopyChoice(reason=f"generation {chosen} from {tier.uri}{note}", generation=chosen)
+
+
+def _not_there(tier: Tier, copies: list[StoredCopy]) -> str:
+    there = _listed([str(copy.generation) for copy in copies]) if copies else "nothing"
+    return (
+        f"restore.from asks for generation {tier.restore_from}, and {tier.uri} holds {there}: give "
+        f"one of these, or remove restore.from"
+    )
+
+
+def _not_the_right_one(tier: Tier) -> str:
+    return (
+        f"{tier.uri} can be read and holds nothing of this job, although generation "
+        f"{tier.persisted} was put there: it is not mounted, or is another storage. The job waits, "
+        f"because a fresh start would lose what is there. Mount it; if its copies were removed on "
+        f"purpose, put an empty file {MARK_FILE} into the job's directory there"
+    )
+
+
+def _all_refused(tier: Tier, refused: list[tuple[Generation, str]]) -> str:
+    return (
+        f"no copy in {tier.uri} can be used: {_refusals(refused)}. The job waits, because a fresh "
+        f"start would lose them: repair them, or give the job another persistence.uri"
+    )
+
+
+def _refusals(refused: list[tuple[Generation, str]]) -> str:
+    return _listed([f"{generation} {why}" for generation, why in refused])
+
+
+def _listed(texts: list[str]) -> str:
+    shown = "; ".join(texts[:_NAMED_MAX])
+    more = len(texts) - _NAMED_MAX
+    return f"{shown}; and {more} more" if more > 0 else shown

@@ -1,0 +1,328 @@
+"""The tensors of a model, put together from the layouts of all ranks.
+
+A layout says what one rank captured: whole tensors, byte ranges of tensors that replicas share,
+single experts of stacked weights, local boxes of distributed tensors. Loading into another
+parallelism needs the other view: each tensor of the model under its own name, in its full shape,
+and for every byte of it the rank and the place in that rank's payload.
+
+Names, for a parameter `w`: `w` itself, `optim.state.w.exp_avg` for an optimizer state of it and
+`optim.state.w.master` for its float32 master, wherever that is kept; as
+`torch.distributed.checkpoint.state_dict` names them below a key `optim`. Experts are counted over
+all ranks. What no other rank has under its name is `rank-00003/…`.
+
+It moves no bytes. A tensor that cannot be put together whole is refused, never left with holes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
+from holdfast_core.experts.recompute import state_entries
+from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole
+from holdfast_core.snapshots.units import UnitKey
+from holdfast_core.topology import Coordinates, Topology
+
+OPTIMIZER_PREFIX = "optim."
+_OWN_PREFIX = "rank-"
+REPLICATED = -1
+"""As a tensor-parallel dimension: every tensor-parallel rank holds the whole tensor."""
+
+_NAME = re.compile(
+    r"(?P<base>.*?)(?P<buffer>\(buffer\))?(?P<master>/master)?(?:\[(?P<index>[0-9]+)\])?", re.DOTALL
+)
+_DTYPE = re.compile(r"(?:bfloat|float|complex|uint|int|qint|quint)([0-9]+)(?:_e[0-9]+m.*)?")
+_ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Bytes of a box, and where they lie."""
+
+    start: int
+    """First byte within the box's contiguous bytes."""
+    nbytes: int
+    rank: int
+    offset: int
+    """First byte within the rank's payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a tensor: contiguous in C order within itself. Its parts tile it."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[TensorPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetTensor:
+    """One tensor of a persisted set. Its boxes tile it."""
+
+    name: str
+    parameter: str
+    """Name of the parameter (or buffer) that it is or belongs to; without an expert's index."""
+    key: str
+    """Of an optimizer state: `exp_avg`, `master`; empty for parameters and buffers."""
+    role: TensorRole
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    param_group: int
+    """See `Entry.param_group`."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is one rank's alone; see `Entry.own`."""
+        return self.name.startswith(_OWN_PREFIX)
+
+    @property
+    def item_bytes(self) -> int:
+        return item_bytes(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.item_bytes * math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How layouts are read that do not say everything."""
+
+    by_expert: bool = False
+    """Experts of stacked weights are tensors of their own, `w[5]`, instead of slices of `w`."""
+    tensor_parallel: Mapping[str, int] = field(default_factory=dict)
+    """Regular expression (matching whole parameter names, first match wins) → the dimension along
+    which plain tensors are cut over tensor-parallel ranks, or `REPLICATED`. Distributed tensors say
+    it themselves."""
+    rename: Callable[[str, Coordinates], str | None] | None = None
+    """(parameter, the rank's coordinates) → its name in the model, or None to leave it out: for
+    pipeline stages that count their layers from 0, or that both hold a tied weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An entry, and where its local tensor lies in the whole."""
+
+    entry: Entry
+    rank: int
+    stage: int
+    name: str
+    parameter: str
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole; 0 for a number of stacked experts, which all ranks know together only."""
+    box: tuple[tuple[int, ...], tuple[int, ...]]
+    """Its offsets in the whole, and its shape."""
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element of a dtype as layouts write it.
+
+    Raises:
+        LayoutMismatchError: for a dtype whose elements are no whole bytes, or that is unknown.
+    """
+    match = _DTYPE.fullmatch(dtype)
+    size = 1 if dtype == "bool" else _ITEM_BYTES.get(match[1]) if match else None
+    if size is None:
+        raise LayoutMismatchError(f"elements of {dtype} have no known size in bytes")
+    return size
+
+
+def set_tensors(
+    layouts: Mapping[int, Layout], reading: Reading | None = None
+) -> dict[str, SetTensor]:
+    """All tensors that the ranks' layouts make up, by name.
+
+    Raises:
+        LayoutMismatchError: when ranks disagree about a tensor, or some of it is in no layout.
+        InvalidJobError: when it takes `tensor_parallel` or `rename` to tell what a tensor is.
+    """
+    placing = _Placing(reading if reading is not None else Reading(), layouts)
+    by_name: dict[str, list[_Placed]] = {}
+    for rank in sorted(layouts):
+        for entry in state_entries(layouts[rank]):
+            for placed in placing.place(rank, entry):
+                by_name.setdefault(placed.name, []).append(placed)
+    return {name: _tensor(name, parts) for name, parts in sorted(by_name.items())}
+
+
+class _Placing:
+    """Finds the place of entries in whole tensors."""
+
+    def __init__(self, reading: Reading, layouts: Mapping[int, Layout]) -> None:
+        self._reading = reading
+        self._patterns = [(re.compile(p), dim) for p, dim in reading.tensor_parallel.items()]
+        self._topologies = {rank: Topology.parse(lay.topology) for rank, lay in layouts.items()}
+        units: dict[str, set[str]] = {}
+        for layout in layouts.values():
+            for entry in state_entries(layout):
+                units.setdefault(entry.tensor, set()).add(entry.unit)
+        # Ranks that hold other experts under the same name: a stack that is not sliced.
+        self._stacks = {name for name, of in units.items() if len(of) > 1}
+
+    def place(self, rank: int, entry: Entry) -> Iterator[_Placed]:
+        """Nothing when it is left out, or another rank's copy is used."""
+        topology = self._topologies[rank]
+        at = topology.coordinates(rank)
+        text, _, key = entry.tensor.partition(":")
+        match = _NAME.fullmatch(text)
+        assert match is not None
+        parameter, index = match["base"], None if match["index"] is None else int(match["index"])
+        if match["master"] and not key:
+            key = "master"
+        if self._reading.rename is not None:
+            renamed = self._reading.rename(parameter, at)
+            if renamed is None:
+                return
+            parameter = renamed
+        shape, offsets = list(entry.global_shape), list(entry.global_offsets)
+        own = entry.own
+        if not shape:
+            shape, offsets = list(entry.shape), [0] * len(entry.shape)
+            if topology.tp > 1 and entry.shape and not own:
+                dim = self._cut(parameter, shape)
+                if dim == REPLICATED and at.tp:
+                    return
+                if dim != REPLICATED:
+                    offsets[dim] = at.tp * shape[dim]
+                    shape[dim] *= topology.tp
+        local = list(entry.shape)
+        if index is None and entry.tensor in self._stacks and entry.shape:
+            if match["buffer"]:
+                offsets[0] = UnitKey.parse(entry.unit).expert or 0
+                shape[0] = 0  # as many as there are
+            else:
+                own = True
+        if index is not None and not self._reading.by_expert:
+            shape, offsets, local = [0, *shape], [index, *offsets], [1, *local]
+        alone = index is not None and self._reading.by_expert
+        shown = f"{parameter}[{index}]" if alone else parameter
+        name = f"{OPTIMIZER_PREFIX}state.{shown}.{key}" if key else shown
+        if own:
+            name = f"{_OWN_PREFIX}{rank:05d}/{entry.tensor}"
+        yield _Placed(
+            entry=entry,
+            rank=rank,
+            stage=at.pp,
+            name=name,
+            parameter=parameter,
+            key=key,
+            shape=tuple(shape),
+            box=(tuple(offsets), tuple(local)),
+        )
+
+    def _cut(self, parameter: str, shape: Sequence[int]) -> int:
+        dim = next((dim for p, dim in self._patterns if p.fullmatch(parameter)), None)
+        if dim is None:
+            raise InvalidJobError(
+                f"nothing says how {parameter} of shape {list(shape)} is cut over tensor-parallel "
+                f"ranks; give tensor_parallel={{pattern: dimension}}, -1 for whole copies"
+            )
+        return REPLICATED if dim == REPLICATED or dim >= len(shape) else dim
+
+
+def _tensor(name: str, parts: Sequence[_Placed]) -> SetTensor:
+    first = parts[0]
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Placed]] = {}
+    for part in parts:
+        if (part.entry.dtype, part.shape) != (first.entry.dtype, first.shape):
+            raise LayoutMismatchError(
+                f"{name}: rank {first.rank} captured {first.entry.dtype}{list(first.shape)}, rank "
+                f"{part.rank} {part.entry.dtype}{list(part.shape)}"
+            )
+        boxes.setdefault(part.box, []).append(part)
+    shape = first.shape
+    if 0 in shape:  # a number of experts, or a tensor without elements
+        at = shape.index(0)
+        longest = max(offsets[at] + lengths[at] for offsets, lengths in boxes)
+        shape = (*shape[:at], longest, *shape[at + 1 :])
+    size = item_bytes(first.entry.dtype)
+    made = [
+        Box(offsets, lengths, _tiles(name, size * math.prod(lengths), box_parts))
+        for (offsets, lengths), box_parts in sorted(boxes.items(), key=lambda box: box[0])
+        if math.prod(lengths) or not math.prod(shape)
+    ]
+    covered, total = sum(math.prod(box.shape) for box in made), math.prod(shape)
+    if covered != total:
+        raise LayoutMismatchError(
+            f"{name} of shape {list(shape)}: the ranks' boxes hold {covered} of its {total} "
+            f"elements, so it cannot be put together; boxes: {[b.offsets for b in made][:8]}"
+        )
+    return SetTensor(
+        name=name,
+        parameter=first.parameter,
+        key=first.key,
+        role=first.entry.role,
+        dtype=first.entry.dtype,
+        shape=shape,
+        boxes=tuple(made),
+        param_group=first.entry.param_group,
+    )
+
+
+def _tiles(name: str, total: int, found: Iterable[_Placed]) -> tuple[TensorPart, ...]:
+    """Ranges that tile a box of `total` bytes; of several ranks that have a byte, the lowest."""
+    ranges = sorted(found, key=lambda p: (p.entry.start, p.rank))
+    stages = {p.stage for p in ranges}
+    if len(stages) > 1:
+        raise InvalidJobError(
+            f"pipeline stages {sorted(stages)} hold {name}; give rename=(parameter, coordinates) → "
+            f"its name in the whole model, or None for all but one stage of a tied weight"
+        )
+    tiles: list[TensorPart] = []
+    end = 0
+    while end < total:
+        best = max(
+            (p for p in ranges if p.entry.start <= end),
+            key=lambda p: p.entry.start + p.entry.nbytes,
+            default=None,
+        )
+        reach = 0 if best is None else best.entry.start + best.entry.nbytes
+        if best is None or reach <= end or reach > total:
+            raise LayoutMismatchError(
+                f"{name}: no rank captured its bytes from {end} to {total}; the ranks' snapshots "
+                f"were planned differently"
+            )
+        skipped = end - best.entry.start
+        tiles.append(TensorPart(end, reach - end, best.rank, best.entry.offset + skipped))
+        end = reach
+    return tuple(tiles)
+
+
+def runs_of(
+    box: Box, offsets: Sequence[int], lengths: Sequence[int], item: int
+) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of the runs of a box within `box`, in C order, as few as possible.
+
+    Args:
+        offsets: of the inner box, within `box`.
+        lengths: its shape.
+        item: bytes of an element.
+    """
+    shape, split = box.shape, len(box.shape)
+    # Trailing dimensions that are taken whole are contiguous.
+    while split and (lengths[split - 1] == shape[split - 1]):
+        split -= 1
+    split = max(split - 1, 0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    run = math.prod(lengths[split:]) * item
+    if not run or 0 in lengths:
+        return
+    base = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    for index in product(*(range(n) for n in lengths[:split])):
+        yield (base + sum(i * s for i, s in zip(index, strides[:split], strict=True))) * item, run
+
+
+def parts_of(box: Box, start: int, nbytes: int) -> Iterator[TensorPart]:
+    """The parts that hold bytes [start, start + nbytes) of `box`, cut to them."""
+    end = start + nbytes
+    for part in box.parts:
+        low, high = max(part.start, start), min(part.start + part.nbytes, end)
+        if low < high:
+            yield TensorPart(low, high - low, part.rank, part.offset + low - part.start)

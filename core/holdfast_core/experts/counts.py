@@ -1,0 +1,174 @@
+"""What all ranks know together of their experts: one sum of vectors that each rank filled in.
+
+Policies that choose by tokens need equal numbers on all ranks. A rank states absolute facts only:
+the tokens that it routed to each expert, of each expert that it captures itself when it last did,
+and what it measured. The sum of all statements, element by element, has every fact of every rank,
+because experts have one rank that captures them and each rank has its own place for measures. So:
+
+- whoever has the sum chooses as every other rank that has it: nothing else goes into the choice;
+- a save that a rank skipped needs no word: its experts are as old as the next statement says;
+- a sum that was missed spoils nothing: the next one holds all of it again.
+
+An expert that is spread over several ranks (FSDP2, tensor parallelism, ZeRO) is captured by all of
+them, so each states its own mark. Whether the marks are equal follows from two sums: h numbers are
+equal exactly when h · Σx² = (Σx)². Where they are not, some rank holds another version than the
+others; then the expert counts as never captured, and every policy captures all of its parts.
+
+Nothing here talks; the trainer SDK has the collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from holdfast_core.errors import ProtocolError
+from holdfast_core.snapshots.units import UnitKey
+
+NONE_SPREAD: Mapping[UnitKey, int] = MappingProxyType({})
+"""Each expert is captured by one rank."""
+
+_PER_EXPERT = 3
+_PER_RANK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An expert's newest capture."""
+
+    number: int
+    """Of the snapshot, from 0."""
+    tokens: int
+    """All ranks' tokens for the expert in the sum that the snapshot was chosen by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What a rank measured; 0 is unknown."""
+
+    host_bytes_s: int = 0
+    """Copied into host memory, while all ranks copy."""
+    network_bytes_s: int = 0
+    """Protected on other nodes."""
+    step_us: int = 0
+    """Microseconds of a step, less what it waited for a snapshot."""
+
+
+UNKNOWN = Measures()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountStatement:
+    """What one rank says after save `number` was called."""
+
+    number: int
+    """Of the save, -1 before the first of a job."""
+    tokens: Mapping[UnitKey, int]
+    """Routed by this rank in the job's life, to experts of any rank."""
+    marks: Mapping[UnitKey, Mark]
+    """Of the experts that this rank captures; those without any capture are missing."""
+    measures: Measures = UNKNOWN
+
+    def to_vector(
+        self,
+        units: Sequence[UnitKey],
+        rank: int,
+        ranks: int,
+        spread: Mapping[UnitKey, int] = NONE_SPREAD,
+    ) -> list[int]:
+        """The statement as numbers that may be added to those of the other ranks. Of an expert
+        that is spread over h ranks, squares of save numbers are added: h · number² < 2^63.
+
+        Args:
+            units: all experts, in an order that all ranks share.
+            spread: how many ranks capture a part, of each expert of which more than one does.
+        """
+        numbers = [self.tokens.get(unit, 0) for unit in units]
+        for unit in units:
+            mark = self.marks.get(unit)
+            numbers += (0, 0) if mark is None else (mark.number + 1, mark.tokens)
+        for unit in (unit for unit in units if unit in spread):
+            mark = self.marks.get(unit)
+            numbers.append(0 if mark is None else (mark.number + 1) ** 2)
+        slots = [0] * (_PER_RANK * ranks)
+        known = self.measures
+        slots[_PER_RANK * rank : _PER_RANK * (rank + 1)] = (
+            self.number + 1,
+            known.host_bytes_s,
+            known.network_bytes_s,
+            known.step_us,
+        )
+        return numbers + slots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgreedCounts:
+    """The sum of all ranks' statements: equal on every rank that has it."""
+
+    number: int
+    """Of the save that the statements were made after: the next one is chosen by this."""
+    tokens: Mapping[UnitKey, int]
+    marks: Mapping[UnitKey, Mark]
+    measures: Measures
+    """Of each measure the least that any rank knows."""
+
+    @classmethod
+    def from_vector(
+        cls,
+        vector: Sequence[int],
+        units: Sequence[UnitKey],
+        ranks: int,
+        number: int,
+        spread: Mapping[UnitKey, int] = NONE_SPREAD,
+    ) -> AgreedCounts:
+        """The counts that a sum of vectors holds; see `CountStatement.to_vector` for the arguments.
+
+        Raises:
+            ProtocolError: when it is no sum of statements of all `ranks` after save `number`.
+        """
+        experts = len(units)
+        of_experts = _PER_EXPERT * experts + len(spread)
+        said = [vector[i : i + _PER_RANK] for i in range(of_experts, len(vector), _PER_RANK)]
+        numbers = [slot[0] - 1 for slot in said]
+        if len(vector) != of_experts + _PER_RANK * ranks or set(numbers) != {number}:
+            raise ProtocolError(
+                f"the ranks' counts of tokens are of the saves {sorted(set(numbers))}, not all of "
+                f"save {number}; call restore and save alike on all ranks"
+            )
+        squares = dict(
+            zip((u for u in units if u in spread), vector[_PER_EXPERT * experts :], strict=False)
+        )
+        marks = {}
+        for index, unit in enumerate(units):
+            total, tokens = vector[experts + 2 * index : experts + 2 * index + 2]
+            parts = spread.get(unit, 1)
+            alike = unit not in spread or parts * squares[unit] == total**2
+            if total and alike:
+                marks[unit] = Mark(total // parts - 1, tokens // parts)
+        least = [min((slot[i] for slot in said if slot[i] > 0), default=0) for i in (1, 2, 3)]
+        return cls(
+            number=number,
+            tokens=dict(zip(units, vector[:experts], strict=True)),
+            marks=marks,
+            measures=Measures(*least),
+        )
+
+    # --- what selection asks, as of `experts.ledger.TokenHistory` ---------------------------------
+
+    def unsaved(self, unit: UnitKey) -> int:
+        """Tokens since the expert's newest capture, both as of the save before: so that tokens are
+        of as many steps as the expert is old."""
+        mark = self.marks.get(unit)
+        return max(0, self.tokens[unit] - (mark.tokens if mark else 0))
+
+    def age(self, unit: UnitKey) -> int:
+        """Saves since the one that captured the expert, for the next save: 0 right after it."""
+        mark = self.marks.get(unit)
+        return self.number + 1 - (mark.number + 1 if mark else 0)
+
+    @property
+    def uncaptured(self) -> frozenset[UnitKey]:
+        """Experts that the rank which captures them has never captured, or of which ranks hold
+        parts of different versions."""
+        return frozenset(self.tokens).difference(self.marks)

@@ -1,0 +1,76 @@
+"""Dynamic-K: more experts in each snapshot as the recoveries of a job add up.
+
+PEC §3.1: after each recovery, if the portion of lost tokens attributable to the K in force has
+passed its limit, K doubles, until all experts are captured. K never shrinks by itself.
+
+The paper keeps the job's PLT below 5 % and gives each K "its limit" without saying which. Here the
+job's limit is divided equally over the values of K that can lose tokens (1, 2 and 4 of 8 experts),
+because the sum is what the model feels. So the job's PLT stays below the limit, save for what the
+recoveries that pass a share lose beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.token_loss import portion
+
+PLT_LIMIT = 0.05
+"""PEC §3.1: the threshold of Dynamic-K."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KDecision:
+    """The K of the snapshots that follow."""
+
+    k: int
+    reason: str
+
+
+def next_k(
+    k: int,
+    *,
+    first_k: int,
+    experts_max: int,
+    lost_by_k: Mapping[int, int],
+    total_tokens: int,
+    limit: float = PLT_LIMIT,
+) -> KDecision:
+    """K after a recovery (PEC §3.1, Dynamic-K).
+
+    Args:
+        k: in force until now; above `experts_max` it counts as that.
+        first_k: what the job started with.
+        experts_max: of the layer that has most experts: this K captures all.
+        lost_by_k: for each K the tokens lost by recoveries while it was in force
+            (`LossAccount.lost_by_k`).
+        total_tokens: T_total of eq. 4.
+        limit: PLT that the job may reach.
+
+    Raises:
+        InvalidJobError: for a K below 1, a `first_k` above it, or a limit outside 0 to 1.
+    """
+    if not 1 <= first_k <= k:
+        raise InvalidJobError(f"K={k} after starting with {first_k}: K is at least 1 and grows")
+    if not 0 <= limit <= 1:
+        raise InvalidJobError(f"limit={limit}: a portion of lost tokens lies between 0 and 1")
+    k = min(k, max(experts_max, 1))
+    if k >= experts_max:
+        return KDecision(k=k, reason=f"K stays {k}: every expert is captured")
+    share = limit / _levels(first_k, experts_max)
+    plt = portion(lost_by_k.get(k, 0), total_tokens)
+    found = f"recoveries at K={k} lost {plt:.2%} of all tokens, its limit is {share:.2%}"
+    if plt <= share:
+        return KDecision(k=k, reason=f"K stays {k}: {found}")
+    doubled = min(2 * k, experts_max)
+    return KDecision(k=doubled, reason=f"K grows from {k} to {doubled}: {found}")
+
+
+def _levels(first_k: int, experts_max: int) -> int:
+    """How many values of K, doubling from the first, leave experts out."""
+    levels, k = 1, 2 * first_k
+    while k < experts_max:
+        levels, k = levels + 1, 2 * k
+    return levels

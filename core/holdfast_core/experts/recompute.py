@@ -1,0 +1,210 @@
+"""Which experts cross the network as gradients, and what a peer needs to compute the rest.
+
+MoEtion §5.2: while an expert stays selected, a peer that holds its state of the step before can
+compute the new one from the gradient, which is a fraction of the state: 2 bytes for each parameter
+instead of 14 with bfloat16 weights, float32 masters and Adam's moments.
+
+A snapshot carries for each parameter of an expert its gradient and a recipe, as two more tensors of
+the expert's unit. They lie behind its state, on pieces of their own, and are never restored.
+`holdfast_core.experts.optimizer_updates` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from typing import Annotated
+
+import msgspec
+
+from holdfast_core.snapshots.layouts import Entry, Layout, TensorRole, piece_count
+from holdfast_core.snapshots.units import UnitKey
+
+GRADIENT = "gradient"
+RECIPE = "recipe"
+RECIPE_BYTES = 512
+"""Of a recipe as a tensor: JSON, and spaces."""
+
+GRADIENT_SHARE = Fraction(2, 14)
+"""Of an expert's state, in plans: gradient and weights in bfloat16; master and two moments in
+float32."""
+
+BESIDE_STATE = frozenset({TensorRole.GRADIENT, TensorRole.RECIPE})
+"""What a snapshot carries for its protection, and a restore leaves alone."""
+
+_MASTER = "/master"
+"""Between a parameter's name and the rest, of a master that only the optimizer knows."""
+MASTER_KEYS = (
+    "master",
+    "master_weight",
+    "master_weights",
+    "master_param",
+    "fp32_param",
+    "main_param",
+)
+"""What optimizers call the float32 masters that they keep in a parameter's state."""
+
+
+class Transfer(StrEnum):
+    """What of an expert crosses the network (MoEtion algorithm 3)."""
+
+    GRADIENTS = "Gradients"
+    STATE = "Optimizer+Model"
+
+
+def transfers(
+    previous: Collection[UnitKey], current: Iterable[UnitKey], steps_between: int
+) -> dict[UnitKey, Transfer]:
+    """How each expert of a snapshot is sent (MoEtion algorithm 3).
+
+    Args:
+        previous: the experts of the snapshot before; none when there is none, or the receiver may
+            not hold it.
+        steps_between: optimizer steps from that snapshot to this one. With more than one, a
+            gradient does not make up for the state (line 2).
+    """
+    alone = steps_between == 1
+    return {
+        expert: Transfer.GRADIENTS if alone and expert in previous else Transfer.STATE
+        for expert in current
+    }
+
+
+class KnownOptimizer(StrEnum):
+    """The optimizers whose arithmetic is known."""
+
+    ADAMW = "AdamW"
+    SGD = "SGD"
+
+
+_Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a parameter's state follows from that of an older generation and the gradient."""
+
+    epoch: int
+    """With `base_step`, the generation that it starts from."""
+    base_step: int
+    rule: KnownOptimizer
+    lr: float
+    weights: bool = True
+    """Whether weights can be computed to the bit; moments always can."""
+    step: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)] = 1
+    """Of the optimizer, counted from 1."""
+    beta1: _Beta = 0.0
+    beta2: _Beta = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+
+_RECIPE = msgspec.json.Decoder(Recipe)
+
+
+def encode_recipe(recipe: Recipe) -> bytes:
+    """`recipe` as RECIPE_BYTES bytes."""
+    return msgspec.json.encode(recipe).ljust(RECIPE_BYTES)
+
+
+def decode_recipe(data: bytes) -> Recipe | None:
+    """The recipe in `data`; None when there is none, or one that this version does not know."""
+    try:
+        return _RECIPE.decode(data.strip(b" \0"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recomputable:
+    """The tensors of one parameter of an expert, as they lie in a slot."""
+
+    unit: str
+    recipe: Entry
+    gradient: Entry
+    weights: Entry
+    """float32: the parameter, or its master."""
+    rounded: Entry | None
+    """bfloat16: the parameter that follows from the master."""
+    first: Entry | None
+    second: Entry | None
+    step: Entry | None
+    """The optimizer's count of steps, where it lies in this unit."""
+
+
+def recomputables(layout: Layout) -> tuple[Recomputable, ...]:
+    """The parameters of which a slot may hold gradients."""
+    by_name = {entry.tensor: entry for entry in layout.entries}
+    if len(by_name) != len(layout.entries):  # units in ranges: of them, none is recomputed
+        counts: dict[str, int] = {}
+        for entry in layout.entries:
+            counts[entry.tensor] = counts.get(entry.tensor, 0) + 1
+        by_name = {name: entry for name, entry in by_name.items() if counts[name] == 1}
+    found = []
+    for entry in layout.entries:
+        if entry.role is TensorRole.RECIPE and (one := _of(entry, by_name)) is not None:
+            found.append(one)
+    return tuple(found)
+
+
+def _of(recipe: Entry, by_name: Mapping[str, Entry]) -> Recomputable | None:
+    name = recipe.tensor.removesuffix(f":{RECIPE}")
+    gradient, parameter = by_name.get(f"{name}:{GRADIENT}"), by_name.get(name)
+    if gradient is None or parameter is None:
+        return None
+    masters = (by_name.get(f"{name}:{key}") for key in MASTER_KEYS)
+    weights = next((master for master in masters if master is not None), parameter)
+    rounded = parameter if weights is not parameter else by_name.get(name.replace(_MASTER, ""))
+    if rounded is weights:
+        rounded = None
+    step = by_name.get(f"{name}:step") or by_name.get(f"{name.rpartition('[')[0]}:step")
+    one = Recomputable(
+        unit=recipe.unit,
+        recipe=recipe,
+        gradient=gradient,
+        weights=weights,
+        rounded=rounded,
+        first=by_name.get(f"{name}:exp_avg") or by_name.get(f"{name}:momentum_buffer"),
+        second=by_name.get(f"{name}:exp_avg_sq"),
+        step=step if step is not None and step.unit == recipe.unit else None,
+    )
+    return one if _fits(one) else None
+
+
+def _fits(one: Recomputable) -> bool:
+    """Whether the tensors are whole, alike, and of the types that the arithmetic knows."""
+    floats = [entry for entry in (one.weights, one.first, one.second) if entry is not None]
+    narrow = [one.rounded] if one.rounded is not None else []
+    alike = (*floats, *narrow, one.gradient)
+    count = one.weights.nbytes // 4
+    width = {"float32": 4, "bfloat16": 2}
+    return (
+        all(entry.dtype == "float32" for entry in floats)
+        and all(entry.dtype == "bfloat16" for entry in narrow)
+        and all(
+            entry.start == 0 and entry.nbytes == count * width.get(entry.dtype, 0)
+            for entry in alike
+        )
+        and all(entry.unit == one.unit for entry in alike)
+        and one.recipe.nbytes == RECIPE_BYTES
+    )
+
+
+def state_entries(layout: Layout) -> tuple[Entry, ...]:
+    """The entries of a layout that are training state."""
+    return tuple(entry for entry in layout.entries if entry.role not in BESIDE_STATE)
+
+
+def gradient_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
+    """For each expert the pieces that hold gradients and recipes; they hold nothing else."""
+    size = layout.piece_bytes
+    found: dict[str, set[int]] = {}
+    for entry in layout.entries:
+        if entry.role in BESIDE_STATE and entry.nbytes:
+            first, end = entry.offset // size, piece_count(entry.offset + entry.nbytes, size)
+            found.setdefault(entry.unit, set()).update(range(first, end))
+    return {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}

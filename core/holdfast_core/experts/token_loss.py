@@ -1,0 +1,162 @@
+"""What recoveries cost the model: the portion of tokens whose updates of experts were lost.
+
+PLT of PEC (eq. 4) and MLT of MoEtion (eq. 6), for one recovery, over the life of a job, and "at
+risk now": what a recovery from the newest captured versions would lose.
+
+Both papers divide by the tokens routed to experts, N_tokens · TopK, dropped ones included. PEC
+takes an epoch's, MoEtion leaves the span open; here it is what the caller gives, usually all of the
+job until now, which is more cautious early in a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast_core.errors import CorruptError, InvalidJobError
+from holdfast_core.experts.ledger import ExpertLedger, check_format
+from holdfast_core.experts.tables import layer_of
+from holdfast_core.snapshots.units import UnitKey
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLoss:
+    """Lost tokens beside the tokens that they are a part of."""
+
+    lost: Mapping[int, int]
+    """By layer."""
+    assignments: Mapping[int, int]
+    """By layer: N_tokens · TopK."""
+
+    @property
+    def lost_tokens(self) -> int:
+        return sum(self.lost.values())
+
+    @property
+    def plt(self) -> float:
+        """Portion of lost tokens, L_total / T_total, over all layers (PEC eq. 4): 0 to 1."""
+        return portion(self.lost_tokens, sum(self.assignments.values()))
+
+    @property
+    def mlt(self) -> float:
+        """Momentary lost tokens (MoEtion eq. 6): the *sum* of the layers' portions, 0 to their
+        number. The percentages of its table 1 are portions of each layer, so compare them with
+        the mean."""
+        return sum(portion(self.lost.get(m, 0), total) for m, total in self.assignments.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitCheck:
+    """Whether a loss keeps to its limit."""
+
+    passed: bool
+    """True when the value is above the limit."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossAccount:
+    """All that the recoveries of a job have lost (L_total of PEC eq. 4).
+
+    A sum over faults, as eq. 4 is. When two recoveries go back to one step, the model feels the
+    second only: an account that is kept beside the training state counts both, and one that goes
+    back with it, like the ledger, counts one.
+    """
+
+    recoveries: int = 0
+    lost: Mapping[int, int]
+    """By layer."""
+    lost_by_k: Mapping[int, int]
+    """By the K in force when they were lost; see `experts.dynamic_k`."""
+
+    @classmethod
+    def start(cls) -> LossAccount:
+        """The account of a job that lost nothing yet."""
+        return cls(lost={}, lost_by_k={})
+
+    def after(self, lost: Mapping[UnitKey, int], k: int) -> LossAccount:
+        """The account after a recovery.
+
+        Args:
+            lost: for each expert its lost tokens (`ExpertLedger.recovered`).
+            k: the K in force until then; any number where the policy has none, always the same.
+
+        Raises:
+            InvalidJobError: when a loss is below 0.
+        """
+        by_layer = dict(self.lost)
+        for layer, tokens in _by_layer(lost).items():
+            by_layer[layer] = by_layer.get(layer, 0) + tokens
+        by_k = {**self.lost_by_k, k: self.lost_by_k.get(k, 0) + sum(lost.values())}
+        return replace(self, recoveries=self.recoveries + 1, lost=by_layer, lost_by_k=by_k)
+
+    def loss(self, assignments: Mapping[int, int]) -> TokenLoss:
+        """The loss beside these assignments by layer: an epoch's, or `ExpertLedger.assignments`."""
+        return TokenLoss(lost=self.lost, assignments=assignments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for catalogues and JSON."""
+        return {
+            "format": _FORMAT,
+            "recoveries": self.recoveries,
+            "lost": {str(layer): tokens for layer, tokens in self.lost.items()},
+            "lost_by_k": {str(k): tokens for k, tokens in self.lost_by_k.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> LossAccount:
+        """The account that `to_dict` wrote.
+
+        Raises:
+            CorruptError: when it did not, or a different version of Holdfast did.
+        """
+        check_format("loss account", document, _FORMAT)
+        try:
+            return cls(
+                recoveries=int(document["recoveries"]),
+                lost={int(layer): int(n) for layer, n in document["lost"].items()},
+                lost_by_k={int(k): int(n) for k, n in document["lost_by_k"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(f"the loss account cannot be read: {error!r}") from error
+
+
+def recovery_loss(lost: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> TokenLoss:
+    """What one recovery lost, beside these assignments by layer.
+
+    Raises:
+        InvalidJobError: when a loss is below 0.
+    """
+    return TokenLoss(lost=_by_layer(lost), assignments=assignments)
+
+
+def at_risk(ledger: ExpertLedger) -> TokenLoss:
+    """What a recovery of the ledger's step would lose, each expert from its newest version."""
+    return recovery_loss({unit: ledger.unsaved(unit) for unit in ledger.tokens}, ledger.assignments)
+
+
+def check_limit(what: str, value: float, limit: float) -> LimitCheck:
+    """Whether `value` is above `limit`, in words for a condition."""
+    passed = value > limit
+    return LimitCheck(
+        passed=passed,
+        reason=f"{what} is {value:.2%}, {'above' if passed else 'within'} the limit of {limit:.2%}"
+        + ("; capture more experts in each snapshot" if passed else ""),
+    )
+
+
+def portion(lost: int, total: int) -> float:
+    """`lost` / `total`; 0 when nothing was lost, and 1 when more was than is counted in all."""
+    return min(1.0, lost / total) if total > 0 else float(lost > 0)
+
+
+def _by_layer(lost: Mapping[UnitKey, int]) -> dict[int, int]:
+    layers: dict[int, int] = {}
+    for unit, tokens in lost.items():
+        if tokens < 0:
+            raise InvalidJobError(f"unit {unit} lost {tokens} tokens; a loss is at least 0")
+        layers[layer_of(unit)] = layers.get(layer_of(unit), 0) + tokens
+    return layers

@@ -1,0 +1,1 @@
+"""The `MoETrainingJob`: its document, the rules between its fields, and its status."""

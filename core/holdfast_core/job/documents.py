@@ -1,0 +1,267 @@
+"""From plain mappings to msgspec Structs, with every problem named at once.
+
+msgspec stops at the first problem and does not say what to do about it; people who write a document
+by hand want all of them, each with the path, the value, what is wrong and what to do. Reading YAML
+or JSON is the caller's; what the values mean together is the caller's, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast_core.errors import InvalidJobError
+
+DEPTH_MAX = 64
+"""Lists and mappings within each other. A pod's template has about ten levels."""
+
+
+VALUES_MAX = 100_000
+"""Values of a document, counted wherever they appear: one that appears a thousand times is a
+thousand. A job of thousands of nodes has some hundred."""
+
+
+_INTEGERS = range(-(2**63), 2**64)
+
+
+def check_plain(document: object) -> None:
+    """Refuse a document that holds what no field can be.
+
+    Raises:
+        InvalidJobError: for the first value that is found, with its path.
+    """
+    count = 0
+    waiting: list[tuple[str, int, object]] = [("", 0, document)]
+    while waiting:
+        path, depth, value = waiting.pop()
+        count += 1
+        if count > VALUES_MAX:
+            raise InvalidJobError(
+                f"the document has more than {VALUES_MAX} values; a job has far fewer: look for "
+                f"aliases that repeat each other"
+            )
+        if depth > DEPTH_MAX:
+            raise InvalidJobError(
+                f"{path[:80]}… is nested deeper than {DEPTH_MAX} levels; nothing in a job is"
+            )
+        if wrong := _wrong(value):
+            raise InvalidJobError(f"{path[:200] or 'the document'} {wrong}")
+        waiting.extend((at, depth + 1, part) for at, part in _parts(path, value))
+
+
+def _wrong(value: object) -> str:
+    if isinstance(value, int) and value not in _INTEGERS:
+        return f"is a number of {value.bit_length()} bits; use at most 64"
+    if isinstance(value, float) and math.isnan(value):
+        return "is not a number, and neither more nor less than any limit; give a number"
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return "holds half of a character; save the file as UTF-8"
+    return ""
+
+
+def _parts(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if wrong := _wrong(key):
+                raise InvalidJobError(f"a key of {path[:200] or 'the document'} {wrong}")
+            yield f"{path}.{key}"[:300].lstrip("."), part
+    elif isinstance(value, list | tuple | set | frozenset):
+        for i, part in enumerate(value):
+            yield f"{path}[{i}]"[:300], part
+
+
+YEAR_S = 365 * 86400
+"""The longest time that a document may ask for."""
+
+
+_SHOWN_CHARACTERS = 60
+
+
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+
+
+class Document(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"
+):
+    """Base of all parts of a document. Parts repeat `frozen` and `kw_only` for type checkers.
+
+    The `Meta` of a field says what it is (`description`, which completes "give …", and the first of
+    `examples`) and what it may be. For the reference and the schema, its `extra` may add `title`, a
+    sentence in place of the description, and `more`, sentences after it.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong with a document."""
+
+    path: str
+    """Where: `spec.failurePolicy.rules[0].values`."""
+    value: object
+    """What is there; `MISSING` when nothing is."""
+    wrong: str
+    fix: str
+
+    def __str__(self) -> str:
+        if self.value is MISSING:
+            return f"{self.path}: {self.wrong}; {self.fix}"
+        return f"{self.path} = {_show(self.value)}: {self.wrong}; {self.fix}"
+
+
+class _Missing(enum.Enum):
+    MISSING = enum.auto()
+
+
+MISSING = _Missing.MISSING
+
+
+def convert(
+    kind: type[_StructT], value: object, path: str, problems: list[Problem]
+) -> _StructT | None:
+    """`value` as a `kind`, or None after its problems were added to `problems`.
+
+    Fields that are Structs, optional Structs or tuples of Structs are converted in the same way.
+    Other fields are left to msgspec; the `Meta` of their type says what to do: `description` is
+    what the field is, and the first of `examples` is shown.
+    """
+    if not isinstance(value, Mapping):
+        problems.append(
+            Problem(
+                path=path,
+                value=value,
+                wrong=f"expected a mapping, got {_type_name(value)}",
+                fix="give the fields " + ", ".join(kind.__struct_encode_fields__),
+            )
+        )
+        return None
+    before = len(problems)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    problems.extend(
+        _unknown(key, value[key], path, list(fields)) for key in value if key not in fields
+    )
+    arguments: dict[str, Any] = {}
+    for name, field in fields.items():
+        at = f"{path}.{name}" if path else name
+        if name in value:
+            arguments[field.name] = _convert_field(field.type, value[name], at, problems)
+        elif field.required:
+            problems.append(
+                Problem(path=at, value=MISSING, wrong="is required", fix=_fix(field.type))
+            )
+    return kind(**arguments) if len(problems) == before else None
+
+
+def at(document: object, *path: str) -> object:
+    """The value at `path` in nested mappings, or MISSING."""
+    for key in path:
+        if not isinstance(document, Mapping) or key not in document:
+            return MISSING
+        document = document[key]
+    return document
+
+
+def refuse(verdict: str, problems: list[Problem]) -> None:
+    """Raise one error with a line for each problem after `verdict`, such as "job a is not valid".
+
+    Raises:
+        InvalidJobError: when there is any.
+    """
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise InvalidJobError(f"{verdict}, {count}:\n{lines}")
+
+
+def _convert_field(kind: Any, value: object, path: str, problems: list[Problem]) -> Any:
+    bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+    struct, many = _struct_in(bare)
+    if struct is not None and many:
+        if not isinstance(value, list | tuple):
+            wrong = f"expected a list, got {_type_name(value)}"
+            problems.append(Problem(path=path, value=value, wrong=wrong, fix=_fix(kind)))
+            return None
+        limit = min((m.max_length for m in _metas(kind) if m.max_length is not None), default=None)
+        if limit is not None and len(value) > limit:
+            wrong, fix = f"{len(value)} entries", f"use at most {limit}"
+            problems.append(Problem(path=path, value=MISSING, wrong=wrong, fix=fix))
+            return None
+        return tuple(convert(struct, one, f"{path}[{i}]", problems) for i, one in enumerate(value))
+    if struct is not None and not many:
+        optional = types.NoneType in typing.get_args(bare)
+        return None if value is None and optional else convert(struct, value, path, problems)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        problems.append(Problem(path=path, value=value, wrong=_reword(error), fix=_fix(kind)))
+        return None
+
+
+def _struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, bool]:
+    """The Struct type in `S`, `S | None` or `tuple[S, ...]`, and whether it is the last."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind, False
+    arguments = typing.get_args(kind)
+    structs = [a for a in arguments if isinstance(a, type) and issubclass(a, msgspec.Struct)]
+    return (structs[0] if structs else None), typing.get_origin(kind) is tuple
+
+
+def _unknown(key: object, value: object, path: str, known: list[str]) -> Problem:
+    near = difflib.get_close_matches(str(key), known, n=1)
+    lower = {name.lower(): name for name in known}
+    guess = lower.get(str(key).lower()) or (near[0] if near else None)
+    return Problem(
+        path=f"{path}.{key}" if path else str(key),
+        value=value,
+        wrong="unknown field",
+        fix=f"did you mean {guess}?" if guess else f"the fields here are {', '.join(known)}",
+    )
+
+
+def _reword(error: msgspec.ValidationError) -> str:
+    text = str(error).replace("`", "").replace(" - at $", " at ")
+    return text[0].lower() + text[1:]
+
+
+def _metas(kind: Any) -> list[msgspec.Meta]:
+    """What is said about a field: on its type, or on the part of a union that says it."""
+    found = getattr(kind, "__metadata__", None)
+    if found is None and typing.get_origin(kind) in (typing.Union, types.UnionType):
+        found = [meta for part in typing.get_args(kind) for meta in _metas(part)]
+    return [meta for meta in found or () if isinstance(meta, msgspec.Meta)]
+
+
+def _fix(kind: Any) -> str:
+    metas = _metas(kind)
+    bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+    what = next((m.description for m in metas if m.description), None)
+    examples = next((m.examples for m in metas if m.examples), None)
+    if isinstance(bare, type) and issubclass(bare, enum.Enum):
+        return "use one of " + ", ".join(str(member.value) for member in bare)
+    struct, many = _struct_in(bare)
+    if what is None and struct is not None:
+        what = ("a list of mappings" if many else "a mapping") + " with "
+        what += ", ".join(struct.__struct_encode_fields__)
+    text = f"give {what or 'a value'}"
+    return f"{text}, for example {_show(examples[0])}" if examples else text
+
+
+def _show(value: object) -> str:
+    if isinstance(value, float):
+        return repr(value)  # JSON has no infinity and no NaN
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _type_name(value: object) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,181 @@
+"""What a `MoETrainingJob` may say about failures: when something is lost, and what is done then."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from holdfast_core.job.documents import YEAR_S, Document
+
+
+class On(StrEnum):
+    """What a failure rule applies to."""
+
+    EXIT_CODE = "ExitCode"
+    HANG = "Hang"
+    DISRUPTION = "Disruption"
+    NODE_LOST = "NodeLost"
+    NO_REPLACEMENT = "NoReplacement"
+    ANY = "Any"
+
+
+class FailureAction(StrEnum):
+    """What is done about a failure."""
+
+    RESTART_IN_PLACE = "RestartInPlace"
+    REPLACE_NODE = "ReplaceNode"
+    SHRINK = "Shrink"
+    FAIL = "Fail"
+
+
+class Detection(Document, frozen=True, kw_only=True):
+    """When something silent counts as lost."""
+
+    heartbeat_seconds: Annotated[
+        float, Meta(gt=0, le=3600, description="seconds between heartbeats", examples=[1])
+    ] = 1.0
+    missed_heartbeats: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000,
+            description="heartbeats missed until a node is lost",
+            examples=[5],
+        ),
+    ] = 5
+    hang_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=YEAR_S,
+            description="seconds without progress that mean a hang",
+            examples=[600],
+            extra={"more": "Longer than the longest step, the first one included."},
+        ),
+    ] = 600.0
+    replace_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=YEAR_S,
+            description="seconds to wait for a lost node to come back",
+            examples=[0],
+            extra={"more": "After that, another takes its place. 0 replaces it at once."},
+        ),
+    ] = 0.0
+
+
+class FailureRule(Document, frozen=True, kw_only=True):
+    """What to do about one kind of failure."""
+
+    on: Annotated[
+        On,
+        Meta(
+            description="what the rule applies to",
+            extra={
+                "more": "ExitCode: a process exits with one of `values`. Hang: no progress for "
+                "detection.hangSeconds. Disruption: the cluster takes the pod away (preemption, "
+                "drain, eviction). NodeLost: the node's daemon is silent, or the node is gone. "
+                "NoReplacement: no node could take a lost node's place for `afterSeconds`. Any: "
+                "everything else; only the last rule may say so."
+            },
+        ),
+    ] = field(name="when")
+    """`on` in a document would be read as `true`: kubectl and PyYAML speak YAML 1.1."""
+    action: Annotated[
+        FailureAction,
+        Meta(
+            description="what is done about it",
+            extra={
+                "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare or "
+                "another node takes the place. Shrink: train on with fewer nodes (not in this "
+                "version). Fail: the job fails."
+            },
+        ),
+    ]
+    values: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=255)], ...],
+        Meta(
+            max_length=255,
+            description="the exit codes as integers from 1 to 255",
+            examples=[[42]],
+            extra={"more": "Given with when: ExitCode, and only there."},
+        ),
+    ] = ()
+    after_seconds: (
+        Annotated[
+            float,
+            Meta(
+                ge=0,
+                le=YEAR_S,
+                description="seconds to wait for a replacement",
+                examples=[300],
+                extra={"more": "Given with when: NoReplacement, and only there."},
+            ),
+        ]
+        | None
+    ) = None
+    count_towards_max: Annotated[
+        bool,
+        Meta(
+            description="true or false",
+            extra={"title": "Whether such a recovery counts as one of the maxRestarts."},
+        ),
+    ] = True
+
+
+DEFAULT_RULES = (
+    FailureRule(on=On.EXIT_CODE, values=(42,), action=FailureAction.RESTART_IN_PLACE),
+    FailureRule(on=On.DISRUPTION, action=FailureAction.REPLACE_NODE, count_towards_max=False),
+    FailureRule(on=On.NODE_LOST, action=FailureAction.REPLACE_NODE),
+    FailureRule(on=On.ANY, action=FailureAction.RESTART_IN_PLACE),
+)
+
+
+class FailurePolicy(Document, frozen=True, kw_only=True):
+    """How failures are met."""
+
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="the restarts allowed within the window",
+            examples=[20],
+            extra={"more": "One more, and the job fails."},
+        ),
+    ] = 20
+    restart_window_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=YEAR_S,
+            description="the seconds in which restarts are counted",
+            examples=[3600],
+        ),
+    ] = 3600.0
+    spares: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100_000,
+            description="the number of nodes held ready",
+            examples=[1],
+            extra={"more": "A spare takes the place of a lost node at once."},
+        ),
+    ] = 0
+    detection: Detection = Detection()
+    rules: Annotated[
+        tuple[FailureRule, ...],
+        Meta(
+            max_length=32,
+            extra={
+                "title": "What to do about each kind of failure; the first match wins.",
+                "more": "Without a rule that matches, exit codes from 1 to 127 fail the job (42, "
+                "69 and 75 do not); everything else is restarted in place, its node replaced if "
+                "that is lost, and counts.",
+            },
+        ),
+    ] = DEFAULT_RULES

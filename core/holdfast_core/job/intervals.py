@@ -1,0 +1,64 @@
+"""What a `MoETrainingJob` may say about how often snapshots are taken, and how often it expects to
+need one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from holdfast_core.job.documents import Document
+
+AUTO = "auto"
+"""In place of a number of steps: the trainer finds it out."""
+
+
+_MeanDays = Annotated[float, Meta(gt=0, le=1_000_000)]
+
+
+class StepInterval(Document, frozen=True, kw_only=True):
+    """How often snapshots are taken."""
+
+    steps: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="steps from snapshot to snapshot",
+                examples=[1],
+                extra={
+                    "more": "A number is what the training loop keeps to. auto: of the saves that "
+                    "the loop calls, those are taken that lose the least time, by what saves were "
+                    "measured to cost and by how often the job is expected to go back to one (REFT "
+                    "eq. 9)."
+                },
+            ),
+        ]
+        | int
+    ) = 1
+    node_mtbf_days: Annotated[
+        _MeanDays,
+        Meta(
+            description="the days after which a node is lost, on average",
+            examples=[180],
+            extra={"more": "What auto expects, and `holdfast plan` assumes."},
+        ),
+    ] = 180.0
+    process_mtbf_days: Annotated[
+        _MeanDays,
+        Meta(
+            description="the days after which the processes of a node fail, on average",
+            examples=[60],
+            extra={"more": "What auto expects, and `holdfast plan` assumes."},
+        ),
+    ] = 60.0
+
+    @property
+    def auto(self) -> bool:
+        """Whether the trainer finds the interval out."""
+        return self.steps == AUTO
+
+    @property
+    def least_steps(self) -> int:
+        """The fewest steps from snapshot to snapshot that the job lets a plan choose."""
+        return self.steps if isinstance(self.steps, int) else 1

@@ -1,0 +1,239 @@
+"""From a `MoETrainingJob` document to a job that holds together, or one error with every problem.
+
+`parse_job` checks what follows from the document alone; whether nodes, labels and memory are there
+is for those to say who see them. `check_supported` names what this version accepts in a document
+but cannot do yet; `check_local` and `ignored_locally` say what a document cannot have, and what
+means nothing, without Kubernetes. Reading YAML is the caller's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.documents import MISSING, Problem, at, check_plain, convert, refuse
+from holdfast_core.job.failures import (
+    DEFAULT_RULES,
+    Detection,
+    FailureAction,
+    FailurePolicy,
+    FailureRule,
+    On,
+)
+from holdfast_core.job.locations import Locations, location_of
+from holdfast_core.job.rules import spec_problems
+from holdfast_core.job.schema import (
+    API_VERSION,
+    KIND,
+    MANAGER,
+    Gang,
+    MoETrainingJob,
+    Scheduling,
+    Spec,
+)
+from holdfast_core.job.snapshots import NOT_SUPPORTED, PolicyType
+from holdfast_core.job.templates import template_problems
+
+__all__ = [
+    "API_VERSION",
+    "DEFAULT_RULES",
+    "KIND",
+    "MANAGER",
+    "Detection",
+    "FailureAction",
+    "FailurePolicy",
+    "FailureRule",
+    "Gang",
+    "MoETrainingJob",
+    "On",
+    "PolicyType",
+    "Scheduling",
+    "Spec",
+    "check_local",
+    "check_storage",
+    "check_supported",
+    "ignored_locally",
+    "parse_job",
+]
+
+MAX_NAME_CHARACTERS = 52
+"""Names of pods are the job's name and a suffix of up to 11 characters; 63 is their limit."""
+
+MAX_NAMESPACE_CHARACTERS = 63
+
+_SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+_SERVER_METADATA = frozenset(
+    {
+        "creationTimestamp",
+        "deletionGracePeriodSeconds",
+        "deletionTimestamp",
+        "finalizers",
+        "generateName",
+        "managedFields",
+        "ownerReferences",
+        "resourceVersion",
+        "selfLink",
+    }
+)
+"""What an API server adds to metadata; of no meaning for the job."""
+
+
+def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
+    """The job that `document` describes.
+
+    `document` holds plain values, as a YAML or JSON reader gives them. What an API server adds
+    (`status`, server-side metadata) is ignored; everything else that is not known is refused.
+
+    Raises:
+        InvalidJobError: with one line for each problem: path, value, what is wrong, what to do. A
+            document that is made of other things than plain values (`check_plain`) has that alone.
+            What must hold between fields of the spec is looked at once each of them is valid.
+    """
+    if not isinstance(document, Mapping):
+        raise InvalidJobError(
+            f"the job is not a mapping but {type(document).__name__}; give a document with "
+            f"apiVersion, kind, metadata and spec"
+        )
+    known = {key: value for key, value in document.items() if key != "status"}
+    check_plain(known)
+    metadata = known.get("metadata")
+    if isinstance(metadata, Mapping):
+        metadata = {key: value for key, value in metadata.items() if key not in _SERVER_METADATA}
+        known["metadata"] = metadata
+    problems = [*_identity_problems(known)]
+    if not problems:
+        problems.extend(_metadata_problems(metadata))
+        job = convert(MoETrainingJob, known, "", problems)
+        problems.extend(template_problems(at(known, "spec", "trainer", "template")))
+        if job is not None:
+            problems.extend(spec_problems(job.spec))
+            if not problems:
+                return job
+    name = at(known, "metadata", "name")
+    subject = f"job {name!r}" if isinstance(name, str) else "the job"
+    refuse(f"{subject} is not valid", problems)
+    raise AssertionError("a job that could not be converted has a problem")
+
+
+def check_supported(job: MoETrainingJob) -> None:
+    """Refuse what the document may say but this version of Holdfast cannot do.
+
+    Raises:
+        InvalidJobError: with one line for each feature.
+    """
+    spec = job.spec
+    problems = []
+    policy = spec.snapshot.policy.type
+    if policy is PolicyType.SPARSE:
+        wrong, fix = NOT_SUPPORTED
+        path = "spec.snapshot.policy.type"
+        problems.append(Problem(path=path, value=policy, wrong=wrong, fix=fix))
+    if spec.min_nodes is not None and spec.min_nodes < spec.nodes:
+        problems.append(
+            Problem(
+                path="spec.minNodes",
+                value=spec.min_nodes,
+                wrong="this version cannot train on fewer nodes than spec.nodes",
+                fix=f"remove the field or give {spec.nodes}",
+            )
+        )
+    for i, rule in enumerate(spec.failure_policy.rules):
+        if rule.action is FailureAction.SHRINK:
+            problems.append(
+                Problem(
+                    path=f"spec.failurePolicy.rules[{i}].action",
+                    value=rule.action,
+                    wrong="this version cannot train on fewer nodes than spec.nodes",
+                    fix="use Fail, or give the job spares",
+                )
+            )
+    refuse(f"job {job.key} asks for what this version cannot do", problems)
+
+
+def check_storage(job: MoETrainingJob, locations: Locations) -> None:
+    """Refuse storage outside the locations that the platform team allows.
+
+    Raises:
+        InvalidJobError: it names those that the job may use.
+    """
+    if job.spec.persistence is not None and locations is not None:
+        location_of(job.spec.persistence.uri, job.key, locations)
+
+
+def check_local(job: MoETrainingJob) -> None:
+    """Refuse what must not run without Kubernetes.
+
+    Raises:
+        InvalidJobError: the job belongs to another controller.
+    """
+    problems = []
+    if job.spec.managed_by != MANAGER:
+        problems.append(
+            Problem(
+                path="spec.managedBy",
+                value=job.spec.managed_by,
+                wrong="the job belongs to another controller",
+                fix=f"remove the field, or write {MANAGER}, to run it here",
+            )
+        )
+    refuse(f"job {job.key} cannot run on this machine alone", problems)
+
+
+def ignored_locally(job: MoETrainingJob) -> tuple[str, ...]:
+    """What the document asks for that means nothing without Kubernetes, a sentence each."""
+    spec = job.spec
+    notes = []
+    if spec.scheduling.gang is not Gang.NONE:
+        notes.append(
+            f"spec.scheduling.gang = {spec.scheduling.gang.value} is ignored here: all nodes of a "
+            f"local run start together"
+        )
+    if spec.ttl_seconds_after_finished is not None:
+        notes.append(
+            f"spec.ttlSecondsAfterFinished = {spec.ttl_seconds_after_finished} is ignored here: "
+            f"a local run leaves only its directory"
+        )
+    return tuple(notes)
+
+
+def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """Another kind of document is not worth a list of unknown fields."""
+    for key, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
+        found = document.get(key, MISSING)
+        if found != expected:
+            wrong = "is required" if found is MISSING else "not a document of this version of ours"
+            yield Problem(path=key, value=found, wrong=wrong, fix=f"write {key}: {expected}")
+
+
+def _metadata_problems(metadata: object) -> Iterator[Problem]:
+    name, namespace = at(metadata, "name"), at(metadata, "namespace")
+    if isinstance(name, str) and not _SERVICE_NAME.fullmatch(name):
+        yield Problem(
+            path="metadata.name",
+            value=name,
+            wrong="the job's Service cannot have this name",
+            fix="use lower-case letters, digits and '-', beginning with a letter and ending with a "
+            "letter or a digit",
+        )
+    if isinstance(namespace, str) and not _DNS_LABEL.fullmatch(namespace):
+        yield Problem(
+            path="metadata.namespace",
+            value=namespace,
+            wrong="not a DNS-1123 label",
+            fix="use lower-case letters, digits and '-', beginning and ending with a letter or a "
+            "digit",
+        )
+    limits = (("name", MAX_NAME_CHARACTERS), ("namespace", MAX_NAMESPACE_CHARACTERS))
+    for key, limit in limits:
+        text = at(metadata, key)
+        if isinstance(text, str) and len(text) > limit:
+            yield Problem(
+                path=f"metadata.{key}",
+                value=text,
+                wrong=f"{len(text)} characters",
+                fix=f"use at most {limit}",
+            )

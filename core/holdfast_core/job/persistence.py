@@ -1,0 +1,207 @@
+"""What a `MoETrainingJob` may say about durable storage: where, how often, where from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.documents import YEAR_S, Document, Problem
+from holdfast_core.job.locations import HOW_TO_WRITE_A_PLACE, NOT_A_PLACE, is_place
+from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.quantities import parse_bytes
+from holdfast_core.snapshots.membership import Tier
+
+_Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+LATEST = "latest"
+
+GENERATION_PATTERN = r"[0-9]{1,18}[.][0-9]{1,18}"
+
+
+class PersistInterval(Document, frozen=True, kw_only=True):
+    """How often a generation is persisted; as measured costs and failures suggest without both."""
+
+    minutes: (
+        Annotated[
+            float,
+            Meta(gt=0, le=YEAR_S / 60, description="minutes between copies", examples=[30]),
+        ]
+        | None
+    ) = None
+    steps: Annotated[_Count, Meta(description="steps between copies", examples=[500])] | None = None
+
+
+class Persistence(Document, frozen=True, kw_only=True):
+    """Durable storage for generations."""
+
+    uri: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=2048,
+            description="where to keep copies",
+            examples=["s3://bucket/run1"],
+            extra={
+                "more": "A directory that every daemon reaches: an absolute path (of a file system "
+                "that all nodes share) or a URI of the kind s3, gs or abfs. In Kubernetes, one of "
+                "the storage locations that the platform team allows. The job has a directory of "
+                "its own below it."
+            },
+        ),
+    ]
+    interval: PersistInterval = PersistInterval()
+    keep: Annotated[
+        _Count, Meta(description="the number of newest copies to keep", examples=[3])
+    ] = 3
+    keep_every: (
+        Annotated[
+            _Count,
+            Meta(
+                description="copies of every so many steps to keep for good",
+                examples=[10000],
+            ),
+        ]
+        | None
+    ) = None
+    bandwidth: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="what each node may write in a second",
+                examples=["500M"],
+                extra={"more": "Bytes, or with Ki, Mi, Gi, k, M or G. Without it, no limit."},
+            ),
+        ]
+        | int
+        | None
+    ) = None
+    experts: (
+        Annotated[
+            _Count,
+            Meta(
+                description="the experts of each layer that a copy holds anew",
+                examples=[1],
+                extra={
+                    "more": "Those that are oldest in storage go first; a copy names the older "
+                    "copies that hold the others. At most as many as snapshots capture, and only "
+                    "with snapshot.policy.type PartialExperts. Without it, every copy holds all."
+                },
+            ),
+        ]
+        | None
+    ) = None
+
+
+class RestoreSpec(Document, frozen=True, kw_only=True):
+    """What the job begins from when its daemons' memory holds nothing to go on from."""
+
+    source: Annotated[
+        str,
+        Meta(
+            max_length=37,
+            description="the copy to begin from",
+            examples=["3.1200"],
+            extra={
+                "more": "`latest`, the newest whole one, or the generation of a copy as "
+                "`epoch.step`. Remove a chosen one when the job trains: it would be taken again "
+                "when all memory is lost."
+            },
+        ),
+    ] = field(name="from", default=LATEST)
+
+
+def persistence_problems(
+    persistence: Persistence | None, restore: RestoreSpec, policy: Policy
+) -> Iterator[Problem]:
+    """What is wrong with these, each of whose fields is valid by itself."""
+    source = restore.source
+    if source != LATEST and not re.fullmatch(GENERATION_PATTERN, source):
+        yield Problem(
+            path="spec.restore.from",
+            value=source,
+            wrong="not a generation",
+            fix="write latest, or epoch.step of a copy like 3.1200",
+        )
+    if persistence is None:
+        if source != LATEST:
+            yield Problem(
+                path="spec.restore.from",
+                value=source,
+                wrong="there is no spec.persistence to take it from",
+                fix="give spec.persistence.uri, or remove spec.restore",
+            )
+        return
+    yield from _expert_problems(persistence.experts, policy)
+    if not is_place(persistence.uri):
+        yield Problem(
+            path="spec.persistence.uri",
+            value=persistence.uri,
+            wrong=NOT_A_PLACE,
+            fix=HOW_TO_WRITE_A_PLACE,
+        )
+    if persistence.interval.minutes is not None and persistence.interval.steps is not None:
+        yield Problem(
+            path="spec.persistence.interval.steps",
+            value=persistence.interval.steps,
+            wrong="is given, and so are minutes",
+            fix="remove one of both",
+        )
+    if persistence.bandwidth is not None and not _is_amount(persistence.bandwidth):
+        yield Problem(
+            path="spec.persistence.bandwidth",
+            value=persistence.bandwidth,
+            wrong="not an amount of bytes above 0",
+            fix="write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
+        )
+
+
+def _expert_problems(experts: int | None, policy: Policy) -> Iterator[Problem]:
+    """PEC §3.2: what was not captured cannot be persisted, and what a recovery loses by it is
+    counted only where a policy counts tokens."""
+    if experts is None:
+        return
+    if policy.type is not PolicyType.PARTIAL_EXPERTS:
+        yield Problem(
+            path="spec.persistence.experts",
+            value=experts,
+            wrong=f"the policy is {policy.type.value}",
+            fix="use snapshot.policy.type PartialExperts, or remove it",
+        )
+        return
+    captured = (policy.partial_experts or PartialExperts()).experts_per_layer
+    if experts > captured:
+        yield Problem(
+            path="spec.persistence.experts",
+            value=experts,
+            wrong=f"{experts} is more than the {captured} that a snapshot captures of each layer",
+            fix="persist at most as many, or raise snapshot.policy.partialExperts.expertsPerLayer",
+        )
+
+
+def tier_of(persistence: Persistence | None, restore: RestoreSpec) -> Tier | None:
+    """What daemons are told; None without persistence."""
+    if persistence is None:
+        return None
+    interval = persistence.interval
+    return Tier(
+        uri=persistence.uri,
+        every_steps=interval.steps or 0,
+        every_s=60.0 * (interval.minutes or 0.0),
+        keep=persistence.keep,
+        keep_every=persistence.keep_every or 0,
+        bytes_per_s=0 if persistence.bandwidth is None else parse_bytes(persistence.bandwidth),
+        experts=persistence.experts or 0,
+        restore_from="" if restore.source == LATEST else restore.source,
+    )
+
+
+def _is_amount(text: str | int) -> bool:
+    try:
+        return parse_bytes(text) > 0
+    except InvalidJobError:
+        return False

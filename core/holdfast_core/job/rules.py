@@ -1,0 +1,294 @@
+"""What must hold between the fields of a job's spec, beyond their types.
+
+The schema of the API server says the same in its own language (`holdfast_operator.crd`), in the
+same words; `tests/cluster/invalid_jobs.py` holds both to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.documents import MISSING, Problem
+from holdfast_core.job.failures import FailureRule, On
+from holdfast_core.job.intervals import AUTO, StepInterval
+from holdfast_core.job.persistence import persistence_problems
+from holdfast_core.job.schema import MANAGER, Gang, Scheduling, Spec
+from holdfast_core.job.snapshots import (
+    BANDWIDTH_BYTES_S_MIN,
+    Policy,
+    PolicyType,
+    RedundancySpec,
+)
+from holdfast_core.protection.intervals import STEPS_MAX
+from holdfast_core.quantities import parse_bytes
+from holdfast_core.snapshots.membership import Redundancy
+
+_DNS_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+_MANAGER = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._~A-Za-z0-9]+")
+
+
+def spec_problems(spec: Spec) -> Iterator[Problem]:
+    """What is wrong with `spec`, each of whose fields is valid by itself."""
+    if not _MANAGER.fullmatch(spec.managed_by):
+        yield Problem(
+            path="spec.managedBy",
+            value=spec.managed_by,
+            wrong="not a name with a domain",
+            fix=f"write {MANAGER}, or another controller's name like example.com/controller",
+        )
+    yield from _parallelism_problems(spec)
+    yield from _interval_problems(spec.snapshot.interval)
+    yield from _policy_problems(spec.snapshot.policy)
+    yield from _recompute_problems(spec)
+    yield from _redundancy_problems(spec)
+    yield from _limit_problems(spec)
+    yield from _name_problems(spec)
+    yield from _scheduling_problems(spec.scheduling)
+    yield from persistence_problems(spec.persistence, spec.restore, spec.snapshot.policy)
+    yield from _rule_problems(spec.failure_policy.rules)
+
+
+def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
+    p = spec.parallelism
+    world = spec.nodes * spec.nproc_per_node
+    if p.dp * p.tp * p.pp != world:
+        fits = (
+            f"or set dp to {world // (p.tp * p.pp)}"
+            if world % (p.tp * p.pp) == 0
+            else f"for {world} processes tp·pp = {p.tp * p.pp} must divide {world}"
+        )
+        yield Problem(
+            path="spec.parallelism",
+            value={"dp": p.dp, "tp": p.tp, "pp": p.pp},
+            wrong=f"dp·tp·pp = {p.dp * p.tp * p.pp}, but nodes·nprocPerNode = "
+            f"{spec.nodes}·{spec.nproc_per_node} = {world}",
+            fix=f"make both equal, {fits}",
+        )
+    if p.dp % p.ep:
+        yield Problem(
+            path="spec.parallelism.ep",
+            value=p.ep,
+            wrong=f"does not divide dp = {p.dp}",
+            fix=f"use one of {[ep for ep in range(1, p.dp + 1) if p.dp % ep == 0]}",
+        )
+    if spec.model is not None and spec.model.num_experts % p.ep:
+        yield Problem(
+            path="spec.model.numExperts",
+            value=spec.model.num_experts,
+            wrong=f"cannot be divided by ep = {p.ep}",
+            fix="change spec.parallelism.ep so that every rank holds equally many experts",
+        )
+
+
+def _interval_problems(interval: StepInterval) -> Iterator[Problem]:
+    steps = interval.steps
+    if steps != AUTO if isinstance(steps, str) else not 1 <= steps <= STEPS_MAX:
+        yield Problem(
+            path="spec.snapshot.interval.steps",
+            value=steps,
+            wrong="not a number of steps",
+            fix=f"write {AUTO}, or a number from 1 to {STEPS_MAX}",
+        )
+
+
+def _policy_problems(policy: Policy) -> Iterator[Problem]:
+    for field, given, wanted in (
+        ("partialExperts", policy.partial_experts, PolicyType.PARTIAL_EXPERTS),
+        ("selective", policy.selective, PolicyType.SELECTIVE),
+    ):
+        if given is not None and policy.type is not wanted:
+            yield Problem(
+                path=f"spec.snapshot.policy.{field}",
+                value=MISSING,
+                wrong=f"is given, but spec.snapshot.policy.type is {policy.type.value}",
+                fix=f"remove it, or set the type to {wanted.value}",
+            )
+    chosen = policy.selective
+    if chosen is not None and chosen.experts is not None and chosen.budget is not None:
+        yield Problem(
+            path="spec.snapshot.policy.selective.budget",
+            value=MISSING,
+            wrong="is given, but spec.snapshot.policy.selective.experts says how many",
+            fix="remove one of both",
+        )
+
+
+def _recompute_problems(spec: Spec) -> Iterator[Problem]:
+    policy, steps = spec.snapshot.policy, spec.snapshot.interval.steps
+    for field, given in (
+        ("partialExperts", policy.partial_experts),
+        ("selective", policy.selective),
+    ):
+        if given is None or not given.recompute:
+            continue
+        path = f"spec.snapshot.policy.{field}.recompute"
+        if spec.redundancy.type is not Redundancy.REPLICATION:
+            yield Problem(
+                path=path,
+                value=True,
+                wrong=f"spec.redundancy.type {spec.redundancy.type.value} keeps no replica to "
+                f"compute",
+                fix="remove it, or set the type to Replication",
+            )
+        elif steps != 1:  # MoEtion algorithm 3, line 2
+            yield Problem(
+                path=path,
+                value=True,
+                wrong=f"a gradient makes up for one step, not for spec.snapshot.interval.steps = "
+                f"{steps}",
+                fix="remove it, or set the steps to 1",
+            )
+
+
+def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
+    redundancy = spec.redundancy
+    for kind, given in (
+        (Redundancy.RAIM5, redundancy.raim5),
+        (Redundancy.RAIM6, redundancy.raim6),
+        (Redundancy.REPLICATION, redundancy.replication),
+    ):
+        if given is not None and redundancy.type is not kind:
+            yield Problem(
+                path=f"spec.redundancy.{kind.value.lower()}",
+                value=MISSING,
+                wrong=f"is given, but spec.redundancy.type is {redundancy.type.value}",
+                fix=f"remove it, or set the type to {kind.value}",
+            )
+    yield from _bandwidth_problems(redundancy)
+    if redundancy.type is Redundancy.NONE:
+        return
+    if spec.nodes == 1:
+        yield Problem(
+            path="spec.redundancy.type",
+            value=redundancy.type,
+            wrong="one node has no other node to keep its parity",
+            fix="use redundancy.type None, or at least 2 nodes",
+        )
+        return
+    if spec.nodes <= redundancy.losses:
+        yield Problem(
+            path="spec.redundancy.type",
+            value=redundancy.type,
+            wrong=f"{redundancy.losses} losses need more than the job's {spec.nodes} nodes",
+            fix=f"use at least {redundancy.losses + 1} nodes, or weaker redundancy",
+        )
+        return
+    size = redundancy.group_size(spec.nodes)
+    if size > spec.nodes:
+        yield Problem(
+            path=f"spec.redundancy.{redundancy.type.value.lower()}.groupSize",
+            value=size,
+            wrong=f"more members than the job's {spec.nodes} nodes",
+            fix=f"use a number from {redundancy.losses + 1} to {spec.nodes}",
+        )
+
+
+def _bandwidth_problems(redundancy: RedundancySpec) -> Iterator[Problem]:
+    path, given = "spec.redundancy.bandwidth", redundancy.bandwidth
+    if given is None:
+        return
+    try:
+        enough = redundancy.bandwidth_bytes_s >= BANDWIDTH_BYTES_S_MIN
+    except InvalidJobError:
+        yield Problem(
+            path=path,
+            value=given,
+            wrong="not an amount of bytes",
+            fix="write bytes or use Ki, Mi, Gi, k, M or G, like 500M",
+        )
+        return
+    if not enough:
+        yield Problem(
+            path=path,
+            value=given,
+            wrong="too little to protect anything in time",
+            fix="give 10M or more, or remove it",
+        )
+
+
+def _limit_problems(spec: Spec) -> Iterator[Problem]:
+    if spec.min_nodes is not None and spec.min_nodes > spec.nodes:
+        yield Problem(
+            path="spec.minNodes",
+            value=spec.min_nodes,
+            wrong=f"more than spec.nodes = {spec.nodes}",
+            fix=f"use a number from 1 to {spec.nodes}",
+        )
+    memory = spec.snapshot.memory_per_node
+    if memory is not None:
+        try:
+            nbytes = parse_bytes(memory)
+        except InvalidJobError:
+            yield Problem(
+                path="spec.snapshot.memoryPerNode",
+                value=memory,
+                wrong="not an amount of memory",
+                fix="write bytes or use Ki, Mi, Gi, Ti, Pi, k, M, G, T or P, like 200Gi",
+            )
+        else:
+            if nbytes == 0:
+                yield Problem(
+                    path="spec.snapshot.memoryPerNode",
+                    value=memory,
+                    wrong="leaves no memory for snapshots",
+                    fix="give more, or remove the field to use the daemon's budget",
+                )
+
+
+def _name_problems(spec: Spec) -> Iterator[Problem]:
+    queue = spec.scheduling.queue
+    if queue is not None and not _DNS_NAME.fullmatch(queue):
+        yield Problem(
+            path="spec.scheduling.queue",
+            value=queue,
+            wrong="not a DNS-1123 subdomain",
+            fix="use lower-case letters, digits, '-' and '.', beginning and ending with a "
+            "letter or a digit",
+        )
+
+
+def _scheduling_problems(scheduling: Scheduling) -> Iterator[Problem]:
+    path, gang = "spec.scheduling.queue", scheduling.gang
+    if gang is Gang.KUEUE_POD_GROUP and scheduling.queue is None:
+        yield Problem(
+            path=path,
+            value=MISSING,
+            wrong=f"gang: {gang.value} has no queue",
+            fix="give the name of a LocalQueue in the job's namespace",
+        )
+    if gang in (Gang.NONE, Gang.COSCHEDULING) and scheduling.queue is not None:
+        yield Problem(
+            path=path,
+            value=scheduling.queue,
+            wrong=f"gang: {gang.value} has a queue",
+            fix="remove it, or use gang: KueuePodGroup or Volcano",
+        )
+
+
+def _rule_problems(rules: tuple[FailureRule, ...]) -> Iterator[Problem]:
+    for i, rule in enumerate(rules):
+        path = f"spec.failurePolicy.rules[{i}]"
+        if (rule.on is On.EXIT_CODE) != bool(rule.values):
+            found = "exit codes" if rule.values else "no exit code"
+            yield Problem(
+                path=f"{path}.values",
+                value=list(rule.values),
+                wrong=f"when: {rule.on.value} has {found}",
+                fix="give exit codes with when: ExitCode, and only there",
+            )
+        if rule.after_seconds is not None and rule.on is not On.NO_REPLACEMENT:
+            yield Problem(
+                path=f"{path}.afterSeconds",
+                value=rule.after_seconds,
+                wrong=f"when: {rule.on.value} has a waiting time",
+                fix="give afterSeconds with when: NoReplacement, and only there",
+            )
+        if rule.on is On.ANY and i != len(rules) - 1:
+            yield Problem(
+                path=path,
+                value=MISSING,
+                wrong="when: Any matches everything, so that later rules never apply",
+                fix="move it to the end",
+            )

@@ -1,0 +1,329 @@
+"""What a `MoETrainingJob` document may say: its fields, their types and their defaults.
+
+One form for Kubernetes and for a local run; the schema that an API server gets and the reference
+are written from these types. Defaults are those of a small job; what a field means is its
+description, which is also what people are told when they get it wrong. What must hold between
+fields is checked by `holdfast_core.job.parsing.parse_job`: make jobs with it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, field
+
+from holdfast_core.job.documents import YEAR_S, Document
+from holdfast_core.job.failures import FailurePolicy
+from holdfast_core.job.persistence import Persistence, RestoreSpec
+from holdfast_core.job.snapshots import (
+    COMPARE_REPLICAS_EVERY,
+    PolicyType,
+    RedundancySpec,
+    Snapshot,
+)
+from holdfast_core.protection.intervals import recoveries_per_s
+from holdfast_core.quantities import parse_bytes
+from holdfast_core.snapshots.membership import Redundancy
+from holdfast_core.topology import Topology
+
+API_VERSION = "holdfast.dev/v1alpha1"
+KIND = "MoETrainingJob"
+MANAGER = "holdfast.dev/operator"
+"""Who carries out a job that does not say otherwise."""
+
+_NodeCount = Annotated[int, Meta(ge=1, le=100_000)]
+_Degree = Annotated[int, Meta(ge=1, le=1_000_000)]
+"""Three of them multiplied stay below 2**63."""
+_Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+_Deadline = Annotated[int, Meta(ge=1, le=YEAR_S)]
+
+
+class Gang(StrEnum):
+    """Who sees to it that all pods of a job are placed together, or none."""
+
+    NONE = "None"
+    KUEUE_POD_GROUP = "KueuePodGroup"
+    VOLCANO = "Volcano"
+    COSCHEDULING = "Coscheduling"
+
+
+class Metadata(Document, frozen=True, kw_only=True):
+    """Name, namespace and labels of the document."""
+
+    name: Annotated[str, Meta(description="the name of the job", examples=["llm-8x7b"])]
+    namespace: Annotated[str, Meta(description="the namespace", examples=["default"])] = "default"
+    labels: Annotated[dict[str, str], Meta(description="text for each label")] = field(
+        default_factory=dict
+    )
+    annotations: Annotated[dict[str, str], Meta(description="text for each annotation")] = field(
+        default_factory=dict
+    )
+    uid: Annotated[str, Meta(description="the identity that the API server gave")] = ""
+    generation: Annotated[int, Meta(description="the version of the spec")] = 0
+
+
+class Parallelism(Document, frozen=True, kw_only=True):
+    """How the world is divided: dp·tp·pp = nodes·nprocPerNode."""
+
+    dp: Annotated[_Degree, Meta(description="the degree of data parallelism", examples=[4])]
+    tp: Annotated[_Degree, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
+    pp: Annotated[_Degree, Meta(description="the degree of pipeline parallelism", examples=[1])] = 1
+    ep: Annotated[
+        _Degree,
+        Meta(description="the degree of expert parallelism, which divides dp", examples=[4]),
+    ] = 1
+
+
+class Model(Document, frozen=True, kw_only=True):
+    """What the planner must know of the model."""
+
+    num_experts: Annotated[
+        _Count,
+        Meta(
+            description="the number of experts of a layer",
+            examples=[8],
+            extra={"more": "Must be divisible by parallelism.ep."},
+        ),
+    ]
+    num_moe_layers: Annotated[
+        _Count, Meta(description="the number of layers with experts", examples=[4])
+    ] = field(name="numMoELayers")
+
+
+class Scheduling(Document, frozen=True, kw_only=True):
+    """How the job's pods come to their nodes together."""
+
+    gang: Annotated[
+        Gang,
+        Meta(
+            description="who places all pods of the job, or none",
+            extra={
+                "more": "None: each pod by itself. KueuePodGroup: Kueue admits them as one plain "
+                "pod group. Volcano, Coscheduling: a PodGroup of that scheduler, which gets the "
+                "pods unless the template has another schedulerName."
+            },
+        ),
+    ] = Gang.NONE
+    queue: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                max_length=63,
+                description="the queue that admits the job",
+                examples=["team-a"],
+                extra={
+                    "more": "KueuePodGroup needs one (a LocalQueue of the namespace). Volcano may "
+                    "have one, else its queue default is used. The others have none."
+                },
+            ),
+        ]
+        | None
+    ) = None
+
+
+class Trainer(Document, frozen=True, kw_only=True):
+    """The pod that trains."""
+
+    template: Annotated[
+        dict[str, Any],
+        Meta(
+            description="a pod template; its first container is the trainer",
+            extra={
+                "more": "The trainer needs a command, which is started once for each of "
+                "nprocPerNode processes. The rest is Kubernetes' own and passed on as it is."
+            },
+        ),
+    ]
+
+
+class Spec(Document, frozen=True, kw_only=True):
+    """What the job asks for."""
+
+    suspend: Annotated[
+        bool,
+        Meta(
+            description="true to hold the job back, or false",
+            extra={
+                "title": "Whether the job is held back.",
+                "more": "Its pods end; its snapshots are kept in memory.",
+            },
+        ),
+    ] = False
+    nodes: Annotated[
+        _NodeCount,
+        Meta(
+            description="the number of nodes",
+            examples=[4],
+            extra={"more": "There is one trainer pod on each."},
+        ),
+    ]
+    min_nodes: (
+        Annotated[
+            _NodeCount,
+            Meta(
+                description="the fewest nodes to train on",
+                examples=[4],
+                extra={"more": "Without it, all of `nodes`; this version can do only that."},
+            ),
+        ]
+        | None
+    ) = None
+    nproc_per_node: Annotated[
+        int,
+        Meta(ge=1, le=1_024, description="the number of processes on each node", examples=[1]),
+    ] = 1
+    parallelism: Parallelism
+    model: Model | None = None
+    snapshot: Snapshot = Snapshot()
+    redundancy: RedundancySpec = RedundancySpec()
+    persistence: Persistence | None = None
+    restore: RestoreSpec = RestoreSpec()
+    failure_policy: FailurePolicy = FailurePolicy()
+    scheduling: Scheduling = Scheduling()
+    pre_running_deadline_seconds: (
+        Annotated[
+            _Deadline,
+            Meta(
+                description="the seconds in which all ranks must be at work",
+                examples=[1800],
+                extra={
+                    "more": "Counted from the start of the job, or from its last resumption. The "
+                    "job fails when they are over. Without it, it waits for ever."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    active_deadline_seconds: (
+        Annotated[
+            _Deadline,
+            Meta(
+                description="the seconds that the job may take",
+                examples=[86400],
+                extra={
+                    "more": "Counted from the start of the job, or from its last resumption. The "
+                    "job fails when they are over."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    ttl_seconds_after_finished: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=YEAR_S,
+                description="the seconds after its end when the job is deleted",
+                examples=[86400],
+                extra={"more": "Without it, the job is kept until somebody deletes it."},
+            ),
+        ]
+        | None
+    ) = None
+    managed_by: Annotated[
+        str,
+        Meta(
+            min_length=3,
+            max_length=63,
+            description="who carries out the job",
+            examples=[MANAGER],
+            extra={
+                "more": "With another name than the default, Holdfast's operator leaves the job "
+                "alone. Cannot be changed."
+            },
+        ),
+    ] = MANAGER
+    trainer: Trainer
+
+
+class MoETrainingJob(Document, frozen=True, kw_only=True):
+    """A valid job; `holdfast_core.job.parsing.parse_job` makes it."""
+
+    api_version: Annotated[str, Meta(description="the version", examples=[API_VERSION])]
+    kind: Annotated[str, Meta(description="the kind", examples=[KIND])]
+    metadata: Metadata
+    spec: Spec
+
+    @property
+    def key(self) -> str:
+        """The job's id in protocols and file names: `namespace.name`, unique and safe in a path
+        because neither part may hold a dot."""
+        return f"{self.metadata.namespace}.{self.metadata.name}"
+
+    @property
+    def world_size(self) -> int:
+        return self.spec.nodes * self.spec.nproc_per_node
+
+    def topology(self) -> Topology:
+        """The parallel topology of the whole job.
+
+        Raises:
+            InvalidJobError: when it contradicts itself; never for a parsed job.
+        """
+        p = self.spec.parallelism
+        return Topology(dp=p.dp, ep=p.ep, tp=p.tp, pp=p.pp)
+
+    @property
+    def group_size(self) -> int:
+        """Members of a parity group; 1 without redundancy."""
+        return self.spec.redundancy.group_size(self.spec.nodes)
+
+    @property
+    def spread_topology_key(self) -> str:
+        """The node label whose values are the failure domains of parity groups."""
+        return self.spec.redundancy.spread_topology_key
+
+    @property
+    def memory_per_node_bytes(self) -> int | None:
+        """The job's own limit for each node, None without one."""
+        limit = self.spec.snapshot.memory_per_node
+        return None if limit is None else parse_bytes(limit)
+
+    @property
+    def container(self) -> dict[str, Any]:
+        """The trainer's container: the first of the template."""
+        first: dict[str, Any] = self.spec.trainer.template["spec"]["containers"][0]
+        return first
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The trainer's command line: `command`, then `args`."""
+        return (*self.container["command"], *self.container.get("args", ()))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the trainer is told in its environment besides where its daemon is."""
+        snapshot = self.spec.snapshot
+        found = {"HOLDFAST_JOB": self.key}
+        if snapshot.policy.type is not PolicyType.FULL:
+            text = msgspec.json.encode(snapshot.policy, order="deterministic").decode()
+            found["HOLDFAST_POLICY"] = text
+        if snapshot.interval.auto:
+            found["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
+        if snapshot.compare_replicas_every != COMPARE_REPLICAS_EVERY:
+            found["HOLDFAST_COMPARE_REPLICAS_EVERY"] = str(snapshot.compare_replicas_every)
+        return found
+
+    @property
+    def recoveries_per_day(self) -> float:
+        """How often the job is expected to go back to a snapshot in memory; above 0."""
+        interval = self.spec.snapshot.interval
+        return recoveries_per_s(  # of rates a day
+            self.spec.nodes,
+            node_losses_per_s=1 / interval.node_mtbf_days,
+            process_failures_per_s=1 / interval.process_mtbf_days,
+            redundant=self.spec.redundancy.type is not Redundancy.NONE,
+        )
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The trainer's environment, as far as the document has the values (no `valueFrom`)."""
+        return {
+            entry["name"]: entry.get("value", "")
+            for entry in self.container.get("env", ())
+            if "valueFrom" not in entry
+        }

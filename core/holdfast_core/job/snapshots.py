@@ -1,0 +1,374 @@
+"""What a `MoETrainingJob` may say about its snapshots: what they hold, how often, how kept."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.documents import Document
+from holdfast_core.job.intervals import StepInterval
+from holdfast_core.protection.groups import MIN_GROUP_SIZE
+from holdfast_core.quantities import parse_bytes
+from holdfast_core.snapshots.membership import Redundancy
+
+DEFAULT_GROUP_SIZE = 4
+DEFAULT_LARGE_GROUP_SIZE = 8
+"""With RAIM6, which keeps 2 / (n - 2) of a snapshot: a third with 8, as RAIM5 does with 4."""
+
+BANDWIDTH_BYTES_S_MIN = 10_000_000
+"""The least limit of protection: with less, a group of many members reads so slowly from each that
+they take the connection for dead (`holdfast_daemon.transport.server.STALL_S`)."""
+
+COMPARE_REPLICAS_EVERY = 10
+"""Snapshots from one comparison of replicas to the next, when a job does not say."""
+
+_Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+
+class PolicyType(StrEnum):
+    """Which units a snapshot captures."""
+
+    FULL = "Full"
+    PARTIAL_EXPERTS = "PartialExperts"
+    SELECTIVE = "Selective"
+    SPARSE = "Sparse"
+
+
+class ExpertChoice(StrEnum):
+    """Which experts of a layer go first."""
+
+    SEQUENTIAL = "Sequential"
+    LOAD_AWARE = "LoadAware"
+
+
+_LossLimit = Annotated[
+    float,
+    Meta(
+        gt=0,
+        le=1,
+        description="the fraction of all routed tokens that recoveries may lose",
+        examples=[0.05],
+    ),
+]
+
+
+_Recompute = Annotated[
+    bool,
+    Meta(
+        description="whether replicas of experts that stay chosen are computed from gradients",
+        extra={
+            "more": "Only with redundancy.type Replication and interval.steps 1. While an expert "
+            "is captured in one snapshot after the other, its gradient is sent and not its state; "
+            "what does not come out the same to the bit is sent. Takes memory for gradients."
+        },
+    ),
+]
+
+
+class PartialExperts(Document, frozen=True, kw_only=True):
+    """So many experts of each layer, and everything else; only with type PartialExperts."""
+
+    experts_per_layer: Annotated[
+        _Count,
+        Meta(
+            description="the experts of each layer that a snapshot captures",
+            examples=[1],
+            extra={
+                "more": "As many as a layer has, or more, capture all of it. It doubles when "
+                "recoveries have lost more tokens than lossLimit allows."
+            },
+        ),
+    ] = 1
+    selection: Annotated[
+        ExpertChoice,
+        Meta(
+            description="which experts of a layer go first",
+            extra={
+                "more": "Sequential: in turn. LoadAware: those with the most tokens since their "
+                "last snapshot, equally many of each rank; needs a trainer that counts tokens."
+            },
+        ),
+    ] = ExpertChoice.SEQUENTIAL
+    loss_limit: _LossLimit = 0.05
+    recompute: _Recompute = False
+
+
+class ExpertBudget(Document, frozen=True, kw_only=True):
+    """What a rank can copy in a second, where it is not to be measured."""
+
+    host_bytes_per_second: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=10**15,
+                description="bytes that a rank copies into host memory in a second",
+                examples=[10_000_000_000],
+                extra={"more": "Without it, what the slowest rank was measured to copy."},
+            ),
+        ]
+        | None
+    ) = None
+    network_bytes_per_second: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=10**15,
+                description="bytes of a rank that are protected in a second",
+                examples=[1_000_000_000],
+                extra={
+                    "more": "Without it, the fastest protection of the slowest rank, if any was "
+                    "measured."
+                },
+            ),
+        ]
+        | None
+    ) = None
+
+
+class Selective(Document, frozen=True, kw_only=True):
+    """The experts with most tokens at risk, and everything else; only with type Selective."""
+
+    experts: (
+        Annotated[
+            _Count,
+            Meta(
+                description="the experts, of all layers together, that a snapshot captures",
+                examples=[6],
+                extra={
+                    "more": "Without it, as many as can be copied within a step. The number "
+                    "doubles when recoveries have lost more tokens than lossLimit allows."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    budget: ExpertBudget | None = None
+    loss_limit: _LossLimit = 0.05
+    recompute: _Recompute = False
+
+
+class Policy(Document, frozen=True, kw_only=True):
+    """What a snapshot contains."""
+
+    type: Annotated[
+        PolicyType,
+        Meta(
+            description="which units a snapshot captures",
+            extra={
+                "more": "Full: every unit. PartialExperts: some experts of each layer, and "
+                "everything else. Selective: as many experts as can be copied within a step, where "
+                "most tokens are at risk, and everything else. After a recovery the other experts "
+                "are as old as their last snapshot; lost tokens are counted. Sparse: not in this "
+                "version."
+            },
+        ),
+    ] = PolicyType.FULL
+    partial_experts: PartialExperts | None = None
+    selective: Selective | None = None
+
+    @property
+    def chosen_experts(self) -> PartialExperts | Selective | None:
+        """How experts are chosen; None when every snapshot captures all of them.
+
+        Raises:
+            InvalidJobError: when this version cannot do what is asked for.
+        """
+        if self.type is PolicyType.SPARSE:
+            raise InvalidJobError(
+                f"snapshot.policy.type {self.type.value}: {NOT_SUPPORTED[0]}; {NOT_SUPPORTED[1]}"
+            )
+        if self.type is PolicyType.SELECTIVE:
+            return self.selective or Selective()
+        if self.type is PolicyType.PARTIAL_EXPERTS:
+            return self.partial_experts or PartialExperts()
+        return None
+
+
+NOT_SUPPORTED = (
+    "this version captures whole units: all of them, or some experts and everything else",
+    "use Full, PartialExperts or Selective",
+)
+"""What is wrong with other policies, and what to do about it."""
+
+
+class Snapshot(Document, frozen=True, kw_only=True):
+    """What is captured, how often, and in how much memory."""
+
+    policy: Policy = Policy()
+    interval: StepInterval = StepInterval()
+    compare_replicas_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="snapshots from one comparison of replicas to the next",
+            examples=[10],
+            extra={
+                "more": "Ranks that hold the same state say what they hold before such a snapshot "
+                "is committed. 1: before each. 0: only before the first of a run."
+            },
+        ),
+    ] = COMPARE_REPLICAS_EVERY
+    memory_per_node: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="memory for the job's snapshots on each node",
+                examples=["200Gi"],
+                extra={
+                    "more": "Bytes, or with Ki, Mi, Gi, Ti, Pi, k, M, G, T or P. What does not fit "
+                    "is refused when the trainer opens its session. Without it, the daemon's "
+                    "own budget is the limit."
+                },
+            ),
+        ]
+        | int
+        | None
+    ) = None
+
+
+_SpreadKey = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=317,
+        description="the node label whose values are failure domains",
+        examples=["topology.kubernetes.io/rack"],
+    ),
+]
+
+
+class Raim5(Document, frozen=True, kw_only=True):
+    """Parity groups and how they are spread; only with type RAIM5."""
+
+    group_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=MIN_GROUP_SIZE,
+                le=100_000,
+                description="the members of a parity group",
+                examples=[4],
+                extra={
+                    "more": f"From {MIN_GROUP_SIZE} to nodes. Without it, {DEFAULT_GROUP_SIZE}, or "
+                    f"all nodes when there are fewer."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    spread_topology_key: _SpreadKey = "kubernetes.io/hostname"
+
+
+class Raim6(Document, frozen=True, kw_only=True):
+    """Parity groups that survive two losses, and how they are spread; only with type RAIM6."""
+
+    group_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=3,
+                le=257,
+                description="the members of a parity group",
+                examples=[8],
+                extra={
+                    "more": "From 3 to nodes. Without it, 8, or all nodes when there are fewer."
+                },
+            ),
+        ]
+        | None
+    ) = None
+    spread_topology_key: _SpreadKey = "kubernetes.io/hostname"
+
+
+class Replication(Document, frozen=True, kw_only=True):
+    """How many whole copies there are, and how they are spread; only with type Replication."""
+
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=8,
+            description="the other members that keep each member's snapshots",
+            examples=[2],
+            extra={"more": "Fewer than nodes: as many nodes can be lost at once."},
+        ),
+    ] = 1
+    spread_topology_key: _SpreadKey = "kubernetes.io/hostname"
+
+
+class RedundancySpec(Document, frozen=True, kw_only=True):
+    """How committed snapshots are protected."""
+
+    type: Annotated[
+        Redundancy,
+        Meta(
+            description="how snapshots are protected against the loss of a node",
+            extra={
+                "more": "RAIM5: by parity on other nodes, which needs 2 nodes or more and survives "
+                "one lost node of each parity group. RAIM6: the same for two, which needs 3 nodes. "
+                "Replication: by whole copies on other nodes. None: not at all; a lost node loses "
+                "its snapshots."
+            },
+        ),
+    ] = Redundancy.RAIM5
+    raim5: Raim5 | None = None
+    raim6: Raim6 | None = None
+    replication: Replication | None = None
+    bandwidth: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="what each node may fetch in a second to protect new snapshots",
+                examples=["500M"],
+                extra={
+                    "more": "At least 10M. Bytes, or with Ki, Mi, Gi, k, M or G. What a recovery "
+                    "waits for is fetched without a limit. Without it, that of the daemon, if any."
+                },
+            ),
+        ]
+        | int
+        | None
+    ) = None
+
+    @property
+    def bandwidth_bytes_s(self) -> int:
+        """The limit in bytes a second; 0 without one."""
+        return 0 if self.bandwidth is None else parse_bytes(self.bandwidth)
+
+    @property
+    def losses(self) -> int:
+        """Members of a parity group that can be lost at once."""
+        match self.type:
+            case Redundancy.NONE:
+                return 0
+            case Redundancy.RAIM5:
+                return 1
+            case Redundancy.RAIM6:
+                return 2
+            case Redundancy.REPLICATION:
+                return (self.replication or Replication()).replicas
+
+    @property
+    def spread_topology_key(self) -> str:
+        """The node label whose values are the failure domains of parity groups."""
+        given = self.raim5 or self.raim6 or self.replication or Raim5()
+        return given.spread_topology_key
+
+    def group_size(self, nodes: int) -> int:
+        """Members of a parity group in a job of `nodes`; 1 without redundancy."""
+        default = DEFAULT_GROUP_SIZE if self.type is Redundancy.RAIM5 else DEFAULT_LARGE_GROUP_SIZE
+        if self.type is Redundancy.NONE:
+            return 1
+        asked = self.raim5 or self.raim6
+        given = asked.group_size if asked is not None else None
+        if self.type is Redundancy.REPLICATION:
+            given = self.losses + 1
+        return min(default, nodes) if given is None else given

@@ -1,0 +1,93 @@
+"""What Holdfast needs to find in a job's pod template: the trainer's command and environment.
+
+Everything else in the template belongs to Kubernetes and is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast_core.job.documents import MISSING, Problem, at
+
+_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+
+
+def template_problems(template: object) -> Iterator[Problem]:
+    """What is wrong with `spec.trainer.template`; its absence is not for here."""
+    if not isinstance(template, Mapping):
+        return
+    path = "spec.trainer.template.spec.containers"
+    containers = at(template, "spec", "containers")
+    if not isinstance(containers, list | tuple) or not containers:
+        yield Problem(
+            path=path, value=containers, wrong="no container", fix="give a list with the trainer"
+        )
+        return
+    trainer = containers[0]
+    if not isinstance(trainer, Mapping):
+        yield Problem(
+            path=f"{path}[0]",
+            value=trainer,
+            wrong="not a container",
+            fix="give a mapping with name, image and command",
+        )
+        return
+    yield from _command_problems(trainer, f"{path}[0]")
+    yield from _env_problems(trainer.get("env", ()), f"{path}[0].env")
+
+
+def _command_problems(trainer: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    for key in ("command", "args"):
+        words = trainer.get(key, MISSING)
+        if words is MISSING and key == "args":
+            continue
+        if not words or words is MISSING:
+            if key == "command":
+                yield Problem(
+                    path=f"{path}.command",
+                    value=words,
+                    wrong="the trainer has no command",
+                    fix='give a list of words, for example ["python", "train.py"]',
+                )
+        elif not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
+            yield Problem(
+                path=f"{path}.{key}",
+                value=words,
+                wrong="not a list of words",
+                fix='give one, for example ["python", "train.py"], with numbers in quotes',
+            )
+
+
+def _env_problems(env: object, path: str) -> Iterator[Problem]:
+    if not isinstance(env, list | tuple):
+        yield Problem(path=path, value=env, wrong="not a list", fix="give a list of name and value")
+        return
+    seen: set[str] = set()
+    for i, entry in enumerate(env):
+        name = at(entry, "name")
+        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+            yield Problem(
+                path=f"{path}[{i}].name",
+                value=name,
+                wrong="not the name of an environment variable",
+                fix="use letters, digits, '_', '-' and '.', not beginning with a digit",
+            )
+            continue
+        if name in seen:
+            yield Problem(
+                path=f"{path}[{i}].name",
+                value=name,
+                wrong="is given twice",
+                fix="remove one of the two",
+            )
+        seen.add(name)
+        value = at(entry, "value")
+        if not isinstance(value, str) and value is not MISSING:
+            yield Problem(
+                path=f"{path}[{i}].value",
+                value=value,
+                wrong="not text",
+                fix="write it in quotes",
+            )

@@ -1,0 +1,1 @@
+"""What `holdfast plan` computes: the cost of each policy for a job."""

@@ -1,0 +1,399 @@
+"""What each snapshot policy would cost a job, and which of them it should use.
+
+Compares Full with PartialExperts (PEC) and Selective (MoEtion) before the job runs: bytes, whether
+the copy hides behind a step, memory, and what failures are expected to cost in time and tokens.
+Each policy is taken at its own best interval (REFT appendix A, eq. 9), because a policy that does
+not hide is not used at every step.
+
+Rates of failures are constant, every failure returns all ranks to a snapshot in memory, and nothing
+that all policies pay alike (detection, rescheduling, loading) is counted. The formulas are those of
+`intervals`, `planning.expected_loss`, `budget` and `sharding`; this module puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.budgeted import Budgets, experts_within, select_local
+from holdfast_core.experts.dynamic_k import PLT_LIMIT, next_k
+from holdfast_core.experts.ledger import ExpertLedger
+from holdfast_core.experts.pec import select_sequential
+from holdfast_core.experts.recompute import GRADIENT_SHARE
+from holdfast_core.experts.tables import ExpertTable
+from holdfast_core.experts.token_loss import check_limit
+from holdfast_core.job.parsing import MoETrainingJob, PolicyType
+from holdfast_core.planning.expected_loss import routed_tokens, selective_loss, sequential_loss
+from holdfast_core.planning.model_sizes import CapturePlan, ModelSizes, plan_capture, table_of_sizes
+from holdfast_core.protection.budget import predict
+from holdfast_core.protection.intervals import (
+    recoveries_per_s,
+    save_overhead_s,
+    snapshot_interval_steps,
+    total_overhead_s,
+)
+from holdfast_core.quantities import format_portion
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
+from holdfast_core.snapshots.membership import Redundancy
+from holdfast_core.snapshots.units import UnitKey
+
+NEGLIGIBLE = 0.001
+"""Policies whose costs differ by less than this portion of the training's time count as equal: then
+the one that loses fewer tokens is better."""
+
+SNAPSHOTS_LOOKED_AT = 32
+"""For the most loaded rank: consecutive snapshots, of one after another."""
+
+_TOKENS = 1 << 20
+"""Routed in each layer and step: enough that shares of them are distinct."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumptions:
+    """What the comparison takes as given.
+
+    Raises:
+        InvalidJobError: when a value is out of range.
+    """
+
+    copy_bytes_s: float
+    """From the accelerators (or the trainer's memory) of one node into its memory."""
+    network_bytes_s: float
+    """From one node to others."""
+    step_s: float
+    """Of a step without snapshots: what the copy may hide behind."""
+    node_losses_per_s: float
+    """Of one node, with its memory."""
+    process_failures_per_s: float
+    """Of the training processes of one node; its memory stays."""
+    first_k: int = 1
+    """K from which PartialExperts starts."""
+    loss_limit: float = PLT_LIMIT
+    """Portion of tokens that PartialExperts may lose (PEC §3.1)."""
+    routing_skew: float = 0.0
+    """See `planning.expected_loss.popularity`."""
+
+    def __post_init__(self) -> None:
+        if not min(self.copy_bytes_s, self.network_bytes_s, self.step_s) > 0:
+            raise InvalidJobError(
+                f"copy_bytes_s={self.copy_bytes_s}, network_bytes_s={self.network_bytes_s}, "
+                f"step_s={self.step_s}: without bandwidth and time no snapshot is ever taken; give "
+                f"values above 0"
+            )
+        if self.first_k < 1:
+            raise InvalidJobError(f"first_k={self.first_k}: capture at least 1 expert of a layer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyCost:
+    """What one policy costs."""
+
+    policy: PolicyType
+    experts: int
+    """Captured by a snapshot: of each layer (PartialExperts), of all (Selective, Full)."""
+    rank_bytes: int
+    """Captured by the most loaded rank."""
+    job_bytes: int
+    """Captured by all ranks together, without duplicates."""
+    memory_bytes: int
+    """Of the node that needs most: arenas and parity, with the job's redundancy."""
+    copy_s: float
+    """Of the most loaded node's ranks together."""
+    stall_s: float
+    """By which one snapshot delays training: 0 when its copy hides behind a step."""
+    network_bytes: int
+    """Sent by all nodes together to protect one snapshot; 0 without redundancy."""
+    recomputed_bytes: int
+    """The same while all experts of a snapshot were in the one before it, and replicas are computed
+    from their gradients (MoEtion §5.2); equal where there are no replicas."""
+    gradient_bytes: int
+    """Memory that gradients take more, of the node that needs most; 0 where there are none."""
+    protect_s: float
+    """Of the most loaded node's bytes on the network; 0 without redundancy."""
+    interval_steps: int
+    """From snapshot to snapshot."""
+    lost_steps: float
+    """Done again after one failure, on average."""
+    stalled: float
+    """Portion of the training's time that snapshots add."""
+    redone: float
+    """Portion of the training's time that is done again."""
+    lost_tokens: float
+    """Portion of all routed tokens whose updates of experts recoveries lose (PLT, PEC eq. 4)."""
+    objection: str
+    """Why it is not to be used; empty when it may."""
+
+    @property
+    def overhead(self) -> float:
+        """Portion of the training's time that is lost."""
+        return self.stalled + self.redone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """All policies beside each other."""
+
+    costs: tuple[PolicyCost, ...]
+    fitting: tuple[PolicyCost, ...]
+    """Those whose memory is within the job's `memoryPerNode`."""
+    best: PolicyCost
+    """Of those that fit, if any does."""
+    reason: str
+    """Why, in a sentence."""
+
+
+def compare_policies(
+    job: MoETrainingJob,
+    sizes: ModelSizes,
+    groups: Sequence[Sequence[int]],
+    assumed: Assumptions,
+) -> Comparison:
+    """The cost of each policy, and a recommendation.
+
+    PartialExperts appears with each K that Dynamic-K would go through (PEC §3.1): the first one,
+    doubled as long as experts are left out. Selective captures as many experts as its budgets hold
+    (MoEtion §4.2): that of the network counts as far as the job has redundancy, because a snapshot
+    here is protected as a whole.
+
+    Args:
+        groups: the job's parity groups; none without redundancy.
+
+    Raises:
+        InvalidJobError: when the model has no experts.
+    """
+    table = table_of_sizes(sizes, job.topology())
+    if not table.experts:
+        raise InvalidJobError("the model has no experts to leave out; every snapshot is full")
+    world = _World(job, table, groups, assumed)
+    costs = (world.full(), *world.partial(), world.selective())
+    limit = job.memory_per_node_bytes
+    fitting = tuple(cost for cost in costs if limit is None or cost.memory_bytes <= limit)
+    best = _best(fitting or costs)
+    return Comparison(costs=costs, fitting=fitting, best=best, reason=_reason(costs, best, assumed))
+
+
+class _World:
+    """The job, its model, and what is assumed of both."""
+
+    def __init__(
+        self,
+        job: MoETrainingJob,
+        table: ExpertTable,
+        groups: Sequence[Sequence[int]],
+        assumed: Assumptions,
+    ) -> None:
+        self._job, self._table, self._groups, self._assumed = job, table, groups, assumed
+        self._redundant = job.spec.redundancy.type is not Redundancy.NONE
+        self._replicates = job.spec.redundancy.type is Redundancy.REPLICATION
+        chosen = job.spec.snapshot.policy.chosen_experts
+        self._recomputes = chosen is not None and chosen.recompute
+        topology = job.topology()
+        self._whole = plan_capture(table, topology, partial=False)
+        self._apart = plan_capture(table, topology, partial=True)
+
+    def full(self) -> PolicyCost:
+        """Every unit."""
+        return self._cost(
+            PolicyType.FULL, len(self._table.experts), self._whole, [self._table.units], 0.0
+        )
+
+    def partial(self) -> list[PolicyCost]:
+        """K experts of each layer in turn, for each K of Dynamic-K."""
+        most = self._table.experts_max
+        ks = [min(self._assumed.first_k, most)]
+        while 2 * ks[-1] < most:
+            ks.append(2 * ks[-1])
+        costs = []
+        for k in ks:
+            numbers = range(min(-(-most // k), SNAPSHOTS_LOOKED_AT))
+            chosen = [select_sequential(self._table, k, number).units for number in numbers]
+            loss = sequential_loss(self._table, k)
+            costs.append(self._cost(PolicyType.PARTIAL_EXPERTS, k, self._apart, chosen, loss))
+        return costs
+
+    def selective(self) -> PolicyCost:
+        """As many experts as the budgets of a step hold."""
+        assumed = self._assumed
+        budgets = Budgets.of(
+            host_bytes_s=assumed.copy_bytes_s,
+            network_bytes_s=assumed.network_bytes_s,
+            step_s=assumed.step_s,
+            links=self._job.spec.nodes,
+        )
+        within = [budgets.local_bytes, *([budgets.remote_bytes] if self._redundant else [])]
+        dense = self._table.dense_bytes
+        total = experts_within(self._table, min(within), reserved_bytes=dense).experts
+        loss = selective_loss(self._table, total, assumed.routing_skew)
+        return self._cost(PolicyType.SELECTIVE, total, self._apart, self._selections(total), loss)
+
+    def _selections(self, total: int) -> list[tuple[UnitKey, ...]]:
+        """What algorithm 1 of MoEtion captures in consecutive snapshots after a full one."""
+        table = self._table
+        if total >= len(table.experts):
+            return [table.units]
+        routed = routed_tokens(table, self._assumed.routing_skew, _TOKENS)
+        ledger = ExpertLedger.start(table.units).captured(Generation(0, 0), table.units)
+        chosen = []
+        for step in range(1, min(-(-len(table.experts) // total), SNAPSHOTS_LOOKED_AT) + 1):
+            ledger = ledger.routed(routed)
+            chosen.append(select_local(table, ledger, total).units)
+            ledger = ledger.captured(Generation(0, step), chosen[-1]).pruned({})
+        return chosen
+
+    def _cost(
+        self,
+        policy: PolicyType,
+        experts: int,
+        plan: CapturePlan,
+        selections: Sequence[Sequence[UnitKey]],
+        loss: float,
+    ) -> PolicyCost:
+        """The cost of capturing `selections` in turn.
+
+        Args:
+            loss: of a recovery, in snapshots' worth of tokens.
+        """
+        assumed, nodes = self._assumed, self._job.spec.nodes
+        by_rank = [plan.loads(units) for units in selections]
+        node_bytes = max(load for loads in by_rank for load in self._by_node(loads))
+        copy_s = node_bytes / assumed.copy_bytes_s
+        # What a node sends for each loss that is to be survived is as long as what it captured.
+        protect_s = node_bytes * self._job.spec.redundancy.losses / assumed.network_bytes_s
+        stall_s = save_overhead_s(copy_s, assumed.step_s)
+        losses_per_s = assumed.node_losses_per_s if self._redundant else 0.0
+        rate_per_s = recoveries_per_s(
+            nodes,
+            node_losses_per_s=assumed.node_losses_per_s,
+            process_failures_per_s=assumed.process_failures_per_s,
+            redundant=self._redundant,
+        )
+        steps = snapshot_interval_steps(
+            copy_s=copy_s,
+            protect_s=protect_s,
+            step_s=assumed.step_s,
+            rate_per_s=rate_per_s,
+            asked_steps=self._job.spec.snapshot.interval.least_steps,
+        )
+        interval_s = steps * assumed.step_s
+        # A snapshot is of use when its copy has ended, and to a lost node when it is protected.
+        late_s = copy_s + protect_s * nodes * losses_per_s / rate_per_s
+        redone = total_overhead_s(
+            save_overhead_s=0.0,
+            interval_s=interval_s,
+            total_s=1.0,
+            failure_rate_per_s=rate_per_s,
+            restart_s=late_s,
+        )
+        lost_tokens = min(1.0, rate_per_s * interval_s * loss)
+        job_bytes = max(self._table.snapshot_bytes(units) for units in selections)
+        recomputed_bytes, gradient_bytes = self._gradients(policy, plan, job_bytes)
+        return PolicyCost(
+            policy=policy,
+            experts=experts,
+            rank_bytes=max(max(loads) for loads in by_rank),
+            job_bytes=job_bytes,
+            memory_bytes=self._memory_bytes(plan) + self._recomputes * gradient_bytes,
+            network_bytes=job_bytes * self._job.spec.redundancy.losses,
+            recomputed_bytes=recomputed_bytes,
+            gradient_bytes=gradient_bytes,
+            copy_s=copy_s,
+            stall_s=stall_s,
+            protect_s=protect_s,
+            interval_steps=steps,
+            lost_steps=redone / rate_per_s / assumed.step_s,
+            stalled=stall_s / interval_s,  # the first term of REFT eq. 4
+            redone=redone,
+            lost_tokens=lost_tokens,
+            objection=self._objection(policy, experts, lost_tokens),
+        )
+
+    def _gradients(self, policy: PolicyType, plan: CapturePlan, job_bytes: int) -> tuple[int, int]:
+        """`PolicyCost.recomputed_bytes` and `gradient_bytes` of snapshots of `job_bytes`."""
+        losses = self._job.spec.redundancy.losses
+        if policy is PolicyType.FULL or not self._replicates:
+            return job_bytes * losses, 0
+        dense_bytes = self._table.dense_bytes
+        carried = dense_bytes + int((job_bytes - dense_bytes) * GRADIENT_SHARE)
+        more = self._memory_bytes(plan, gradients=True) - self._memory_bytes(plan)
+        return carried * losses, more
+
+    def _by_node(self, loads: Sequence[int]) -> list[int]:
+        ranks = self._job.spec.nproc_per_node
+        return [sum(loads[at : at + ranks]) for at in range(0, len(loads), ranks)]
+
+    def _memory_bytes(self, plan: CapturePlan, *, gradients: bool = False) -> int:
+        loads = plan.loads(self._table.units)
+        if gradients:
+            always = plan.loads(())
+            loads = [
+                load + int((load - rest) * GRADIENT_SHARE)
+                for load, rest in zip(loads, always, strict=True)
+            ]
+        slots = [round_up(load, PAGE_BYTES) for load in loads]
+        nodes = predict(
+            slots,
+            self._groups,
+            self._job.spec.nproc_per_node,
+            redundancy=self._job.spec.redundancy.type,
+            replicas=max(self._job.spec.redundancy.losses, 1),
+        )
+        return max(node.total_bytes for node in nodes)
+
+    def _objection(self, policy: PolicyType, experts: int, lost: float) -> str:
+        if policy is PolicyType.PARTIAL_EXPERTS:
+            grown = next_k(
+                experts,
+                first_k=experts,
+                experts_max=self._table.experts_max,
+                lost_by_k={experts: round(lost * _TOKENS)},
+                total_tokens=_TOKENS,
+                limit=self._assumed.loss_limit,
+            )
+            return f"K would grow to {grown.k}" if grown.k > experts else ""
+        if policy is PolicyType.SELECTIVE:
+            limit = check_limit("the expected loss of tokens", lost, self._assumed.loss_limit)
+            return "S would grow" if limit.passed else ""
+        return ""
+
+
+def _best(costs: Sequence[PolicyCost]) -> PolicyCost:
+    """Of those that cost (almost) the least time, the one that loses the fewest tokens; of equal
+    ones that with the fewest bytes."""
+    allowed = [cost for cost in costs if not cost.objection] or costs
+    least = min(cost.overhead for cost in allowed)
+    close = [cost for cost in allowed if cost.overhead <= least + NEGLIGIBLE]
+    # Full comes first, and so wins ties.
+    return min(close, key=lambda cost: (cost.lost_tokens, cost.job_bytes))
+
+
+def _reason(costs: Sequence[PolicyCost], best: PolicyCost, assumed: Assumptions) -> str:
+    full, step = costs[0], f"a step of {_seconds(assumed.step_s)}"
+    if best is full:
+        if not full.stall_s:
+            return (
+                f"its copy of {_seconds(full.copy_s)} hides behind {step} and no recovery loses a "
+                f"token; leaving experts out would save less than {NEGLIGIBLE:.1%} of the time"
+            )
+        return (
+            f"its copy of {_seconds(full.copy_s)} does not hide behind {step}, but every "
+            f"{full.interval_steps} steps it costs {format_portion(full.overhead)} of the time and "
+            f"no tokens, and no other policy that may be used saves {NEGLIGIBLE:.1%} or more"
+        )
+    if full.stall_s:
+        hides = "comes closer to hiding" if best.stall_s else "hides"
+        what = f"copy of {_seconds(best.copy_s)} {hides} behind {step} where Full's takes"
+        of_full = full.copy_s
+    else:
+        what = f"protection takes {_seconds(best.protect_s)} on the network where Full's takes"
+        of_full = full.protect_s
+    return (
+        f"its {what} {_seconds(of_full)}, which lowers the time lost from "
+        f"{format_portion(full.overhead)} to {format_portion(best.overhead)}, for "
+        f"{format_portion(best.lost_tokens)} of all routed tokens"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{float(f'{value:.2g}'):g} s"

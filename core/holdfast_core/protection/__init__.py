@@ -1,0 +1,1 @@
+"""What survives a loss: parity groups, codes, the memory they take, the recovery line."""

@@ -1,0 +1,121 @@
+"""What a job's snapshots will take of each node's memory, before anything is allocated.
+
+Invariant 5: memory is bounded and known beforehand. The daemon that allocates and the plan that
+people read use the same numbers from here. Small files beside them (layouts, manifests) are not
+counted; they are far below the 2 % that a prediction may be off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError, MemoryBudgetError
+from holdfast_core.protection.codes import Code, code_for
+from holdfast_core.quantities import format_bytes
+from holdfast_core.snapshots.layouts import PAGE_BYTES, PIECE_BYTES, SLOTS_PER_ARENA, round_up
+from holdfast_core.snapshots.membership import Redundancy
+
+PARITY_SLOTS = 2
+"""Parity blocks of a parity lane: one protects the newest protected generation while the other is
+made."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeMemory:
+    """Bytes that one job takes on one member's node."""
+
+    member: int
+    arena_bytes: int
+    parity_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.arena_bytes + self.parity_bytes
+
+
+def arena_bytes(slot_bytes: int) -> int:
+    """Bytes of a rank's arena; equals `Layout.arena_bytes` for `Layout.slot_bytes`."""
+    return SLOTS_PER_ARENA * slot_bytes
+
+
+def parity_block_bytes(
+    largest_slot_bytes: int, code: Code | None, piece_bytes: int = PIECE_BYTES
+) -> int:
+    """Bytes to reserve for one parity block, in whole pages; 0 for a member without a group.
+
+    Enough for whatever the members of the group capture: no payload is longer than its slot, and a
+    block is as long as the longest chunk in it (`Code.block_bytes`). A member has one for each lane
+    and row of the code, twice (`PARITY_SLOTS`).
+
+    Args:
+        largest_slot_bytes: of all ranks of the job.
+        code: of the member's parity group; None without redundancy.
+    """
+    if code is None:
+        return 0
+    return round_up(code.chunk_bytes(largest_slot_bytes, piece_bytes), PAGE_BYTES)
+
+
+def predict(
+    slot_bytes_by_rank: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    nproc_per_node: int,
+    *,
+    redundancy: Redundancy = Redundancy.RAIM5,
+    replicas: int = 1,
+    piece_bytes: int = PIECE_BYTES,
+) -> tuple[NodeMemory, ...]:
+    """The memory that a job takes on each member's node, by member.
+
+    Args:
+        slot_bytes_by_rank: `Layout.slot_bytes` of each rank; ranks follow members.
+        groups: parity groups of member indices 0, 1, …; none at all without redundancy.
+        nproc_per_node: ranks, and so lanes, of each member.
+        redundancy, replicas: how the members of a group protect each other.
+
+    Raises:
+        InvalidJobError: when the ranks do not fill whole members, or the groups do not hold each
+            member once.
+    """
+    if nproc_per_node < 1 or len(slot_bytes_by_rank) % nproc_per_node:
+        raise InvalidJobError(
+            f"{len(slot_bytes_by_rank)} ranks do not fill members of {nproc_per_node} ranks each"
+        )
+    members = range(len(slot_bytes_by_rank) // nproc_per_node)
+    size_of = {member: len(group) for group in groups for member in group}
+    if groups and sorted(m for group in groups for m in group) != list(members):
+        raise InvalidJobError(
+            f"parity groups {[list(group) for group in groups]} must hold each of the members 0 to "
+            f"{len(members) - 1} once"
+        )
+    largest = max(slot_bytes_by_rank, default=0)
+    return tuple(
+        NodeMemory(
+            member=member,
+            arena_bytes=sum(arena_bytes(slot_bytes_by_rank[rank]) for rank in ranks),
+            parity_bytes=nproc_per_node
+            * PARITY_SLOTS
+            * (code.rows if code else 0)
+            * parity_block_bytes(largest, code, piece_bytes),
+        )
+        for member in members
+        for code in [code_for(redundancy, size_of.get(member, 1), replicas)]
+        for ranks in [range(member * nproc_per_node, (member + 1) * nproc_per_node)]
+    )
+
+
+def fits(needed_bytes: int, available_bytes: int, *, what: str = "snapshots in memory") -> None:
+    """Refuse what would not fit, before anything is allocated.
+
+    Raises:
+        MemoryBudgetError: when more is needed than available, with both numbers.
+    """
+    if needed_bytes > available_bytes:
+        raise MemoryBudgetError(
+            f"{what} need {format_bytes(needed_bytes)}, but {format_bytes(available_bytes)} are "
+            f"available; raise the daemon's budget or spec.snapshot.memoryPerNode, or spread the "
+            f"state over more ranks",
+            needed_bytes=needed_bytes,
+            available_bytes=available_bytes,
+        )

@@ -1,0 +1,273 @@
+"""Recovery line, protection and retention, as pure functions of the daemons' inventories.
+
+Who calls this: the leader's engine in every daemon, and the simulator's checker. The daemons'
+memory is the truth (invariant 6), so nothing here remembers anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast_core.protection.codes import BlockId, Code, code_of
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
+from holdfast_core.snapshots.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All inventories of a job, indexed for the questions below."""
+
+    snapshots: Mapping[tuple[int, Generation], SnapshotEntry]
+    """(rank, generation) → entry, only where the rank's own member holds it."""
+    parities: Mapping[tuple[int, int, Generation], ParityEntry]
+    """(owner member, parity lane, generation) → entry, only for the group the owner is in now."""
+
+    @classmethod
+    def of(cls, membership: Membership, inventories: Mapping[int, Inventory]) -> Holdings:
+        snapshots: dict[tuple[int, Generation], SnapshotEntry] = {}
+        parities: dict[tuple[int, int, Generation], ParityEntry] = {}
+        for member, inventory in inventories.items():
+            ranks, group = membership.ranks_of(member), membership.group_of(member)
+            for entry in inventory.snapshots:
+                if entry.rank in ranks:
+                    snapshots[entry.rank, entry.generation] = entry
+            for block in inventory.parities:
+                if block.group == group:
+                    parities[member, block.lane, block.generation] = block
+        return cls(snapshots, parities)
+
+    def generations(self) -> list[Generation]:
+        """All generations of which anything is held, newest first."""
+        held = {generation for _, generation in self.snapshots}
+        return sorted(held, reverse=True)
+
+
+def is_complete(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
+    """Whether every rank's own daemon holds its snapshot of `generation`."""
+    return all((rank, generation) in holdings.snapshots for rank in range(membership.world_size))
+
+
+def is_protected(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
+    """Whether `generation` survives the loss of as many nodes of each parity group as the job's
+    redundancy is made for."""
+    return is_complete(membership, holdings, generation) and all(
+        _has_all_blocks(membership, holdings, group, group, generation)
+        for group in membership.groups
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildSources:
+    """What a lost snapshot can be rebuilt from."""
+
+    manifest_digest: int
+    """Of the lost snapshot."""
+    positions: frozenset[int]
+    """Of the other members of the group that hold theirs of its lane."""
+    blocks: frozenset[BlockId]
+    """The group's parity blocks of its lane that were made from exactly these, and from it."""
+
+
+def rebuild_sources(
+    membership: Membership, holdings: Holdings, rank: int, generation: Generation
+) -> RebuildSources | None:
+    """What the rank's snapshot can be rebuilt from in its parity group; None when it cannot."""
+    member, lane = membership.member_of(rank), membership.lane_of(rank)
+    group = membership.group_of(member)
+    code = code_of(membership, group)
+    if code is None:
+        return None
+    lost = group.index(member)
+    held = frozenset(
+        position
+        for position, other in enumerate(group)
+        if position != lost and (membership.rank_at(other, lane), generation) in holdings.snapshots
+    )
+    found = {
+        block: entry
+        for owner in range(code.n)
+        if owner != lost
+        for row in range(code.rows)
+        for block in [BlockId(owner, row)]
+        for entry in [
+            _parity_of(membership, holdings, group, code, block, lane, generation, spare=lost)
+        ]
+        if entry is not None
+    }
+    # Some stripes of some codes survive more losses than all do: nobody counts on that luck.
+    if code.n - len(held) > code.rows or not code.solvable(lost, held, found.keys()):
+        return None
+    # What is gone must be one and the same in all blocks, or they do not belong together.
+    gone: dict[int, int] = {}
+    for entry in found.values():
+        for source, digest in entry.sources:
+            known = (source, generation) in holdings.snapshots and source != rank
+            if not known and gone.setdefault(source, digest) != digest:
+                return None
+    return RebuildSources(gone[rank], held, frozenset(found))
+
+
+def rebuildable(
+    membership: Membership, holdings: Holdings, rank: int, generation: Generation
+) -> bool:
+    """Whether what the other members of the rank's parity group hold is enough to rebuild its
+    snapshot."""
+    return rebuild_sources(membership, holdings, rank, generation) is not None
+
+
+def recovery_line(membership: Membership, inventories: Mapping[int, Inventory]) -> Line:
+    """The newest generation that every rank can be restored from.
+
+    `inventories` has one entry for each member; a member on a fresh node has an empty one.
+    """
+    holdings = Holdings.of(membership, inventories)
+    rejected: list[str] = []
+    for generation in holdings.generations():
+        missing = [
+            rank
+            for rank in range(membership.world_size)
+            if (rank, generation) not in holdings.snapshots
+        ]
+        lost = [rank for rank in missing if not rebuildable(membership, holdings, rank, generation)]
+        if not lost:
+            how = f"ranks {missing} from parity" if missing else "all ranks in local memory"
+            return Line(generation=generation, reason=f"generation {generation}: {how}")
+        rejected.append(f"{generation} lacks ranks {lost}")
+    why = "; ".join(rejected) if rejected else "no daemon holds a snapshot"
+    return Line(generation=None, reason=f"no generation in memory covers every rank: {why}")
+
+
+def newest_protected(
+    membership: Membership, holdings: Holdings, *, not_after: Generation | None = None
+) -> Generation | None:
+    """The newest protected generation, at most `not_after` when that is given."""
+    return next(
+        (
+            generation
+            for generation in holdings.generations()
+            if (not_after is None or generation <= not_after)
+            and is_protected(membership, holdings, generation)
+        ),
+        None,
+    )
+
+
+def newest_survivable(
+    membership: Membership, holdings: Holdings, *, not_after: Generation
+) -> Generation | None:
+    """The newest generation, at most `not_after`, that every rank can be restored from and still
+    could be after the loss of a node of each parity group that has lost fewer than its redundancy
+    is made for."""
+    return next(
+        (
+            generation
+            for generation in holdings.generations()
+            if generation <= not_after
+            and all(
+                _group_survives(membership, holdings, group, generation)
+                for group in membership.groups
+            )
+        ),
+        None,
+    )
+
+
+def _group_survives(
+    membership: Membership, holdings: Holdings, group: tuple[int, ...], generation: Generation
+) -> bool:
+    code = code_of(membership, group)
+    missing = {
+        rank
+        for member in group
+        for rank in membership.ranks_of(member)
+        if (rank, generation) not in holdings.snapshots
+    }
+    if code is None or not all(rebuildable(membership, holdings, r, generation) for r in missing):
+        return False
+    short = {membership.member_of(rank) for rank in missing}
+    if len(short) >= code.rows:
+        return True
+    rest = tuple(member for member in group if member not in short)
+    return _has_all_blocks(membership, holdings, group, rest, generation)
+
+
+def _has_all_blocks(
+    membership: Membership,
+    holdings: Holdings,
+    group: tuple[int, ...],
+    owners: tuple[int, ...],
+    generation: Generation,
+) -> bool:
+    """Whether `owners` hold all blocks of the group that are theirs, made from what is held now;
+    of what is not held, the blocks speak."""
+    code = code_of(membership, group)
+    return code is not None and all(
+        _parity_of(
+            membership, holdings, group, code, BlockId(group.index(owner), row), lane, generation
+        )
+        is not None
+        for owner in owners
+        for row in range(code.rows)
+        for lane in range(membership.nproc_per_node)
+    )
+
+
+def dead_generations(
+    membership: Membership, inventories: Mapping[int, Inventory]
+) -> tuple[Generation, ...]:
+    """Generations of which something is held but that some rank will never complete.
+
+    A rank never completes a generation of the current epoch that it has passed without holding or
+    writing it. Generations of older epochs are settled by the line, not here.
+    """
+    passed: dict[int, Generation] = {}
+    pending: dict[Generation, set[int]] = {}
+    for inventory in inventories.values():
+        passed.update(inventory.passed)
+        for entry in inventory.snapshots:
+            if entry.generation.epoch == membership.epoch:
+                pending.setdefault(entry.generation, set()).add(entry.rank)
+        for block in inventory.parities:
+            if block.generation.epoch == membership.epoch:
+                pending.setdefault(block.generation, set())
+    for inventory in inventories.values():
+        for rank, generation in inventory.writing:
+            if generation in pending:
+                pending[generation].add(rank)
+    return tuple(
+        generation
+        for generation, ranks in sorted(pending.items(), key=lambda item: item[0])
+        if any(rank not in ranks and generation <= last for rank, last in passed.items())
+    )
+
+
+def _parity_of(
+    membership: Membership,
+    holdings: Holdings,
+    group: tuple[int, ...],
+    code: Code,
+    block: BlockId,
+    lane: int,
+    generation: Generation,
+    *,
+    spare: int | None = None,
+) -> ParityEntry | None:
+    """A block of a lane if it was made from exactly the snapshots that the members hold now.
+
+    What a member does not hold is what the block is to recover, and so is what position `spare`
+    holds.
+    """
+    parity_lane = membership.parity_lane(lane, block.row)
+    entry = holdings.parities.get((group[block.owner], parity_lane, generation))
+    if entry is None:
+        return None
+    ranks = {membership.rank_at(group[p], lane): p for p in code.sources_of(block)}
+    if {rank for rank, _ in entry.sources} != ranks.keys():
+        return None
+    for rank, digest in entry.sources:
+        held = holdings.snapshots.get((rank, generation))
+        if held is not None and ranks[rank] != spare and held.manifest_digest != digest:
+            return None
+    return entry

@@ -1,0 +1,1 @@
+"""What is captured: units, layouts and shards; generations, manifests and reports of them."""

@@ -1,0 +1,152 @@
+"""The membership of an epoch: who takes part in a job, and how its snapshots are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast_core.errors import InvalidJobError
+
+
+class Redundancy(StrEnum):
+    """How committed snapshots are protected against the loss of a node."""
+
+    NONE = "None"
+    RAIM5 = "RAIM5"
+    """One lost node of each parity group."""
+    RAIM6 = "RAIM6"
+    """Any two lost nodes of each parity group."""
+    REPLICATION = "Replication"
+    """As many lost nodes of each parity group as there are replicas."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberPlace:
+    """Where a member lives in an epoch."""
+
+    index: int
+    node: str
+    memory_id: str
+    """Identity of the node's tmpfs. A reboot changes it, so a node that lost its memory is not
+    mistaken for one that kept it."""
+    peer_address: str
+    """`host:port` of the daemon's peer service (gRPC)."""
+    bulk_address: str
+    """`host:port` of the daemon's bulk service (zero-copy TCP)."""
+    domain: str = ""
+    """Failure domain (rack, zone); the node itself when empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tier:
+    """Where and how often a job's generations are persisted, and where it begins."""
+
+    uri: str
+    """A directory of any kind that fsspec reaches: `file:///…`, `s3://bucket/prefix`. The job's
+    sets lie in a directory of its own below it."""
+    every_steps: int = 0
+    """Steps from copy to copy; 0: not by steps."""
+    every_s: float = 0.0
+    """Seconds from copy to copy; 0: not by time. Without steps and time, as REFT appendix A
+    computes it from what copies cost and how often memory was lost."""
+    keep: int = 3
+    """Newest copies to keep."""
+    keep_every: int = 0
+    """Besides, copies whose step is a multiple of this are kept for good; 0: none."""
+    bytes_per_s: int = 0
+    """What one daemon may write in a second; 0: as fast as it can."""
+    experts: int = 0
+    """Of each layer, the experts that a copy holds anew; 0: all."""
+    restore_from: str = ""
+    """`epoch.step` of the copy that a job without generations in memory begins from; empty: the
+    newest whole one."""
+    persisted: str = ""
+    """`epoch.step` of a copy that the control loop knows was put there; empty: it knows of none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """Who takes part in a job in one epoch, and where.
+
+    `revision` grows when only addresses change (a daemon came back on another port): that needs no
+    fencing, because the memory behind the address is the same.
+    """
+
+    job: str
+    epoch: int
+    revision: int = 0
+    members: tuple[MemberPlace, ...]
+    nproc_per_node: int
+    groups: tuple[tuple[int, ...], ...]
+    """Parity groups: member indices, each member in exactly one group. Constant for a job's life
+    unless the number of members changes, because parity in memory was made for them."""
+    redundancy: Redundancy = Redundancy.RAIM5
+    replicas: int = 1
+    """Members of its group that keep a rank's whole payload; only with Replication."""
+    tier: Tier | None = None
+    """None: generations are in memory only."""
+    memory_bytes: int = 0
+    """What the job may take on each node, arenas and parity; 0: all that the daemon may use."""
+    protection_bytes_s: int = 0
+    """What each node may fetch for parity of new generations in a second; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        indices = [place.index for place in self.members]
+        if indices != sorted(set(indices)) or not indices:
+            raise InvalidJobError(f"members of {self.job} must be unique and ascending: {indices}")
+        if sorted(m for group in self.groups for m in group) != indices:
+            raise InvalidJobError(
+                f"parity groups {self.groups} of {self.job} must hold each member of {indices} once"
+            )
+
+    @property
+    def leader(self) -> int:
+        """The lowest member: its daemon tracks protection and announces releases."""
+        return self.members[0].index
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members) * self.nproc_per_node
+
+    def place(self, member: int) -> MemberPlace:
+        return self.members[self.position(member)]
+
+    def member_on(self, node: str) -> int | None:
+        """The member that lives on `node`, or None for a spare."""
+        return next((place.index for place in self.members if place.node == node), None)
+
+    def position(self, member: int) -> int:
+        """The member's place in the order of members: its node rank in the training world."""
+        # Members are 0, 1, 2 … unless the job has shrunk, and engines ask this all the time.
+        if 0 <= member < len(self.members) and self.members[member].index == member:
+            return member
+        for position, place in enumerate(self.members):
+            if place.index == member:
+                return position
+        raise ValueError(f"{member} is no member of {self.job} in epoch {self.epoch}")
+
+    def ranks_of(self, member: int) -> range:
+        first = self.position(member) * self.nproc_per_node
+        return range(first, first + self.nproc_per_node)
+
+    def member_of(self, rank: int) -> int:
+        return self.members[rank // self.nproc_per_node].index
+
+    def lane_of(self, rank: int) -> int:
+        """The local rank: ranks of equal lane in a parity group protect each other."""
+        return rank % self.nproc_per_node
+
+    def parity_lane(self, lane: int, row: int) -> int:
+        """The parity lane of a row of the group's code: lanes of row 0 first, then of row 1."""
+        return row * self.nproc_per_node + lane
+
+    def lane_and_row(self, parity_lane: int) -> tuple[int, int]:
+        """What `parity_lane` joined."""
+        row, lane = divmod(parity_lane, self.nproc_per_node)
+        return lane, row
+
+    def rank_at(self, member: int, lane: int) -> int:
+        return self.ranks_of(member)[lane]
+
+    def group_of(self, member: int) -> tuple[int, ...]:
+        return next(group for group in self.groups if member in group)

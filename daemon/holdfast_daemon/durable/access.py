@@ -1,0 +1,128 @@
+"""Which storage this daemon's jobs may reach, and with whose credentials.
+
+Every way to storage goes through here: a URI comes from the control loop, from a leader among the
+daemons, or from the daemon's own memory of an earlier start, and none of them is believed. It is
+held against the list that the daemon was started with, by the namespace in the job's key; paths are
+opened so that no link leads out of their location; and a location may have credentials of its own,
+in a directory of files like a mounted Secret. They are read again before requests, so that they may
+be replaced, and kept nowhere else: no environment, log, status or message has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast_core.errors import InvalidJobError, StorageError
+from holdfast_core.job.locations import Locations, StorageLocation, location_of, parse_place
+from holdfast_storage.opening import open_place
+from holdfast_storage.places import TierPlace
+from holdfast_storage.retrying import Retry
+
+if TYPE_CHECKING:
+    from holdfast_storage.s3_session import S3Session
+
+NAMES = {
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_SESSION_TOKEN": "token",
+    "AWS_ENDPOINT_URL": "endpoint_url",
+    "AWS_DEFAULT_REGION": "region_name",
+}
+"""File in a directory of credentials → option of s3fs. The first two have to be there."""
+FILE_BYTES_MAX = 16 * 1024
+
+
+class TierAccess:
+    """Of one daemon. Its calls are for threads."""
+
+    def __init__(self, locations: Locations, memory: Path | None = None) -> None:
+        """
+        Args:
+            locations: where jobs may persist to; None: anywhere.
+            memory: the daemon's own directory, where none may.
+
+        Raises:
+            InvalidJobError: a location holds the daemon's memory, or lies in it.
+        """
+        self._locations, self._memory = locations, memory
+        self._sessions: dict[str, S3Session] = {}
+        for location in locations or ():
+            if location.fixed.scheme == "file":
+                self._check_outside_memory(str(location.fixed), "--storage-location")
+
+    def place(self, uri: str, job: str) -> TierPlace:
+        """What `uri` names, for the files of `job`; nothing is read or made yet.
+
+        Raises:
+            InvalidJobError: the job may not persist there.
+            StorageError: the kind of storage lacks a package.
+        """
+        if self._locations is None:
+            found = parse_place(uri)
+            if found.scheme == "file":
+                self._check_outside_memory(str(found), "spec.persistence.uri")
+            return open_place(uri, {}, Retry())
+        location = location_of(uri, job, self._locations)
+        if location.credentials:
+            return open_place(uri, {}, Retry(), session=self._session(location))
+        fixed = location.fixed
+        top = Path(str(fixed)) if fixed.scheme == "file" else None
+        return open_place(uri, {}, Retry(), top=top)
+
+    def _session(self, location: StorageLocation) -> S3Session:
+        # Needs s3fs, which a daemon without object storage need not load.
+        from holdfast_storage.s3_session import S3Session  # noqa: PLC0415
+
+        directory = location.credentials
+        made = S3Session(lambda: read_credentials(Path(directory)))
+        return self._sessions.setdefault(directory, made)
+
+    def _check_outside_memory(self, path: str, name: str) -> None:
+        if self._memory is None:
+            return
+        memory, found = self._memory.resolve(), Path(path).resolve()
+        # A location above the memory would let jobs name what is in it.
+        if found.is_relative_to(memory) or (
+            self._locations is not None and memory.is_relative_to(found)
+        ):
+            raise InvalidJobError(
+                f"{name} {path} is in the daemon's own memory, {self._memory}, or holds it: name a "
+                f"file system that outlives the node"
+            )
+
+
+def read_credentials(directory: Path) -> Mapping[str, Any]:
+    """Options of s3fs from the files of a directory, each named as in `NAMES`.
+
+    Raises:
+        StorageError: files are missing or not what they should be; no value is in its words.
+    """
+    try:
+        there = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+        found = {name: _read(directory / name) for name in NAMES if name in there}
+    except (OSError, UnicodeDecodeError) as error:
+        wrong = error.strerror if isinstance(error, OSError) else "not text"
+        raise StorageError(
+            f"the credentials in {directory} cannot be read: {wrong}; make the Secret that "
+            f"persistence.locations of the chart names"
+        ) from None
+    unknown = ", ".join(sorted(there - NAMES.keys()))
+    missing = ", ".join(name for name in list(NAMES)[:2] if not found.get(name))
+    if unknown or missing:
+        has = f"has {unknown}, which nobody reads" if unknown else f"lacks {missing}"
+        raise StorageError(
+            f"the Secret in {directory} {has}: give {', '.join(list(NAMES)[:2])} and, where they "
+            f"are needed, {', '.join(list(NAMES)[2:])}"
+        )
+    options: dict[str, Any] = {NAMES[name]: value for name, value in found.items()}
+    options["client_kwargs"] = {
+        key: options.pop(key) for key in ("endpoint_url", "region_name") if key in options
+    }
+    return options
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(FILE_BYTES_MAX).decode().strip()

@@ -1,0 +1,187 @@
+"""Carries out what the engine asks of storage when memory has no line: find, open, load.
+
+Blocking, on the daemon's worker threads. It decides nothing. What it reads goes straight into the
+slot that it was told, and is verified piece by piece on the way; a snapshot is sealed only when
+every piece was right.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from holdfast_core.durable.choice import Found
+from holdfast_core.errors import CorruptError, StorageError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import first_bad_piece, piece_count
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_daemon.engine.effects import (
+    FindStored,
+    LoadStored,
+    ManifestFetched,
+    OpenStored,
+    Rebuilt,
+    StoredFound,
+)
+from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.memory.arenas import SealedSlot
+from holdfast_daemon.memory.job_bytes import JobBytes, ReadInto
+
+STRIDE_BYTES = 16 * 1024 * 1024
+
+
+class RankReader(Protocol):
+    """One rank's snapshot in storage."""
+
+    @property
+    def layout(self) -> bytes:
+        """Encoded."""
+
+    @property
+    def manifest(self) -> bytes:
+        """Encoded."""
+
+    @property
+    def mixture(self) -> str:
+        """Where the experts come from, in words; empty when all of it is in one file."""
+
+    def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
+        """Pieces [first_piece, end) of the payload. Raises CorruptError, StorageError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotPieces:
+    """A sealed snapshot in memory as a source of pieces."""
+
+    content: Manifest
+    read: ReadInto
+    """`memory.arenas.Arena.read_into` of its payload."""
+
+    def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
+        """Pieces [first_piece, end), verified. Raises StorageError: not CorruptError, which would
+        say of storage that it is wrong."""
+        size = self.content.piece_bytes
+        start = first_piece * size
+        try:
+            self.read(start, buffer)
+        except CorruptError as error:
+            raise StorageError(
+                f"generation {self.content.generation} in memory is looked at again: {error}"
+            ) from error
+        bad = first_bad_piece(buffer, self.content.digests, size, first_piece=first_piece)
+        if bad is not None:
+            raise StorageError(
+                f"piece {bad} of generation {self.content.generation} in memory does not match its "
+                f"digest: it is looked at again"
+            )
+
+
+class SetReader(Protocol):
+    """What storage holds of a job. Every method raises StorageError when it cannot be read."""
+
+    def find(self) -> Found: ...
+
+    def open_rank(
+        self, generation: Generation, rank: int, memory: Sequence[SlotPieces] = ()
+    ) -> RankReader:
+        """Raises CorruptError when what is there is not what a whole set has."""
+
+
+OpenSets = Callable[[str, str], SetReader]
+"""(uri, job) → its sets."""
+
+
+class Loader:
+    """Loads snapshots of one job into its arenas. Thread-safe."""
+
+    def __init__(
+        self,
+        storage: JobBytes,
+        job: str,
+        open_sets: OpenSets,
+        *,
+        stride_bytes: int = STRIDE_BYTES,
+    ) -> None:
+        """`stride_bytes`: how much is read between two looks at whether the epoch still lasts."""
+        self._storage, self._job, self._open_sets = storage, job, open_sets
+        self._stride_bytes = stride_bytes
+        self._lock = threading.Lock()
+        self._read_bytes: dict[int, int] = {}
+        self._opened: dict[str, SetReader] = {}
+        """By URI: a client of object storage costs more than a read."""
+
+    def read_bytes(self, rank: int) -> int:
+        """How much of the rank's snapshot the load that runs, or ran last, has read."""
+        with self._lock:
+            return self._read_bytes.get(rank, 0)
+
+    def find(self, effect: FindStored) -> StoredFound:
+        """Raises HoldfastError when storage cannot be read."""
+        found = self._sets(effect.tier.uri).find()
+        return StoredFound(epoch=effect.epoch, found=found)
+
+    def open(self, effect: OpenStored, scope: EpochScope) -> ManifestFetched:
+        """Raises HoldfastError."""
+        scope.check()
+        self._set_read(effect.rank, 0)
+        sets = self._sets(effect.tier.uri)
+        stored = sets.open_rank(effect.generation, effect.rank, self._memory(effect))
+        return ManifestFetched(
+            rank=effect.rank,
+            generation=effect.generation,
+            manifest=stored.manifest,
+            layout=stored.layout,
+        )
+
+    def load(self, effect: LoadStored, scope: EpochScope) -> Rebuilt:
+        """Raises HoldfastError; the slot is free then."""
+        manifest = effect.manifest
+        generation = manifest.generation
+        self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)
+        arena = self._storage.arena(effect.rank, manifest.layout_id)
+        piece_map = PieceMap(slot=effect.slot, places=effect.places)
+        sets = self._sets(effect.tier.uri)
+        stored = sets.open_rank(generation, effect.rank, self._memory(effect))
+        if stored.manifest != effect.encoded:
+            raise CorruptError(
+                f"the copy of rank {effect.rank}, generation {generation}, changed while it was "
+                f"being loaded"
+            )
+        size = manifest.piece_bytes
+        stride_bytes = max(self._stride_bytes // size, 1) * size
+        buffer = memoryview(bytearray(min(stride_bytes, manifest.payload_bytes)))
+        for at in range(0, manifest.payload_bytes, stride_bytes):
+            stride = buffer[: manifest.payload_bytes - at]
+            scope.check()
+            first = at // size
+            stored.read_into(first, first + piece_count(len(stride), size), stride)
+            arena.write(piece_map, at, stride)
+            self._set_read(effect.rank, at + len(stride))
+        scope.check()
+        sealed = SealedSlot(manifest=manifest, encoded=effect.encoded, places=effect.places)
+        self._storage.seal(effect.rank, manifest.layout_id, effect.slot, sealed)
+        return Rebuilt(
+            rank=effect.rank, slot=effect.slot, generation=generation, mixture=stored.mixture
+        )
+
+    def _memory(self, effect: OpenStored | LoadStored) -> list[SlotPieces]:
+        found = []
+        for held in effect.held:
+            arena = self._storage.arena(effect.rank, held.manifest.layout_id)
+            read = partial(arena.read_into, PieceMap(slot=held.slot, places=held.places))
+            found.append(SlotPieces(content=held.manifest, read=read))
+        return found
+
+    def _sets(self, uri: str) -> SetReader:
+        with self._lock:
+            if uri not in self._opened:
+                self._opened[uri] = self._open_sets(uri, self._job)
+            return self._opened[uri]
+
+    def _set_read(self, rank: int, nbytes: int) -> None:
+        with self._lock:
+            self._read_bytes[rank] = nbytes

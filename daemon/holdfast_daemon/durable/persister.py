@@ -1,0 +1,190 @@
+"""Writes ranks to the durable tier and makes sets complete: the adapter around the storage library.
+
+It decides nothing: an effect says what. Its calls block for as long as storage takes, so they run
+on threads of their own, and a storage that hangs costs neither parity nor checks a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+from holdfast_core.durable.sparse_files import RankPlan
+from holdfast_core.errors import HoldfastError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_core.snapshots.stored import RankFile
+from holdfast_daemon.allowance import Allowance
+from holdfast_daemon.engine.effects import CommitSet, PersistRank, RankPersisted, SetCommitted
+from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.memory.job_bytes import JobBytes
+
+PART_BYTES = 4 << 20
+"""What is read, and paid for in a limit, at a time."""
+
+
+class Store(Protocol):
+    """What a job's persisting needs of storage; `holdfast_storage.sets.SetStore` is one."""
+
+    def write_rank(
+        self,
+        generation: Generation,
+        rank: int,
+        *,
+        layout: bytes,
+        manifest: bytes,
+        read: Callable[[int, int], Iterable[memoryview]],
+        stop: threading.Event | None = None,
+        plan: RankPlan | None = None,
+    ) -> RankFile:
+        """Write a rank's file, verified on the way. `read(first_byte, end)`: that of the payload.
+
+        Raises:
+            StorageError, CorruptError.
+        """
+
+    def plan_rank(
+        self, layout: bytes, manifest: Manifest, experts: int, base: Generation | None
+    ) -> RankPlan | None:
+        """What the file is to hold, when copies leave experts out. Raises StorageError."""
+
+    def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
+        """Make the set complete. Raises StorageError."""
+
+    def clean(self, *, keep: int, keep_every: int) -> object:
+        """Remove sets and files that need not be kept. Raises StorageError."""
+
+
+class Persister:
+    """Of one job on one node. Its calls are for threads, except those that say so."""
+
+    def __init__(
+        self,
+        storage: JobBytes,
+        *,
+        open_store: Callable[[str], Store],
+        executor: Executor,
+        allowance: Allowance | None = None,
+    ) -> None:
+        """
+        Args:
+            open_store: the job's store below the tier's URI.
+            executor: threads for nothing else.
+            allowance: shared by the jobs of a daemon.
+        """
+        self.executor = executor
+        self._storage = storage
+        self._open_store = open_store
+        self._allowance = allowance or Allowance()
+        self._lock = threading.Lock()
+        self._stores: dict[str, Store] = {}
+        self._stop = threading.Event()
+        self._progress: dict[int, tuple[int, int]] = {}
+        self._written_bytes = 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that were read, and that there are, of the ranks that are written now."""
+        with self._lock:
+            done = sum(done for done, _ in self._progress.values())
+            return done, sum(total for _, total in self._progress.values())
+
+    @property
+    def written_bytes(self) -> int:
+        """Of all files that were written."""
+        with self._lock:
+            return self._written_bytes
+
+    def stop(self) -> None:
+        """Let what runs now give up at its next part. For the daemon's loop."""
+        self._stop.set()
+        self._stop = threading.Event()
+
+    def scope(self, membership: Membership | None) -> EpochScope:
+        """Of work that is submitted now: it ends with the epoch or with `stop`, whichever is
+        first. For the daemon's loop."""
+        return EpochScope(membership=membership, ended=self._stop)
+
+    def write(self, effect: PersistRank, scope: EpochScope) -> RankPersisted:
+        """Write one rank.
+
+        Raises:
+            HoldfastError: it was not written.
+        """
+        manifest, rank = effect.manifest, effect.rank
+        arena = self._storage.arena(rank, manifest.layout_id)
+        piece_map = PieceMap(slot=effect.slot, places=effect.places)
+        limit = effect.tier.bytes_per_s
+
+        def read(first: int, end: int) -> Iterator[memoryview]:
+            for at in range(first, end, PART_BYTES):
+                nbytes = min(PART_BYTES, end - at)
+                self._allowance.take(nbytes, limit, scope.ended.wait)
+                scope.check()
+                # A buffer of its own: a store that retries a part may keep it for a while.
+                part = memoryview(bytearray(nbytes))
+                arena.read_into(piece_map, at, part)
+                yield part
+                self._count(rank, at + nbytes, manifest.payload_bytes)
+
+        self._count(rank, 0, manifest.payload_bytes)
+        try:
+            scope.check()
+            store = self._store(effect.tier.uri)
+            plan = store.plan_rank(effect.layout, manifest, effect.tier.experts, effect.base)
+            file = store.write_rank(
+                manifest.generation,
+                rank,
+                layout=effect.layout,
+                manifest=effect.encoded,
+                read=read,
+                stop=scope.ended,
+                plan=plan,
+            )
+        finally:
+            with self._lock:
+                self._progress.pop(rank, None)
+        with self._lock:
+            self._written_bytes += file.bytes
+        return RankPersisted(
+            epoch=effect.epoch,
+            number=effect.number,
+            rank=rank,
+            layout_id=manifest.layout_id,
+            slot=effect.slot,
+            generation=manifest.generation,
+            file=file,
+            older=plan.older if plan is not None else (),
+        )
+
+    def commit(self, effect: CommitSet, scope: EpochScope) -> SetCommitted:
+        """Make a set complete, then clean up; what is left of that is said, and does not count.
+
+        Raises:
+            HoldfastError: the set is not complete.
+        """
+        scope.check()
+        store, tier = self._store(effect.tier.uri), effect.tier
+        store.commit(effect.generation, effect.files)
+        left = ""
+        try:
+            store.clean(keep=tier.keep, keep_every=tier.keep_every)
+        except (HoldfastError, OSError) as error:
+            left = str(error)
+        return SetCommitted(
+            epoch=effect.epoch, number=effect.number, generation=effect.generation, left=left
+        )
+
+    def _store(self, uri: str) -> Store:
+        with self._lock:
+            if uri not in self._stores:
+                self._stores[uri] = self._open_store(uri)
+            return self._stores[uri]
+
+    def _count(self, rank: int, done: int, total: int) -> None:
+        with self._lock:
+            self._progress[rank] = done, total

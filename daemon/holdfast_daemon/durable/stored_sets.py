@@ -1,0 +1,68 @@
+"""The durable tier as the loader needs it: `durable.loader.StoredSets` over the storage library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast_core.durable.choice import Found, StoredCopy, UnreadableCopy
+from holdfast_core.durable.retention import SetState
+from holdfast_core.errors import StorageError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_storage.composed import PieceSource, RankSnapshot
+from holdfast_storage.finding import find_sets, read_manifest
+from holdfast_storage.marking import is_marked
+from holdfast_storage.opening import open_place
+from holdfast_storage.places import TierPlace
+from holdfast_storage.retrying import Retry
+from holdfast_storage.sets import SetStore
+
+
+class TierSets:
+    """The sets of one job below a URI."""
+
+    def __init__(self, uri: str, job: str, *, place: TierPlace | None = None) -> None:
+        """`place`: what is behind `uri`, where that is known. Raises InvalidJobError,
+        StorageError."""
+        self._uri, self._job = uri, job
+        self._place = open_place(uri, {}, Retry()) if place is None else place
+        self._store = SetStore(uri, job, place=self._place)
+
+    def find(self) -> Found:
+        """What is there. The mark is looked for where there is no set: a set is mark enough.
+
+        Raises:
+            StorageError: storage cannot be read, or the manifest of a set cannot: that set might
+                be whole, so that an older one must not be taken instead.
+        """
+        looked = find_sets(self._place, self._job).sets
+        for one in looked:
+            if one.found.state is SetState.UNKNOWN:
+                raise StorageError(f"generation {one.found.generation}: {one.reason}")
+        found = Found(
+            copies=tuple(
+                StoredCopy(generation=one.found.generation, world_size=one.stored.world_size)
+                for one in looked
+                if one.found.state is SetState.COMPLETE and one.stored is not None
+            ),
+            unreadable=tuple(
+                UnreadableCopy(generation=one.found.generation, reason=one.reason)
+                for one in looked
+                if one.found.state is SetState.DAMAGED
+            ),
+        )
+        if found.copies or found.unreadable:
+            return found
+        return replace(found, marked=is_marked(self._place, self._job))
+
+    def open_rank(
+        self, generation: Generation, rank: int, memory: Sequence[PieceSource] = ()
+    ) -> RankSnapshot:
+        """One rank's snapshot of a whole set; see `SetStore.open_rank`.
+
+        Raises:
+            CorruptError: the set is not whole any more, or a file is not the one that it names.
+            StorageError: the storage failed.
+        """
+        stored = read_manifest(self._place, self._job, generation)
+        return self._store.open_rank(stored, rank, memory)

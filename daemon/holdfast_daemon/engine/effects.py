@@ -1,0 +1,491 @@
+"""What the engine asks of the world, and what the world tells it.
+
+The engine consumes events and returns effects; adapters (or the simulator) carry the effects out.
+Effects of one call are carried out in order. Those marked *at once* are finished before the next
+effect begins; the others run in the background and end in the event they name, whatever happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from holdfast_core.durable.choice import Found
+from holdfast_core.errors import HoldfastError
+from holdfast_core.protection.codes import BlockId, Code
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.snapshots.stored import RankFile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerSnapshot:
+    """A sealed snapshot on another member, as its report describes it."""
+
+    rank: int
+    position: int
+    """Position of the member in the parity group."""
+    place: MemberPlace
+    manifest_digest: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldSlot:
+    """A sealed snapshot of a rank in this node's memory, older or newer than the one to load."""
+
+    slot: int
+    manifest: Manifest
+    digest: int
+    """Of the manifest."""
+    places: bytes
+
+
+# --- effects carried out at once -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveEpoch:
+    """Write epoch.json (temporary file, rename): fencing must survive a restart of the daemon."""
+
+    membership: Membership
+    line: Line | None
+    retained: Generation | None
+    """What the leader said must be kept; a leader that restarts must not forget it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seal:
+    """Write a slot's manifest (temporary file, rename): the snapshot exists from here on
+    → `SlotSealed`, before the next effect begins."""
+
+    rank: int
+    layout_id: str
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+    places: bytes = b""
+    """Where its pieces lie; see `holdfast_core.snapshots.pieces`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeSlot:
+    """Unlink a slot's manifest: the snapshot no longer exists. Pieces of it that a younger snapshot
+    carried over stay."""
+
+    rank: int
+    layout_id: str
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoveArena:
+    """Delete an arena that holds no snapshot and is no longer used."""
+
+    rank: int
+    layout_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeParity:
+    """Unlink the entry of a parity block; its memory stays reserved."""
+
+    lane: int
+    slot: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForgetPeers:
+    """Delete kept manifests of other members for generations that are not in `keep`."""
+
+    keep: frozenset[Generation]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopPersisting:
+    """Let the writers of ranks that run now give up soon: their set is over."""
+
+
+class JobEvent(StrEnum):
+    """What can happen to a job on a node, by its name in logs and in the catalogue."""
+
+    EPOCH_BEGAN = "epoch_began"
+    MEMBERSHIP_FOR_OTHER_MEMORY = "membership_for_other_memory"
+    """A membership names this node with the identity of another memory; it is ignored."""
+    FENCED = "fenced"
+    """A peer is in a newer epoch."""
+    LINE = "line"
+    """The recovery line is decided."""
+
+    SESSION_OPENED = "session_opened"
+    RANK_LOST = "rank_lost"
+    """A session broke off in its epoch."""
+    SKIPPED = "skipped"
+    """A save found no free slot."""
+    COMMITTED = "committed"
+    SEAL_FAILED = "seal_failed"
+    PROTECTED = "protected"
+    """A generation is protected job-wide."""
+    DEAD = "dead"
+    """Some rank will never complete the generation."""
+
+    ARENA_REFUSED = "arena_refused"
+    """Its memory could not be allocated."""
+    ARENA_OVERGROWN = "arena_overgrown"
+    """A trainer took memory beyond its arena, which was cut off."""
+    CUT_BACK_FAILED = "cut_back_failed"
+
+    PARITY_BUILT = "parity_built"
+    PARITY_FAILED = "parity_failed"
+    CORRUPT = "corrupt"
+    """A snapshot here does not match its manifest."""
+    CORRUPT_PARITY = "corrupt_parity"
+    SUSPECT = "suspect"
+    """Bytes that came from a peer do not match its manifest."""
+
+    REBUILD_STARTED = "rebuild_started"
+    REBUILT = "rebuilt"
+    REBUILD_FAILED = "rebuild_failed"
+
+    STORAGE_CHOICE = "storage_choice"
+    """The leader chose the copy to load."""
+    STORAGE_UNREACHABLE = "storage_unreachable"
+    LOAD_STARTED = "load_started"
+    LOADED = "loaded"
+    LOAD_FAILED = "load_failed"
+
+    PERSIST_ORDERED = "persist_ordered"
+    PERSIST_FAILED = "persist_failed"
+    """A rank of this node could not be written."""
+    PERSISTED = "persisted"
+    """A set in the durable tier is complete."""
+    PERSIST_GIVEN_UP = "persist_given_up"
+    PERSIST_CLEANUP_FAILED = "persist_cleanup_failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Something happened that logs, metrics and the catalogue should say."""
+
+    event: JobEvent
+    rank: int | None = None
+    generation: Generation | None = None
+    detail: str = ""
+
+
+# --- effects carried out in the background -------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocateArena:
+    """Allocate and pre-fault an arena and the parity blocks beside it → `ArenaReady`."""
+
+    rank: int
+    layout: bytes
+    layout_id: str
+    parity_lanes: tuple[int, ...]
+    """Parity lanes that need blocks beside it: one for each row of the group's code."""
+    parity_bytes: int
+    """Size that each of the two parity blocks of these lanes must at least have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildParity:
+    """Pull one chunk from each source, verify, combine into parity block `slot` of `lane`, keep the
+    sources' manifests and layouts, write the entry → `ParityBuilt`."""
+
+    lane: int
+    """Parity lane."""
+    slot: int
+    generation: Generation
+    group: tuple[int, ...]
+    code: Code
+    block: BlockId
+    """Which of the group's blocks it is; its owner is this member."""
+    sources: tuple[PeerSnapshot, ...]
+    """The members whose chunks go into it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchManifest:
+    """Get a lost rank's manifest and layout from a peer that keeps them → `ManifestFetched`."""
+
+    rank: int
+    generation: Generation
+    manifest_digest: int
+    peers: tuple[MemberPlace, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuild:
+    """Recover a snapshot from parity and the other members' chunks into a slot, verify it against
+    the manifest, seal it → `Rebuilt`."""
+
+    rank: int
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+    places: bytes = b""
+    """Where its pieces go."""
+    own_position: int
+    code: Code
+    sources: tuple[PeerSnapshot, ...]
+    """Other members of the group that hold their snapshots."""
+    blocks: frozenset[BlockId]
+    """The group's parity blocks that are there."""
+    members: tuple[MemberPlace, ...]
+    """Where all members of the group are, by position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FindStored:
+    """Ask storage which whole sets it holds of the job → `StoredFound`."""
+
+    epoch: int
+    tier: Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenStored:
+    """Get the manifest and layout of a rank's snapshot in storage → `ManifestFetched`."""
+
+    tier: Tier
+    rank: int
+    generation: Generation
+    held: tuple[HeldSlot, ...] = ()
+    """Experts that these hold in the right version are not read from storage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadStored:
+    """Read a snapshot from storage into a slot, verify it against the manifest, seal it
+    → `Rebuilt`."""
+
+    tier: Tier
+    rank: int
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+    places: bytes = b""
+    """Where its pieces go."""
+    held: tuple[HeldSlot, ...] = ()
+    """As when it was opened; they stay as they are until this ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifySnapshot:
+    """Check every piece of a sealed snapshot → `SnapshotVerified`."""
+
+    rank: int
+    slot: int
+    manifest: Manifest
+    places: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyParity:
+    """Check a parity block against its digests → `ParityVerified`."""
+
+    lane: int
+    slot: int
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PersistRank:
+    """Write a sealed snapshot to the durable tier, straight from its places, verified on the way
+    → `RankPersisted`. Its slot is not used for anything else before."""
+
+    epoch: int
+    number: int
+    """Of the order."""
+    rank: int
+    slot: int
+    manifest: Manifest
+    encoded: bytes
+    layout: bytes
+    """Encoded."""
+    places: bytes
+    tier: Tier
+    base: Generation | None = None
+    """The complete set that this one may name sets of, where copies leave experts out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitSet:
+    """Make the set of all ranks' files complete, then remove sets that need not be kept
+    → `SetCommitted`."""
+
+    epoch: int
+    number: int
+    generation: Generation
+    files: tuple[RankFile, ...]
+    """By rank."""
+    tier: Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendReport:
+    """Send to a member; best effort, newest wins."""
+
+    to: MemberPlace
+    report: MemberReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendDirective:
+    """Send to a member; best effort, newest wins."""
+
+    to: MemberPlace
+    directive: Directive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendSuspect:
+    """Tell a member that bytes of its snapshot do not match their manifest; best effort."""
+
+    to: MemberPlace
+    rank: int
+    generation: Generation
+
+
+AtOnce = SaveEpoch | Seal | FreeSlot | RemoveArena | FreeParity | ForgetPeers | StopPersisting
+Loading = FindStored | OpenStored | LoadStored
+Background = (
+    AllocateArena
+    | BuildParity
+    | FetchManifest
+    | Rebuild
+    | Loading
+    | VerifySnapshot
+    | VerifyParity
+    | PersistRank
+    | CommitSet
+)
+Effect = AtOnce | Background | Note | SendReport | SendDirective | SendSuspect
+
+
+# --- events that end effects ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSealed:
+    rank: int
+    slot: int
+    generation: Generation
+    error: HoldfastError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaReady:
+    rank: int
+    layout_id: str
+    error: HoldfastError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityBuilt:
+    lane: int
+    slot: int
+    generation: Generation
+    entry: ParityEntry | None
+    error: str = ""
+    suspect: int | None = None
+    """Rank whose bytes did not match their manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManifestFetched:
+    rank: int
+    generation: Generation
+    manifest: bytes
+    """Encoded; empty when no peer had it."""
+    layout: bytes
+    error: str = ""
+    corrupt: bool = False
+    """What is there is not right, so that asking again would not help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuilt:
+    rank: int
+    slot: int
+    generation: Generation
+    error: str = ""
+    """Empty when the slot is sealed."""
+    corrupt: bool = False
+    """Bytes from storage do not match their manifest."""
+    damaged: int | None = None
+    """Position in the group of the owner of the parity block that it came out wrong of, although
+    every other source was right."""
+    mixture: str = ""
+    """Where the experts came from, in words, where it was not one file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFound:
+    epoch: int
+    found: Found | None
+    """None when storage could not be read."""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotVerified:
+    rank: int
+    slot: int
+    generation: Generation
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityVerified:
+    lane: int
+    slot: int
+    generation: Generation
+    ok: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPersisted:
+    epoch: int
+    number: int
+    rank: int
+    layout_id: str
+    slot: int
+    generation: Generation
+    file: RankFile | None
+    older: tuple[ExpertVersion, ...] = ()
+    """Versions of experts that the set may give back to other ranks; see `Manifest.older`."""
+    error: str = ""
+    corrupt: bool = False
+    """The snapshot did not match its manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetCommitted:
+    epoch: int
+    number: int
+    generation: Generation
+    error: str = ""
+    """Empty when the set is complete."""
+    left: str = ""
+    """Why sets that are no longer needed are still there."""
+
+
+Completion = (
+    SlotSealed
+    | ArenaReady
+    | ParityBuilt
+    | ManifestFetched
+    | Rebuilt
+    | StoredFound
+    | SnapshotVerified
+    | ParityVerified
+    | RankPersisted
+    | SetCommitted
+)

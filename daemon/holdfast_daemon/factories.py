@@ -1,0 +1,43 @@
+"""What a daemon's settings choose: who proves whose trainers are, and where jobs are catalogued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.observing import status
+from holdfast_daemon.observing.catalogue import Catalogue, MemoryCatalogue
+from holdfast_daemon.observing.catalogue_redis import RedisCatalogue, RedisSettings
+from holdfast_daemon.settings import Auth, DaemonSettings
+from holdfast_daemon.trainers.auth import Authenticator, TokenAuthenticator, TrustingAuthenticator
+from holdfast_daemon.trainers.token_files import FileAuthenticator
+from holdfast_daemon.trainers.token_review import TokenReviewApi
+
+
+def make_authenticator(settings: DaemonSettings, metrics: DaemonMetrics) -> Authenticator:
+    """Who looks at the tokens of trainers."""
+    if settings.auth is Auth.NONE:
+        return TrustingAuthenticator()
+    if settings.token_directory is not None:
+        return FileAuthenticator(settings.token_directory)
+    return TokenAuthenticator(
+        TokenReviewApi(settings.api_server, settings.service_account),
+        time.time,
+        lambda outcome: metrics.add("token_reviews", outcome=outcome),
+    )
+
+
+def make_catalogue(
+    settings: DaemonSettings, metrics: DaemonMetrics, hosts: Mapping[str, JobHost]
+) -> Catalogue:
+    """Redis where there is one, else this process."""
+    if not settings.redis_url:
+        return MemoryCatalogue(settings.node, time.time)
+    return RedisCatalogue(
+        RedisSettings(url=settings.redis_url),
+        node=settings.node,
+        source=lambda: {job: status.as_json(host) for job, host in hosts.items()},
+        dropped=lambda count: metrics.add("catalogue_dropped", count),
+    )

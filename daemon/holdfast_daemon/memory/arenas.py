@@ -1,0 +1,267 @@
+"""Arenas: the files that trainers copy their snapshots into, and the manifests that seal them.
+
+`<rank>-<layout id>/layout.json` is written last, so that an arena exists exactly when it is usable;
+`slot-<n>.manifest` is written last, so that a snapshot exists exactly when all of it does. Neither
+is ever changed in place. This module reserves no budget and takes no lock: `memory.job_storage`
+does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast_core.errors import CorruptError, HoldfastError, StorageError
+from holdfast_core.job.names import job_of_file_name
+from holdfast_core.snapshots.layouts import (
+    SLOTS_PER_ARENA,
+    Layout,
+    decode_layout,
+    decode_manifest,
+    layout_id,
+    piece_count,
+)
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.snapshots.pieces import PieceMap, encode_places, runs, split_places
+from holdfast_daemon.memory.files import Files, SharedFile, replace, storage_errors
+from holdfast_daemon.memory.grants import Grants
+
+LAYOUT_FILE = "layout.json"
+ARENA_FILE = "arena"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SealedSlot:
+    """A sealed slot: its manifest, the bytes that the manifest's digest is of, and where its pieces
+    lie (see `holdfast_core.snapshots.pieces`)."""
+
+    manifest: Manifest
+    encoded: bytes
+    places: bytes = b""
+
+    @property
+    def file_bytes(self) -> bytes:
+        """What its file holds."""
+        return self.encoded + encode_places(self.places)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaPart:
+    """Bytes of a payload that lie together: from `offset` of the payload, at `at` of the arena."""
+
+    offset: int
+    at: int
+    nbytes: int
+
+
+class Arena:
+    """One rank's region of shared memory, made for one layout."""
+
+    def __init__(self, directory: Path, encoded_layout: bytes, layout: Layout) -> None:
+        self.directory = directory
+        self.path = directory / ARENA_FILE
+        """The file whose descriptor is passed to the trainer."""
+        self.encoded_layout = encoded_layout
+        self.layout = layout
+        self.layout_id = layout_id(encoded_layout)
+        self.sealed: dict[int, SealedSlot] = {}
+        self._file: SharedFile | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.layout.rank
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.arena_bytes
+
+    def slot_start(self, slot: int) -> int:
+        """First byte of `slot` in the arena."""
+        if not 0 <= slot < SLOTS_PER_ARENA:
+            raise StorageError(f"an arena has slots 0 to {SLOTS_PER_ARENA - 1}, not {slot}")
+        return slot * self.layout.slot_bytes
+
+    def parts(self, piece_map: PieceMap, start: int, nbytes: int) -> Iterator[ArenaPart]:
+        """Where bytes [start, start + nbytes) of a payload lie, in order."""
+        piece_bytes, stop = self.layout.piece_bytes, start + nbytes
+        for run in runs(piece_map, start // piece_bytes, piece_count(stop, piece_bytes)):
+            first = max(run.first * piece_bytes, start)
+            end = min(run.end * piece_bytes, stop)
+            yield ArenaPart(offset=first, at=self.slot_start(run.slot) + first, nbytes=end - first)
+
+    def read_into(self, piece_map: PieceMap, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of a payload from `start` on, as they are now.
+
+        Raises:
+            CorruptError: the file no longer has them: its trainer cut it.
+            StorageError: the file system failed.
+        """
+        with storage_errors(f"reading {self.path}"):
+            file = self._opened()
+            for part in self.parts(piece_map, start, len(view)):
+                at = part.offset - start
+                file.read_into(part.at, view[at : at + part.nbytes])
+
+    def write(self, piece_map: PieceMap, start: int, data: memoryview) -> None:
+        """Put `data` where the bytes of a payload from `start` on lie. Raises StorageError."""
+        with storage_errors(f"writing {self.path}"):
+            file = self._opened()
+            for part in self.parts(piece_map, start, len(data)):
+                at = part.offset - start
+                file.write(part.at, data[at : at + part.nbytes])
+
+    def close(self) -> None:
+        """Nothing more is read or written; what runs may end."""
+        self._file = None
+
+    def _opened(self) -> SharedFile:
+        if self._file is None:
+            self._file = SharedFile(self.path)
+        return self._file
+
+    def manifest_path(self, slot: int) -> Path:
+        return self.directory / f"slot-{slot}.manifest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedArena:
+    """An arena that a starting daemon found, with what was sealed in it."""
+
+    rank: int
+    layout: Layout
+    layout_id: str
+    sealed: Mapping[int, SealedSlot]
+    """By slot."""
+
+
+class ArenaFiles:
+    """The arenas of one job, below `<job>/arenas`."""
+
+    def __init__(self, directory: Path, job: str, files: Files, grants: Grants) -> None:
+        self._directory = directory
+        self._job = job
+        self._files = files
+        self._grants = grants
+
+    def allocate(self, rank: int, encoded_layout: bytes) -> Arena:
+        """A fresh arena; OSError when there is no memory, and nothing is left behind then."""
+        layout = decode_layout(encoded_layout)
+        if layout.rank != rank:
+            raise CorruptError(f"the layout for rank {rank} is of rank {layout.rank}")
+        name = f"{rank}-{layout_id(encoded_layout)}"
+        arena = Arena(self._directory / name, encoded_layout, layout)
+        try:
+            self._files.mkdir(arena.directory)
+            self._files.allocate(arena.path, 0, arena.nbytes)
+            replace(self._files, arena.directory / LAYOUT_FILE, encoded_layout)
+        except OSError:
+            with suppress(OSError):
+                self._files.remove_tree(arena.directory)
+            raise
+        self._grants.grant(arena.path, arena.nbytes, self._job)
+        return arena
+
+    def remove(self, arena: Arena) -> None:
+        """Delete the arena: what is sealed in it first, then its layout, then its memory."""
+        for slot in sorted(arena.sealed):
+            self.free(arena, slot)
+        self._files.unlink(arena.directory / LAYOUT_FILE)
+        arena.close()
+        self._grants.remove(arena.path)
+        self._files.rmdir(arena.directory)
+
+    def seal(self, arena: Arena, slot: int, sealed: SealedSlot) -> None:
+        _check_fits(self._job, arena, slot, sealed)
+        replace(self._files, arena.manifest_path(slot), sealed.file_bytes)
+        arena.sealed[slot] = sealed
+
+    def free(self, arena: Arena, slot: int) -> None:
+        self._files.unlink(arena.manifest_path(slot))
+        arena.sealed.pop(slot, None)
+
+    def adopt(self) -> tuple[list[Arena], list[str]]:
+        """Every arena that is whole, with what is whole in it, and what was not, in words.
+
+        Whatever is not whole is removed: it was never promised to anyone.
+        """
+        arenas: list[Arena] = []
+        problems: list[str] = []
+        if self._directory.is_dir():
+            for directory in sorted(self._directory.iterdir()):
+                try:
+                    arena = _read_arena(directory)
+                except (HoldfastError, OSError) as error:
+                    problems.append(f"arena {directory.name} removed: {error}")
+                    self._grants.remove(directory / ARENA_FILE)
+                    self._files.remove_tree(directory)
+                    continue
+                self._grants.grant(arena.path, arena.nbytes, self._job)
+                problems.extend(self._adopt_slots(arena))
+                arenas.append(arena)
+        return arenas, problems
+
+    def _adopt_slots(self, arena: Arena) -> list[str]:
+        problems = []
+        slots = {arena.manifest_path(slot): slot for slot in range(SLOTS_PER_ARENA)}
+        for path in sorted(arena.directory.iterdir()):
+            if path in slots:
+                try:
+                    encoded, places = split_places(path.read_bytes())
+                    sealed = SealedSlot(
+                        manifest=decode_manifest(encoded), encoded=encoded, places=places
+                    )
+                    _check_fits(self._job, arena, slots[path], sealed)
+                    arena.sealed[slots[path]] = sealed
+                    continue
+                except (HoldfastError, OSError) as error:
+                    problems.append(f"{arena.directory.name}/{path.name} removed: {error}")
+            elif path.name in (LAYOUT_FILE, ARENA_FILE):
+                continue
+            self._files.unlink(path)
+        return problems
+
+
+def granted_below(jobs: Path) -> Iterator[tuple[Path, int, str]]:
+    """(file, bytes, job) of every arena of a node that has a layout; nothing is verified."""
+    for layout in sorted(jobs.glob(f"*/arenas/*/{LAYOUT_FILE}")):
+        with suppress(HoldfastError, OSError):
+            nbytes = decode_layout(layout.read_bytes()).arena_bytes
+            job = job_of_file_name(layout.parents[2].name)
+            yield layout.with_name(ARENA_FILE), nbytes, job
+
+
+def _read_arena(directory: Path) -> Arena:
+    try:
+        encoded = (directory / LAYOUT_FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise StorageError("its allocation or removal was interrupted") from error
+    layout = decode_layout(encoded)
+    arena = Arena(directory, encoded, layout)
+    if directory.name != f"{arena.rank}-{arena.layout_id}":
+        raise CorruptError("its layout is not the one that it is named after")
+    found = arena.path.stat().st_size
+    if found != arena.nbytes:
+        raise CorruptError(f"its file has {found} bytes and its layout {arena.nbytes}")
+    return arena
+
+
+def _check_fits(job: str, arena: Arena, slot: int, sealed: SealedSlot) -> None:
+    arena.slot_start(slot)
+    manifest = sealed.manifest
+    pieces = piece_count(manifest.payload_bytes, manifest.piece_bytes)
+    if manifest.piece_bytes != arena.layout.piece_bytes or len(sealed.places) not in (0, pieces):
+        raise CorruptError(
+            f"the manifest has {pieces} pieces of {manifest.piece_bytes} bytes, "
+            f"{len(sealed.places)} places, and the layout pieces of {arena.layout.piece_bytes}"
+        )
+    if (manifest.job, manifest.rank, manifest.layout_id) != (job, arena.rank, arena.layout_id):
+        raise CorruptError(
+            f"the manifest is of job {manifest.job} rank {manifest.rank} layout "
+            f"{manifest.layout_id}, not of job {job} rank {arena.rank} layout {arena.layout_id}"
+        )
+    if manifest.payload_bytes > arena.layout.slot_bytes:
+        raise CorruptError(
+            f"the manifest has {manifest.payload_bytes} bytes of payload, the slot "
+            f"{arena.layout.slot_bytes}"
+        )

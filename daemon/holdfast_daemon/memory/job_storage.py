@@ -1,0 +1,407 @@
+"""Everything that one job keeps on this node.
+
+`JobStorage` joins arenas, parity blocks, kept manifests and the newest membership, and accounts for
+their memory. It carries out what the engine decided and decides nothing; it answers the bulk server
+where bytes lie. Thread-safe: short steps share one lock, allocations another, so that pre-faulting
+gigabytes never delays a seal or a transfer.
+
+`adopt` must be called once, before anything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from holdfast_core.errors import (
+    CorruptError,
+    HoldfastError,
+    MemoryBudgetError,
+    StorageError,
+)
+from holdfast_core.protection.budget import PARITY_SLOTS
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import decode_layout, layout_id
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.snapshots.pieces import PieceMap
+from holdfast_daemon.memory.arenas import AdoptedArena, Arena, ArenaFiles, SealedSlot
+from holdfast_daemon.memory.files import replace, sign, storage_errors
+from holdfast_daemon.memory.grants import LEFT_MAX
+from holdfast_daemon.memory.job_bytes import Held, OlderParity, find_older
+from holdfast_daemon.memory.node_storage import NodeStorage
+from holdfast_daemon.memory.parity_blocks import ParityBlocks, ParityRecord, encode_record
+from holdfast_daemon.memory.peer_manifests import PeerManifests
+from holdfast_daemon.memory.reserve import FULL
+from holdfast_daemon.memory.saved_epoch import EPOCH_FILE, SavedEpoch, decode_epoch
+from holdfast_daemon.transport.protocol import Located
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedParity:
+    """A sealed parity block that a starting daemon found."""
+
+    lane: int
+    slot: int
+    record: ParityRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptedJob:
+    """What a starting daemon found of a job. Nothing of it is verified yet."""
+
+    membership: Membership | None
+    """None when there is none, or none that can be read."""
+    line: Line | None
+    retained: Generation | None
+    arenas: tuple[AdoptedArena, ...]
+    parities: tuple[AdoptedParity, ...]
+    problems: tuple[str, ...]
+    """What was damaged and removed, in words."""
+
+
+class JobStorage:
+    """The files of one job, below `<root>/jobs/<job>`."""
+
+    def __init__(self, node: NodeStorage, job: str) -> None:
+        self.job = job
+        self.directory = node.job_directory(job)
+        self._node = node
+        self._files = node.files
+        self._arenas: dict[tuple[int, str], Arena] = {}
+        self._arena_files = ArenaFiles(self.directory / "arenas", job, self._files, node.grants)
+        self._blocks = ParityBlocks(self.directory / "parity", self._files)
+        self._kept = PeerManifests(self.directory / "peers", self._files)
+        self._lock = threading.RLock()
+        self._allocating = threading.Lock()
+        self._quota_bytes = 0
+        """What the job may take, as its newest membership says; 0: all that the node may give."""
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory that the arenas take."""
+        with self._lock:
+            return sum(arena.nbytes for arena in self._arenas.values())
+
+    @property
+    def parity_bytes(self) -> int:
+        """Memory that the parity blocks take."""
+        with self._lock:
+            return self._blocks.nbytes
+
+    # --- the start of a daemon -------------------------------------------------------------------
+
+    def adopt(self) -> AdoptedJob:
+        """Take over what an earlier daemon left: sealed things only; the rest is removed."""
+        with self._lock, storage_errors(f"adopting job {self.job}"):
+            arenas, problems = self._arena_files.adopt()
+            self._arenas = {(arena.rank, arena.layout_id): arena for arena in arenas}
+            problems += self._blocks.adopt()
+            self._kept.adopt()
+            self._node.budget.adopt(self.arena_bytes + self.parity_bytes)
+            saved = self._load_epoch(problems)
+            self._quota_bytes = saved.membership.memory_bytes if saved else 0
+            return AdoptedJob(
+                membership=saved.membership if saved else None,
+                line=saved.line if saved else None,
+                retained=saved.retained if saved else None,
+                arenas=tuple(
+                    AdoptedArena(
+                        rank=arena.rank,
+                        layout=arena.layout,
+                        layout_id=arena.layout_id,
+                        sealed=dict(arena.sealed),
+                    )
+                    for arena in arenas
+                ),
+                parities=tuple(
+                    AdoptedParity(lane=lane, slot=slot, record=record)
+                    for (lane, slot), record in sorted(self._blocks.records.items())
+                ),
+                problems=tuple(problems),
+            )
+
+    def save_epoch(
+        self, membership: Membership, line: Line | None, retained: Generation | None = None
+    ) -> None:
+        saved = SavedEpoch(membership=membership, line=line, retained=retained)
+        body = msgspec.json.encode(saved, order="deterministic")
+        self._quota_bytes = membership.memory_bytes
+        with self._lock, storage_errors(f"saving epoch {membership.epoch} of job {self.job}"):
+            self._files.mkdir(self.directory)
+            replace(self._node.essential, self.directory / EPOCH_FILE, sign(body))
+
+    # --- arenas ----------------------------------------------------------------------------------
+
+    def allocate(
+        self, rank: int, layout: bytes, *, parity_lanes: tuple[int, ...] = (), parity_bytes: int = 0
+    ) -> Arena:
+        """The arena of `rank` for `layout`, made and pre-faulted when there is none, and the two
+        parity blocks of each of `parity_lanes` with at least `parity_bytes` each.
+
+        Raises:
+            MemoryBudgetError: beyond what the job may take, or the budget, or the file system is
+                full; nothing is kept then.
+            CorruptError, LayoutMismatchError: `layout` is not a layout of `rank`.
+            StorageError: the file system failed.
+        """
+        with self._allocating:
+            decoded = decode_layout(layout)
+            with self._lock:
+                known = self._arenas.get((rank, layout_id(layout)))
+                needed = self._blocks.missing_bytes(parity_lanes, parity_bytes)
+            needed += 0 if known else decoded.arena_bytes
+            self._check_left(rank)
+            self._check_quota(needed, rank)
+            self._node.budget.reserve(needed, f"rank {rank} of job {self.job}")
+            try:
+                return self._allocate(known, rank, layout, parity_lanes, parity_bytes)
+            except BaseException:
+                self._node.budget.release(needed)
+                raise
+
+    def arena(self, rank: int, layout: str) -> Arena:
+        """The arena of `rank` with layout id `layout`; StorageError when there is none."""
+        with self._lock:
+            arena = self._arenas.get((rank, layout))
+        if arena is None:
+            raise StorageError(f"job {self.job} has no arena of rank {rank} with layout {layout}")
+        return arena
+
+    def seal(self, rank: int, layout: str, slot: int, sealed: SealedSlot) -> None:
+        """From here on the snapshot exists."""
+        with self._lock, storage_errors(f"sealing slot {slot} of rank {rank} of job {self.job}"):
+            self._arena_files.seal(self.arena(rank, layout), slot, sealed)
+
+    def free_slot(self, rank: int, layout: str, slot: int) -> None:
+        """From here on the snapshot no longer exists. Harmless when there is none."""
+        with self._lock, storage_errors(f"freeing slot {slot} of rank {rank} of job {self.job}"):
+            arena = self._arenas.get((rank, layout))
+            if arena is not None:
+                self._arena_files.free(arena, slot)
+
+    def remove_arena(self, rank: int, layout: str) -> None:
+        """Delete the arena and all that is in it. Harmless when there is none."""
+        with self._lock, storage_errors(f"removing an arena of rank {rank} of job {self.job}"):
+            arena = self._arenas.get((rank, layout))
+            if arena is not None:
+                self._arena_files.remove(arena)
+                del self._arenas[rank, layout]
+                self._node.budget.release(arena.nbytes)
+
+    # --- parity ----------------------------------------------------------------------------------
+
+    def block_view(self, lane: int, slot: int) -> memoryview:
+        """All bytes of a parity block; StorageError when there is none."""
+        with self._lock:
+            return self._blocks.view(lane, slot)
+
+    def parity_record(self, lane: int, slot: int) -> ParityRecord:
+        """What is sealed in a parity block; StorageError when nothing is."""
+        with self._lock:
+            record = self._blocks.records.get((lane, slot))
+        if record is None:
+            raise StorageError(f"parity block {slot} of lane {lane} of job {self.job} is free")
+        return record
+
+    def sealed_parity_bytes(self, lane: int, slot: int) -> int:
+        """Bytes of what is sealed in a parity block; 0 when nothing is."""
+        with self._lock:
+            record = self._blocks.records.get((lane, slot))
+        return 0 if record is None else record.nbytes
+
+    def seal_parity(self, slot: int, record: ParityRecord) -> None:
+        """From here on the parity block exists."""
+        lane = record.entry.lane
+        with self._lock, storage_errors(f"sealing parity {slot} of lane {lane} of {self.job}"):
+            self._blocks.seal(slot, record)
+
+    def free_parity(self, lane: int, slot: int) -> None:
+        """From here on the parity block does not exist; its memory stays."""
+        with self._lock, storage_errors(f"freeing parity {slot} of lane {lane} of {self.job}"):
+            self._blocks.free(lane, slot)
+
+    # --- what others ask for ---------------------------------------------------------------------
+
+    def locate_snapshot(
+        self, rank: int, generation: Generation, start: int, nbytes: int
+    ) -> Located:
+        """Where bytes [start, start + nbytes) of the payload of a sealed snapshot lie, as far as
+        there are any; StorageError when it is not held."""
+        arena, slot, sealed = self._sealed(rank, generation)
+        nbytes = min(nbytes, max(sealed.manifest.payload_bytes - start, 0))
+        piece_map = PieceMap(slot=slot, places=sealed.places)
+        parts = tuple((part.at, part.nbytes) for part in arena.parts(piece_map, start, nbytes))
+        return Located(path=arena.path, parts=parts)
+
+    def held(self, rank: int, generation: Generation) -> Held:
+        """A sealed snapshot and its bytes; StorageError when it is not held."""
+        arena, slot, sealed = self._sealed(rank, generation)
+        read_into = partial(arena.read_into, PieceMap(slot, sealed.places))
+        return Held(manifest=sealed.manifest, read_into=read_into)
+
+    def older_parity(self, lane: int, slot: int) -> OlderParity | None:
+        """The other block of the lane, if it is sealed and the manifests that it was made from are
+        kept here."""
+        with self._lock:
+            found = find_older(self._blocks.records, self._kept.get, lane, slot)
+            if found is None:
+                return None
+            other, manifests = found
+            record = self._blocks.records[lane, other]
+            view = self._blocks.view(lane, other)[: record.nbytes]
+            return OlderParity(record=record, view=view, manifests=manifests)
+
+    def locate_parity(self, lane: int, generation: Generation, start: int, nbytes: int) -> Located:
+        """The same for a sealed parity block."""
+        with self._lock:
+            for (at_lane, slot), record in self._blocks.records.items():
+                if at_lane == lane and record.entry.generation == generation:
+                    nbytes = min(nbytes, max(record.nbytes - start, 0))
+                    return Located(path=self._blocks.path(lane, slot), parts=((start, nbytes),))
+        raise StorageError(f"job {self.job} has no parity of lane {lane} for {generation} here")
+
+    def describe(self, rank: int, generation: Generation) -> tuple[bytes, bytes] | None:
+        """(manifest, layout), encoded, of a snapshot that is held or kept here; None otherwise."""
+        try:
+            arena, _, sealed = self._sealed(rank, generation)
+        except StorageError:
+            with self._lock:
+                return self._kept.get(rank, generation)
+        return sealed.encoded, arena.encoded_layout
+
+    def keep(self, manifest: bytes, layout: bytes) -> None:
+        """Keep another member's manifest and layout, so that it can be told what it had."""
+        with self._lock, storage_errors(f"keeping a manifest for job {self.job}"):
+            self._kept.keep(manifest, layout)
+
+    def forget(self, keep: Set[Generation]) -> None:
+        """Delete kept manifests of generations that are not in `keep`."""
+        with self._lock, storage_errors(f"forgetting manifests of job {self.job}"):
+            self._kept.forget(keep)
+
+    def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
+        """The slot is sealed and its file still says so.
+
+        Raises:
+            StorageError: nothing is sealed there.
+            CorruptError: the file is not what was sealed.
+        """
+        with self._lock, storage_errors(f"reading the manifest of slot {slot} of rank {rank}"):
+            arena = self.arena(rank, layout)
+            sealed = arena.sealed.get(slot)
+            if sealed is None:
+                raise StorageError(f"slot {slot} of rank {rank} of job {self.job} is free")
+            if arena.manifest_path(slot).read_bytes() != sealed.file_bytes:
+                raise CorruptError(f"the manifest file of slot {slot} of rank {rank} was changed")
+
+    def check_entry_file(self, lane: int, slot: int) -> None:
+        """The same for a parity block's entry."""
+        with self._lock, storage_errors(f"reading the entry of parity {slot} of lane {lane}"):
+            record = self.parity_record(lane, slot)
+            if self._blocks.entry_path(lane, slot).read_bytes() != encode_record(record):
+                raise CorruptError(f"the entry file of parity {slot} of lane {lane} was changed")
+
+    def drop(self) -> None:
+        """Free all that the job holds; what is sealed goes first, the epoch last."""
+        with self._allocating, self._lock, storage_errors(f"dropping job {self.job}"):
+            for rank, layout in sorted(self._arenas):
+                self.remove_arena(rank, layout)
+            for lane, slot in sorted(self._blocks.records):
+                self._blocks.free(lane, slot)
+            freed = self._blocks.nbytes
+            self._files.remove_tree(self.directory / "parity")
+            self._files.remove_tree(self.directory / "peers")
+            self._node.budget.release(freed)
+            self._blocks = ParityBlocks(self.directory / "parity", self._files)
+            self._files.remove_tree(self.directory)
+
+    def overgrown(self) -> dict[Path, int]:
+        """By arena file, what was cut off since the last call. Raises StorageError."""
+        with storage_errors(f"cutting back the arenas of job {self.job}"):
+            self._node.grants.cut_back(self.job)
+        return self._node.grants.take_overgrown(self.job)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _check_left(self, rank: int) -> None:
+        left = self._node.grants.left_of(self.job)
+        if left >= LEFT_MAX:
+            raise StorageError(
+                f"rank {rank} of job {self.job} gets no arena: its processes still have {left} "
+                f"removed ones open; end those that no longer train"
+            )
+
+    def _check_quota(self, needed: int, rank: int) -> None:
+        """Memory that is held already stays, also beyond a quota that has become smaller."""
+        held = self.arena_bytes + self.parity_bytes
+        if needed and 0 < self._quota_bytes < held + needed:
+            left = max(self._quota_bytes - held, 0)
+            raise MemoryBudgetError(
+                f"rank {rank} of job {self.job} needs {needed} bytes for its arena and parity, and "
+                f"of the job's {self._quota_bytes} bytes on each node {left} are left: raise "
+                f"spec.snapshot.memoryPerNode, or shard the state over more ranks",
+                needed_bytes=needed,
+                available_bytes=left,
+            )
+
+    def _allocate(
+        self,
+        known: Arena | None,
+        rank: int,
+        layout: bytes,
+        lanes: tuple[int, ...],
+        parity_bytes: int,
+    ) -> Arena:
+        arena = known
+        try:
+            if arena is None:
+                arena = self._arena_files.allocate(rank, layout)
+            self._blocks.grow(lanes, parity_bytes)
+        except OSError as error:
+            if arena is not None and known is None:
+                with suppress(OSError):
+                    self._arena_files.remove(arena)
+            self._raise_full(error, rank, layout, PARITY_SLOTS * len(lanes) * parity_bytes)
+        with self._lock:
+            self._arenas[rank, arena.layout_id] = arena
+        return arena
+
+    def _raise_full(self, error: OSError, rank: int, layout: bytes, parity_bytes: int) -> NoReturn:
+        what = f"allocating the arena of rank {rank} of job {self.job}"
+        if error.errno not in FULL:
+            raise StorageError(f"{what} failed: {error.strerror}") from error
+        needed = decode_layout(layout).arena_bytes + parity_bytes
+        free = self._node.free_bytes()
+        raise MemoryBudgetError(
+            f"{what} needs {needed} bytes with its parity, and {self._node.root} has {free} left "
+            f"although the budget allows more: mount a larger tmpfs or lower the budget",
+            needed_bytes=needed,
+            available_bytes=free,
+        ) from error
+
+    def _sealed(self, rank: int, generation: Generation) -> tuple[Arena, int, SealedSlot]:
+        with self._lock:
+            for arena in self._arenas.values():
+                if arena.rank == rank:
+                    for slot, sealed in arena.sealed.items():
+                        if sealed.manifest.generation == generation:
+                            return arena, slot, sealed
+        raise StorageError(f"job {self.job} has no snapshot {generation} of rank {rank} here")
+
+    def _load_epoch(self, problems: list[str]) -> SavedEpoch | None:
+        path = self.directory / EPOCH_FILE
+        self._files.unlink(path.with_name(f"{EPOCH_FILE}.tmp"))
+        try:
+            return decode_epoch(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (HoldfastError, OSError) as error:
+            problems.append(f"{EPOCH_FILE} ignored: {error}")
+            return None

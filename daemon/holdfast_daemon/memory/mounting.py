@@ -1,0 +1,264 @@
+"""`holdfast-daemon mount`: makes the tmpfs that arenas lie on, and the directory of the sockets.
+
+The step before the daemon on a Kubernetes node, and the only one with privileges. The tmpfs is
+mounted on the node itself, so it outlives the daemon's container, pod and upgrades, and only a
+reboot loses it. Running it again changes what differs and nothing else: what a running daemon, or
+one that will adopt it, has there stays.
+
+`decide` is pure; the rest asks the kernel and does what was decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from errno import EACCES, EINVAL, EPERM
+from pathlib import Path
+
+from holdfast_core.errors import HoldfastError, StorageError
+
+OWNER = 65532
+"""User and group of the daemon's image."""
+PAGE_BYTES = 4096
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 2, 4, 8, 32
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_ulong,
+    ctypes.c_char_p,
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo."""
+
+    point: Path
+    file_system: str
+    shared: bool
+    """Whether what is mounted below it appears in other mount namespaces too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MountedMemory:
+    """What a mounted tmpfs can hold, and holds."""
+
+    size_bytes: int
+    used_bytes: int
+
+
+class MountAction(StrEnum):
+    MOUNT = "mount"
+    REMOUNT = "remount"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MountDecision:
+    """What to do about the tmpfs, and why."""
+
+    action: MountAction
+    reason: str
+    warning: bool = False
+    """Whether the reason is one that somebody should look at."""
+
+
+def parse_mounts(mountinfo: str) -> list[Mount]:
+    """The mounts of a namespace, the ones that cover others last."""
+    mounts = []
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        mounts.append(
+            Mount(
+                point=Path(fields[4].encode().decode("unicode_escape")),
+                file_system=after.split()[0],
+                shared=any(field.startswith("shared:") for field in fields[6:]),
+            )
+        )
+    return mounts
+
+
+def mount_at(path: Path, mounts: Iterable[Mount]) -> Mount | None:
+    """The mount that is visible at `path` itself."""
+    return next((mount for mount in reversed(list(mounts)) if mount.point == path), None)
+
+
+def mount_above(path: Path, mounts: Iterable[Mount]) -> Mount | None:
+    """The mount that a directory at `path` lies on, whatever is mounted at `path` itself."""
+    above = [mount for mount in mounts if mount.point in path.parents]
+    deepest = max((len(mount.point.parts) for mount in above), default=0)
+    return next((m for m in reversed(above) if len(m.point.parts) == deepest), None)
+
+
+def decide(
+    path: Path, mounts: Iterable[Mount], held: MountedMemory | None, wanted_bytes: int
+) -> MountDecision:
+    """What must happen so that a tmpfs of `wanted_bytes` is at `path`.
+
+    `held` is what is mounted there, None when nothing is.
+
+    Raises:
+        StorageError: when it cannot be done, and why.
+    """
+    mounts = list(mounts)
+    there, above = mount_at(path, mounts), mount_above(path, mounts)
+    if there is None or held is None:
+        if above is None or not above.shared:
+            point = above.point if above is not None else path.anchor
+            raise StorageError(
+                f"a tmpfs mounted at {path} would not reach the node: {point} is not shared; give "
+                f"the volume that holds it mountPropagation: Bidirectional, in a privileged "
+                f"container"
+            )
+        return MountDecision(action=MountAction.MOUNT, reason=f"nothing is mounted at {path}")
+    if there.file_system != "tmpfs":
+        raise StorageError(
+            f"{path} is a {there.file_system}, not a tmpfs; unmount it on the node, or choose "
+            f"another --path"
+        )
+    wanted_bytes = -(-wanted_bytes // PAGE_BYTES) * PAGE_BYTES
+    if held.size_bytes == wanted_bytes:
+        return MountDecision(
+            action=MountAction.KEEP, reason=f"{path} has {wanted_bytes} bytes already"
+        )
+    if held.used_bytes > wanted_bytes:
+        return MountDecision(
+            action=MountAction.KEEP,
+            reason=f"{path} keeps its {held.size_bytes} bytes: {held.used_bytes} are in use, and "
+            f"{wanted_bytes} were asked for; ask again when jobs have ended, or ask for more",
+            warning=True,
+        )
+    return MountDecision(
+        action=MountAction.REMOUNT,
+        reason=f"{path} has {held.size_bytes} bytes, {wanted_bytes} are asked for",
+    )
+
+
+def mount_memory(path: Path, size_bytes: int, huge: str, owner: int) -> MountDecision:
+    """Have a tmpfs of `size_bytes` at `path` that belongs to `owner` alone; what was done.
+
+    Raises:
+        StorageError: when it cannot be had.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path = path.resolve()
+        mounts = parse_mounts(_MOUNTINFO.read_text())
+        held = _held(path) if mount_at(path, mounts) else None
+        decision = decide(path, mounts, held, size_bytes)
+        if decision.action is not MountAction.KEEP:
+            _mount_with(path, size_bytes, huge, again=decision.action is MountAction.REMOUNT)
+        _own(path, owner, 0o700)
+    except OSError as error:
+        raise StorageError(_explained(path, error)) from error
+    return decision
+
+
+def make_socket_directory(path: Path, owner: int) -> None:
+    """A directory that `owner` writes and everybody may enter.
+
+    Raises:
+        StorageError: when it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _own(path, owner, 0o755)
+    except OSError as error:
+        raise StorageError(_explained(path, error)) from error
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; 0 when memory and sockets are ready, 2 when they cannot be."""
+    options = _parser().parse_args(arguments)
+    try:
+        decision = mount_memory(options.path, options.size, options.huge, options.owner)
+        if options.sockets is not None:
+            make_socket_directory(options.sockets, options.owner)
+    except HoldfastError as error:
+        print(f"holdfast-daemon mount: {error}", file=sys.stderr)
+        return 2
+    word = "warning" if decision.warning else decision.action
+    print(f"holdfast-daemon mount: {word}: {decision.reason}", file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="holdfast-daemon mount",
+        description="Mount the tmpfs that the daemon keeps snapshots on, or change its size. Needs "
+        "a privileged container, and Bidirectional mount propagation above --path.",
+    )
+    add = parser.add_argument
+    add("--path", type=Path, required=True, help="where, as in /run/holdfast/memory")
+    add("--size", type=int, required=True, metavar="BYTES", help="the daemon's budget, at least")
+    add(
+        "--huge",
+        default="within_size",
+        choices=["never", "always", "within_size", "advise"],
+        help="huge pages; left out when the kernel has none (default: %(default)s)",
+    )
+    add("--sockets", type=Path, metavar="DIR", help="also make this directory for sockets")
+    add(
+        "--owner",
+        type=int,
+        default=OWNER,
+        metavar="UID",
+        help="the daemon's (default: %(default)s)",
+    )
+    return parser
+
+
+def _held(path: Path) -> MountedMemory:
+    status = os.statvfs(path)
+    return MountedMemory(
+        size_bytes=status.f_blocks * status.f_frsize,
+        used_bytes=(status.f_blocks - status.f_bfree) * status.f_frsize,
+    )
+
+
+def _mount_with(path: Path, size_bytes: int, huge: str, *, again: bool) -> None:
+    try:
+        _mount(path, f"size={size_bytes},huge={huge}", again=again)
+    except OSError as error:
+        if error.errno != EINVAL:
+            raise
+        # A kernel without huge pages in tmpfs does not know the option.
+        _mount(path, f"size={size_bytes}", again=again)
+
+
+def _mount(path: Path, options: str, *, again: bool) -> None:
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | (_MS_REMOUNT if again else 0)
+    data = options if again else f"{options},mode=0700"
+    if _libc.mount(b"holdfast", os.fsencode(path), b"tmpfs", flags, data.encode()):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _own(path: Path, owner: int, mode: int) -> None:
+    """Give `path` to `owner`; with everything below when it belonged to somebody else, as after a
+    change of the daemon's user."""
+    if path.stat().st_uid != owner:
+        for directory, names, files in os.walk(path):
+            for name in (*names, *files):
+                os.chown(Path(directory, name), owner, owner, follow_symlinks=False)
+        os.chown(path, owner, owner)
+    path.chmod(mode)
+
+
+def _explained(path: Path, error: OSError) -> str:
+    if error.errno in (EPERM, EACCES):
+        return (
+            f"{path} cannot be mounted: {error.strerror}; this step needs CAP_SYS_ADMIN and root: "
+            f"run it in a privileged container"
+        )
+    return f"{path} cannot be mounted: {error.strerror or error}"

@@ -1,0 +1,182 @@
+"""Parity blocks: two files of memory per parity lane, and the entries that seal them.
+
+A block is memory and stays; its `.entry` says what is in it and is written last, so that a parity
+block exists exactly when it is whole. While one block holds the newest protected generation, the
+next is built in the other. This module reserves no budget and takes no lock: `memory.job_storage`
+does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast_core.errors import CorruptError, HoldfastError, StorageError
+from holdfast_core.protection.budget import PARITY_SLOTS
+from holdfast_core.snapshots.manifests import ParityEntry
+from holdfast_daemon.memory.files import (
+    Files,
+    map_shared,
+    replace,
+    sign,
+    signed_body,
+    storage_errors,
+    touch,
+)
+
+_ENTRY_NAME = re.compile(r"(\d+)-(\d+)\.entry")
+_BLOCK_NAME = re.compile(r"(\d+)-(\d+)\.block")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityRecord:
+    """What an entry file holds: enough to find and verify every byte of the block."""
+
+    entry: ParityEntry
+    nbytes: int
+    """Bytes of the block that are in use, from 0."""
+    piece_bytes: int
+    digests: bytes
+    """xxh3-64 of each piece of the block, as in `Manifest.digests`."""
+    payload_bytes: tuple[tuple[int, int], ...]
+    """(rank, payload size) of every snapshot that went into the block."""
+
+    def __post_init__(self) -> None:
+        if self.piece_bytes <= 0 or len(self.digests) != 8 * -(-self.nbytes // self.piece_bytes):
+            raise CorruptError(
+                f"parity of lane {self.entry.lane}: {len(self.digests)} bytes of digests for "
+                f"{self.nbytes} bytes in pieces of {self.piece_bytes}"
+            )
+
+
+_PARITY_RECORD = msgspec.json.Decoder(ParityRecord)
+
+
+def encode_record(record: ParityRecord) -> bytes:
+    return sign(msgspec.json.encode(record, order="deterministic"))
+
+
+def decode_record(data: bytes) -> ParityRecord:
+    """The record that `encode_record` wrote; raises CorruptError for anything else."""
+    body = signed_body(data, "parity entry")
+    try:
+        return _PARITY_RECORD.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"parity entry cannot be read: {error}") from error
+
+
+class ParityBlocks:
+    """The parity blocks of one job, below `<job>/parity`."""
+
+    def __init__(self, directory: Path, files: Files) -> None:
+        self._directory = directory
+        self._files = files
+        self.records: dict[tuple[int, int], ParityRecord] = {}
+        """Sealed blocks by (lane, slot)."""
+        self._sizes: dict[tuple[int, int], int] = {}
+        self._views: dict[tuple[int, int], memoryview] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that all blocks take."""
+        return sum(self._sizes.values())
+
+    def missing_bytes(self, lanes: Sequence[int], nbytes: int) -> int:
+        """Memory that `grow` would have to add."""
+        return sum(
+            max(nbytes - self._sizes.get((lane, slot), 0), 0)
+            for lane in lanes
+            for slot in range(PARITY_SLOTS)
+        )
+
+    def grow(self, lanes: Sequence[int], nbytes: int) -> None:
+        """Let both blocks of each of `lanes` have at least `nbytes`.
+
+        A block grows at its end, in place: what is sealed in it stays valid. On OSError every block
+        has its old size.
+        """
+        before = dict(self._sizes)
+        try:
+            for lane, slot in ((lane, slot) for lane in lanes for slot in range(PARITY_SLOTS)):
+                size = self._sizes.get((lane, slot), 0)
+                if nbytes > size:
+                    self._files.mkdir(self._directory)
+                    self._files.allocate(self.path(lane, slot), size, nbytes - size)
+                    self._sizes[lane, slot] = nbytes
+                    self._views.pop((lane, slot), None)
+                    touch(self._map(lane, slot))
+        except OSError:
+            for lane in lanes:
+                self._shrink(lane, before)
+            self._sizes = before
+            raise
+
+    def path(self, lane: int, slot: int) -> Path:
+        return self._directory / f"{lane}-{slot}.block"
+
+    def entry_path(self, lane: int, slot: int) -> Path:
+        return self._directory / f"{lane}-{slot}.entry"
+
+    def view(self, lane: int, slot: int) -> memoryview:
+        """All bytes of a block.
+
+        Raises:
+            StorageError: when the lane has no such block.
+        """
+        if (lane, slot) not in self._sizes:
+            raise StorageError(f"lane {lane} has no parity block {slot}: no arena asked for one")
+        with storage_errors(f"mapping {self.path(lane, slot)}"):
+            return self._map(lane, slot)
+
+    def seal(self, slot: int, record: ParityRecord) -> None:
+        lane = record.entry.lane
+        replace(self._files, self.entry_path(lane, slot), encode_record(record))
+        self.records[lane, slot] = record
+
+    def free(self, lane: int, slot: int) -> None:
+        self._files.unlink(self.entry_path(lane, slot))
+        self.records.pop((lane, slot), None)
+
+    def adopt(self) -> list[str]:
+        """Take over every block and every whole entry; what was not whole is removed, and said."""
+        problems: list[str] = []
+        if not self._directory.is_dir():
+            return problems
+        entries: list[tuple[tuple[int, int], Path]] = []
+        for path in sorted(self._directory.iterdir()):
+            block, entry = _BLOCK_NAME.fullmatch(path.name), _ENTRY_NAME.fullmatch(path.name)
+            if block and int(block[2]) < PARITY_SLOTS and path.stat().st_size:
+                self._sizes[int(block[1]), int(block[2])] = path.stat().st_size
+            elif entry:
+                entries.append(((int(entry[1]), int(entry[2])), path))
+            else:
+                self._files.unlink(path)
+        for key, path in entries:
+            try:
+                record = decode_record(path.read_bytes())
+                if record.entry.lane != key[0] or record.nbytes > self._sizes.get(key, 0):
+                    raise CorruptError("it does not fit the block beside it")
+                self.records[key] = record
+            except (HoldfastError, OSError) as error:
+                problems.append(f"parity/{path.name} removed: {error}")
+                self._files.unlink(path)
+        return problems
+
+    def _map(self, lane: int, slot: int) -> memoryview:
+        view = self._views.get((lane, slot))
+        if view is None:
+            view = self._views[lane, slot] = map_shared(self.path(lane, slot))
+        return view
+
+    def _shrink(self, lane: int, sizes: dict[tuple[int, int], int]) -> None:
+        for slot in range(PARITY_SLOTS):
+            self._views.pop((lane, slot), None)
+            with suppress(OSError):
+                if (lane, slot) in sizes:
+                    self._files.truncate(self.path(lane, slot), sizes[lane, slot])
+                else:
+                    self._files.unlink(self.path(lane, slot))

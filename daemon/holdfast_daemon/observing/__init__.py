@@ -1,0 +1,1 @@
+"""What the daemon shows: status of jobs, catalogue, counters, HTTP endpoints."""

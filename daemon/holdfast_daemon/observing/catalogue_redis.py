@@ -1,0 +1,373 @@
+"""The catalogue in Redis, for many daemons and many readers.
+
+Redis may be dead, slow, full, wiped or replaced at any time, and a daemon must not notice: what is
+published goes into a bounded queue, and one task writes it with a time limit. When anything was
+lost (an outage, a full queue, a wipe), the task publishes the whole state again from `source`, the
+daemon's memory. It does so periodically as well, so whatever drifts is put right.
+
+Must not: block or raise into a publisher, keep more than the queue, or write the URL (it holds the
+password) or Redis' own messages into a log.
+
+Keys, under `<prefix>:`:
+
+    marker:<node>         run id of the daemon that wrote last; its absence tells a wipe
+    job:<job>:state       hash  node → the whole job state as JSON
+    job:<job>:stages      hash  <rank>:<stage> → epoch.step
+    job:<job>:ranks       set   ranks that ever had a state
+    job:<job>:rank:<n>    string with a time to live: the rank's state
+    job:<job>:losses      hash  epoch → what its recovery lost in tokens, as JSON
+    job:<job>:events      stream, capped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from holdfast_core.errors import InvalidJobError, UnreachableError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.states import RankHealth
+from holdfast_daemon.logs import bind
+from holdfast_daemon.observing.catalogue import (
+    EVENTS_KEPT,
+    RANK_STATE_TTL_S,
+    CatalogueJob,
+    EventView,
+    SnapshotStage,
+    Source,
+    losses_of_state,
+    ranks_of_state,
+    stages_of_state,
+)
+from holdfast_daemon.observing.catalogue_records import (
+    event_from,
+    health_from,
+    losses_from,
+    ranks_from,
+    stages_from,
+    states_from,
+)
+
+QUEUE_OPERATIONS = 1024
+"""Published words that wait for Redis. A thousand are minutes of a busy node and below 1 MB."""
+
+BATCH_OPERATIONS = 256
+"""Words written in one round trip, so that a long queue does not exceed the time limit."""
+
+_log = bind(logging.getLogger(__name__))
+
+_T = TypeVar("_T")
+
+_KINDS = ("state", "stages", "ranks", "losses", "events")
+
+_UNREACHABLE = (RedisError, OSError, TimeoutError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RedisSettings:
+    """How to reach Redis and how long to bear with it."""
+
+    url: str = field(repr=False)
+    """`redis://`, `rediss://` or `unix://`. Holds the password: never printed."""
+    prefix: str = "holdfast"
+    """First part of every key, so that several clusters can share one Redis."""
+    queue_operations: int = QUEUE_OPERATIONS
+    operation_timeout_s: float = 2.0
+    """For one round trip, connecting included. A slower Redis is treated as gone."""
+    refresh_s: float = 10.0
+    """Everything is published again at this interval; a third of the rank states' time to live."""
+    backoff_min_s: float = 0.2
+    backoff_max_s: float = 10.0
+    job_ttl_s: float = 3600.0
+    """A job of which no daemon has said anything for this long is forgotten."""
+
+    def __post_init__(self) -> None:
+        for name in ("queue_operations", "operation_timeout_s", "refresh_s", "backoff_min_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidJobError(f"Redis setting {name} must be positive")
+        if self.backoff_max_s < self.backoff_min_s or self.job_ttl_s <= self.refresh_s:
+            raise InvalidJobError(
+                f"Redis settings: backoff_max_s {self.backoff_max_s} must reach backoff_min_s "
+                f"{self.backoff_min_s}, and job_ttl_s {self.job_ttl_s} exceed refresh_s "
+                f"{self.refresh_s}"
+            )
+
+
+_Write = Callable[[Pipeline], object]
+"""Adds one published word's commands to a pipeline."""
+
+
+class RedisCatalogue:
+    """One daemon's catalogue in Redis. Use from one event loop."""
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        *,
+        node: str,
+        source: Source,
+        dropped: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """`dropped` is told how many published words were given up."""
+        self._settings = settings
+        self._node = node
+        self._source = source
+        self._dropped = dropped
+        self._run_id = uuid.uuid4().hex
+        self._queue: deque[_Write] = deque()
+        self._rebuild = True
+        self._reachable = True
+        self._closing = False
+        self._wake = asyncio.Event()
+        self._published = 0
+        self._written = 0
+        self._progress = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._client: Redis = Redis.from_url(
+            settings.url,
+            decode_responses=True,
+            socket_timeout=settings.operation_timeout_s,
+            socket_connect_timeout=settings.operation_timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    # --- publishing ------------------------------------------------------------------------------
+
+    def publish_stage(
+        self, job: str, rank: int, generation: Generation, stage: SnapshotStage
+    ) -> None:
+        self._put(lambda pipe: self._write_stages(pipe, job, {rank: {stage: generation}}))
+
+    def publish_rank_state(self, job: str, rank: int, state: RankHealth) -> None:
+        self._put(lambda pipe: self._write_ranks(pipe, job, {rank: state}))
+
+    def publish_snapshot(self, job: str, state: Mapping[str, object]) -> None:
+        frozen = dict(state)
+        self._put(lambda pipe: self._write_state(pipe, job, frozen))
+
+    def publish_event(self, job: str, event: Mapping[str, object]) -> None:
+        text = _to_json(event)
+        key = self._key(job, "events")
+        self._put(
+            lambda pipe: pipe.xadd(key, {"event": text}, maxlen=EVENTS_KEPT, approximate=False)
+        )
+
+    def forget_job(self, job: str) -> None:
+        self._put(lambda pipe: pipe.delete(*self._job_keys(job)))
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    async def read_job(self, job: str) -> CatalogueJob | None:
+        async def read() -> CatalogueJob | None:
+            pipe = self._client.pipeline(transaction=False)
+            pipe.hgetall(self._key(job, "state"))
+            pipe.hgetall(self._key(job, "stages"))
+            pipe.smembers(self._key(job, "ranks"))
+            pipe.hvals(self._key(job, "losses"))
+            states, stages, names, losses = await pipe.execute()
+            ranks = ranks_from(names)
+            healths = (
+                await self._client.mget([self._key(job, f"rank:{rank}") for rank in ranks])
+                if ranks
+                else []
+            )
+            if not (states or stages or ranks or losses):
+                return None
+            return CatalogueJob(
+                states=states_from(states),
+                stages=stages_from(stages),
+                ranks={
+                    rank: health_from(health) for rank, health in zip(ranks, healths, strict=True)
+                },
+                losses=losses_from(losses),
+            )
+
+        return await self._answered(read)
+
+    async def read_events(self, job: str, after: str = "") -> Sequence[EventView]:
+        async def read() -> Sequence[EventView]:
+            first = f"({after}" if after else "-"
+            entries = await self._client.xrange(self._key(job, "events"), min=first)
+            found = (event_from(str(entry_id), fields) for entry_id, fields in entries or ())
+            return [event for event in found if event is not None]
+
+        return await self._answered(read)
+
+    async def _answered(self, read: Callable[[], Awaitable[_T]]) -> _T:
+        try:
+            async with asyncio.timeout(self._settings.operation_timeout_s):
+                return await read()
+        except _UNREACHABLE as error:
+            raise UnreachableError(
+                f"Redis did not answer within {self._settings.operation_timeout_s} s "
+                f"({type(error).__name__}); training goes on without it"
+            ) from None
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._drain(), name="catalogue")
+
+    async def settled(self) -> None:
+        target = self._published
+        self._wake.set()
+        async with self._progress:
+            await self._progress.wait_for(lambda: self._written >= target and not self._rebuild)
+
+    async def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        await self._client.aclose()
+
+    def _put(self, write: _Write) -> None:
+        self._published += 1
+        self._queue.append(write)
+        self._shed()
+        self._wake.set()
+
+    def _shed(self) -> None:
+        """Drops the oldest words beyond the queue's size; the rebuild makes up for their state."""
+        excess = len(self._queue) - self._settings.queue_operations
+        for _ in range(excess):
+            self._queue.popleft()
+        if excess > 0:
+            self._written += excess
+            self._rebuild = True
+            self._dropped(excess)
+
+    async def _drain(self) -> None:
+        """The one task that talks to Redis for the publishers."""
+        loop = asyncio.get_running_loop()
+        backoff_s = self._settings.backoff_min_s
+        refresh_at = loop.time() + self._settings.refresh_s
+        while not self._closing:
+            if loop.time() >= refresh_at:
+                self._rebuild = True
+            if await self._attempt():
+                backoff_s = self._settings.backoff_min_s
+                if loop.time() >= refresh_at:
+                    refresh_at = loop.time() + self._settings.refresh_s
+                await self._woken(refresh_at - loop.time())
+            else:
+                await self._closed(backoff_s)
+                backoff_s = min(2 * backoff_s, self._settings.backoff_max_s)
+        if self._queue and self._reachable:
+            await self._attempt()
+        if self._queue:
+            self._dropped(len(self._queue))
+
+    async def _attempt(self) -> bool:
+        """Writes all there is; False when Redis did not take it."""
+        try:
+            await self._write_all()
+        except _UNREACHABLE as error:
+            self._rebuild = True
+            if self._reachable:
+                _log.warning("catalogue_unreachable", cause=type(error).__name__)
+            self._reachable = False
+            await self._client.connection_pool.disconnect(inuse_connections=True)
+            return False
+        if not self._reachable:
+            _log.info("catalogue_reachable")
+        self._reachable = True
+        async with self._progress:
+            self._progress.notify_all()
+        return True
+
+    async def _write_all(self) -> None:
+        while True:
+            self._wake.clear()
+            async with asyncio.timeout(self._settings.operation_timeout_s):
+                if await self._client.get(self._marker) != self._run_id:
+                    self._rebuild = True
+            if self._rebuild:
+                self._rebuild = False
+                await self._execute([self._write_everything])
+            if not self._queue:
+                return
+            batch = [self._queue.popleft() for _ in range(min(BATCH_OPERATIONS, len(self._queue)))]
+            try:
+                await self._execute(batch)
+            except _UNREACHABLE:
+                self._queue.extendleft(reversed(batch))
+                self._shed()
+                raise
+            self._written += len(batch)
+
+    async def _execute(self, writes: Sequence[_Write]) -> None:
+        pipe = self._client.pipeline(transaction=False)
+        for write in writes:
+            write(pipe)
+        async with asyncio.timeout(self._settings.operation_timeout_s):
+            await pipe.execute()
+
+    async def _woken(self, timeout_s: float) -> None:
+        """Waits until there is something to write, or `timeout_s` have passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+
+    async def _closed(self, timeout_s: float) -> None:
+        """Waits `timeout_s`, or less when the catalogue closes; publishing does not end it."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while not self._closing and (left := until - loop.time()) > 0:
+            self._wake.clear()
+            await self._woken(left)
+
+    # --- keys and commands -----------------------------------------------------------------------
+
+    @property
+    def _marker(self) -> str:
+        return f"{self._settings.prefix}:marker:{self._node}"
+
+    def _key(self, job: str, kind: str) -> str:
+        return f"{self._settings.prefix}:job:{job}:{kind}"
+
+    def _job_keys(self, job: str) -> list[str]:
+        return [self._key(job, kind) for kind in _KINDS]
+
+    def _write_everything(self, pipe: Pipeline) -> None:
+        for job, state in self._source().items():
+            self._write_state(pipe, job, state)
+        pipe.set(self._marker, self._run_id, ex=int(self._settings.job_ttl_s))
+
+    def _write_state(self, pipe: Pipeline, job: str, state: Mapping[str, object]) -> None:
+        pipe.hset(self._key(job, "state"), self._node, _to_json(state))
+        self._write_stages(pipe, job, stages_of_state(state))
+        self._write_ranks(pipe, job, ranks_of_state(state))
+        for epoch, loss in losses_of_state(state).items():
+            pipe.hset(self._key(job, "losses"), str(epoch), _to_json(loss.to_dict()))
+        for key in self._job_keys(job):
+            pipe.expire(key, int(self._settings.job_ttl_s))
+
+    def _write_stages(
+        self, pipe: Pipeline, job: str, stages: Mapping[int, Mapping[SnapshotStage, Generation]]
+    ) -> None:
+        for rank, reached in stages.items():
+            for stage, generation in reached.items():
+                pipe.hset(self._key(job, "stages"), f"{rank}:{stage}", str(generation))
+
+    def _write_ranks(self, pipe: Pipeline, job: str, ranks: Mapping[int, RankHealth]) -> None:
+        for rank, health in ranks.items():
+            pipe.sadd(self._key(job, "ranks"), rank)
+            pipe.set(self._key(job, f"rank:{rank}"), str(health), px=int(1000 * RANK_STATE_TTL_S))
+
+
+def _to_json(value: Mapping[str, object]) -> str:
+    return json.dumps(value, default=str, separators=(",", ":"))

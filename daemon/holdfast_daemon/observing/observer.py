@@ -1,0 +1,255 @@
+"""Turns what the engines note into logs, metrics and the catalogue's events."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Redundancy
+from holdfast_daemon.engine import JobOverview
+from holdfast_daemon.engine.effects import (
+    BuildParity,
+    Effect,
+    JobEvent,
+    Note,
+    PersistRank,
+    Rebuild,
+    Seal,
+    VerifyParity,
+    VerifySnapshot,
+)
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.logs import bind
+from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.observing import status
+from holdfast_daemon.observing.catalogue import Catalogue, SnapshotStage
+
+_log = bind(logging.getLogger(__name__))
+
+_QUIET = frozenset({JobEvent.COMMITTED, JobEvent.PARITY_BUILT, JobEvent.PROTECTED, JobEvent.DEAD})
+"""What happens at every step is logged at debug level; metrics count it."""
+
+_BAD = frozenset(
+    {
+        JobEvent.CORRUPT,
+        JobEvent.CORRUPT_PARITY,
+        JobEvent.SUSPECT,
+        JobEvent.RANK_LOST,
+        JobEvent.FENCED,
+        JobEvent.ARENA_REFUSED,
+        JobEvent.ARENA_OVERGROWN,
+        JobEvent.CUT_BACK_FAILED,
+        JobEvent.SEAL_FAILED,
+        JobEvent.REBUILD_FAILED,
+        JobEvent.LOAD_FAILED,
+        JobEvent.STORAGE_UNREACHABLE,
+        JobEvent.PARITY_FAILED,
+        JobEvent.PERSIST_FAILED,
+        JobEvent.PERSIST_GIVEN_UP,
+        JobEvent.PERSIST_CLEANUP_FAILED,
+        JobEvent.MEMBERSHIP_FOR_OTHER_MEMORY,
+    }
+)
+
+_STORY = frozenset(
+    {
+        JobEvent.EPOCH_BEGAN,
+        JobEvent.LINE,
+        JobEvent.RANK_LOST,
+        JobEvent.REBUILD_STARTED,
+        JobEvent.REBUILT,
+        JobEvent.LOADED,
+        JobEvent.STORAGE_CHOICE,
+        JobEvent.CORRUPT,
+        JobEvent.CORRUPT_PARITY,
+        JobEvent.FENCED,
+        JobEvent.ARENA_REFUSED,
+        JobEvent.ARENA_OVERGROWN,
+        JobEvent.SESSION_OPENED,
+        JobEvent.PERSISTED,
+        JobEvent.PERSIST_GIVEN_UP,
+    }
+)
+"""What the catalogue's event stream tells."""
+
+
+_DURATIONS: dict[type[Effect], str] = {
+    BuildParity: "encode_seconds",
+    PersistRank: "persist_seconds",
+    Rebuild: "rebuild_seconds",
+    Seal: "seal_seconds",
+    VerifyParity: "verify_seconds",
+    VerifySnapshot: "verify_seconds",
+}
+
+
+_LOSS_GAUGES = (
+    "tokens_routed",
+    "tokens_lost",
+    "tokens_at_risk_ratio",
+    "tokens_at_risk_mlt",
+    "tokens_lost_ratio",
+    "tokens_lost_mlt",
+    "tokens_lost_limit_ratio",
+    "recovery_tokens_lost_ratio",
+    "recovery_tokens_lost_mlt",
+    "experts_per_layer",
+)
+
+
+class NodeObserver:
+    """Implements `host.Observer` for all jobs of a daemon."""
+
+    def __init__(self, metrics: DaemonMetrics, catalogue: Catalogue) -> None:
+        self._metrics, self._catalogue = metrics, catalogue
+        self._protected_at: dict[str, tuple[Generation | None, float]] = {}
+        """Of each job, the newest protected generation, and when it was first seen here."""
+        self._written: dict[str, int] = {}
+        """Of each job, bytes in the durable tier that are counted."""
+
+    def note(self, host: JobHost, note: Note) -> None:
+        fields = {
+            "job": host.job,
+            "epoch": host.engine.epoch,
+            "rank": note.rank,
+            "generation": str(note.generation) if note.generation else None,
+            "detail": note.detail or None,
+        }
+        said: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        if note.event in _BAD:
+            _log.warning(note.event.value, **said)
+        elif note.event in _QUIET:
+            _log.debug(note.event.value, **said)
+        else:
+            _log.info(note.event.value, **said)
+        self._count(host, note)
+        if note.event in _STORY:
+            self._catalogue.publish_event(
+                host.job, {"event": note.event.value, "time": time.time(), **said}
+            )
+
+    def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:
+        _log.error("storage_failed", job=host.job, effect=type(effect).__name__, cause=str(error))
+
+    def took(self, host: JobHost, effect: Effect, seconds: float) -> None:
+        name = _DURATIONS.get(type(effect))
+        if name is not None:
+            self._metrics.observe(name, seconds, job=host.job)
+
+    def refresh(self, hosts: dict[str, JobHost], used_bytes: int, budget_bytes: int) -> None:
+        """Gauges and the catalogue's whole states, at heartbeat pace."""
+        metrics = self._metrics
+        metrics.set("memory_used_bytes", used_bytes)
+        metrics.set("memory_budget_bytes", budget_bytes)
+        for job, host in hosts.items():
+            found = host.engine.overview()
+            metrics.set("epoch", found.epoch, job=job)
+            metrics.set("sessions_open", found.sessions, job=job)
+            metrics.set("arena_bytes", host.storage.arena_bytes, job=job)
+            metrics.set("parity_bytes", host.storage.parity_bytes, job=job)
+            if found.complete is not None:
+                metrics.set("generation_step", found.complete.step, job=job, stage="committed")
+            if found.protected is not None:
+                metrics.set("generation_step", found.protected.step, job=job, stage="protected")
+            self._age(found, host.now)
+            self._persisting(host, found)
+            metrics.set("saves_skipped_reported", found.skipped, job=job)
+            metrics.set("saves_failed_reported", found.failed, job=job)
+            self._tokens(found)
+            self._catalogue.publish_snapshot(job, status.as_json(host))
+            for rank in found.ranks:
+                self._catalogue.publish_rank_state(job, rank.rank, rank.health)
+
+    def _age(self, found: JobOverview, now: float) -> None:
+        """How long nothing newer was protected; not of a job that asks for no protection."""
+        if found.membership is None or found.membership.redundancy is Redundancy.NONE:
+            return
+        generation, since = self._protected_at.get(found.job, (None, now))
+        if generation != found.protected:
+            generation, since = found.protected, now
+        self._protected_at[found.job] = generation, since
+        self._metrics.set("protection_age_seconds", now - since, job=found.job)
+
+    def _persisting(self, host: JobHost, found: JobOverview) -> None:
+        """Of jobs that have a durable tier."""
+        persist, job, metrics = found.persist, host.job, self._metrics
+        if persist is None:
+            return
+        metrics.set("persist_age_seconds", persist.age_s(host.now), job=job)
+        if persist.stored is not None:
+            metrics.set("generation_step", persist.stored.step, job=job, stage="persisted")
+        written = host.worker.persister.written_bytes
+        metrics.add("persisted_bytes", written - self._written.get(job, 0), job=job)
+        self._written[job] = written
+
+    def _tokens(self, found: JobOverview) -> None:
+        """What leaving experts out of snapshots costs. Sums, beside ratios: those of several nodes
+        can only be put together from sums."""
+        job, loss, metrics = found.job, found.loss, self._metrics
+        if loss is None or found.membership is None:
+            metrics.forget_job(job, _LOSS_GAUGES)  # its ranks live elsewhere now
+            return
+        figures: dict[str, float] = {
+            "tokens_routed": sum(loss.routed),
+            "tokens_lost": sum(loss.lost),
+            "tokens_at_risk_ratio": loss.risk.plt,
+            "tokens_at_risk_mlt": loss.risk.mlt,
+            "tokens_lost_ratio": loss.plt_of(found.membership.world_size),
+            "tokens_lost_limit_ratio": loss.limit,
+            "experts_per_layer": loss.k,
+        }
+        if loss.newest is not None:
+            figures["tokens_lost_mlt"] = loss.newest.total_mlt
+            figures["recovery_tokens_lost_ratio"] = loss.newest.plt
+            figures["recovery_tokens_lost_mlt"] = loss.newest.mlt
+        for name, value in figures.items():
+            metrics.set(name, value, job=job)
+
+    def forget(self, job: str) -> None:
+        self._protected_at.pop(job, None)
+        self._written.pop(job, None)
+        self._metrics.forget_job(job)
+        self._catalogue.forget_job(job)
+
+    def _count(self, host: JobHost, note: Note) -> None:
+        job, metrics = host.job, self._metrics
+        match note.event:
+            case JobEvent.COMMITTED:
+                metrics.add("snapshots", job=job, stage="committed")
+                if note.rank is not None and note.generation is not None:
+                    self._catalogue.publish_stage(
+                        job, note.rank, note.generation, SnapshotStage.COMMITTED
+                    )
+            case JobEvent.PROTECTED:
+                ranks = host.engine.ranks
+                metrics.add("snapshots", len(ranks), job=job, stage="protected")
+                for rank in ranks:
+                    if note.generation is not None:
+                        self._catalogue.publish_stage(
+                            job, rank, note.generation, SnapshotStage.PROTECTED
+                        )
+            case JobEvent.SKIPPED:
+                metrics.add("saves_skipped", job=job, cause="no_free_slot")
+            case JobEvent.DEAD:
+                metrics.add("saves_skipped", job=job, cause="incomplete")
+            case JobEvent.SEAL_FAILED:
+                metrics.add("saves_failed", job=job, cause="storage")
+            case JobEvent.ARENA_REFUSED:
+                metrics.add("saves_failed", job=job, cause="memory_budget")
+            case JobEvent.ARENA_OVERGROWN:
+                metrics.add("arenas_overgrown", job=job)
+            case JobEvent.PARITY_FAILED:
+                metrics.add("parity_failures", job=job)
+            case JobEvent.CORRUPT:
+                metrics.add("corrupt", job=job, kind="arena")
+            case JobEvent.SUSPECT:
+                metrics.add("corrupt", job=job, kind="wire")
+            case JobEvent.CORRUPT_PARITY:
+                metrics.add("corrupt", job=job, kind="parity")
+            case JobEvent.PERSIST_GIVEN_UP:
+                metrics.add("persist_failures", job=job)
+            case JobEvent.FENCED:
+                metrics.add("stale_epoch_refusals", job=job)

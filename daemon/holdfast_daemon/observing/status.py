@@ -1,0 +1,171 @@
+"""A job as the control loop receives it, in protobuf, and as the catalogue and people do, in JSON.
+
+How the job fares comes from the engine (`engine.overview`), figures from storage and worker.
+"""
+
+from __future__ import annotations
+
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.snapshots.generations import Generation
+from holdfast_daemon.engine.overview import JobOverview, PersistOverview, RankOverview
+from holdfast_daemon.host import JobHost
+from holdfast_protos import codec, control_pb2
+from holdfast_protos.losses import loss_to_proto
+
+
+def job_state(host: JobHost) -> control_pb2.JobState:
+    """The heartbeat's word on one job."""
+    job = host.engine.overview()
+    return control_pb2.JobState(
+        job=job.job,
+        epoch=job.epoch,
+        membership=codec.membership_to_proto(job.membership) if job.membership else None,
+        verified=job.verified,
+        line=codec.optional_line_to_proto(job.line),
+        has_line=job.line is not None,
+        protected=codec.optional_generation_to_proto(job.protected),
+        complete=codec.optional_generation_to_proto(job.complete),
+        ranks=[_rank(rank, host.now) for rank in job.ranks],
+        agent_waiting=job.agent_waiting,
+        rebuilding=bool(job.rebuilding),
+        problem=job.problem,
+        skipped=job.skipped,
+        failed=job.failed,
+        arena_bytes=host.storage.arena_bytes,
+        parity_bytes=host.storage.parity_bytes,
+        loss=None if job.current_loss is None else loss_to_proto(job.current_loss),
+        persist=_persist(host, job.persist),
+        loading=job.loading,
+        storage_problem=job.storage_problem,
+        stored_epoch=job.stored_epoch,
+        protection_bytes_s=host.worker.parity_traffic.bytes_s,
+    )
+
+
+def _persist(host: JobHost, persist: PersistOverview | None) -> control_pb2.PersistState | None:
+    """How persisting fares, as this daemon sees it; None where the job has no durable tier."""
+    if persist is None:
+        return None
+    done, total = host.worker.persister.progress
+    return control_pb2.PersistState(
+        persisted=codec.optional_generation_to_proto(persist.stored),
+        persisting=codec.optional_generation_to_proto(persist.persisting),
+        done_bytes=done,
+        total_bytes=total,
+        failure=persist.failure,
+        age_s=persist.age_s(host.now),
+    )
+
+
+def _persist_json(host: JobHost, persist: PersistOverview | None) -> dict[str, object] | None:
+    if persist is None:
+        return None
+    done, total = host.worker.persister.progress
+    return {
+        "persisted": _text(persist.stored),
+        "persisting": _text(persist.persisting),
+        "done_bytes": done,
+        "total_bytes": total,
+        "failure": persist.failure,
+        "age_s": round(persist.age_s(host.now), 1),
+    }
+
+
+def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
+    restored, source = rank.restored or (None, "")
+    return control_pb2.RankState(
+        rank=rank.rank,
+        state=rank.health,
+        step=rank.step,
+        idle_s=max(0.0, now - rank.last_sign),
+        pid=rank.pid,
+        lost=rank.lost,
+        restored=codec.optional_generation_to_proto(restored),
+        restored_from=source,
+        exit_code=rank.exit_code,
+        last_lines=rank.last_lines,
+    )
+
+
+def as_json(host: JobHost) -> dict[str, object]:
+    """Everything known of one job, for `status` and the catalogue, as JSON values."""
+    job, held = host.engine.overview(), host.engine.held()
+    line, load = job.line, job.directive.load if job.directive is not None else None
+    return {
+        "job": job.job,
+        "epoch": job.epoch,
+        "member": job.member,
+        "leads": job.leads,
+        "fenced": job.fenced,
+        "verified": job.verified,
+        "line": _text(line.generation) if line else None,
+        "line_reason": line.reason if line else None,
+        "line_stored": line.stored if line else False,
+        "load": _text(load),
+        "protected": _text(job.protected),
+        "problem": job.problem,
+        "persist": _persist_json(host, job.persist),
+        "rebuilding": list(job.rebuilding),
+        "arena_bytes": host.storage.arena_bytes,
+        "parity_bytes": host.storage.parity_bytes,
+        "protection_bytes_s": round(host.worker.parity_traffic.bytes_s),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "state": rank.health.value,
+                "step": rank.step,
+                "skipped": rank.skipped,
+                "failed": rank.failed,
+                "loss": _loss(rank.loss),
+            }
+            for rank in job.ranks
+        ],
+        "losses": _recoveries(job),
+        "stages": _stages(job),
+        "slots": [
+            {
+                "rank": slot.rank,
+                "slot": slot.slot,
+                "state": slot.state.value,
+                "generation": _text(slot.generation),
+                "verified": slot.verified,
+            }
+            for slot in held.slots
+        ],
+        "parity": [
+            {
+                "lane": parity.lane,
+                "slot": parity.slot,
+                "state": parity.state.value,
+                "generation": _text(parity.generation),
+            }
+            for parity in held.parities
+        ],
+    }
+
+
+def _text(generation: Generation | None) -> str | None:
+    return str(generation) if generation is not None else None
+
+
+def _loss(found: LossReport | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    risk = found.risk
+    return {"experts_per_layer": found.k, "at_risk": risk.plt, "at_risk_mlt": risk.mlt}
+
+
+def _recoveries(job: JobOverview) -> list[dict[str, object]]:
+    """For the catalogue, which forgets none: of epochs that there were, so that they are bounded
+    whatever a trainer says."""
+    recoveries = job.loss.recoveries if job.loss else ()
+    return [each.to_dict() for each in recoveries if each.epoch <= job.epoch]
+
+
+def _stages(job: JobOverview) -> dict[str, dict[str, str]]:
+    """Rank → stage → newest generation that reached it."""
+    stages: dict[str, dict[str, str]] = {}
+    for rank in job.ranks:
+        reached = {"committed": rank.committed, "protected": job.protected}
+        stages[str(rank.rank)] = {name: str(g) for name, g in reached.items() if g is not None}
+    return stages

@@ -1,0 +1,169 @@
+"""The members of a parity group as a source of manifests and bytes, within one epoch.
+
+What a build or a rebuild needs of others, asked with the epoch that the work belongs to: a peer in
+a newer epoch refuses, and so does the work itself once its own daemon has entered one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast_core.errors import HoldfastError, UnreachableError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_manifest, layout_id, manifest_digest
+from holdfast_core.snapshots.membership import MemberPlace
+from holdfast_daemon.engine.effects import PeerSnapshot
+from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.memory.job_bytes import JobBytes
+from holdfast_daemon.parity.combining import Stream
+from holdfast_daemon.transport.protocol import Kind, Request
+
+
+class PeerClient(Protocol):
+    """Small questions to other daemons. Called from several threads at once."""
+
+    def fetch_manifest(
+        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+    ) -> tuple[bytes, bytes]:
+        """(manifest, layout), encoded, of a snapshot that the daemon holds or keeps; both are empty
+        when it has neither. Raises HoldfastError."""
+
+
+class BulkOpener(Protocol):
+    """Bulk bytes of other daemons: `transport.client.BulkClient`."""
+
+    def open(self, address: str, request: Request) -> Stream:
+        """Raises HoldfastError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFetch:
+    """`parity.Fetch` over the bulk services of a parity group."""
+
+    bulk: BulkOpener
+    job: str
+    epoch: int
+    generation: Generation
+    sources: Mapping[int, PeerSnapshot]
+    """By position."""
+    places: Sequence[MemberPlace] = ()
+    """Of the group's members, by position; for their parity blocks."""
+    parity_lanes: Sequence[int] = ()
+    """By row of the group's code."""
+
+    def open_change(
+        self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
+    ) -> Stream:
+        source = self.sources[position]
+        request = Request(
+            job=self.job,
+            epoch=self.epoch,
+            kind=Kind.CHANGE,
+            index=source.rank,
+            generation=self.generation,
+            offset=offset,
+            nbytes=nbytes,
+            base=base,
+            piece_bytes=piece_bytes,
+        )
+        return self.bulk.open(source.place.bulk_address, request)
+
+    def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
+        if kind is Kind.SNAPSHOT:
+            source = self.sources[position]
+            index, place = source.rank, source.place
+        else:
+            index, place = self.parity_lanes[row], self.places[position]
+        request = Request(
+            job=self.job,
+            epoch=self.epoch,
+            kind=kind,
+            index=index,
+            generation=self.generation,
+            offset=offset,
+            nbytes=nbytes,
+        )
+        return self.bulk.open(place.bulk_address, request)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Asks the members of a parity group for what they hold of one job."""
+
+    storage: JobBytes
+    """What is kept here already need not be asked for."""
+    bulk: BulkOpener
+    peers: PeerClient
+
+    def describe(
+        self, sources: Iterable[PeerSnapshot], generation: Generation, scope: EpochScope
+    ) -> dict[int, tuple[bytes, bytes]]:
+        """(manifest, layout) of each source by position: what is kept here, else what it says."""
+        described = {}
+        for source in sources:
+            kept = self.storage.describe(source.rank, generation)
+            if kept is None or manifest_digest(kept[0]) != source.manifest_digest:
+                kept = self.ask(
+                    (source.place,), source.rank, generation, source.manifest_digest, scope
+                )
+            described[source.position] = kept
+        return described
+
+    def ask(
+        self,
+        places: Iterable[MemberPlace],
+        rank: int,
+        generation: Generation,
+        digest: int,
+        scope: EpochScope,
+    ) -> tuple[bytes, bytes]:
+        """(manifest, layout) from the first of `places` that has exactly what is asked for.
+
+        Raises:
+            UnreachableError: none has, with what each of them said.
+            StaleEpochError: a newer epoch has begun.
+        """
+        membership = scope.current()
+        why = []
+        for place in places:
+            scope.check()
+            try:
+                manifest, layout = self.peers.fetch_manifest(
+                    place, membership.job, membership.epoch, rank, generation
+                )
+                if not manifest:
+                    why.append(f"{place.node} does not have it")
+                elif manifest_digest(manifest) != digest:
+                    why.append(f"{place.node} has another one")
+                elif layout_id(layout) != decode_manifest(manifest).layout_id:
+                    why.append(f"{place.node} has another layout")
+                else:
+                    return manifest, layout
+            except HoldfastError as error:
+                why.append(f"{place.node}: {error}")
+        raise UnreachableError(
+            f"no manifest of rank {rank} generation {generation}: {'; '.join(why) or 'no peer'}"
+        )
+
+    def fetch_from(
+        self,
+        sources: Iterable[PeerSnapshot],
+        scope: EpochScope,
+        generation: Generation,
+        *,
+        lane: int = 0,
+        places: Sequence[MemberPlace] = (),
+    ) -> GroupFetch:
+        """The bytes of `sources`, and of the parity blocks of `lane` of the members at `places`."""
+        membership = scope.current()
+        return GroupFetch(
+            bulk=self.bulk,
+            job=membership.job,
+            epoch=membership.epoch,
+            generation=generation,
+            sources={source.position: source for source in sources},
+            places=places,
+            parity_lanes=[membership.parity_lane(lane, row) for row in range(len(places))],
+        )

@@ -1,0 +1,141 @@
+"""What making parity takes of a node's network: counted, and kept below a limit.
+
+Training uses the same network, so a job or a node may have a limit. It binds what is fetched for
+generations of the running epoch, for which nothing waits. What a restart waits for is fetched as
+fast as it comes: rebuilds, and parity of the line that an epoch began from, without which the next
+loss of a node would take that line.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast_core.snapshots.generations import Generation
+from holdfast_daemon.allowance import Allowance
+from holdfast_daemon.epoch_scope import EpochScope
+from holdfast_daemon.parity.combining import Stream
+from holdfast_daemon.parity.group import GroupFetch
+from holdfast_daemon.parity.recomputing import Recomputed
+from holdfast_daemon.transport.protocol import Kind
+
+PART_BYTES = 256 * 1024
+"""Read, and paid for in a limit, at a time."""
+
+WINDOW_S = 10.0
+"""Time constant of the shown rate: what was fetched so long ago counts by 1/e."""
+
+
+class NodeTraffic:
+    """What all jobs of a daemon fetch for parity, or compute instead. Thread-safe.
+
+    Args:
+        limit_bytes_s: of the daemon; 0: none.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, limit_bytes_s: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_bytes_s, self.clock = limit_bytes_s, clock
+        self.allowance = Allowance(clock)
+        self.recomputed = Recomputed()
+        self.received_bytes = 0
+        """Fetched for parity so far."""
+        self._lock = threading.Lock()
+
+    def of_job(self) -> JobTraffic:
+        """The part of one more job."""
+        return JobTraffic(self)
+
+    def count(self, nbytes: int) -> None:
+        with self._lock:
+            self.received_bytes += nbytes
+
+
+class JobTraffic:
+    """What one job fetches for parity. Thread-safe."""
+
+    def __init__(self, node: NodeTraffic) -> None:
+        self._node = node
+        self._lock = threading.Lock()
+        self._rate = 0.0
+        self._rated_at = node.clock()
+
+    @property
+    def recomputed(self) -> Recomputed:
+        """Counts what of replicas is computed rather than fetched."""
+        return self._node.recomputed
+
+    @property
+    def bytes_s(self) -> float:
+        """Bytes a second that were fetched of late."""
+        with self._lock:
+            return self._rate_at(self._node.clock())
+
+    def paced(self, fetch: GroupFetch, generation: Generation, scope: EpochScope) -> PacedFetch:
+        """`fetch` for parity of `generation`, counted and within the limits."""
+        membership = scope.current()
+        limits = (membership.protection_bytes_s, self._node.limit_bytes_s)
+        limit = min((each for each in limits if each), default=0)
+        urgent = generation.epoch < membership.epoch
+        return PacedFetch(fetch, self, 0 if urgent else limit, scope)
+
+    def take(self, nbytes: int, limit: int, scope: EpochScope) -> None:
+        """Return when `nbytes` may be read. Raises StaleEpochError when the epoch ends first."""
+        self._node.allowance.take(nbytes, limit, scope.ended.wait)
+        scope.check()
+
+    def count(self, nbytes: int) -> None:
+        self._node.count(nbytes)
+        with self._lock:
+            now = self._node.clock()
+            self._rate = self._rate_at(now) + nbytes / WINDOW_S
+            self._rated_at = now
+
+    def _rate_at(self, now: float) -> float:
+        return self._rate * math.exp((self._rated_at - now) / WINDOW_S)
+
+
+@dataclass(frozen=True, slots=True)
+class PacedFetch:
+    """The bytes of a parity group, counted and within `limit` bytes a second; 0: no limit."""
+
+    fetch: GroupFetch
+    traffic: JobTraffic
+    limit: int
+    scope: EpochScope
+
+    def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
+        return self._paced(self.fetch.open(position, kind, offset, nbytes, row))
+
+    def open_change(
+        self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
+    ) -> Stream:
+        return self._paced(self.fetch.open_change(position, base, offset, nbytes, piece_bytes))
+
+    def _paced(self, stream: Stream) -> Stream:
+        return PacedStream(stream, self.traffic, self.limit, self.scope)
+
+
+@dataclass(frozen=True, slots=True)
+class PacedStream:
+    """A stream that is read part by part, as the limit allows. The sender waits meanwhile: TCP
+    takes no more than the receiver's buffer holds."""
+
+    stream: Stream
+    traffic: JobTraffic
+    limit: int
+    scope: EpochScope
+
+    def read_into(self, view: memoryview) -> None:
+        size = PART_BYTES if self.limit else max(len(view), 1)
+        for at in range(0, len(view), size):
+            part = view[at : at + size]
+            self.traffic.take(len(part), self.limit, self.scope)
+            self.stream.read_into(part)
+            self.traffic.count(len(part))
+
+    def close(self) -> None:
+        self.stream.close()

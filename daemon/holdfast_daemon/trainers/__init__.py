@@ -1,0 +1,1 @@
+"""What the daemon serves to trainers: who may call, and what is answered."""

@@ -1,0 +1,133 @@
+"""Which calls of trainers are let in, and on whose account.
+
+A call is paid for by whoever was proven to make it: first its right is checked, then its job's or
+session's account is charged. Whoever has no right pays from one account of their own, all together,
+so that strangers who name a job cannot spend what its trainers need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from holdfast_core.errors import HoldfastError, UnknownSessionError
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.rates import (
+    JOB_RATE,
+    REFUSALS,
+    SESSION_RATE,
+    STRANGERS,
+    WAIT_S_MAX,
+    Accounts,
+)
+from holdfast_daemon.refusals import Context
+from holdfast_daemon.trainers.auth import Authenticator
+from holdfast_protos import channels
+
+REFUSALS_HELD_MAX = 64
+"""Refused calls that are held up at once because refusals come too fast; more are refused without a
+pause, since a call that is held up takes the place of another."""
+
+_TOKEN_HEADER, _BEARER = "authorization", "Bearer "
+_T = TypeVar("_T")
+
+
+class Admission:
+    """Lets calls in. For one event loop.
+
+    Args:
+        accounts: of this service.
+        is_placed: whether a job is on this node.
+        limited: told of each refusal that came too fast.
+    """
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        accounts: Accounts,
+        is_placed: Callable[[str], bool],
+        limited: Callable[[], None],
+    ) -> None:
+        self._authenticator, self._accounts = authenticator, accounts
+        self._is_placed, self._limited = is_placed, limited
+        self._held = 0
+
+    async def admit_job(self, token: str, job: str) -> None:
+        """Return when it is the turn of a call for `job`. Raises as `Authenticator.authorize`, and
+        RateLimitedError."""
+        async with self._refusals_held_up():
+            await self._authenticator.authorize(token, job)
+        account = (("job", job), JOB_RATE) if self._is_placed(job) else STRANGERS
+        await self._accounts.admit(*account)
+
+    async def admit_session(self, sealed: str, find: Callable[[str], _T]) -> _T:
+        """What `find` returns for a session's sealed id, when it is the call's turn. Raises what
+        `find` does, and RateLimitedError."""
+        async with self._refusals_held_up():
+            found = find(sealed)
+        await self._accounts.admit(("session", sealed.rpartition("/")[0]), SESSION_RATE)
+        return found
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        """Those of `jobs` that the caller may see, when it is the call's turn. Raises as
+        `Authenticator.visible`, and RateLimitedError."""
+        async with self._refusals_held_up():
+            seen = await self._authenticator.visible(token, jobs)
+        await self._accounts.admit(*STRANGERS)
+        return seen
+
+    async def share_of(
+        self,
+        headers: dict[str, str],
+        of_session: bool,
+        find: Callable[[str], tuple[JobHost, str]],
+    ) -> str:
+        """The job in whose share a call is, by its headers. A session proves itself, whatever
+        token the call carries: training goes on while nobody can say whose a token is.
+
+        Raises:
+            UnknownSessionError: the call is one of a session, and proves neither session nor token.
+            HoldfastError: as `Authenticator.job_of`, for any other.
+        """
+        try:
+            host, _ = find(headers.get(channels.SESSION_HEADER, ""))
+            return host.job
+        except UnknownSessionError as unknown:
+            try:
+                async with self._refusals_held_up():
+                    return await self._authenticator.job_of(_bearer(headers.get(_TOKEN_HEADER)))
+            except HoldfastError as error:
+                raise (unknown if of_session else error) from None
+
+    async def hold_refusal(self) -> None:
+        """Return when a call may be refused: at once, but for some of those that come too fast."""
+        wait_s = self._accounts.wait_s(*REFUSALS)
+        if wait_s > WAIT_S_MAX:
+            self._limited()
+        if wait_s > 0 and self._held < REFUSALS_HELD_MAX:
+            self._held += 1
+            try:
+                await asyncio.sleep(min(wait_s, WAIT_S_MAX))
+            finally:
+                self._held -= 1
+
+    @asynccontextmanager
+    async def _refusals_held_up(self) -> AsyncIterator[None]:
+        """Around what may refuse a call: its error is raised when the call may be refused."""
+        try:
+            yield
+        except HoldfastError:
+            await self.hold_refusal()
+            raise
+
+
+def bearer_token(context: Context) -> str:
+    """The bearer's token of a call; empty when it carries none."""
+    return _bearer(dict(context.invocation_metadata() or ()).get(_TOKEN_HEADER))
+
+
+def _bearer(header: str | bytes | None) -> str:
+    known = isinstance(header, str) and header.startswith(_BEARER)
+    return str(header).removeprefix(_BEARER) if known else ""

@@ -1,0 +1,316 @@
+"""Who may act for which job: the trainers' tokens, judged and remembered.
+
+In Kubernetes the trainers' sockets are open to every pod that mounts them, so a caller proves who
+it is with a projected service-account token, and may act for a job when its pod is one of the job's
+(`may_act_for`). The API server says whose a token is (`trainers.token_review`); what it said is
+kept for a minute. When it is away, what it said of a token that has not expired still holds: a
+daemon must not stop the training that it protects because the control plane is upgraded.
+
+Must not: keep, log or repeat a token. Only its SHA-256 is remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+from base64 import urlsafe_b64decode
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from holdfast_core.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    UnauthenticatedError,
+    UnreachableError,
+)
+from holdfast_daemon.logs import bind
+
+AUDIENCE = "holdfast.dev/daemon"
+FRESH_S = 60.0
+"""What the API server said of a token is not asked again for this long: a pod that was deleted
+keeps its access for at most this time, and has lost its socket by then."""
+DENIED_FRESH_S = 5.0
+"""As FRESH_S, for a token that was refused: it will not become good, but calls may repeat."""
+AWAY_S = 5.0
+"""Pause before an API server that did not answer is asked again about a token known before."""
+REMEMBERED_MAX = 4096
+"""Tokens remembered: more than a node has pods, renewed hourly, for a day."""
+REFUSED_REMEMBERED_MAX = 1024
+"""Refused tokens remembered. They have a place of their own: a flood of them makes nobody forget
+the good ones."""
+REVIEWS_AT_ONCE = 4
+"""Of tokens that were not known to be good."""
+REVIEWS_WAITING_MAX = 64
+"""Tokens not known to be good that are under review or wait for it: for the API server's patience
+at most, each of them 16 times."""
+CALLS_WAITING_MAX = 256
+"""Calls that wait for those reviews."""
+RENEWALS_AT_ONCE = 2
+"""Reviews of tokens known to be good, which wait for nobody else's."""
+
+_log = bind(logging.getLogger(__name__))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodIdentity:
+    """The pod that a token was made for."""
+
+    namespace: str
+    pod: str
+
+
+class Reviewer(Protocol):
+    """Asks whose a token is; blocks, and is called on a thread."""
+
+    def review(self, token: str) -> PodIdentity:
+        """
+        Raises:
+            UnauthenticatedError: the token is refused.
+            UnreachableError: there is no answer.
+        """
+
+
+class Authenticator(Protocol):
+    """Decides what the bearer of a token may do."""
+
+    async def authorize(self, token: str, job: str) -> None:
+        """Return when the caller may act for `job`.
+
+        Raises:
+            UnauthenticatedError: no token, or one that is refused.
+            AccessDeniedError: the caller does not belong to the job.
+            UnreachableError: nobody can tell now; ask again.
+        """
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        """Those of `jobs` that the caller may act for. Raises as `authorize`, but for denials."""
+
+    async def job_of(self, token: str) -> str:
+        """The job that the bearer belongs to; "" where callers prove nothing. Raises as `visible`,
+        and for every token that is not good for any job."""
+
+    def close(self) -> None:
+        """Answer no more."""
+
+
+class TrustingAuthenticator:
+    """Everybody may do everything: the socket's permissions keep strangers out."""
+
+    async def authorize(self, token: str, job: str) -> None:
+        del token, job
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        del token
+        return list(jobs)
+
+    async def job_of(self, token: str) -> str:
+        del token
+        return ""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def may_act_for(identity: PodIdentity, job: str) -> bool:
+    """Whether the pod is one of the job's: of its namespace, and named `<job>-<member>-<attempt>`.
+
+    Job keys are `<namespace>.<name>`, and neither part has a dot.
+    """
+    namespace, dot, name = job.partition(".")
+    return (
+        bool(dot)
+        and identity.namespace == namespace
+        and re.fullmatch(rf"{re.escape(name)}-[0-9]+-[0-9]+", identity.pod) is not None
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """What the API server said of a token."""
+
+    identity: PodIdentity | None
+    refusal: str
+    """Why, when there is no identity."""
+    fresh_until: float
+    expires_at: float
+    """When the token does; what was said of it holds no longer."""
+
+
+class TokenAuthenticator:
+    """Judges tokens by what a `Reviewer` says of them. For one event loop.
+
+    Args:
+        now: Unix time in seconds, because tokens expire by it.
+        reviewed: called after each review with `allowed`, `denied` or `failed`; with `shed`
+            instead of one for which too many wait.
+    """
+
+    def __init__(
+        self,
+        reviewer: Reviewer,
+        now: Callable[[], float],
+        reviewed: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        self._reviewer, self._now, self._reviewed = reviewer, now, reviewed
+        self._known: dict[bytes, _Known] = {}
+        """Tokens that the API server accepted."""
+        self._refused: dict[bytes, _Known] = {}
+        """Tokens that it refused."""
+        self._asking: dict[bytes, asyncio.Task[_Known]] = {}
+        self._strange: set[bytes] = set()
+        """Those of `_asking` that are not known to be good."""
+        self._waiting = 0
+        """Calls that wait for reviews of those."""
+        self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="token-review")
+        self._renewals = ThreadPoolExecutor(RENEWALS_AT_ONCE, thread_name_prefix="token-renewal")
+
+    async def authorize(self, token: str, job: str) -> None:
+        identity = await self._identify(token)
+        if not may_act_for(identity, job):
+            namespace, _, name = job.partition(".")
+            raise AccessDeniedError(
+                f"pod {identity.pod} of namespace {identity.namespace} may not act for job {job}: "
+                f"only pods of namespace {namespace} that are named {name}-<member>-<attempt> may; "
+                f"run the trainer in the pods that the operator makes for the job"
+            )
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        identity = await self._identify(token)
+        return [job for job in jobs if may_act_for(identity, job)]
+
+    async def job_of(self, token: str) -> str:
+        identity = await self._identify(token)
+        return f"{identity.namespace}.{re.sub(r'-[0-9]+-[0-9]+$', '', identity.pod)}"
+
+    def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        for threads in (self._threads, self._renewals):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _identify(self, token: str) -> PodIdentity:
+        if not token:
+            raise UnauthenticatedError(
+                f"this call carries no token: mount a projected service-account token of audience "
+                f"{AUDIENCE}, and name its file in HOLDFAST_TOKEN_FILE"
+            )
+        digest = hashlib.sha256(token.encode()).digest()
+        known = self._known.get(digest) or self._refused.get(digest)
+        if known is None or self._now() >= min(known.fresh_until, known.expires_at):
+            known = await self._ask(digest, token)
+        if known.identity is None:
+            raise UnauthenticatedError(
+                f"the token is refused: {known.refusal}; it must be a service-account token of "
+                f"this cluster for audience {AUDIENCE}, bound to a running pod"
+            )
+        return known.identity
+
+    async def _ask(self, digest: bytes, token: str) -> _Known:
+        """One review for all calls that wait for the same token, whichever of them is given up."""
+        strange = digest not in self._known
+        if strange:
+            self._make_room(digest)
+        task = self._asking.get(digest)
+        if task is None:
+            threads = self._threads if strange else self._renewals
+            task = asyncio.get_running_loop().create_task(self._review(digest, token, threads))
+            self._asking[digest] = task
+            task.add_done_callback(lambda ended: self._answered(digest, ended))
+        self._waiting += strange
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting -= strange
+
+    def _make_room(self, digest: bytes) -> None:
+        is_new = digest not in self._strange
+        if self._waiting >= CALLS_WAITING_MAX or (
+            is_new and len(self._strange) >= REVIEWS_WAITING_MAX
+        ):
+            self._reviewed("shed")
+            raise UnreachableError(
+                f"{self._waiting} calls wait until the API server has said whose their "
+                f"{len(self._strange)} unknown tokens are; the call can be repeated"
+            )
+        self._strange.add(digest)
+
+    def _answered(self, digest: bytes, ended: asyncio.Task[_Known]) -> None:
+        del self._asking[digest]
+        self._strange.discard(digest)
+        if not ended.cancelled():
+            ended.exception()  # whoever asked may be gone; then nobody else looks at it
+
+    async def _review(self, digest: bytes, token: str, threads: ThreadPoolExecutor) -> _Known:
+        loop = asyncio.get_running_loop()
+        try:
+            identity = await loop.run_in_executor(threads, self._reviewer.review, token)
+        except UnauthenticatedError as error:
+            self._reviewed("denied")
+            until = self._now() + DENIED_FRESH_S
+            known = _Known(
+                identity=None,
+                refusal=str(error).replace(token, "<token>"),
+                fresh_until=until,
+                expires_at=until,
+            )
+        except HoldfastError as error:
+            self._reviewed("failed")
+            known = self._known_before(digest, error)
+        else:
+            self._reviewed("allowed")
+            until = self._now() + FRESH_S
+            expires_at = token_expiry(token)
+            known = _Known(
+                identity=identity,
+                refusal="",
+                fresh_until=until,
+                expires_at=until if expires_at is None else expires_at,
+            )
+        self._remember(digest, known)
+        return known
+
+    def _known_before(self, digest: bytes, error: HoldfastError) -> _Known:
+        """What holds while the API server is away: what it said before, until the token expires."""
+        before, now = self._known.get(digest), self._now()
+        if before is None or before.identity is None or now >= before.expires_at:
+            raise UnreachableError(
+                f"the API server cannot be asked whose the token of this call is: {error}; the "
+                f"call can be repeated"
+            ) from error
+        _log.warning("token_review_failed", cause=str(error), pod=before.identity.pod)
+        return replace(before, fresh_until=now + AWAY_S)
+
+    def _remember(self, digest: bytes, known: _Known) -> None:
+        self._known.pop(digest, None)
+        self._refused.pop(digest, None)
+        if known.identity is None:
+            kept, most = self._refused, REFUSED_REMEMBERED_MAX
+        else:
+            kept, most = self._known, REMEMBERED_MAX
+        if len(kept) >= most:
+            now = self._now()
+            for expired in [d for d, k in kept.items() if k.expires_at <= now]:
+                del kept[expired]
+        if len(kept) >= most:
+            del kept[next(iter(kept))]
+        kept[digest] = known
+
+
+def token_expiry(token: str) -> float | None:
+    """Unix time at which a JSON web token expires; None when it does not say.
+
+    Only for tokens that are reviewed besides: the signature is not looked at.
+    """
+    parts = token.split(".")
+    if len(parts) != 3:
+        return None
+    try:
+        claims = json.loads(urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        return float(claims["exp"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None

@@ -1,0 +1,88 @@
+"""What a trainer may make the daemon keep or repeat: words and numbers of a bounded size.
+
+They go into every heartbeat and report, beside those of other jobs: one that is too long, or a sum
+that does not fit its field, would keep those from being heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from holdfast_core.errors import InvalidJobError, ProtocolError
+from holdfast_core.snapshots.manifests import ExpertVersion
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_protos import persisting, values_pb2
+
+FAILURE_CHARACTERS_MAX = 2000
+"""Of why a save failed, in a trainer's words; the rest is cut off."""
+
+COUNT_MAX = 2**48
+"""Of what a trainer counts: the sum over the ranks of a node still fits 64 bits."""
+
+ADDRESS_CHARACTERS_MAX = 300
+"""Of `host:port`: a host's name has at most 253."""
+
+NAN_UNITS_MAX = 65_536
+"""Units of a snapshot that held a NaN: named in its manifest."""
+
+EXPERTS_MAX = 65_536
+"""Experts of a job, of which a manifest says the versions."""
+
+UNIT_CHARACTERS_MAX = 64
+"""Of a unit's name, such as `layer3/expert5`."""
+
+
+def shortened(failure: str) -> str:
+    """The beginning of why a save failed."""
+    return failure[:FAILURE_CHARACTERS_MAX]
+
+
+def counted(count: int) -> int:
+    """A trainer's count, or the largest that is believed."""
+    return min(count, COUNT_MAX)
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no address of a training world's store, or no text.
+
+    Raises:
+        ProtocolError: it is too long.
+    """
+    if len(address) > ADDRESS_CHARACTERS_MAX or not address.isprintable():
+        raise ProtocolError(
+            f"{address[:80]!r}, of {len(address)} characters, is no address host:port"
+        )
+
+
+def check_units(names: Collection[str]) -> tuple[str, ...]:
+    """The names of units, as they came.
+
+    Raises:
+        ProtocolError: there are more of them, or longer ones, than a model has.
+    """
+    longest = max(map(len, names), default=0)
+    if len(names) > NAN_UNITS_MAX or longest > UNIT_CHARACTERS_MAX:
+        raise ProtocolError(
+            f"a commit names {len(names)} units with a NaN, the longest of {longest} characters; "
+            f"use at most {NAN_UNITS_MAX} of {UNIT_CHARACTERS_MAX}"
+        )
+    return tuple(names)
+
+
+def check_experts(versions: Collection[values_pb2.ExpertVersion]) -> tuple[ExpertVersion, ...]:
+    """The versions of experts, as they came.
+
+    Raises:
+        ProtocolError: there are more of them than a model has, or one is of no expert, or there
+            twice.
+    """
+    if len(versions) > EXPERTS_MAX:
+        raise ProtocolError(f"a commit names {len(versions)} experts; use at most {EXPERTS_MAX}")
+    found = tuple(map(persisting.expert_from_proto, versions))
+    try:
+        kinds = {UnitKey.parse(version.unit).kind for version in found}
+    except InvalidJobError as error:
+        raise ProtocolError(str(error)) from error
+    if kinds - {UnitKind.EXPERT} or len({version.unit for version in found}) != len(found):
+        raise ProtocolError("a commit names a unit that is no expert, or one expert twice")
+    return found

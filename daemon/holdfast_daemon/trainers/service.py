@@ -1,0 +1,383 @@
+"""The trainer-facing service: maps requests to the engine's inputs and questions.
+
+A request that must wait asks the engine again after each change; it holds no state of its own, so a
+client may repeat any call. Errors of ours become aborted calls that carry the error's code.
+
+Every call that names a job is authorized by its token; one that names a session is by the session's
+id, which only an authorized call gives out (`claims`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast_core.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    SnapshotSkippedError,
+    StaleEpochError,
+    UnknownSessionError,
+    UnreachableError,
+)
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
+from holdfast_core.states import RestorePhase
+from holdfast_daemon.engine import RestoreState
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.logs import OncePerCause, bind
+from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.rates import Accounts
+from holdfast_daemon.refusals import Context, refuse
+from holdfast_daemon.trainers import request_limits
+from holdfast_daemon.trainers.admission import Admission, bearer_token
+from holdfast_daemon.trainers.auth import Authenticator
+from holdfast_daemon.trainers.claims import Claims, SessionSeal
+from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.losses import rank_loss_from_proto
+
+ASK_AGAIN_S = 1.0
+WORLD_WAIT_S_MAX = 30.0
+DETAIL_CHARACTERS_MAX = 500
+"""Logged of why a stranger's call was denied: what it sent as its job is part of it."""
+
+_log = bind(logging.getLogger(__name__))
+
+
+def _translating(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(handler)
+    async def translated(self: TrainerService, request: Any, context: Context) -> Any:
+        try:
+            await self.admit(request, context)
+            return await handler(self, request, context)
+        except HoldfastError as error:
+            await self.refuse(request, context, error)
+
+    return translated
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServicer):
+    """Serves the trainers and agents of this node."""
+
+    def __init__(
+        self,
+        *,
+        host_of: Callable[[str], JobHost | None],
+        hosts: Callable[[], dict[str, JobHost]],
+        ended: Callable[[str], bool],
+        claims: Claims,
+        arena_socket: Path,
+        node_host: str,
+        status: Callable[[], dict[str, Any]],
+        authenticator: Authenticator,
+        metrics: DaemonMetrics,
+    ) -> None:
+        self._host_of, self._hosts, self._ended = host_of, hosts, ended
+        self._claims = claims
+        self._arena_socket = arena_socket
+        self._node_host = node_host
+        self._status = status
+        self._metrics = metrics
+        self._complaints = OncePerCause(_log)
+        self._seal = SessionSeal()
+        limited = functools.partial(metrics.add, "rate_limited", service="trainers")
+        self._admission = Admission(
+            authenticator,
+            Accounts(time.monotonic, limited),
+            lambda job: host_of(job) is not None,
+            limited,
+        )
+
+    @_translating
+    async def Hello(self, request: trainer_pb2.HelloRequest, context: Any) -> Any:
+        codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
+        host = self._placed(request.job)
+        request_limits.check_address(request.store_address)
+        membership = host.engine.hello(request.rank, request.store_address)
+        return trainer_pb2.HelloReply(
+            protocol_version=codec.PROTOCOL_VERSION,
+            epoch=membership.epoch,
+            world_size=membership.world_size,
+            arena_socket=str(self._arena_socket),
+        )
+
+    async def Restore(
+        self, request: trainer_pb2.RestoreRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.RestoreProgress]:
+        try:
+            await self.admit(request, context)
+            host = self._placed(request.job)
+            told = ""
+            while True:
+                state = host.engine.restore_state(request.rank, request.epoch)
+                if state.ready:
+                    yield self._decision(host, state)
+                    return
+                loader = host.worker.loader
+                loads = state.phase is RestorePhase.LOAD and loader is not None
+                done = loader.read_bytes(request.rank) if loader and loads else state.done
+                word = f"{state.phase} {done} {state.detail}"
+                if word != told:
+                    told = word
+                    yield trainer_pb2.RestoreProgress(
+                        phase=state.phase, done=done, total=state.total, detail=state.detail
+                    )
+                await host.changed(ASK_AGAIN_S)
+        except HoldfastError as error:
+            await self.refuse(request, context, error)
+
+    def _decision(self, host: JobHost, state: RestoreState) -> trainer_pb2.RestoreProgress:
+        assert state.line is not None
+        decision = trainer_pb2.RestoreDecision(
+            line=codec.line_to_proto(state.line), source=state.source
+        )
+        if state.arena is not None and state.slot is not None:
+            arena = host.storage.arena(state.arena.rank, state.arena.layout_id)
+            decision.manifest = state.slot.manifest_for_trainer
+            decision.layout = state.arena.encoded
+            decision.slot = state.slot.index
+            decision.places = state.slot.places
+            decision.token = self._claims.issue(arena.path, None)
+            decision.arena_bytes = arena.nbytes
+            host.engine.restore_given(state)
+        self._metrics.add("restores", job=host.job, source=state.source)
+        return trainer_pb2.RestoreProgress(
+            phase=state.phase, detail=state.detail, decision=decision
+        )
+
+    @_translating
+    async def Open(self, request: trainer_pb2.OpenRequest, context: Any) -> Any:
+        host = self._placed(request.job)
+        session, effects = host.writer.open(
+            rank=request.rank,
+            epoch=request.epoch,
+            layout=request.layout,
+            largest_slot_bytes=request.largest_slot_bytes,
+            pid=request.pid,
+            now=host.now,
+        )
+        host.carry_out(effects)
+        while (opened := host.engine.opened(session)) is None:
+            await host.changed(ASK_AGAIN_S)
+        arena = host.storage.arena(opened.arena.rank, opened.arena.layout_id)
+        return trainer_pb2.OpenReply(
+            session=self._seal.seal(session),
+            token=self._claims.issue(arena.path, (host, session)),
+            arena_bytes=arena.nbytes,
+            slot_bytes=opened.arena.layout.slot_bytes,
+            slots=SLOTS_PER_ARENA,
+        )
+
+    @_translating
+    async def Grant(self, request: trainer_pb2.GrantRequest, context: Any) -> Any:
+        host, session = self._of_session(request.session)
+        try:
+            granted, effects = host.writer.grant(
+                session,
+                epoch=request.epoch,
+                step=request.step,
+                now=host.now,
+                base=codec.generation_from_proto(request.base)
+                if request.HasField("base")
+                else None,
+                unchanged=request.unchanged,
+            )
+        except SnapshotSkippedError as skipped:
+            host.carry_out(host.engine.tick(host.now))
+            return trainer_pb2.GrantReply(skipped=str(skipped))
+        host.carry_out(effects)
+        return trainer_pb2.GrantReply(
+            slot=granted.slot, places=granted.places, carried=granted.carried
+        )
+
+    @_translating
+    async def Commit(self, request: trainer_pb2.CommitRequest, context: Any) -> Any:
+        host, session = self._of_session(request.session)
+        host.carry_out(
+            host.writer.commit(
+                session,
+                epoch=request.epoch,
+                step=request.step,
+                slot=request.slot,
+                payload_bytes=request.payload_bytes,
+                extras_bytes=request.extras_bytes,
+                digests=request.digests,
+                nan_units=request_limits.check_units(request.nan_units),
+                experts=request_limits.check_experts(request.experts),
+                now=host.now,
+            )
+        )
+        while True:
+            digest = host.engine.committed(session, epoch=request.epoch, step=request.step)
+            if digest is not None:
+                return trainer_pb2.CommitReply(manifest_digest=digest)
+            await host.changed(ASK_AGAIN_S)
+
+    @_translating
+    async def Abort(self, request: trainer_pb2.AbortRequest, context: Any) -> Any:
+        host, session = self._of_session(request.session)
+        host.carry_out(
+            host.engine.abort(session, epoch=request.epoch, step=request.step, now=host.now)
+        )
+        return trainer_pb2.AbortReply()
+
+    async def Watch(
+        self, request: trainer_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.WatchEvent]:
+        try:
+            await self.admit(request, context)
+            host, name = self._of_session(request.session)
+        except HoldfastError as error:
+            await refuse(context, error)
+            return
+        told: Generation | None = None
+        told_dead: set[Generation] = set()
+        told_stored: Generation | None = None
+        while (now := host.engine.watched(name)) is not None and not host.dropped:
+            if now.epoch_ended:
+                yield trainer_pb2.WatchEvent(epoch_ended=now.epoch_ended)
+                return
+            if now.newest is not None and now.newest != told:
+                told, message = now.newest, codec.generation_to_proto(now.newest)
+                if now.redundant:
+                    yield trainer_pb2.WatchEvent(protected=message)
+                else:
+                    yield trainer_pb2.WatchEvent(unprotectable=message)
+            for generation in sorted(set(now.dead) - told_dead):
+                told_dead.add(generation)
+                yield trainer_pb2.WatchEvent(dead=codec.generation_to_proto(generation))
+            if now.persisted is not None and now.persisted != told_stored:
+                told_stored = now.persisted
+                yield trainer_pb2.WatchEvent(persisted=codec.generation_to_proto(now.persisted))
+            await host.changed(ASK_AGAIN_S)
+
+    @_translating
+    async def Close(self, request: trainer_pb2.CloseRequest, context: Any) -> Any:
+        host, session = self._of_session(request.session)
+        host.carry_out(host.engine.session_ended(session, clean=True, now=host.now))
+        return trainer_pb2.CloseReply()
+
+    @_translating
+    async def Progress(self, request: trainer_pb2.ProgressReport, context: Any) -> Any:
+        host, session = self._of_session(request.session)
+        host.engine.progress(
+            session,
+            step=request.step,
+            skipped=request_limits.counted(request.skipped),
+            failed=request_limits.counted(request.failed),
+            failure=request_limits.shortened(request.failure),
+            loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
+            now=host.now,
+        )
+        return trainer_pb2.ProgressReply()
+
+    @_translating
+    async def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> Any:
+        codec.check_version(request.protocol_version, "the agent")
+        loop = asyncio.get_running_loop()
+        # Not min() alone: with NaN it would be NaN, and no time on the loop would be in order.
+        until = loop.time() + (min(request.wait_s, WORLD_WAIT_S_MAX) if request.wait_s > 0 else 0)
+        while True:
+            world = self._world(request)
+            left = until - loop.time()
+            if world.ready or world.finished or left <= 0:
+                return world
+            host = self._host_of(request.job)
+            if host is None:
+                await asyncio.sleep(min(left, 0.1))
+            else:
+                await host.changed(min(left, ASK_AGAIN_S))
+
+    def _world(self, request: trainer_pb2.JoinWorldRequest) -> trainer_pb2.World:
+        host = self._host_of(request.job)
+        if host is None:
+            return trainer_pb2.World(finished=self._ended(request.job))
+        if not request.peek:
+            host.agent_waits(request.after_epoch)
+        state = host.engine.world_state(request.after_epoch)
+        if state is None:
+            return trainer_pb2.World()
+        return trainer_pb2.World(
+            ready=request.peek or state.serves_store or bool(state.store_address),
+            epoch=state.epoch,
+            node_rank=state.node_rank,
+            nodes=state.nodes,
+            store_address=state.store_address,
+            serves_store=state.serves_store,
+            node_host=self._node_host,
+        )
+
+    @_translating
+    async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:
+        host = self._placed(request.job)
+        request_limits.check_address(request.store_address)
+        host.carry_out(host.engine.publish_store(request.epoch, request.store_address, host.now))
+        return trainer_pb2.PublishStoreReply()
+
+    @_translating
+    async def WorkerExited(self, request: trainer_pb2.WorkerExitedRequest, context: Any) -> Any:
+        host = self._placed(request.job)
+        host.worker_exited(request.epoch, request.rank, request.exit_code, request.last_lines)
+        return trainer_pb2.WorkerExitedReply()
+
+    @_translating
+    async def Persist(self, request: trainer_pb2.PersistRequest, context: Any) -> Any:
+        host = self._placed(request.job)
+        host.carry_out(host.engine.request_persist(host.now))
+        return trainer_pb2.PersistReply()
+
+    @_translating
+    async def Status(self, request: trainer_pb2.StatusRequest, context: Context) -> Any:
+        status = self._status()
+        seen = await self._admission.visible(bearer_token(context), status["jobs"])
+        status["jobs"] = {job: status["jobs"][job] for job in seen}
+        return trainer_pb2.StatusReply(json=msgspec.json.encode(status).decode())
+
+    async def share_of(self, headers: dict[str, str], of_session: bool) -> str:
+        """The job in whose share a call is; see `receiving`."""
+        return await self._admission.share_of(headers, of_session, self._of_session)
+
+    async def refuse(self, request: Any, context: Context, error: HoldfastError) -> None:
+        """Count the refusal, then end the call with it."""
+        job = getattr(request, "job", "")
+        if isinstance(error, AccessDeniedError):
+            self._metrics.add("auth_denials", cause=error.code)
+            detail = str(error)[:DETAIL_CHARACTERS_MAX]
+            self._complaints.warning("call_denied", cause=error.code, detail=detail)
+        elif isinstance(error, StaleEpochError) and self._host_of(job) is not None:
+            self._metrics.add("stale_epoch_refusals", job=job)
+        await refuse(context, error)
+
+    async def admit(self, request: Any, context: Context) -> None:
+        """Return when it is this call's turn. Raises what it is refused with."""
+        fields = request.DESCRIPTOR.fields_by_name
+        if "job" in fields:
+            await self._admission.admit_job(bearer_token(context), request.job)
+        elif "session" in fields:
+            await self._admission.admit_session(request.session, self._of_session)
+        # Else its handler admits it: what it answers depends on the caller.
+
+    def _placed(self, job: str) -> JobHost:
+        """The job on this node."""
+        host = self._host_of(job)
+        if host is None:
+            raise UnreachableError(
+                f"this daemon has not heard of job {job}; the control loop has not placed it here "
+                f"yet, or it has ended"
+            )
+        return host
+
+    def _of_session(self, sealed: str) -> tuple[JobHost, str]:
+        """The job and the engine's id of a session."""
+        session = self._seal.open(sealed)
+        for host in self._hosts().values():
+            if host.engine.has_session(session):
+                return host, session
+        raise UnknownSessionError(f"session {session} is not known here; open a new one")

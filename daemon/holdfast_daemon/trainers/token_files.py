@@ -1,0 +1,70 @@
+"""Judges tokens by files: for a local run, where nobody else could say whose a token is.
+
+A directory has one file for each job, named as the daemon names the job's own directory, that holds
+the job's token. Whoever starts the job writes it, and gives its trainers the same file to read.
+
+Must not: keep, log or repeat a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from holdfast_core.errors import AccessDeniedError, UnauthenticatedError
+from holdfast_core.job.names import job_file_name, job_of_file_name
+
+
+class FileAuthenticator:
+    """`trainers.auth.Authenticator` by the files in `directory`, which are read for each call:
+    calls that carry a token are few, and a token that was replaced is good no more."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    async def authorize(self, token: str, job: str) -> None:
+        _insist_on(token)
+        if not self._opens(token, job):
+            raise AccessDeniedError(
+                f"the token of this call is not that of job {job}; run the trainer as a part of "
+                f"the job, which gives it HOLDFAST_TOKEN_FILE"
+            )
+
+    async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
+        _insist_on(token)
+        return [job for job in jobs if self._opens(token, job)]
+
+    async def job_of(self, token: str) -> str:
+        _insist_on(token)
+        try:
+            files = sorted(file.name for file in self._directory.iterdir())
+        except OSError:
+            files = []
+        for job in map(job_of_file_name, files):
+            if self._opens(token, job):
+                return job
+        raise UnauthenticatedError(
+            "the token of this call is that of no job on this machine; run the trainer as a part "
+            "of its job, which gives it HOLDFAST_TOKEN_FILE"
+        )
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def _opens(self, token: str, job: str) -> bool:
+        name = job_file_name(job)
+        if not name:
+            return False
+        try:
+            wanted = (self._directory / name).read_bytes().strip()
+        except OSError:  # no such job, or a name that no file has
+            return False
+        return bool(wanted) and hmac.compare_digest(wanted, token.encode())
+
+
+def _insist_on(token: str) -> None:
+    if not token:
+        raise UnauthenticatedError(
+            "this call carries no token: name the file of the job's token in HOLDFAST_TOKEN_FILE"
+        )

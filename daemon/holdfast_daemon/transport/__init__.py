@@ -1,0 +1,1 @@
+"""Bulk bytes between daemons: protocol, client, server and TLS."""

@@ -1,0 +1,173 @@
+"""Fetches bytes from other daemons straight into their destination.
+
+Blocking, for worker threads. Connections are kept and used again: one request after another, each
+reply read to its end. The bytes are not verified here; whoever asked knows their checksums.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import TracebackType
+
+from holdfast_core.errors import (
+    HoldfastError,
+    ProtocolError,
+    UnauthenticatedError,
+    UnreachableError,
+)
+from holdfast_daemon.transport.protocol import (
+    REPLY_BYTES,
+    Request,
+    decode_error,
+    decode_reply,
+    encode_request,
+)
+from holdfast_daemon.transport.tls import Connection, ConnectionFactory, Protection
+
+IDLE_PER_PEER_MAX = 8
+"""Idle connections that are kept to one peer."""
+
+
+class BulkStream:
+    """The bytes of one reply, read piece by piece as they arrive.
+
+    The sender runs ahead as far as the sockets' buffers let it, so that several streams that are
+    read in turn arrive in parallel.
+    """
+
+    def __init__(self, client: BulkClient, address: str, wire: Connection, nbytes: int) -> None:
+        self._client = client
+        self._address = address
+        self._wire = wire
+        self._left_bytes = nbytes
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` with the next bytes.
+
+        Raises:
+            UnreachableError: the peer went away, or sent nothing for the client's `timeout_s`.
+        """
+        assert len(view) <= self._left_bytes, "more bytes read than were asked for"
+        try:
+            self._wire.receive(view)
+        except OSError as error:
+            raise UnreachableError(f"bulk stream from {self._address}: {error}") from error
+        self._left_bytes -= len(view)
+        self._client.count(len(view))
+
+    def close(self) -> None:
+        """Give the connection back, or close it when its reply was not read to the end."""
+        self._client.release(self._address, self._wire, reusable=self._left_bytes == 0)
+
+    def __enter__(self) -> BulkStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class BulkClient:
+    """Connections to the bulk services of other daemons. Thread-safe."""
+
+    def __init__(self, timeout_s: float, wiring: ConnectionFactory | None = None) -> None:
+        """`timeout_s`: how long a peer may take to accept, and to send anything at all."""
+        self._timeout_s = timeout_s
+        self._wiring = wiring or ConnectionFactory(None, Protection.AUTHENTICATED)
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[Connection]] = {}
+        self._closed = False
+        self.received_bytes = 0
+
+    def open(self, address: str, request: Request) -> BulkStream:
+        """Ask the daemon at `address` (`host:port`) for bytes.
+
+        Raises:
+            UnreachableError: it did not answer in time.
+            StaleEpochError: the request's epoch has ended there.
+            StorageError: it does not have what was asked for.
+            ProtocolError: its answer cannot be understood.
+        """
+        kept = self._take(address)
+        if kept is not None:
+            # The peer may have closed it meanwhile, for a restart or for idling: that says nothing
+            # about the peer now.
+            try:
+                return self._ask(address, kept, request)
+            except UnreachableError as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    raise
+        return self._ask(address, self._connect(address), request)
+
+    def fetch_into(self, address: str, request: Request, view: memoryview) -> None:
+        """Fill `view`, of `request.nbytes`, with the bytes asked for; raises as `open` does."""
+        with self.open(address, request) as stream:
+            stream.read_into(view)
+
+    def close(self) -> None:
+        """Close the idle connections, and those in use when they come back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, {}
+        for wires in idle.values():
+            for wire in wires:
+                wire.close()
+
+    def count(self, nbytes: int) -> None:
+        with self._lock:
+            self.received_bytes += nbytes
+
+    def release(self, address: str, wire: Connection, *, reusable: bool) -> None:
+        """Take back a connection that a stream is done with."""
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            if reusable and not self._closed and len(idle) < IDLE_PER_PEER_MAX:
+                idle.append(wire)
+                return
+        wire.close()
+
+    def _take(self, address: str) -> Connection | None:
+        with self._lock:
+            idle = self._idle.get(address)
+            return idle.pop() if idle else None
+
+    def _connect(self, address: str) -> Connection:
+        host, _, port = address.rpartition(":")
+        try:
+            connection = socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=self._timeout_s
+            )
+        except (OSError, ValueError) as error:
+            raise UnreachableError(f"bulk service at {address}: {error}") from error
+        try:
+            return self._wiring.dialled(connection, self._timeout_s)
+        except (OSError, UnauthenticatedError) as error:
+            connection.close()
+            raise UnreachableError(f"bulk service at {address}: {error}") from error
+
+    def _ask(self, address: str, wire: Connection, request: Request) -> BulkStream:
+        reusable = False
+        try:
+            wire.send(encode_request(request))
+            head = bytearray(REPLY_BYTES)
+            wire.receive(memoryview(head))
+            reply = decode_reply(bytes(head))
+            message = bytearray(reply.message_bytes)
+            wire.receive(memoryview(message))
+            if reply.ok and (reply.epoch, reply.nbytes) == (request.epoch, request.reply_bytes):
+                return BulkStream(self, address, wire, request.reply_bytes)
+            if reply.ok:
+                raise ProtocolError(f"{address} answered another request than the one it was sent")
+            reusable = True
+            raise decode_error(bytes(message))
+        except OSError as error:
+            self.release(address, wire, reusable=False)
+            raise UnreachableError(f"bulk service at {address}: {error}") from error
+        except HoldfastError:
+            self.release(address, wire, reusable=reusable)
+            raise

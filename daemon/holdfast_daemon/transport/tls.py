@@ -1,0 +1,215 @@
+"""The bulk connection, once both ends know who is at the other: plain, or encrypted.
+
+Both ends first show certificates in a TLS handshake; each takes only a daemon's (`identity`). Then
+they go on in one of two ways, agreed upon in the same handshake (ALPN):
+
+- `authenticated`: TLS ends, and the bytes move over bare TCP, with `sendfile` and without a copy.
+  Strangers get no word in. Whoever can change packets on their way between two nodes could change
+  bytes, and whoever sees them can read them.
+- `encrypted`: TLS stays. It costs copies and ciphers at both ends (docs/security.md has figures).
+
+A connection is encrypted as soon as one end wants it, so that daemons can be switched one after
+another. An end that agrees to nothing is refused: it would be sent bytes that this one wanted to
+encrypt. Without an identity there is no handshake, and connections are plain.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+from typing import Any, Protocol
+
+from holdfast_core.errors import UnauthenticatedError
+from holdfast_daemon.transport.protocol import receive, set_timeouts
+from holdfast_protos.identity import Identity, Loaded, Role
+
+HANDSHAKE_S = 5.0
+"""Patience for each step of a handshake: a stranger who says nothing keeps a thread no longer."""
+ENCRYPTED_PART_BYTES = 256 << 10
+"""What is read from a file at once to be encrypted."""
+
+
+class Protection(StrEnum):
+    """What happens to bytes between two daemons after each has shown who it is."""
+
+    AUTHENTICATED = "authenticated"
+    ENCRYPTED = "encrypted"
+
+
+class Connection(Protocol):
+    """A connection with both timeouts set. All calls raise OSError when it breaks or stalls."""
+
+    def receive(self, view: memoryview) -> None:
+        """Fill `view`."""
+
+    def send(self, data: bytes, *, more: bool = False) -> None:
+        """Send all of `data`; `more` follows at once."""
+
+    def send_file(self, descriptor: int, offset: int, nbytes: int) -> int:
+        """Send up to `nbytes` of a file; returns how many, 0 at its end."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class PlainConnection:
+    """Bare TCP; bytes are never copied in this process."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        set_timeouts(connection, timeout_s)
+        self._connection = connection
+
+    def receive(self, view: memoryview) -> None:
+        receive(self._connection, view)
+
+    def send(self, data: bytes, *, more: bool = False) -> None:
+        self._connection.sendall(data, socket.MSG_MORE if more else 0)
+
+    def send_file(self, descriptor: int, offset: int, nbytes: int) -> int:
+        return os.sendfile(self._connection.fileno(), descriptor, offset, nbytes)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class EncryptedConnection:
+    """TLS over TCP. `raw` is the connection below, which is closed with it."""
+
+    def __init__(self, tls: ssl.SSLSocket, raw: socket.socket, timeout_s: float) -> None:
+        tls.settimeout(timeout_s)
+        self._tls, self._raw = tls, raw
+        self._buffer = memoryview(b"")
+        """Made at the end that sends."""
+
+    def receive(self, view: memoryview) -> None:
+        while len(view):
+            count = self._tls.recv_into(view)
+            if count == 0:
+                raise ConnectionResetError("the connection ended")
+            view = view[count:]
+
+    def send(self, data: bytes, *, more: bool = False) -> None:
+        del more
+        self._tls.sendall(data)
+
+    def send_file(self, descriptor: int, offset: int, nbytes: int) -> int:
+        if not self._buffer:
+            self._buffer = memoryview(bytearray(ENCRYPTED_PART_BYTES))
+        part = self._buffer[: min(nbytes, len(self._buffer))]
+        count = os.preadv(descriptor, [part], offset)
+        self._tls.sendall(part[:count])
+        return count
+
+    def close(self) -> None:
+        self._tls.close()
+        self._raw.close()
+
+
+class ConnectionFactory:
+    """Makes wires of fresh connections. Thread-safe.
+
+    Args:
+        identity: of this daemon, for this wiring alone; None makes plain wires.
+        protection: the least that this daemon wants.
+    """
+
+    def __init__(self, identity: Identity | None, protection: Protection) -> None:
+        self._identity = identity
+        self._offered = (
+            [Protection.ENCRYPTED.value]
+            if protection is Protection.ENCRYPTED
+            else [Protection.AUTHENTICATED.value, Protection.ENCRYPTED.value]
+        )
+        self._lock = threading.Lock()
+        self._prepared = 0
+        """Version of the certificate whose contexts know what is offered."""
+
+    def dialled(self, connection: socket.socket, timeout_s: float) -> Connection:
+        """The wire at the end that dialled; `connection` is the wire's from now on.
+
+        Raises:
+            UnauthenticatedError: the other end is no daemon that our CA knows.
+            OSError: the connection broke or stalled.
+        """
+        if self._identity is None:
+            return PlainConnection(connection, timeout_s)
+        context = self._contexts(self._identity).client
+        name = self._identity.name(Role.DAEMON)
+        return self._shake(
+            partial(context.wrap_socket, server_hostname=name), connection, timeout_s
+        )
+
+    def accepted(self, connection: socket.socket, timeout_s: float) -> Connection:
+        """The wire at the end that was dialled; raises as `dialled` does."""
+        if self._identity is None:
+            return PlainConnection(connection, timeout_s)
+        context = self._contexts(self._identity).server
+        return self._shake(partial(context.wrap_socket, server_side=True), connection, timeout_s)
+
+    def _contexts(self, identity: Identity) -> Loaded:
+        loaded = identity.current()
+        with self._lock:
+            if self._prepared != loaded.version:
+                for context in (loaded.server, loaded.client):
+                    context.set_alpn_protocols(self._offered)
+                self._prepared = loaded.version
+        return loaded
+
+    def _agreed(self, tls: ssl.SSLSocket) -> Protection:
+        """What both ends of a handshake want."""
+        selected = tls.selected_alpn_protocol()
+        if selected not in self._offered:
+            raise UnauthenticatedError(
+                f"the other end showed a daemon's certificate but agreed to none of "
+                f"{', '.join(self._offered)} (ALPN): {selected or 'nothing'}; run the same release "
+                f"of the daemon on all nodes, and nothing between them that ends TLS"
+            )
+        return Protection(selected)
+
+    def _shake(
+        self,
+        wrap: Callable[[socket.socket], ssl.SSLSocket],
+        connection: socket.socket,
+        timeout_s: float,
+    ) -> Connection:
+        assert self._identity is not None
+        # A second handle on the same connection: the first stays good when TLS is done, and by it
+        # whoever closes the server can wake a thread at any time.
+        handle = connection.dup()
+        try:
+            # Short records that wait for each other's acknowledgement would take 40 ms each.
+            handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            handle.settimeout(HANDSHAKE_S)
+            handle = tls = wrap(handle)
+            _check_names(tls, self._identity.name(Role.DAEMON))
+            if self._agreed(tls) is Protection.ENCRYPTED:
+                return EncryptedConnection(tls, connection, timeout_s)
+            tls.unwrap()
+            tls.close()
+            return PlainConnection(connection, timeout_s)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            handle.close()
+            raise ConnectionResetError("the connection ended in the handshake") from error
+        except ssl.SSLError as error:
+            handle.close()
+            raise UnauthenticatedError(
+                f"the other end did not prove to be a daemon: {error.reason or error}"
+            ) from error
+        except BaseException:
+            handle.close()
+            raise
+
+
+def _check_names(tls: ssl.SSLSocket, wanted: str) -> None:
+    found = tls.getpeercert() or {}
+    shown: Any = found.get("subjectAltName", ())
+    names = [value for kind, value in shown if kind == "DNS"]
+    if wanted not in names:
+        raise UnauthenticatedError(
+            f"only {wanted} may use the bulk service; the certificate shows {', '.join(names)}"
+        )

@@ -1,0 +1,1 @@
+"""The `holdfast` command: one module for each subcommand, imported when it is used."""

@@ -1,0 +1,22 @@
+"""What `holdfast certificates` does: a CA and its certificates, for a cluster or by hand."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from datetime import timedelta
+
+from holdfast_operator.control.certificates import Certificates
+from holdfast_protos.identity import Role
+
+
+def run(options: argparse.Namespace) -> int:
+    """`holdfast certificates`: make what is missing, or has used up a seventh of its time."""
+    life = timedelta(days=options.days)
+    certificates = Certificates(options.out, domain=options.domain, life=life)
+    certificates.make(time.time())
+    for role in Role:
+        folder = certificates.directory(role)
+        print(f"{role}.{options.domain}.holdfast: {folder}")
+    print(f"Keep {options.out}/ca.key to yourself: whoever has it is trusted with everything.")
+    return 0

@@ -1,0 +1,350 @@
+"""`holdfast demo`: a real training job loses two trainers, a daemon and a node, and finishes with
+the bytes of an undisturbed run.
+
+The job is the one of `examples/moe-job.yaml` with its trainer, on virtual nodes of this machine.
+The faults are real signals to real processes. The demo knows nothing that a user's script could not
+know: it reads the run's status and the trainer's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holdfast_core.errors import HoldfastError, InvalidJobError, UnreachableError
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.job.status import Phase
+from holdfast_operator._environment import given
+from holdfast_operator.cli.demo_report import (
+    DemoReport,
+    FaultReport,
+    Injected,
+    LoggedStep,
+    account,
+    loss_difference,
+    partial_verdict,
+    read_log,
+    table,
+    versions,
+    write,
+)
+from holdfast_operator.cli.show import event_text
+from holdfast_operator.local import LocalCluster, LocalSettings, TimedEvent
+from holdfast_operator.local import faults as injections
+from holdfast_operator.local.directory import RunDirectory
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.identity import is_insecure
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+STEPS, QUICK_STEPS = 150, 60
+POLL_S = 0.05
+CATCH_S = 60.0
+"""How long to try to catch a rank where the script wants it."""
+RECOVERY_S = 120.0
+"""A fault that training has not survived by then counts as not survived."""
+RUN_S = 600.0
+SUCCESS, FAILURE = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A fault of the script."""
+
+    kind: str
+    at: float
+    """Share of all steps that are done when it happens."""
+    inject: Callable[[DemoRun], Awaitable[tuple[float, str]]]
+    """Does it; returns when (seconds since the Unix epoch), and what was hit, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """A run that has ended."""
+
+    sha256: str
+    """Of the final state; empty when it did not get there."""
+    log: list[LoggedStep]
+    injected: list[Injected]
+    faults: list[FaultReport]
+
+
+class DemoRun:
+    """One run of the job: its cluster, its log, its line on the screen."""
+
+    def __init__(
+        self, name: str, job: MoETrainingJob, folder: Path, screen: Progress, steps: int
+    ) -> None:
+        self.folder = folder
+        self.log_file, self.hash_file = folder / "log.jsonl", folder / "sha256"
+        self._screen, self._steps = screen, steps
+        self._line = screen.add_task(name, total=steps, note="starting processes")
+        settings = LocalSettings(directory=folder, insecure=is_insecure(given()))
+        self.cluster = LocalCluster(job, settings, on_event=self._show)
+
+    def _show(self, event: TimedEvent) -> None:
+        self._screen.console.print(event_text(event), soft_wrap=True)
+
+    def log(self) -> list[LoggedStep]:
+        """The steps so far; brings the screen up to date."""
+        log = read_log(self.log_file)
+        if log:
+            note = f"loss {log[-1].loss:.3f}"
+            self._screen.update(self._line, completed=log[-1].step, note=note)
+        return log
+
+    async def until(
+        self, condition: Callable[[list[LoggedStep]], bool], timeout_s: float
+    ) -> list[LoggedStep]:
+        """Wait until the log is as wanted or the job has ended; returns the log.
+
+        Raises:
+            TimeoutError: when neither came.
+        """
+        async with asyncio.timeout(timeout_s):
+            while not condition(log := self.log()):
+                with suppress(HoldfastError):
+                    if self.cluster.status.ended:
+                        return self.log()
+                await asyncio.sleep(POLL_S)
+        return log
+
+    async def carry_out(self, script: tuple[Fault, ...]) -> RunResult:
+        """Run the job to its end, with the faults of `script`."""
+        injected: list[Injected] = []
+        faults: list[FaultReport] = []
+        async with self.cluster as cluster:
+            for fault in script:
+                done = await self._inject(fault)
+                injected.append(done)
+                faults.append(await self._survive(done))
+            log = await self.until(lambda _: False, RUN_S)
+            outcome = await cluster.finished(timeout_s=RUN_S)
+            if outcome is Outcome.FAILED:
+                self._screen.console.print(f"the job failed: {cluster.status.reason}")
+        reached = outcome is Outcome.COMPLETE and self.hash_file.exists()
+        sha256 = self.hash_file.read_text().strip() if reached else ""
+        return RunResult(sha256=sha256, log=log, injected=injected, faults=faults)
+
+    async def _inject(self, fault: Fault) -> Injected:
+        step = max(1, int(fault.at * self._steps))
+        await self.until(lambda log: bool(log) and log[-1].step >= step, RUN_S)
+        await self.cluster.wait_for(
+            lambda now: now.ended or (now.phase is Phase.RUNNING and bool(now.protected)),
+            timeout_s=RECOVERY_S,
+            what="a protected generation",
+        )
+        at, what = await fault.inject(self)
+        last = [line for line in self.log() if line.time <= at][-1]
+        return Injected(kind=fault.kind, what=what, step=last.step, epoch=last.epoch, time=at)
+
+    async def _survive(self, done: Injected) -> FaultReport:
+        """Wait until training goes on and snapshots are protected again."""
+
+        def so_far() -> FaultReport:
+            status = self.cluster.status
+            return account(done, self.log(), status.recoveries, self.cluster.events)
+
+        def over(_: list[LoggedStep]) -> bool:
+            figures, status = so_far(), self.cluster.status
+            protected = status.protected.rpartition(".")[2]
+            back = bool(protected) and int(protected) > done.step
+            must_restart = done.kind != "kill-daemon"
+            return figures.survived and back and (figures.restarted or not must_restart)
+
+        with suppress(TimeoutError):
+            await self.until(over, RECOVERY_S)
+        return so_far()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the demo. `options` has `report`, `steps`, `quick` and `keep`; returns the exit code.
+
+    Raises:
+        InvalidJobError: when the examples are not there.
+    """
+    console = Console()
+    work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
+    try:
+        success = asyncio.run(_demo(options, work, console))
+    except (HoldfastError, TimeoutError):
+        console.print(f"logs: {work}")
+        raise
+    if success and not options.keep:
+        shutil.rmtree(work)
+    else:
+        console.print(f"logs and run directories: {work}", soft_wrap=True)
+    return SUCCESS if success else FAILURE
+
+
+async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bool:
+    began = time.monotonic()
+    steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]:<18}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as screen:
+        console.print(f"A run without faults, then the same with {len(SCRIPT)}; {steps} steps each")
+        folder = work / "undisturbed"
+        job = demo_job(folder, steps, options.policy)
+        undisturbed = await DemoRun("undisturbed run", job, folder, screen, steps).carry_out(())
+        folder = work / "faults"
+        job = demo_job(folder, steps, options.policy)
+        disturbed = await DemoRun("run with faults", job, folder, screen, steps).carry_out(SCRIPT)
+    report = DemoReport(
+        final_state_sha256=disturbed.sha256,
+        fault_free_sha256=undisturbed.sha256,
+        equal=bool(disturbed.sha256) and disturbed.sha256 == undisturbed.sha256,
+        steps=steps,
+        nodes=job.spec.nodes,
+        spares=job.spec.failure_policy.spares,
+        duration_seconds=round(time.monotonic() - began, 1),
+        faults=tuple(disturbed.faults),
+        versions=versions(),
+        policy=options.policy,
+        loss_difference=loss_difference(undisturbed.log, disturbed.log),
+        lost_tokens=disturbed.log[-1].lost if disturbed.log else 0.0,
+    )
+    console.print(table(report))
+    for name, sha256 in (("undisturbed", undisturbed.sha256), ("with faults", disturbed.sha256)):
+        console.print(f"{name}: {sha256 or 'no final state'}", highlight=False, soft_wrap=True)
+    if report.equal:
+        console.print("[bold green]The same bytes.[/] Nothing was lost but time.")
+    elif report.policy != "Full":
+        console.print(partial_verdict(report))
+    else:
+        console.print("[bold red]They differ.[/] This is a defect; please report it.")
+    if options.report is not None:
+        picture = write(
+            report,
+            options.report,
+            undisturbed=undisturbed.log,
+            disturbed=disturbed.log,
+            injected=disturbed.injected,
+        )
+        console.print(f"report: {options.report}   plot: {picture}", soft_wrap=True)
+    return report.success
+
+
+def demo_job(folder: Path, steps: int, policy: str = "Full") -> MoETrainingJob:
+    """The job of the examples, with its log and hash in `folder`.
+
+    Raises:
+        InvalidJobError: when the examples are not there.
+    """
+    document, script = EXAMPLES / "moe-job.yaml", EXAMPLES / "train_moe.py"
+    if not (document.exists() and script.exists()):
+        raise InvalidJobError(
+            f"{EXAMPLES} holds no example job; run the demo from a clone of the repository"
+        )
+    job: dict[str, Any] = yaml.safe_load(document.read_text(encoding="utf-8"))
+    job["spec"].setdefault("snapshot", {})["policy"] = {"type": policy}
+    container = job["spec"]["trainer"]["template"]["spec"]["containers"][0]
+    container["command"] = ["python", str(script)]
+    container["args"] = [
+        *("--steps", str(steps)),
+        *("--log-file", str(folder / "log.jsonl")),
+        *("--hash-file", str(folder / "sha256")),
+    ]
+    return parse_job(job)
+
+
+# --- the script -----------------------------------------------------------------------------------
+
+
+async def _kill_in_step(run: DemoRun) -> tuple[float, str]:
+    rank = 2
+    await _catch(run, rank, writing=False)
+    at = time.time()
+    await run.cluster.kill_rank(rank)
+    return at, f"rank {rank} in mid-step"
+
+
+async def _kill_in_copy(run: DemoRun) -> tuple[float, str]:
+    rank = 1
+    generation = await _catch(run, rank, writing=True)
+    at = time.time()
+    await run.cluster.kill_rank(rank)
+    return at, f"rank {rank} copying {generation}"
+
+
+async def _kill_daemon(run: DemoRun) -> tuple[float, str]:
+    node, at = run.cluster.status.members[1].node, time.time()
+    await run.cluster.kill_daemon(node)
+    return at, f"daemon of {node}"
+
+
+async def _kill_node(run: DemoRun) -> tuple[float, str]:
+    node, at = run.cluster.status.members[3].node, time.time()
+    await run.cluster.kill_node(node)
+    return at, f"node {node} and its memory"
+
+
+SCRIPT = (
+    Fault(kind="kill-rank", at=0.2, inject=_kill_in_step),
+    Fault(kind="kill-rank-mid-copy", at=0.4, inject=_kill_in_copy),
+    Fault(kind="kill-daemon", at=0.6, inject=_kill_daemon),
+    Fault(kind="kill-node", at=0.75, inject=_kill_node),
+)
+
+
+async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
+    """Stop a rank's process while it is writing a slot, or is not; returns the generation.
+
+    The process is stopped first and looked at then: what the daemon says of a stopped process stays
+    true until it is killed.
+
+    Raises:
+        UnreachableError: when it could not be caught.
+    """
+    cluster, until = run.cluster, time.monotonic() + CATCH_S
+    member = cluster.status.member_of(rank)
+    node = None if member is None else cluster.status.node(member.node)
+    if node is None:
+        raise UnreachableError(f"rank {rank} is on no node now; run it again")
+    directory, options = cluster.directory, channels.channel_options()
+    async with grpc.aio.insecure_channel(f"unix:{node.socket}", options=options) as channel:
+        daemon = trainer_pb2_grpc.TrainerStub(channel)
+        while time.monotonic() < until and not cluster.status.ended:
+            if bool(await _written(daemon, directory, rank)) is writing:
+                injections.signal_rank(directory, cluster.status, rank, signal.SIGSTOP)
+                generation = await _written(daemon, directory, rank)
+                if bool(generation) is writing:
+                    return generation
+                injections.signal_rank(directory, cluster.status, rank, signal.SIGCONT)
+            run.log()
+    state = "in the middle of a copy" if writing else "between two copies"
+    raise UnreachableError(f"rank {rank} was not caught {state} within {CATCH_S:g} s; run it again")
+
+
+async def _written(
+    daemon: trainer_pb2_grpc.TrainerAsyncStub, directory: RunDirectory, rank: int
+) -> str:
+    """The generation that a rank is writing into its arena, as its daemon knows; empty for none."""
+    request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
+    try:
+        reply = await daemon.Status(request, timeout=5.0, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        raise UnreachableError(f"a daemon does not say what it holds: {error.details()}") from error
+    state = msgspec.json.decode(reply.json)["jobs"].get(directory.job_key, {"slots": ()})
+    found = [s for s in state["slots"] if s["rank"] == rank and s["state"] == "granted"]
+    return str(found[0]["generation"]) if found else ""

@@ -1,0 +1,104 @@
+"""Reads job files: YAML from anybody, in bounded memory and time.
+
+YAML can say much in few bytes: an alias repeats what it names, and aliases of aliases of aliases
+would be expanded, when somebody looks at them, to more than there is memory. So the events of the
+text are counted first, with what each alias stands for, and only a document of ordinary size is
+loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.documents import DEPTH_MAX, VALUES_MAX
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+
+FILE_BYTES_MAX = 1 << 20
+"""What etcd takes of one object at most: a larger job could never be sent to a cluster."""
+
+
+def load_job(path: Path) -> MoETrainingJob:
+    """The job in a YAML (or JSON) file.
+
+    Raises:
+        InvalidJobError: when it cannot be read, or is no valid job.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidJobError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return parse_job(read_document(data))
+    except InvalidJobError as error:
+        raise InvalidJobError(f"{path}: {error}") from error
+
+
+def read_document(data: bytes) -> Any:
+    """The plain values of a YAML document of one job.
+
+    Raises:
+        InvalidJobError: it is not YAML, or more than a job can be.
+    """
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidJobError(f"the file has more than {FILE_BYTES_MAX} bytes; no job is as long")
+    try:
+        text = data.decode()
+        _count(text)
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidJobError(f"the file is not YAML: {error}") from error
+    except (ValueError, OverflowError) as error:
+        # A number of thousands of digits, the 31st of February, the year 0.
+        raise InvalidJobError(f"a value in the file cannot be read: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Before merges (`<<`) are written out, whose keys may be there again.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise InvalidJobError(
+                    f"line {key.start_mark.line + 1}: {key.value[:80]!r} is there twice; which of "
+                    f"them is meant? Remove one"
+                )
+            seen.add(key.value)
+        return node
+
+
+def _count(text: str) -> None:
+    """Refuse what would be too deep or too large with every alias written out."""
+    values, depth = 0, 0
+    sizes: dict[str, int] = {}
+    """What each finished anchor stands for, in values."""
+    open_anchors: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            values += sizes.get(event.anchor or "", VALUES_MAX + 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            values += 1
+            if event.anchor:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            values, depth = values + 1, depth + 1
+            open_anchors.append((event.anchor, values))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+            anchor, before = open_anchors.pop()
+            if anchor:
+                sizes[anchor] = values - before + 1
+        if depth > DEPTH_MAX or values > VALUES_MAX:
+            raise InvalidJobError(
+                f"the file has more than {DEPTH_MAX} levels, or {VALUES_MAX} values, aliases "
+                f"written out; a job has far fewer"
+            )

@@ -1,0 +1,407 @@
+"""The `holdfast` command: parses, wires, prints. What it prints as an error says what to do.
+
+Exit codes: 0 all is well, 1 the job failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast_core.errors import HoldfastError
+from holdfast_core.quantities import parse_bytes
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+_EPILOG = """
+A job survives the loss of a rank, a daemon or a node. To see it:
+
+  holdfast demo                        everything at once, with a report
+  holdfast run job.yaml                a job on virtual nodes of this machine
+  holdfast status --watch              where it stands (in a second terminal)
+  holdfast inject kill-node n2         lose a node, and watch a spare take over
+
+`holdfast COMMAND --help` shows the options and examples of each.
+"""
+
+_RUN_EPILOG = """
+The job file is the MoETrainingJob that Kubernetes gets, too. spec.nodes + spares virtual nodes are
+made on this machine: each has a daemon process, a directory on /dev/shm and a loopback address.
+Ctrl-C stops the job and frees its memory. A `holdfast run` that is killed leaves daemons and
+trainers running; the same command again takes them over.
+
+  holdfast run job.yaml
+  holdfast run job.yaml --dir /tmp/run1 --redis redis://localhost:6379/0
+"""
+
+_STATUS_EPILOG = """
+  holdfast status                      of the only run on this machine
+  holdfast status job.yaml --watch     until the job ends
+  holdfast status --dir /tmp/run1 --json | jq .protected
+  holdfast status -n team-a            all jobs of a namespace of a cluster
+  holdfast status -n team-a llm        one of them
+  holdfast status llm                  the run on this machine; without one, and with a kubeconfig,
+                                       the job of the namespace default
+"""
+
+_INJECT_EPILOG = """
+  holdfast inject kill-rank 3          SIGKILL a rank: restored from its node's memory
+  holdfast inject stop-rank 3          it hangs; found after detection.hangSeconds
+  holdfast inject kill-daemon n1       training goes on; the daemon adopts its memory
+  holdfast inject kill-node n2         a spare takes over, its memory rebuilt from parity
+  holdfast inject notice n2            it will be lost: a copy goes to storage, a spare takes over
+  holdfast inject corrupt 0            flip a byte of rank 0's newest snapshot
+  holdfast inject corrupt 0 --parity   flip a byte of a parity block on rank 0's node
+"""
+
+_PERSIST_EPILOG = """
+  holdfast persist                     of the only run on this machine
+  holdfast persist llm --wait 60       give up after a minute
+"""
+
+_PLAN_EPILOG = """
+  holdfast plan job.yaml --bytes-per-rank 24Gi --step-seconds 4.5
+  holdfast plan job.yaml --node-mtbf-days 90 --days 60
+  holdfast plan job.yaml --expert-bytes 335M --other-bytes 8G --step-seconds 2 --plot plan.png
+  holdfast plan job.yaml --like-run /tmp/holdfast-0/default.moe --measure-copy
+"""
+
+_CERTIFICATES_EPILOG = """
+  holdfast certificates --out tls --domain holdfast-system
+  kubectl -n holdfast-system create secret generic holdfast-daemon --from-file=tls/daemon/
+  kubectl -n holdfast-system create secret generic holdfast-operator --from-file=tls/operator/
+"""
+
+_EXPORT_EPILOG = """
+  holdfast export s3://bucket/tier/default.moe --to model --names hf
+  holdfast export file:///checkpoints --job default.moe --generation 3.1200 --to model
+  holdfast export /checkpoints/default.moe --format dcp --optimizer --to checkpoint
+"""
+
+
+def _run(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.run import run
+
+    return int(run(options) or 0)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.run import status
+
+    return int(status(options) or 0)
+
+
+def _inject(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.run import inject
+
+    return int(inject(options) or 0)
+
+
+def _persist(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.persist import persist
+
+    return int(persist(options) or 0)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.plan import plan
+
+    return int(plan(options) or 0)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.demo import main
+
+    return int(main(options) or 0)
+
+
+def _certificates(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.certify import run
+
+    return int(run(options) or 0)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from holdfast_operator.cli.export import export
+
+    return int(export(options) or 0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="holdfast",
+        description="Fault tolerance for Mixture-of-Experts training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_status(commands)
+    _add_inject(commands)
+    _add_persist(commands)
+    _add_plan(commands)
+    _add_demo(commands)
+    _add_certificates(commands)
+    _add_export(commands)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, epilog: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text[0].lower() + text[1:].rstrip("."),
+        description=text,
+        epilog=f"examples:\n{epilog}" if epilog else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "run", "Run a job on virtual nodes of this machine.", _RUN_EPILOG)
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    _add_directory(parser)
+    parser.add_argument("--redis", default="", metavar="URL", help="catalogue for the daemons")
+    _add_insecure(parser)
+    parser.set_defaults(handler=_run)
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Show where a local run, or a job in a cluster, stands."
+    parser = _add(commands, "status", text, _STATUS_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    _add_directory(parser)
+    cluster = parser.add_argument_group("in a cluster (any of these)")
+    cluster.add_argument("-n", "--namespace", metavar="NAME", help="of the job (default: default)")
+    cluster.add_argument("--kubeconfig", metavar="FILE", help="default: as kubectl's")
+    cluster.add_argument("--context", metavar="NAME", help="of the kubeconfig")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print and end (default without a tty)")
+    how.add_argument("--watch", action="store_true", help="follow until the job ends")
+    how.add_argument("--json", action="store_true", help="print the status as JSON")
+    parser.set_defaults(handler=_status)
+
+
+def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "inject", "Do harm to a local run, to see it survive.", _INJECT_EPILOG)
+    kinds = parser.add_subparsers(dest="fault", metavar="FAULT", required=True)
+    for name, text in (
+        ("kill-rank", "SIGKILL a rank"),
+        ("stop-rank", "SIGSTOP a rank: it hangs"),
+        ("cont-rank", "SIGCONT a rank"),
+        ("corrupt", "flip a byte of a rank's newest snapshot"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text)
+        kind.add_argument("rank", type=int, metavar="RANK")
+        if name == "corrupt":
+            kind.add_argument(
+                "--parity", action="store_true", help="of a parity block on the rank's node"
+            )
+        _add_run_choice(kind)
+    for name, text in (
+        ("kill-daemon", "SIGKILL a node's daemon; its memory stays"),
+        ("kill-node", "lose a node with all its processes and memory"),
+        ("notice", "announce that a node will be lost, as a cloud does"),
+    ):
+        kind = kinds.add_parser(name, help=text, description=text)
+        kind.add_argument("node", metavar="NODE")
+        _add_run_choice(kind)
+    parser.set_defaults(handler=_inject)
+
+
+def _add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Write the newest generation of a local run to its durable tier, now."
+    parser = _add(commands, "persist", text, _PERSIST_EPILOG)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
+    _add_directory(parser)
+    parser.add_argument(
+        "--wait", type=_positive, default=600.0, metavar="S", help="default %(default)s"
+    )
+    parser.set_defaults(handler=_persist)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Compute memory, intervals and odds of a job, and compare snapshot policies."
+    parser = _add(commands, "plan", text, _PLAN_EPILOG)
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
+    add("--bytes-per-rank", type=_size, metavar="SIZE", help="of one snapshot, like 24Gi")
+    add("--node-mtbf-days", type=_positive, metavar="D", help="default: what the job says, or 180")
+    add("--process-mtbf-days", type=_positive, metavar="D", help="default: the job's, 60 days")
+    add("--replace-seconds", type=_positive, default=60.0, metavar="S", help="default %(default)s")
+    add("--snapshot-seconds", type=_positive, metavar="S", help="default: at 10 GB/s")
+    add("--step-seconds", type=_positive, default=1.0, metavar="S", help="default %(default)s")
+    add(
+        "--days", type=_positive, default=30.0, metavar="D", help="of training; default %(default)s"
+    )
+    _add_model(parser)
+    parser.set_defaults(handler=_plan)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "to compare snapshot policies",
+        "Sizes are of training state (weights, master weights, optimizer), one copy over all ranks",
+    ).add_argument
+    add("--expert-bytes", type=_some_bytes, metavar="SIZE", help="of one expert of one layer")
+    add("--other-bytes", type=_size, metavar="SIZE", help="of all that is no expert")
+    add("--moe-layers", type=_count, metavar="N", help="default: the job's spec.model")
+    add("--experts-per-layer", type=_count, metavar="N", help="default: the job's spec.model")
+    add("--like-run", type=Path, metavar="DIR", help="all four, from a local run that is going on")
+    add("--partial-experts", type=_count, metavar="K", help="the first K; default: the job's, or 1")
+    add(
+        "--copy-bandwidth",
+        type=_some_bytes,
+        metavar="SIZE",
+        help="bytes a second that one node's ranks copy into its memory; default 10G",
+    )
+    add("--measure-copy", action="store_true", help="that of this machine's memory, one thread")
+    add(
+        "--network-bandwidth",
+        type=_some_bytes,
+        metavar="SIZE",
+        help="bytes a second from one node to others; default 2.5G",
+    )
+    add(
+        "--routing-skew",
+        type=_at_least_zero,
+        default=0.0,
+        metavar="X",
+        help="exponent of experts' popularity: 0 all alike (default), 2 a few get most tokens",
+    )
+    add("--plot", type=Path, metavar="FILE", help="draw the comparison: .png, .svg or .pdf")
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Train a small MoE model, kill it in four ways, compare with an undisturbed run."
+    parser = _add(commands, "demo", text, "  holdfast demo --report build/demo/report.json\n")
+    add = parser.add_argument
+    add("--report", type=Path, metavar="FILE", help="write a JSON report, and a plot beside it")
+    add("--steps", type=int, metavar="N", help="steps to train")
+    add("--quick", action="store_true", help="fewer steps")
+    add(
+        "--policy",
+        choices=["Full", "PartialExperts", "Selective"],
+        default="Full",
+        help="what snapshots capture; unless it is Full, some experts return to older versions "
+        "and losses are compared instead of bytes (default %(default)s)",
+    )
+    add("--keep", action="store_true", help="keep the run's directory")
+    parser.set_defaults(handler=_demo)
+
+
+def _add_certificates(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Make a CA, and certificates for daemons and the operator."
+    parser = _add(commands, "certificates", text, _CERTIFICATES_EPILOG)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="where; a CA there is used again")
+    add("--domain", default="local", metavar="NAME", help="in a cluster: the namespace of Holdfast")
+    add("--days", type=int, default=365, metavar="N", help="how long they are good (default 365)")
+    parser.set_defaults(handler=_certificates)
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Write a persisted generation in a format that other tools read."
+    parser = _add(commands, "export", text, _EXPORT_EPILOG)
+    add = parser.add_argument
+    add("uri", metavar="URI", help="of the job's sets; or, with --job, of the tier")
+    add("--job", metavar="JOB", help="the job's directory below the tier")
+    add("--generation", metavar="EPOCH.STEP", help="default: the newest complete one")
+    add("--to", type=Path, required=True, metavar="DIR", help="is made if it is not there")
+    add(
+        "--format",
+        choices=["safetensors", "dcp"],
+        default="safetensors",
+        help="default %(default)s",
+    )
+    add("--names", metavar="hf|FILE", help="rename: the example model for Hugging Face, or a table")
+    add("--optimizer", action="store_true", help="its states as well")
+    add("--shard-size", type=_size, default=5_000_000_000, metavar="SIZE", help="default 5G")
+    add(
+        "--tensor-parallel",
+        action="append",
+        default=[],
+        metavar="PATTERN=DIM",
+        help="how plain tensors were cut over tensor-parallel ranks; -1: whole copies",
+    )
+    parser.set_defaults(handler=_export)
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="the run's directory")
+
+
+def _add_insecure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="no certificates and tokens between its processes (or HOLDFAST_INSECURE=1)",
+    )
+
+
+def _add_run_choice(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("--job", metavar="JOB", help="the job's name, when there are several runs")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except HoldfastError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _some_bytes(text: str) -> int:
+    value = _size(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves nothing to plan with; give more than 0")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _at_least_zero(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return int(options.handler(options))
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,70 @@
+"""What `holdfast plan` does: reads what is known, computes, prints, draws."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.planning.policy_comparison import Assumptions, Comparison
+from holdfast_operator.cli.job_files import load_job
+from holdfast_operator.cli.plan_inputs import assumptions_of, model_of, mtbf_days_of
+from holdfast_operator.cli.planning import (
+    PlannedModel,
+    PlanSettings,
+    check_memory,
+    compared,
+    plan_view,
+)
+
+COLUMNS = 100
+"""Tables are no narrower; where a terminal is, its lines wrap, and no number is cut off."""
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def plan(options: argparse.Namespace) -> int:
+    """`holdfast plan`."""
+    if options.plot is not None and options.plot.suffix not in PLOT_SUFFIXES:
+        raise InvalidJobError(
+            f"--plot {options.plot}: the suffix says what is drawn; use {', '.join(PLOT_SUFFIXES)}"
+        )
+    job = load_job(options.job)
+    node_mtbf_days, process_mtbf_days = mtbf_days_of(options, job)
+    settings = PlanSettings(
+        bytes_per_rank=options.bytes_per_rank,
+        node_mtbf_days=node_mtbf_days,
+        process_mtbf_days=process_mtbf_days,
+        replace_s=options.replace_seconds,
+        snapshot_s=options.snapshot_seconds,
+        step_s=options.step_seconds,
+        days=options.days,
+    )
+    console = Console(width=max(Console().width, COLUMNS))
+    sizes = model_of(options, job)
+    if sizes is None:
+        console.print(plan_view(job, settings))
+        check_memory(job, settings, None)
+        return 0
+    model = PlannedModel(sizes=sizes, assumed=assumptions_of(options, job, sizes))
+    found = compared(job, model)
+    console.print(plan_view(job, settings, model, found))
+    if options.plot is not None:
+        _plot(options.plot, found, model.assumed, title=job.key)
+        print(f"wrote {options.plot}")
+    check_memory(job, settings, found)
+    return 0
+
+
+def _plot(path: Path, found: Comparison, assumed: Assumptions, *, title: str) -> None:
+    try:
+        from holdfast_operator.cli.plan_plot import write_plot  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise InvalidJobError(
+            "--plot draws with matplotlib, which is not installed; pip install 'holdfast[cli]'"
+        ) from error
+    write_plot(path, found, assumed, title=title)

@@ -1,0 +1,272 @@
+"""`holdfast plan`: what a job will take of memory, and what its redundancy is worth.
+
+Computes with `holdfast_core` and prints; decides nothing and looks at no machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import expm1
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from holdfast_core.job.intervals import StepInterval
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.planning.model_sizes import ModelSizes
+from holdfast_core.planning.policy_comparison import Assumptions, Comparison, compare_policies
+from holdfast_core.protection.budget import NodeMemory, fits, predict
+from holdfast_core.protection.codes import code_for
+from holdfast_core.protection.groups import form_groups
+from holdfast_core.protection.intervals import (
+    group_loss_rate_per_s,
+    recoveries_per_s,
+    snapshot_interval_steps,
+)
+from holdfast_core.protection.reliability import (
+    FailureModel,
+    checkpoint_survival,
+    parity_survival,
+    time_to,
+)
+from holdfast_core.quantities import format_bytes
+from holdfast_core.snapshots.layouts import PAGE_BYTES, round_up
+from holdfast_core.snapshots.membership import Redundancy
+from holdfast_operator.cli.policy_view import comparison_view
+from holdfast_operator.cli.sources_view import sources_view
+
+DAY_S = 86400.0
+COPY_BYTES_S = 10e9
+"""How fast the ranks of a node copy snapshots when nobody says."""
+NETWORK_BYTES_S = 2.5e9
+"""From node to node, when nobody says: about what one stream between daemons reaches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """What the plan assumes."""
+
+    bytes_per_rank: int | None = None
+    """Payload of one rank's snapshot; no memory is planned when None."""
+    node_mtbf_days: float = StepInterval().node_mtbf_days
+    """Mean time between losses of one node."""
+    process_mtbf_days: float = StepInterval().process_mtbf_days
+    """Mean time between failures of one node's training processes."""
+    replace_s: float = 60.0
+    """From the loss of a node until its state is protected again elsewhere."""
+    snapshot_s: float | None = None
+    """Time to copy one rank's snapshot; one second for each 10 GB when None."""
+    step_s: float = 1.0
+    """Time of one training step."""
+    days: float = 30.0
+    """Length of the training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedModel:
+    """The job's model, and what snapshots of it may assume."""
+
+    sizes: ModelSizes
+    assumed: Assumptions
+
+    def __str__(self) -> str:
+        layers = self.sizes.by_layer.values()
+        counts = sorted({len(units) for units in layers})
+        experts = sum(self.sizes.experts.values())
+        return (
+            f"{len(layers)} MoE layers of {' or '.join(map(str, counts))} experts, "
+            f"{format_bytes(experts + self.sizes.other_bytes).partition(' (')[0]} of training "
+            f"state, {experts / (experts + self.sizes.other_bytes):.0%} of it in experts"
+        )
+
+
+def compared(job: MoETrainingJob, model: PlannedModel) -> Comparison:
+    """The snapshot policies beside each other.
+
+    Raises:
+        InvalidJobError: when the model has no experts.
+    """
+    return compare_policies(job, model.sizes, _groups(job), model.assumed)
+
+
+def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison | None) -> None:
+    """Refuse a job of which something does not fit into its own limit for a node; the tables say
+    what does.
+
+    Raises:
+        MemoryBudgetError: with the most that is needed, and the limit.
+    """
+    if job.memory_per_node_bytes is None:
+        return
+    if found is not None:
+        needed = max(cost.memory_bytes for cost in found.costs)
+    elif settings.bytes_per_rank is not None:
+        nodes = _node_memory(job, _groups(job), settings.bytes_per_rank)
+        needed = max(node.total_bytes for node in nodes)
+    else:
+        return
+    fits(needed, job.memory_per_node_bytes, what="snapshots of one node")
+
+
+def plan_view(
+    job: MoETrainingJob,
+    settings: PlanSettings,
+    model: PlannedModel | None = None,
+    found: Comparison | None = None,
+) -> RenderableType:
+    """The plan as tables.
+
+    Args:
+        model, found: the model, and its policies compared; None when nothing is known of it.
+
+    Raises:
+        InvalidJobError: when an assumption is out of range.
+    """
+    spec = job.spec
+    groups = _groups(job)
+    head = (
+        f"{job.key}: {spec.nodes} nodes of {spec.nproc_per_node} ranks and "
+        f"{spec.failure_policy.spares} spares; redundancy {spec.redundancy.type.value}"
+    )
+    if groups:
+        sizes = sorted({len(group) for group in groups})
+        head += f", {len(groups)} parity groups of {' or '.join(map(str, sizes))}"
+    parts: list[RenderableType] = [head, ""]
+    if model is not None and found is not None:
+        parts.append(
+            comparison_view(
+                found,
+                model.assumed,
+                days=settings.days,
+                model=str(model),
+                limit_bytes=job.memory_per_node_bytes,
+                auto=job.spec.snapshot.interval.auto,
+            )
+        )
+        if groups:
+            parts += ["", sources_view(job, model.sizes, model.assumed, found)]
+    elif settings.bytes_per_rank is None:
+        parts.append(
+            "memory: give --bytes-per-rank SIZE to see what each node needs, or --expert-bytes and "
+            "--other-bytes to compare snapshot policies"
+        )
+    else:
+        parts.append(_memory(job, groups, settings.bytes_per_rank))
+    parts.append("")
+    parts.append(_odds(job, settings, with_interval=found is None))
+    return Group(*parts)
+
+
+def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
+    if job.spec.redundancy.type is Redundancy.NONE:
+        return ()
+    domains = dict.fromkeys(range(job.spec.nodes), "")
+    redundancy = job.spec.redundancy
+    return form_groups(domains, job.group_size, at_least=redundancy.losses + 1).groups
+
+
+def _node_memory(
+    job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int
+) -> tuple[NodeMemory, ...]:
+    redundancy = job.spec.redundancy
+    return predict(
+        [round_up(bytes_per_rank, PAGE_BYTES)] * job.world_size,
+        groups,
+        job.spec.nproc_per_node,
+        redundancy=redundancy.type,
+        replicas=max(redundancy.losses, 1),
+    )
+
+
+def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int) -> Table:
+    nodes = _node_memory(job, groups, bytes_per_rank)
+    limit = job.memory_per_node_bytes
+    table = Table("members", "arenas", "parity", "total", "", box=None, pad_edge=False)
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for node in nodes:
+        by_size.setdefault((node.arena_bytes, node.parity_bytes), []).append(node.member)
+    for (arenas, parity), members in by_size.items():
+        names = f"{len(members)} members" if len(members) > 1 else f"member {members[0]}"
+        sizes = (format_bytes(n) for n in (arenas, parity, arenas + parity))
+        too_much = limit is not None and arenas + parity > limit
+        verdict = "" if limit is None else "does not fit" if too_much else "fits"
+        table.add_row(names, *sizes, verdict, style="red" if too_much else None)
+    if limit is not None:
+        table.add_row("limit", "", "", format_bytes(limit))
+    return table
+
+
+def _odds(job: MoETrainingJob, settings: PlanSettings, *, with_interval: bool) -> Table:
+    table = Table("what", "figure", "from", box=None, pad_edge=False)
+    for row in _odds_rows(job, settings):
+        table.add_row(*row)
+    if with_interval:
+        table.add_row(*_interval_row(job, settings))
+    return table
+
+
+def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[str, str, str]]:
+    nodes = job.spec.nodes
+    lost_per_day = 1 / settings.node_mtbf_days
+    rate_per_s = lost_per_day / DAY_S
+    yield (
+        "nodes lost in the training",
+        f"{nodes * lost_per_day * settings.days:.1f}",
+        f"{settings.days:g} days, one loss per node in {settings.node_mtbf_days:g} days",
+    )
+    redundancy = job.spec.redundancy
+    code = code_for(redundancy.type, job.group_size, max(redundancy.losses, 1))
+    if code is not None:
+        model = FailureModel(
+            nodes=nodes,
+            group_size=job.group_size,
+            hardware_rate=lost_per_day,
+            software_rate=1 / settings.process_mtbf_days,
+            losses=code.rows,
+        )
+        in_memory = time_to(lambda days: parity_survival(model, days), 0.9)
+        more = "" if code.rows == 1 else f" for {code.rows} losses of a group"
+        without = time_to(lambda days: checkpoint_survival(model, days), 0.9)
+        yield (
+            "days until P(state lost) is 10 %, nothing replaced",
+            f"{in_memory:.2f}",
+            f"REFT eq. 2{more}; {without:.2f} without redundancy (eq. 3)",
+        )
+        rate = group_loss_rate_per_s(
+            rate_per_s, job.group_size, exposure_s=settings.replace_s, losses=code.rows
+        )
+        lost = -expm1(-rate * nodes / job.group_size * settings.days * DAY_S)
+        yield (
+            "P(a recovery line is lost in the training)",
+            f"{lost:.2e}",
+            f"nodes replaced and rebuilt within {settings.replace_s:g} s",
+        )
+
+
+def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
+    """The interval that the comparison of policies has for Full, as far as sizes are known."""
+    node_bytes = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node
+    snapshot_s = settings.snapshot_s
+    if snapshot_s is None:
+        snapshot_s = node_bytes / COPY_BYTES_S
+    protect_s = node_bytes * job.spec.redundancy.losses / NETWORK_BYTES_S
+    steps = snapshot_interval_steps(
+        copy_s=snapshot_s,
+        protect_s=protect_s,
+        step_s=settings.step_s,
+        rate_per_s=recoveries_per_s(
+            job.spec.nodes,
+            node_losses_per_s=1 / (settings.node_mtbf_days * DAY_S),
+            process_failures_per_s=1 / (settings.process_mtbf_days * DAY_S),
+            redundant=job.spec.redundancy.type is not Redundancy.NONE,
+        ),
+        asked_steps=job.spec.snapshot.interval.least_steps,
+    )
+    return (
+        "snapshot interval, steps",
+        str(steps),
+        f"REFT eq. 9, for lost nodes and processes; copy {snapshot_s:.2f} s, protection "
+        f"{protect_s:.2f} s, step {settings.step_s:g} s; the job says "
+        f"{job.spec.snapshot.interval.steps}",
+    )

@@ -1,0 +1,178 @@
+"""A run's status for people: tables for terminals, lines for logs. Only shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holdfast_core.job.status import Phase
+from holdfast_core.quantities import GIB, format_rate
+from holdfast_core.states import RankHealth
+from holdfast_operator.local.status import FINISHED, LocalMemberStatus, Status, TimedEvent
+from holdfast_operator.reconciler.losses import loss_text
+from holdfast_operator.reconciler.views import Condition
+
+EVENTS_SHOWN = 8
+PHASE_STYLES: Mapping[str, str] = {
+    Phase.RUNNING: "green",
+    Phase.COMPLETE: "bold green",
+    Phase.RECOVERING: "yellow",
+    Phase.FAILED: "bold red",
+    Phase.SUSPENDED: "dim",
+}
+_STATE_STYLES: Mapping[str, str] = {
+    RankHealth.HEALTHY: "green",
+    FINISHED: "bold green",
+    RankHealth.SNAPSHOTTING: "cyan",
+    RankHealth.OFFLINE: "red",
+}
+
+
+def progress_line(status: Status) -> str:
+    """Where the job stands, in one line."""
+    parts = [
+        f"{status.phase:<10}",
+        f"step {status.step}",
+        f"epoch {status.epoch}",
+        f"protected {status.protected or '-'}",
+        f"restarts {status.restarts}",
+    ]
+    if status.phase is not Phase.RUNNING and not status.ended:
+        parts.append(status.reason)
+    return "  ".join(parts)
+
+
+def event_line(event: TimedEvent) -> str:
+    """One event, with the local time of day."""
+    clock = datetime.fromtimestamp(event.time).strftime("%H:%M:%S.%f")[:-3]
+    message = event.message.replace("\n", "\n    ")
+    return f"{clock}  {event.reason:<14} {message}"
+
+
+def event_text(event: TimedEvent) -> Text:
+    """The same in colour."""
+    return Text(event_line(event), style="yellow" if event.warning else "")
+
+
+def status_view(status: Status, *, stale: str = "") -> RenderableType:
+    """Everything about a run. `stale` says why the status may be old, empty when it is not."""
+    head = Text.assemble(
+        (status.job, "bold"),
+        "  ",
+        (status.phase, PHASE_STYLES.get(status.phase, "")),
+        f"  epoch {status.epoch}  step {status.step}  complete {status.complete or '-'}"
+        f"  protected {status.protected or '-'}  restarts {status.restarts}",
+    )
+    parts: list[RenderableType] = [head]
+    if status.security == "insecure":
+        parts.append(Text("insecure: daemons and trainers prove nothing", style="bold red"))
+    if stale:
+        parts.append(Text(stale, style="yellow"))
+    if not status.ended or status.phase is Phase.FAILED:
+        parts.append(Text(status.reason, style="dim"))
+    if status.failure is not None and status.phase is not Phase.COMPLETE:
+        parts.append(failure_text(status.failure.text, status.failure.last_lines))
+    if status.line or status.line_reason:
+        line = status.line or "the beginning"
+        parts.append(Text(f"started from {line}: {status.line_reason}", style="dim"))
+    if status.token_loss is not None:
+        parts.append(Text(loss_text(status.token_loss)))
+    parts.append(_members(status))
+    parts.append(_nodes(status))
+    parts.append(conditions_view(status.conditions))
+    parts.extend(event_text(event) for event in status.events[-EVENTS_SHOWN:])
+    return Group(*parts)
+
+
+def failure_text(text: str, last_lines: str) -> Text:
+    """The newest failure of a trainer, with all that is kept of what it wrote."""
+    lines = f", and wrote last:\n{last_lines}".replace("\n", "\n    ") if last_lines else ""
+    return Text(f"last failure: {text}{lines}", style="yellow")
+
+
+def _members(status: Status) -> Table:
+    table = make_table(
+        "member", "node", "agent", "rank", "state", "step", "idle", "from", "complete"
+    )
+    for member in status.members:
+        rows = [
+            (
+                str(rank.rank),
+                Text("LOST" if rank.lost else rank.state, style=_STATE_STYLES.get(rank.state, "")),
+                str(rank.step),
+                f"{rank.idle_s:.1f} s",
+                f"{rank.restored or '-'} {rank.restored_from}".strip(),
+            )
+            for rank in member.ranks
+        ] or [("-", _silence(status), "-", "-", "-")]
+        for index, row in enumerate(rows):
+            first = index == 0
+            table.add_row(
+                str(member.index) if first else "",
+                member.node if first else "",
+                _agent(member) if first else "",
+                *row,
+                (member.complete or "-") if first else "",
+            )
+    return table
+
+
+def _silence(status: Status) -> Text:
+    """Why nothing is known of a member's ranks: daemons forget a job that has ended."""
+    return Text("ended") if status.ended else Text("no word from its daemon", style="red")
+
+
+def _agent(member: LocalMemberStatus) -> str:
+    return member.agent if member.exit_code is None else f"{member.agent} ({member.exit_code})"
+
+
+def _nodes(status: Status) -> Table:
+    table = make_table(
+        *("node", "role", "daemon", "starts", "memory used", "budget", "arenas", "parity"),
+        "fetched for parity",
+    )
+    members = {member.node: member for member in status.members}
+    for node in status.nodes:
+        member = members.get(node.name)
+        daemon = f"pid {node.daemon_pid}" if node.daemon_pid else "-"
+        table.add_row(
+            node.name,
+            Text(node.role, style="red" if node.role == "lost" else ""),
+            Text(daemon if node.connected else f"{daemon} silent", "" if node.connected else "red"),
+            str(node.incarnation),
+            _gib(node.memory_used_bytes),
+            _gib(node.memory_budget_bytes),
+            _gib(member.arena_bytes) if member else "-",
+            _gib(member.parity_bytes) if member else "-",
+            format_rate(member.protection_bytes_s) if member else "-",
+        )
+    return table
+
+
+def conditions_view(conditions: Sequence[Condition]) -> Table:
+    """What holds, and why."""
+    table = make_table("condition", "", "reason", "message")
+    for condition in conditions:
+        table.add_row(
+            condition.type.value,
+            Text(condition.status_word, style="" if condition.status else "dim"),
+            condition.reason,
+            Text(condition.message),
+        )
+    return table
+
+
+def make_table(*columns: str) -> Table:
+    """An empty table in the style of all others."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3f} GiB"

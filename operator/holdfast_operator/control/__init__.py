@@ -1,0 +1,1 @@
+"""The control stream's server: heartbeats in, memberships out, and its certificates."""

@@ -1,0 +1,118 @@
+"""Heartbeats of daemons as views of nodes. Translates; decides nothing."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import inf
+
+from holdfast_core.last_lines import last_lines
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_operator.reconciler.views import JobView, NodeView, RankView
+from holdfast_protos import codec, control_pb2, values_pb2
+from holdfast_protos.losses import loss_from_proto
+
+
+def node_view(heartbeat: control_pb2.Heartbeat, heard_at: float) -> NodeView:
+    """The node that sent `heartbeat`, without what it knows of jobs."""
+    return NodeView(
+        name=heartbeat.node,
+        connected=True,
+        heard_at=heard_at,
+        memory_id=heartbeat.memory_id,
+        incarnation=heartbeat.incarnation,
+        peer_address=heartbeat.peer_address,
+        bulk_address=heartbeat.bulk_address,
+        trainer_socket=heartbeat.trainer_socket,
+        memory_budget_bytes=heartbeat.memory_budget_bytes,
+        memory_used_bytes=heartbeat.memory_used_bytes,
+    )
+
+
+def job_view(state: control_pb2.JobState) -> JobView:
+    """What a daemon says of one job.
+
+    Raises:
+        ProtocolError: when its membership or its report of lost tokens is malformed.
+    """
+    return JobView(
+        epoch=state.epoch,
+        membership=(
+            _membership(state.membership.SerializeToString(deterministic=True))
+            if state.HasField("membership")
+            else None
+        ),
+        revision=state.revision if state.HasField("revision") else None,
+        verified=state.verified,
+        line=codec.line_from_proto(state.line) if state.has_line else None,
+        protected=(
+            codec.generation_from_proto(state.protected) if state.HasField("protected") else None
+        ),
+        complete=(
+            codec.generation_from_proto(state.complete) if state.HasField("complete") else None
+        ),
+        ranks=tuple(_rank_view(rank) for rank in state.ranks),
+        agent_waiting=state.agent_waiting,
+        rebuilding=state.rebuilding,
+        problem=state.problem,
+        loading=state.loading,
+        storage_problem=state.storage_problem,
+        stored_epoch=state.stored_epoch,
+        persisted=(
+            codec.generation_from_proto(state.persist.persisted)
+            if state.persist.HasField("persisted")
+            else None
+        ),
+        persist_failure=state.persist.failure,
+        skipped=state.skipped,
+        failed=state.failed,
+        arena_bytes=state.arena_bytes,
+        parity_bytes=state.parity_bytes,
+        protection_bytes_s=_rate(state.protection_bytes_s),
+        loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
+    )
+
+
+def _rate(bytes_s: float) -> float:
+    """0 for what is no rate: people are shown sums of these."""
+    return bytes_s if 0 <= bytes_s < inf else 0.0
+
+
+@lru_cache(maxsize=256)
+def _membership(encoded: bytes) -> Membership:
+    """One object for all that say the same: it is long, and daemons repeat it all the time."""
+    return codec.membership_from_proto(values_pb2.Membership.FromString(encoded))
+
+
+def _rank_view(state: control_pb2.RankState) -> RankView:
+    return RankView(
+        rank=state.rank,
+        state=RankHealth.of(state.state),
+        step=state.step,
+        idle_s=state.idle_s,
+        pid=state.pid,
+        lost=state.lost,
+        restored=(
+            codec.generation_from_proto(state.restored) if state.HasField("restored") else None
+        ),
+        restored_from=RestoreSource.of(state.restored_from),
+        exit_code=state.exit_code or None,
+        last_lines=last_lines(state.last_lines),
+    )
+
+
+def identity_of(view: NodeView) -> tuple[object, ...]:
+    """What makes a daemon another one than before, or moves it."""
+    return (view.memory_id, view.incarnation, view.peer_address, view.bulk_address)
+
+
+def evidence_of(view: JobView) -> object:
+    """What could call for a decision: everything but the passing of time."""
+    return (
+        *(view.epoch, view.membership, view.verified, view.line),
+        *(view.agent_waiting, view.rebuilding, view.problem),
+        *(
+            (each.rank, each.pid, each.lost, each.restored, each.restored_from, each.exit_code)
+            for each in view.ranks
+        ),
+    )

@@ -1,0 +1,393 @@
+"""The Control service: daemons dial in, their heartbeats become views, memberships go down to them.
+
+Level-triggered like everything else: a daemon that reports an older membership than the published
+one is sent the published one, whatever was sent to it before. The server keeps no truth; what it
+knows comes back with the next heartbeats. It must not decide: whoever is woken by `on_evidence`
+does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from msgspec.structs import replace
+
+from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.control.bounded import Outbox, Recent
+from holdfast_operator.control.heartbeats import evidence_of, identity_of, job_view, node_view
+from holdfast_operator.reconciler.versions import completed, is_newer, version
+from holdfast_operator.reconciler.views import JobView, NodeView
+from holdfast_protos import channels, codec, control_pb2
+from holdfast_protos.changes import change_between
+from holdfast_protos.identity import Identity, Role, add_port, insist
+
+_log = logging.getLogger(__name__)
+
+RESEND_HEARTBEATS = 2.0
+"""A daemon that does not say that it has the newest membership is sent it again after so many."""
+
+NODES_MAX = 20_000
+"""Nodes that are remembered; one that is away and held nothing is forgotten for another."""
+
+DROPPED_MAX = 10_000
+"""Jobs whose end is remembered, for daemons that come back and hold something of them; of one ended
+longer ago, they are told nothing, until somebody asks for it."""
+
+_Stream = grpc.aio.ServicerContext[control_pb2.Heartbeat, bytes]
+
+
+@dataclass(slots=True)
+class _Connection:
+    """The Control stream of one daemon, while it is open."""
+
+    node: str = ""
+    """The daemon's, once it has said so."""
+    outbox: Outbox = field(default_factory=Outbox)
+    sent: dict[str, tuple[Membership, float]] = field(default_factory=dict)
+    """Of each job, the newest membership that went into the outbox, and when."""
+    known: dict[str, Membership] = field(default_factory=dict)
+    """Of each job, the newest membership that has passed on this stream, either way."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """What was last heard of one node."""
+
+    view: NodeView
+    jobs: dict[str, JobView]
+    connection: _Connection | None
+    evidence: dict[str, object] = field(default_factory=dict)
+    """Of each job, what could call for a decision."""
+
+
+class ControlServer:
+    """Hears every daemon that dials in.
+
+    Args:
+        heartbeat_s: how often daemons are told to send heartbeats.
+        clock: monotonic seconds; stamps heartbeats.
+        on_evidence: called at once, with keys of jobs, whenever something changed that a recovery
+            of one of them could follow from; without any when a node has nothing of any job.
+        identity: of the control loop; None lets in whoever dials.
+    """
+
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        clock: Callable[[], float],
+        on_evidence: Callable[[frozenset[str]], None],
+        identity: Identity | None = None,
+    ) -> None:
+        self._identity = identity
+        self._heartbeat_s, self._clock, self._on_evidence = heartbeat_s, clock, on_evidence
+        self._nodes: dict[str, _Node] = {}
+        self._published: dict[str, Membership] = {}
+        self._messages: dict[str, bytes] = {}
+        """Of what is published, once needed: that of a large job takes long to make, and goes to
+        many."""
+        self._changes: dict[str, tuple[Membership, bytes]] = {}
+        """What makes it of an older membership, which nearly all have in common."""
+        self._placed: dict[str, set[str]] = {}
+        """Node → the jobs whose published memberships have a member on it."""
+        self._holders: dict[str, set[str]] = {}
+        """Job → the nodes that hold something of it."""
+        self._dropped: Recent[None] = Recent(DROPPED_MAX)
+        self._server: grpc.aio.Server | None = None
+
+    # --- for the owner ------------------------------------------------------------------------
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen on `host`; returns the port.
+
+        Raises:
+            UnreachableError: when the address cannot be had.
+        """
+        server = grpc.aio.server(
+            options=channels.server_options(channels.CONTROL_STREAMS_MAX),
+            maximum_concurrent_rpcs=channels.CONTROL_CALLS_MAX,
+        )
+        server.add_generic_rpc_handlers((_handler(self.Connect),))
+        try:
+            bound = add_port(server, f"{host}:{port}", self._identity)
+        except RuntimeError as error:
+            raise UnreachableError(f"cannot listen on {host}:{port} for daemons") from error
+        await server.start()
+        self._server = server
+        return bound
+
+    async def stop(self) -> None:
+        """End all streams and stop listening; daemons go on, and dial again."""
+        for node in self._nodes.values():
+            if node.connection is not None:
+                node.connection.outbox.end()
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
+            self._server = None
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often daemons are told to send heartbeats."""
+        return self._heartbeat_s
+
+    def set_heartbeat_s(self, heartbeat_s: float) -> None:
+        """Tell all daemons to send heartbeats this often from now on."""
+        if heartbeat_s == self._heartbeat_s:
+            return
+        self._heartbeat_s = heartbeat_s
+        for node in self._nodes.values():
+            if node.connection is not None:
+                node.connection.outbox.put(self._welcome())
+
+    def publish(self, membership: Membership) -> None:
+        """Make `membership` the newest of its job, and send it to whom it concerns."""
+        if membership == self._published.get(membership.job):
+            self._send_news(membership.job)
+            return
+        self._unplace(membership.job)
+        self._published[membership.job] = membership
+        for place in membership.members:
+            self._placed.setdefault(place.node, set()).add(membership.job)
+        self._dropped.pop(membership.job, None)
+        self._send_news(membership.job)
+
+    def drop(self, job: str) -> None:
+        """Tell every daemon that knows the job that it has ended."""
+        self._unplace(job)
+        self._dropped[job] = None
+        self._send_news(job)
+
+    def persist(self, job: str) -> None:
+        """Have the newest generation written to the durable tier: told to all daemons of the job
+        that are connected, of which one is enough."""
+        message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=job))
+        for node in self._nodes.values():
+            if node.connection is not None and job in node.jobs:
+                node.connection.outbox.put(message.SerializeToString())
+
+    def forget(self, job: str) -> None:
+        """Leave the job to its daemons: nothing of it was published or dropped."""
+        self._unplace(job)
+        self._dropped.pop(job, None)
+
+    def views(self, job: str) -> dict[str, NodeView]:
+        """All daemons that were ever heard, with what each last said of `job`."""
+        return {name: self._view(node, job) for name, node in self._nodes.items()}
+
+    def view(self, name: str, job: str) -> NodeView | None:
+        """One daemon, with what it last said of `job`; None when it was never heard."""
+        node = self._nodes.get(name)
+        return None if node is None else self._view(node, job)
+
+    def nodes(self) -> dict[str, NodeView]:
+        """All daemons that were ever heard, without what they said of jobs."""
+        return {name: node.view for name, node in self._nodes.items()}
+
+    def holders(self, job: str) -> frozenset[str]:
+        """The nodes that last said that they hold something of the job."""
+        return frozenset(self._holders.get(job, ()))
+
+    def held_jobs(self) -> frozenset[str]:
+        """The jobs that daemons on the line hold something of."""
+        connected = (node for node in self._nodes.values() if node.connection is not None)
+        return frozenset(job for node in connected for job in node.jobs)
+
+    def jobs_on(self, name: str) -> frozenset[str]:
+        """The jobs that a node's daemon matters to."""
+        node = self._nodes.get(name)
+        held = frozenset(node.jobs) if node is not None else frozenset[str]()
+        return held | self._placed.get(name, frozenset())
+
+    def _view(self, node: _Node, job: str) -> NodeView:
+        return replace(node.view, job=node.jobs.get(job))
+
+    def _unplace(self, job: str) -> None:
+        membership = self._published.pop(job, None)
+        self._messages.pop(job, None)
+        self._changes.pop(job, None)
+        for place in membership.members if membership is not None else ():
+            jobs = self._placed.get(place.node, set())
+            jobs.discard(job)
+            if not jobs:
+                self._placed.pop(place.node, None)
+
+    def _send_news(self, job: str) -> None:
+        membership = self._published.get(job)
+        names = {place.node for place in membership.members} if membership is not None else set()
+        for name in names | self._holders.get(job, set()):
+            node = self._nodes.get(name)
+            if node is not None:
+                self._bring_up_to_date(node, (job,))
+
+    # --- the service --------------------------------------------------------------------------
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[control_pb2.Heartbeat], context: _Stream
+    ) -> AsyncIterator[bytes]:
+        """One daemon's stream, until either side ends it or a newer one of the node begins."""
+        await insist(context, self._identity, Role.DAEMON)
+        connection = _Connection()
+        listener = asyncio.ensure_future(self._listen(request_iterator, connection))
+        yield self._welcome()
+        try:
+            while (message := await connection.outbox.get()) is not None:
+                yield message
+            if listener.done() and (error := listener.exception()) is not None:
+                if not isinstance(error, HoldfastError):
+                    raise error
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    str(error),
+                    codec.error_to_metadata(error),
+                )
+        finally:
+            listener.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await listener
+            self._disconnected(connection)
+
+    async def _listen(
+        self, heartbeats: AsyncIterator[control_pb2.Heartbeat], connection: _Connection
+    ) -> None:
+        try:
+            async for heartbeat in heartbeats:
+                codec.check_version(heartbeat.protocol_version, f"the daemon on {heartbeat.node}")
+                self._hear(heartbeat, connection)
+        finally:
+            connection.outbox.end()
+
+    def _welcome(self) -> bytes:
+        welcome = control_pb2.Welcome(heartbeat_s=self._heartbeat_s)
+        return control_pb2.ControlMessage(welcome=welcome).SerializeToString()
+
+    def _hear(self, heartbeat: control_pb2.Heartbeat, connection: _Connection) -> None:
+        jobs = {state.job: job_view(state) for state in heartbeat.jobs}  # refuses the malformed
+        view = node_view(heartbeat, self._clock())
+        node = self._nodes.get(heartbeat.node)
+        if node is None:
+            self._forget_a_node()
+            node = self._nodes[heartbeat.node] = _Node(view, {}, None)
+        elif node.connection is connection:
+            before = node.jobs
+            jobs = {
+                job: completed(found, before.get(job), connection.known.get(job))
+                for job, found in jobs.items()
+            }
+        for job, found in jobs.items():
+            _note_known(connection, job, found.membership)
+        evidence = {job: evidence_of(found) for job, found in jobs.items()}
+        concerned = {
+            job
+            for job in evidence.keys() | node.evidence.keys()
+            if evidence.get(job) != node.evidence.get(job)
+        }
+        for job in node.jobs.keys() - jobs.keys():
+            self._holders[job].discard(view.name)
+            if not self._holders[job]:
+                del self._holders[job]
+        for job in jobs.keys() - node.jobs.keys():
+            self._holders.setdefault(job, set()).add(view.name)
+        moved = identity_of(view) != identity_of(node.view) or node.connection is not connection
+        if node.connection is not connection:
+            if node.connection is not None:
+                node.connection.outbox.end()
+            node.connection, connection.node = connection, view.name
+            _log.info("daemon on %s connected", view.name)
+        node.view, node.jobs, node.evidence = view, jobs, evidence
+        everything = self.jobs_on(view.name)
+        self._bring_up_to_date(node, everything)
+        if moved or concerned:
+            self._on_evidence(everything | concerned if moved else frozenset(concerned))
+
+    def _forget_a_node(self) -> None:
+        """Of names without end: nodes come and go, and a daemon could make them up."""
+        if len(self._nodes) >= NODES_MAX:
+            gone = (n for n, node in self._nodes.items() if not (node.connection or node.jobs))
+            name = next(gone, None)
+            if name is None:
+                raise ProtocolError(
+                    f"{NODES_MAX} daemons have dialled in, and all of them hold something; one "
+                    f"control loop takes no more"
+                )
+            del self._nodes[name]
+
+    def _disconnected(self, connection: _Connection) -> None:
+        node = self._nodes.get(connection.node)
+        if node is not None and node.connection is connection:
+            node.connection = None
+            node.view = replace(node.view, connected=False)
+            _log.info("daemon on %s disconnected", connection.node)
+            self._on_evidence(self.jobs_on(connection.node))
+
+    def _bring_up_to_date(self, node: _Node, jobs: Iterable[str]) -> None:
+        """Send the node what is newer of `jobs` than what it last said."""
+        if node.connection is None:
+            return
+        for job in jobs:
+            theirs, membership = node.jobs.get(job), self._published.get(job)
+            if theirs is not None and job in self._dropped:
+                drop = control_pb2.ControlMessage(drop=control_pb2.DropJob(job=job))
+                node.connection.outbox.put(drop.SerializeToString())
+                node.connection.known.pop(job, None)
+            elif membership is not None and is_newer(membership, theirs):
+                self._send_membership(node.connection, membership, theirs)
+
+    def _send_membership(
+        self, connection: _Connection, membership: Membership, theirs: JobView | None
+    ) -> None:
+        job, now = membership.job, self._clock()
+        before, sent_at = connection.sent.get(job, (None, now))
+        message = b""
+        if before is membership:
+            # A daemon takes a moment to say that it has it.
+            if now - sent_at < RESEND_HEARTBEATS * self._heartbeat_s:
+                return
+        elif theirs is not None and theirs.revision is not None:
+            message = self._change(connection.known.get(job), membership)
+        connection.sent[job], connection.known[job] = (membership, now), membership
+        connection.outbox.put(message or self._whole(membership))
+
+    def _whole(self, membership: Membership) -> bytes:
+        if membership.job not in self._messages:
+            whole = control_pb2.ControlMessage(membership=codec.membership_to_proto(membership))
+            self._messages[membership.job] = whole.SerializeToString()
+        return self._messages[membership.job]
+
+    def _change(self, base: Membership | None, membership: Membership) -> bytes:
+        """What makes the published `membership` of `base`; empty when only the whole does."""
+        if base is None:
+            return b""
+        known, message = self._changes.get(membership.job, (None, b""))
+        if known is not base:
+            change = change_between(base, membership)
+            if change is not None:
+                message = control_pb2.ControlMessage(change=change).SerializeToString()
+            else:
+                message = b""
+            self._changes[membership.job] = (base, message)
+        return message
+
+
+def _handler(
+    connect: Callable[[Any, Any], AsyncIterator[bytes]],
+) -> grpc.GenericRpcHandler[control_pb2.Heartbeat, bytes]:
+    """The service, whose answers are bytes already: one message goes to thousands."""
+    method = grpc.stream_stream_rpc_method_handler(
+        connect, request_deserializer=control_pb2.Heartbeat.FromString
+    )
+    return grpc.method_handlers_generic_handler("holdfast.v1.Control", {"Connect": method})
+
+
+def _note_known(connection: _Connection, job: str, theirs: Membership | None) -> None:
+    """`theirs` may have been sent before what we sent arrived: then ours is what it has now."""
+    known = connection.known.get(job)
+    if theirs is not None and (known is None or version(theirs) >= version(known)):
+        connection.known[job] = theirs

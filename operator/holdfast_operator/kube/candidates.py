@@ -1,0 +1,92 @@
+"""Which nodes one job should know of: its own, and enough others that could take its members.
+
+A job sees no more of the cluster than it can use, so that its cost grows with its own size, and
+jobs that are placed at the same time come to different nodes: the least used are offered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from holdfast_operator.control.server import ControlServer
+from holdfast_operator.kube.amounts import Amounts, total
+from holdfast_operator.kube.nodes import KubeNode, Wants, node_view
+from holdfast_operator.kube.watches import Cache
+from holdfast_operator.reconciler.views import NodeView
+
+SETTLE_S = 10.0
+"""After a start, nodes whose daemons were not heard yet are named too, so that the reconciler waits
+for what they know."""
+SORTED_S = 0.25
+"""The order of nodes by use may be this old."""
+
+
+class CandidateNodes:
+    """The nodes of the cluster, as jobs are shown them.
+
+    Args:
+        nodes: the watch's copy.
+        daemon_returns: whether the daemon of a node, last heard at a time, is about to come back.
+        requests_of: what a member of a job asks for, by the job's key.
+    """
+
+    def __init__(
+        self,
+        server: ControlServer,
+        nodes: Cache[KubeNode],
+        *,
+        daemon_returns: Callable[[str, float], bool],
+        requests_of: Callable[[str], Amounts],
+        clock: Callable[[], float],
+    ) -> None:
+        self._server, self._nodes, self._clock = server, nodes, clock
+        self._daemon_returns, self._requests_of = daemon_returns, requests_of
+        self._started_at = clock()
+        self._order: list[str] = []
+        self._sorted_at = float("-inf")
+
+    def views(
+        self, key: str, wants: Wants, near: Iterable[str], others: int
+    ) -> dict[str, NodeView]:
+        """The nodes `near` and all that hold something of the job, and up to `others` that could
+        take a member."""
+        names = self._server.holders(key).union(near)
+        views = {name: self._view(name, key, wants) for name in names}
+        found = 0
+        for name in self._by_use():
+            if found >= others:
+                break
+            if name not in views:
+                view = self._view(name, key, wants)
+                if view.schedulable and not view.gone:
+                    views[name] = view
+                    found += 1
+        if self._clock() - self._started_at < SETTLE_S:
+            views |= self._unheard(key, wants, views.keys())
+        return views
+
+    def _unheard(self, key: str, wants: Wants, known: Iterable[str]) -> dict[str, NodeView]:
+        names = {name for _, name in self._nodes.all()}.difference(known, self._server.nodes())
+        views = {name: self._view(name, key, wants) for name in names}
+        return {name: view for name, view in views.items() if view.schedulable}
+
+    def _view(self, name: str, key: str, wants: Wants) -> NodeView:
+        heard = self._server.view(name, key)
+        heard_at = heard.heard_at if heard is not None else float("-inf")
+        others = self._server.jobs_on(name) - {key} if wants.requests else ()
+        return node_view(
+            name,
+            self._nodes.get("", name),
+            heard,
+            wants,
+            taken=total(map(self._requests_of, others)),
+            returning=self._daemon_returns(name, heard_at),
+        )
+
+    def _by_use(self) -> list[str]:
+        """Nodes whose daemons are on the line, those with the fewest jobs first."""
+        if self._clock() - self._sorted_at >= SORTED_S:
+            self._sorted_at = self._clock()
+            connected = [name for name, view in self._server.nodes().items() if view.connected]
+            self._order = sorted(connected, key=lambda n: (len(self._server.jobs_on(n)), n))
+        return self._order

@@ -1,0 +1,275 @@
+"""The job's conditions, from what is observed and remembered. Pure; they decide nothing."""
+
+from __future__ import annotations
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.locations import Locations
+from holdfast_core.job.parsing import MoETrainingJob, check_storage, check_supported
+from holdfast_core.job.status import Phase
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Membership, Redundancy
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.evidence import is_unschedulable
+from holdfast_operator.reconciler.lookups import (
+    agent_at,
+    is_reachable,
+    node_of,
+    ranks_in,
+)
+from holdfast_operator.reconciler.losses import loss_condition
+from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.views import (
+    AgentState,
+    Condition,
+    ConditionType,
+    ControlState,
+    Observed,
+)
+
+INSECURE = Condition(
+    type=ConditionType.INSECURE,
+    status=True,
+    reason="IdentityIsOff",
+    message="daemons and the operator prove nothing to each other: whoever reaches them may read "
+    "and change training state; set security.insecure to false in the chart's values",
+)
+"""Of every job of a cluster that does without identity; others do not have it."""
+
+UNSCHEDULABLE_SHOWN_S = 5.0
+"""How long an agent may look for room before the job counts as not scheduled."""
+
+
+def newest_protected(observed: Observed) -> Generation | None:
+    """The newest generation that any daemon knows to be protected."""
+    views = (node.job for node in observed.nodes.values())
+    return max((v.protected for v in views if v and v.protected), default=None)
+
+
+def newest_complete(observed: Observed, membership: Membership) -> Generation | None:
+    """The newest generation that every member's daemon is known to hold, or a newer one."""
+    views = observed.views(membership)
+    held = [view.complete for view in views if view is not None and view.complete is not None]
+    return min(held) if len(held) == len(membership.members) else None
+
+
+def newest_step(observed: Observed, membership: Membership) -> int:
+    """The newest step that any rank has completed in this epoch."""
+    return max((r.step for r in ranks_in(observed, membership)), default=0)
+
+
+def training_runs(observed: Observed, membership: Membership) -> bool:
+    """Whether every rank of the world has a session in this epoch, and none is lost."""
+    ranks = ranks_in(observed, membership)
+    return len(ranks) == membership.world_size and all(
+        r.state.at_work and not r.lost for r in ranks
+    )
+
+
+def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
+    """Whether every member's agent has exited with code 0."""
+    agents = (agent_at(observed, place) for place in membership.members)
+    return all(a is not None and a.state is AgentState.EXITED and a.exit_code == 0 for a in agents)
+
+
+def conditions(
+    job: MoETrainingJob,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+    waiting: str,
+    locations: Locations = None,
+) -> tuple[Condition, ...]:
+    """All conditions, in the order of `ConditionType`; those of a kind of job only for such jobs.
+    `waiting` says what the loop waits for."""
+    refusal = unsupported(job, locations) if state.membership is None else None
+    found = (
+        _suspended(job, observed),
+        refusal or _scheduled(job, observed, state, now, waiting),
+        _running(job, observed, state, waiting),
+        _recovering(job, observed, state, waiting),
+        _protected(job, observed, state),
+        _degraded(job, observed, state, now),
+        loss_condition(job, state),
+        _ended(ConditionType.COMPLETE, Outcome.COMPLETE, state),
+        _ended(ConditionType.FAILED, Outcome.FAILED, state),
+    )
+    return tuple(condition for condition in found if condition is not None)
+
+
+def _suspended(job: MoETrainingJob, observed: Observed) -> Condition:
+    kind = ConditionType.SUSPENDED
+    if not job.spec.suspend:
+        return Condition(type=kind, status=False, reason="NotSuspended")
+    left = sorted({a.member for a in observed.agents if a.state is not AgentState.EXITED})
+    if left:
+        message = f"agents of members [{listed(left)}] are being stopped"
+        return Condition(type=kind, status=False, reason="Stopping", message=message)
+    message = "spec.suspend is true; snapshots are kept in memory"
+    return Condition(type=kind, status=True, reason="SuspendedByUser", message=message)
+
+
+def _scheduled(
+    job: MoETrainingJob, observed: Observed, state: ControlState, now: float, waiting: str
+) -> Condition:
+    kind = ConditionType.SCHEDULED
+    if state.membership is None:
+        return Condition(type=kind, status=False, reason="WaitingForNodes", message=waiting)
+    if state.no_replacement_since is not None:
+        return Condition(type=kind, status=False, reason="NoReplacement", message=waiting)
+    if now - max(state.began_at, state.attentive_since) >= UNSCHEDULABLE_SHOWN_S:
+        without = _without_room(observed, state.membership)
+        if without:
+            return Condition(type=kind, status=False, reason="Unschedulable", message=without)
+    message = f"{job.spec.nodes} members on {listed(p.node for p in state.membership.members)}"
+    return Condition(type=kind, status=True, reason="NodesAssigned", message=message)
+
+
+def _without_room(observed: Observed, membership: Membership) -> str:
+    """The members whose agents cannot be scheduled, and what the scheduler says of the first."""
+    agents = [agent_at(observed, place) for place in membership.members]
+    waiting = [agent for agent in agents if agent is not None and is_unschedulable(agent)]
+    if not waiting:
+        return ""
+    members = listed(agent.member for agent in waiting)
+    first = waiting[0]
+    text = first.message or "the scheduler gives no reason"
+    return f"members [{members}] wait for room; member {first.member} on {first.node}: {text}"
+
+
+def unsupported(job: MoETrainingJob, locations: Locations = None) -> Condition | None:
+    """What the job asks for and this version cannot do, or nobody may; None when there is nothing.
+    Nothing is tried before the spec changes."""
+    reason = "Unsupported"
+    try:
+        check_supported(job)
+        reason = "StorageNotAllowed"
+        check_storage(job, locations)
+    except InvalidJobError as error:
+        return Condition(
+            type=ConditionType.SCHEDULED, status=False, reason=reason, message=str(error)
+        )
+    return None
+
+
+def refused(reason: str, message: str) -> tuple[Condition, ...]:
+    """The conditions of a job that cannot even be looked at, such as one whose document is not
+    valid: not scheduled, for this reason, and nothing else known."""
+    return (Condition(type=ConditionType.SCHEDULED, status=False, reason=reason, message=message),)
+
+
+_PHASES = {
+    ConditionType.FAILED: Phase.FAILED,
+    ConditionType.COMPLETE: Phase.COMPLETE,
+    ConditionType.SUSPENDED: Phase.SUSPENDED,
+    ConditionType.RECOVERING: Phase.RECOVERING,
+    ConditionType.RUNNING: Phase.RUNNING,
+    ConditionType.SCHEDULED: Phase.STARTING,
+}
+"""The first of these conditions that holds gives a job its phase."""
+
+
+def phase(conditions: tuple[Condition, ...]) -> Phase:
+    """The state of the whole job; Waiting while its nodes are not assigned."""
+    true = {condition.type for condition in conditions if condition.status}
+    return next((phase for kind, phase in _PHASES.items() if kind in true), Phase.WAITING)
+
+
+def _goes_on(state: ControlState, membership: Membership) -> bool:
+    """Whether training was seen running in this epoch and nothing is known to have stopped it; a
+    daemon that is silent does not (invariant 3)."""
+    return state.resumed_epoch == membership.epoch and state.no_replacement_since is None
+
+
+def _running(
+    job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
+) -> Condition:
+    kind, membership = ConditionType.RUNNING, state.membership
+    if state.outcome is not None:
+        return Condition(type=kind, status=False, reason="Ended")
+    if job.spec.suspend:
+        return Condition(type=kind, status=False, reason="Suspended")
+    if membership is None or not training_runs(observed, membership):
+        if membership is not None and _goes_on(state, membership):
+            message = "some ranks have closed their sessions, or their daemon has just returned"
+            return Condition(type=kind, status=True, reason="SomeRanksReady", message=message)
+        return Condition(type=kind, status=False, reason="NotAllRanksReady", message=waiting)
+    step = newest_step(observed, membership)
+    message = f"{membership.world_size} ranks train in epoch {membership.epoch}, step {step}"
+    return Condition(type=kind, status=True, reason="AllRanksReady", message=message)
+
+
+def _recovering(
+    job: MoETrainingJob, observed: Observed, state: ControlState, waiting: str
+) -> Condition:
+    kind, membership = ConditionType.RECOVERING, state.membership
+    if state.outcome is not None or membership is None or job.spec.suspend:
+        return Condition(type=kind, status=False, reason="NothingToRecover")
+    if _goes_on(state, membership):
+        return Condition(type=kind, status=False, reason="TrainingGoesOn")
+    first = membership.epoch == state.void_epoch + 1
+    if first and state.no_replacement_since is None:
+        return Condition(type=kind, status=False, reason="Starting")
+    views = observed.views(membership)
+    rebuilding = [
+        place.index
+        for place, view in zip(membership.members, views, strict=True)
+        if view is not None and view.rebuilding
+    ]
+    if rebuilding:
+        message = f"members [{listed(rebuilding)}] rebuild their snapshots from parity"
+        if any(view is not None and view.loading for view in views):
+            message = f"members [{listed(rebuilding)}] load their snapshots from storage"
+            return Condition(type=kind, status=True, reason="LoadingFromStorage", message=message)
+        return Condition(type=kind, status=True, reason="Rebuilding", message=message)
+    message = waiting or f"epoch {membership.epoch} is being formed"
+    return Condition(type=kind, status=True, reason="FormingEpoch", message=message)
+
+
+def _protected(job: MoETrainingJob, observed: Observed, state: ControlState) -> Condition:
+    kind, membership = ConditionType.PROTECTED, state.membership
+    if job.spec.redundancy.type is Redundancy.NONE:
+        message = "spec.redundancy.type is None: a lost node loses its snapshots"
+        return Condition(type=kind, status=False, reason="NoRedundancy", message=message)
+    generation = newest_protected(observed)
+    if generation is not None:
+        losses = job.spec.redundancy.losses
+        nodes = "one node" if losses == 1 else f"any {losses} nodes"
+        message = f"generation {generation} survives the loss of {nodes} of each parity group"
+        return Condition(type=kind, status=True, reason="ParityInPlace", message=message)
+    problems = [] if membership is None else _problems(observed, membership)
+    message = problems[0] if problems else "no generation is protected yet"
+    return Condition(type=kind, status=False, reason="NothingProtected", message=message)
+
+
+def _degraded(
+    job: MoETrainingJob, observed: Observed, state: ControlState, now: float
+) -> Condition:
+    kind, membership = ConditionType.DEGRADED, state.membership
+    if membership is None or state.outcome is not None:
+        return Condition(type=kind, status=False, reason="NotRunning")
+    silent = [
+        place.node
+        for place in membership.members
+        if not is_reachable(job, node_of(observed, place), state, now)
+    ]
+    if silent:
+        message = f"no heartbeat from the daemon on {listed(silent)}"
+        return Condition(type=kind, status=True, reason="DaemonSilent", message=message)
+    if state.resumed_epoch == membership.epoch and newest_protected(observed) is not None:
+        problems = _problems(observed, membership)
+        if problems:
+            return Condition(type=kind, status=True, reason="ProtectionBehind", message=problems[0])
+    return Condition(type=kind, status=False, reason="AllDaemonsHeard")
+
+
+def _problems(observed: Observed, membership: Membership) -> list[str]:
+    views = observed.views(membership)
+    return [view.problem for view in views if view is not None and view.problem]
+
+
+def _ended(kind: ConditionType, outcome: Outcome, state: ControlState) -> Condition:
+    if state.outcome is not outcome:
+        return Condition(type=kind, status=False, reason="NotEnded")
+    return Condition(
+        type=kind, status=True, reason=state.outcome_word, message=state.outcome_reason
+    )

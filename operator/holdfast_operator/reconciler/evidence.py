@@ -1,0 +1,329 @@
+"""From observations to causes: what has failed, in the words that events and conditions repeat.
+
+Level-triggered: a cause is read from the present state, never remembered. Publishing a new epoch
+makes evidence from the old one void, so that a cause leads to one recovery. This module must not
+decide what is done about a cause: that is for `recovering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from holdfast_core.job.parsing import MoETrainingJob, On
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_operator.reconciler.lookups import (
+    agent_at,
+    detection_s,
+    is_reachable,
+    node_of,
+    ranks_in,
+    silent_s,
+)
+from holdfast_operator.reconciler.protection import ParityGroups
+from holdfast_operator.reconciler.text import exit_in_words, ranks_in_words
+from holdfast_operator.reconciler.views import (
+    NEVER,
+    AgentState,
+    AgentView,
+    ControlState,
+    JobView,
+    NodeView,
+    Observed,
+)
+
+STARTING_S = 600.0
+"""Ranks that have not finished a first step in their epoch may load, compile and warm up for this
+long before their silence is a hang, however small `hangSeconds` is."""
+
+RETURN_S = 30.0
+"""How much longer a daemon is waited for that is being ended on purpose, or was seen starting, on a
+living node: moving its member would cost more than waiting for the memory that is still there."""
+
+DIAL_S = 10.0
+"""How much longer a daemon is waited for that this control loop has never heard, since it may have
+to notice that the last one is gone, and dial again."""
+
+PATIENCE_S = 60.0
+"""How much longer a silent node is waited for that may still live, while its parity group could not
+rebuild what it holds: giving it up loses the generation that the job can go back to. After that the
+job has stood still for long enough, and starts from what is left, or fails and says why."""
+
+UNSCHEDULABLE_S = 30.0
+"""How long an agent may find no room on its node before another node is tried."""
+
+UNSCHEDULABLE = "Unschedulable"
+"""Why an agent waits for which the cluster finds no room: the word of Kubernetes' scheduler."""
+
+FOLLOWING_CODE = 1
+"""Exit code of a rank that Python ended with a traceback, such as a broken connection to a peer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One failure, for one failure rule."""
+
+    on: On
+    """What rules call it. `Any` for failures that have no name there, such as a lost rank."""
+    text: str
+    member: int | None = None
+    exit_code: int | None = None
+    last_lines: str = ""
+    """What it wrote last, when it ended by itself."""
+    node_lost: bool = False
+    """The member cannot go on where it lives now, and its memory there is lost."""
+    evicted: bool = False
+    """The member cannot go on where it lives now, though its memory is there: the node takes no
+    agent."""
+    voluntary: bool = False
+    """The member works, or has nothing to lose: only worth a recovery if it finds a better node."""
+    awaits_code: bool = False
+    """The agent may still tell with what code the rank exited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What speaks for a recovery, and who must be heard first."""
+
+    causes: tuple[Cause, ...]
+    suspects: tuple[str, ...]
+    """Members' nodes that are silent, but not for long enough to be lost."""
+    groups: ParityGroups
+
+
+def gather(
+    job: MoETrainingJob,
+    membership: Membership,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+) -> Evidence:
+    """Everything that is wrong with the training world of `membership` now."""
+    causes: list[Cause] = []
+    suspects: list[str] = []
+    groups = ParityGroups(job, membership, observed, state, now)
+    strange: dict[int, bool] = {}
+    for place, view in zip(membership.members, observed.views(membership), strict=True):
+        node = node_of(observed, place)
+        loss = _node_loss(job, place, node, silent_s(node, state, now), groups)
+        if loss is not None:
+            causes.append(loss)
+        elif not is_reachable(job, node, state, now):
+            suspects.append(place.node)
+        else:
+            causes.extend(_contradiction(membership, place, view, strange))
+            causes.extend(_member_causes(membership, place, view, observed, state, now))
+    if not suspects and all(cause.voluntary for cause in causes):
+        causes.extend(_hang(job, membership, observed, state))
+    return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
+
+
+def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """The causes without those that the others explain. When a node is lost or taken away, ranks
+    elsewhere die of it: they vanish, exit with a traceback (code 1) or are aborted (codes from 128
+    on). When a rank died of something else, code 1 and ranks without a code are its consequence."""
+    found = tuple(causes)
+    if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
+        return tuple(c for c in found if not _follows_a_loss(c))
+    if any(c.on is On.EXIT_CODE and c.exit_code != FOLLOWING_CODE for c in found):
+        return tuple(c for c in found if c.on is not On.ANY and c.exit_code != FOLLOWING_CODE)
+    return found
+
+
+def _follows_a_loss(cause: Cause) -> bool:
+    code = cause.exit_code
+    died = code is None or code == FOLLOWING_CODE or code >= 128
+    return cause.on is On.ANY or (cause.on is On.EXIT_CODE and died)
+
+
+def _node_loss(
+    job: MoETrainingJob, place: MemberPlace, node: NodeView, silence_s: float, groups: ParityGroups
+) -> Cause | None:
+    patience_s = detection_s(job)
+    if silence_s >= patience_s and not node.gone:
+        patience_s += max(
+            job.spec.failure_policy.detection.replace_seconds,
+            RETURN_S if node.returning else 0.0,
+            DIAL_S if node.heard_at == NEVER else 0.0,
+            0.0 if groups.bear_loss_of(place.index) else PATIENCE_S,
+        )
+    if silence_s >= patience_s:
+        text = (
+            f"member {place.index} lost with node {place.node} (no heartbeat for {silence_s:.1f} s)"
+        )
+    elif node.connected and node.memory_id != place.memory_id:
+        text = f"member {place.index} lost its memory: node {place.node} came back with another"
+    else:
+        return None
+    return Cause(on=On.NODE_LOST, text=text, member=place.index, node_lost=True)
+
+
+def _member_causes(
+    membership: Membership,
+    place: MemberPlace,
+    view: JobView | None,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+) -> Iterator[Cause]:
+    """What is wrong with a member whose daemon is there."""
+    agent, node = agent_at(observed, place), node_of(observed, place)
+    ran = state.resumed_epoch == membership.epoch
+    if agent is not None and is_left_over(agent, state, membership):
+        yield from _rank_failures(place, view, agent)
+        return
+    failures = list(_failures(place, view, agent))
+    if agent is None and state.confirmed_epoch == membership.epoch and not node.schedulable:
+        text = f"member {place.index} has no agent, and node {place.node} takes none"
+        yield Cause(on=On.DISRUPTION, text=text, member=place.index, evicted=True)
+    elif agent is not None and _is_taken_away(agent, ran or bool(failures)):
+        text = f"the agent of member {place.index} on {place.node} is taken away: "
+        yield Cause(
+            on=On.DISRUPTION,
+            text=text + agent.disruption,
+            member=place.index,
+            evicted=not node.schedulable,
+        )
+    elif failures:
+        yield from failures
+    elif agent is None and ran:
+        # It took ranks with it that had closed their sessions, and are needed by the others.
+        text = f"the agent of member {place.index} has vanished"
+        yield Cause(on=On.ANY, text=text, member=place.index)
+    else:
+        yield from _better_places(
+            place, node, agent, max(state.began_at, state.attentive_since), now
+        )
+
+
+def is_left_over(agent: AgentView, state: ControlState, membership: Membership) -> bool:
+    """Whether an agent may have failed in an earlier epoch: its daemon tells of the ranks before
+    the agent's own end is known, and a control loop that starts again does not know when it was.
+    What it took with it in this epoch is known to its daemon."""
+    if agent.state is not AgentState.EXITED or agent.exit_code == 0:
+        return False
+    if state.resumed_epoch == membership.epoch:
+        return False
+    return state.began_at == NEVER or agent.member in state.carried
+
+
+def _is_taken_away(agent: AgentView, worked: bool) -> bool:
+    """Whether the cluster ends the agent, and training with it. One that is ending already was the
+    one at work only if there was work: else it is the last epoch's, told to stop."""
+    if not agent.disruption or agent.state is AgentState.STARTING:
+        return False
+    if agent.state is AgentState.EXITED:
+        return agent.exit_code != 0
+    return agent.state is AgentState.RUNNING or worked
+
+
+def _failures(place: MemberPlace, view: JobView | None, agent: AgentView | None) -> Iterator[Cause]:
+    yield from _rank_failures(place, view, agent)
+    if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
+        code = agent.exit_code
+        how = exit_in_words(code) if code is not None else agent.why or "ended"
+        yield Cause(
+            on=On.EXIT_CODE,
+            text=f"the agent of member {place.index} {how}",
+            member=place.index,
+            exit_code=code,
+            last_lines=agent.last_lines,
+        )
+
+
+def _rank_failures(
+    place: MemberPlace, view: JobView | None, agent: AgentView | None
+) -> Iterator[Cause]:
+    """An agent tells the code of the first of its workers that failed, and ends the others."""
+    if view is None:
+        return
+    exits = [(rank, rank.exit_code) for rank in view.ranks if rank.exit_code]
+    lost = [rank.rank for rank in view.ranks if rank.lost]
+    for rank, code in exits:
+        yield Cause(
+            on=On.EXIT_CODE,
+            text=f"rank {rank.rank} {exit_in_words(code)}",
+            member=place.index,
+            exit_code=code,
+            last_lines=rank.last_lines,
+        )
+    if exits:
+        return
+    if lost:
+        yield Cause(
+            on=On.ANY,
+            text=f"{ranks_in_words(lost)} lost",
+            member=place.index,
+            awaits_code=agent is not None
+            and agent.state is AgentState.RUNNING
+            and not view.agent_waiting,
+        )
+    elif view.agent_waiting:
+        text = f"the agent of member {place.index} waits for a new epoch"
+        yield Cause(on=On.ANY, text=text, member=place.index)
+
+
+def _better_places(
+    place: MemberPlace, node: NodeView, agent: AgentView | None, since: float, now: float
+) -> Iterator[Cause]:
+    """Reasons to move a member that has not failed."""
+    if node.disruption:
+        text = f"node {place.node} of member {place.index} will be taken away: {node.disruption}"
+        yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
+    elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
+        text = f"there is no room for member {place.index} on node {place.node} ({agent.why})"
+        yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
+
+
+def is_unschedulable(agent: AgentView) -> bool:
+    """Whether an agent waits because the cluster finds no room for it."""
+    return agent.state is AgentState.STARTING and agent.reason == UNSCHEDULABLE
+
+
+def _contradiction(
+    membership: Membership, place: MemberPlace, view: JobView | None, strange: dict[int, bool]
+) -> Iterator[Cause]:
+    """Two memberships of one epoch. `strange` holds, by `id`, which objects were compared before:
+    what thousands of daemons report is mostly one object, and long."""
+    theirs = None if view is None else view.membership
+    if theirs is None:
+        return
+    if id(theirs) not in strange:
+        strange[id(theirs)] = theirs is not membership and _differ(theirs, membership)
+    if strange[id(theirs)]:
+        text = f"node {place.node} holds another membership of epoch {membership.epoch}"
+        yield Cause(on=On.ANY, text=text, member=place.index)
+
+
+def _differ(theirs: Membership, ours: Membership) -> bool:
+    """Whether two memberships differ in more than addresses."""
+
+    def identity(of: Membership) -> list[tuple[int, str, str]]:
+        return [(place.index, place.node, place.memory_id) for place in of.members]
+
+    return identity(theirs) != identity(ours)
+
+
+def _hang(
+    job: MoETrainingJob, membership: Membership, observed: Observed, state: ControlState
+) -> Iterator[Cause]:
+    """No rank has made progress for too long. Ranks wait for each other in collectives, so one
+    that hangs stops all; those that are a step behind, or idle for longest, are named."""
+    ranks = [r for r in ranks_in(observed, membership) if r.state.at_work]
+    if not ranks:
+        return
+    idle_s = min(r.idle_s for r in ranks)
+    started = any(r.step > (state.started_from or 0) for r in ranks)
+    hang_s = job.spec.failure_policy.detection.hang_seconds
+    if idle_s < (hang_s if started else max(hang_s, STARTING_S)):
+        return
+    behind_step = min(r.step for r in ranks)
+    behind = [r for r in ranks if r.step == behind_step]
+    longest_s = max(r.idle_s for r in behind)
+    named = [r.rank for r in behind if r.idle_s == longest_s] if len(behind) > 1 else []
+    named = named or [r.rank for r in behind]
+    text = (
+        f"no progress of any rank for {idle_s:.1f} s; {ranks_in_words(named)} idle for "
+        f"{longest_s:.1f} s at step {behind_step}"
+    )
+    yield Cause(on=On.HANG, text=text, member=membership.member_of(named[0]))

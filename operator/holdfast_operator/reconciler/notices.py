@@ -1,0 +1,66 @@
+"""A node that will be taken away soon: what is in memory there goes to durable storage first. Pure.
+
+A notice leaves a minute or two. A spare takes the member over in that time, if there is one
+(`recovering`), and parity bears the loss, if it comes alone. But notices often come to many nodes
+together, for one reason, and then neither is enough: so the newest protected generation is copied
+at once, whatever else is done. One request for each notice: daemons go on trying by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.views import (
+    ControlState,
+    EventReason,
+    Observed,
+    PersistNow,
+)
+
+
+def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> Step:
+    """Ask for a copy for each notice that is new. Followed when all else is decided: a request that
+    came before the next epoch would be one for a generation of the epoch that has ended.
+
+    Args:
+        before: the membership before this look, since a member with a notice may have moved.
+    """
+    membership = state.membership
+    if membership is None or membership.tier is None or state.outcome is not None:
+        return Step(state)
+    found = dict(_notices(look.observed, before or membership, state))
+    new = sorted(found.keys() - state.noticed)
+    step = Step(replace(state, noticed=frozenset(found)))
+    if not new:
+        return step
+    which = "the next" if state.saved is None else f"generation {state.saved}"
+    why = "; ".join(found[name] for name in new)
+    text = f"{why}; {which} is copied to {membership.tier.uri} now, or a newer one"
+    return step.tell(EventReason.COPY_REQUESTED, text, warning=True).act(PersistNow())
+
+
+def asked_because(state: ControlState) -> str:
+    """Why a copy was asked for, as an addition to a condition; empty when nobody did."""
+    if not state.noticed:
+        return ""
+    return f"; a copy was asked for since notice was given for {listed(sorted(state.noticed))}"
+
+
+def _notices(
+    observed: Observed, membership: Membership, state: ControlState
+) -> Iterator[tuple[str, str]]:
+    """(node, what will happen to it) of members' nodes, and of those that members have just left:
+    the same notice is not a new one later."""
+    members = {place.node: place.index for place in membership.members}
+    for name in members.keys() | state.noticed:
+        node = observed.nodes.get(name)
+        if node is not None and node.disruption and not node.gone:
+            yield name, f"node {name} will be taken away: {node.disruption}"
+        elif name in members:
+            agent = observed.agent(members[name], name)
+            if agent is not None and agent.disruption:
+                yield name, f"the agent of member {agent.member} on {name}: {agent.disruption}"

@@ -1,0 +1,70 @@
+"""Which members could be rebuilt from their parity groups if they were lost now. Pure.
+
+A parity group bears the loss of as many members as its redundancy is made for. While so many are
+away, or their new memory is not filled yet, the loss of another one would lose the generation that
+the job could go back to. So nobody may be given up in that time whose memory may still be there.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.protection.codes import code_of
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_operator.reconciler.lookups import is_reachable, node_of
+from holdfast_operator.reconciler.views import ControlState, JobView, Observed
+
+
+class ParityGroups:
+    """The parity groups of a membership, as they stand at one look."""
+
+    def __init__(
+        self,
+        job: MoETrainingJob,
+        membership: Membership,
+        observed: Observed,
+        state: ControlState,
+        now: float,
+    ) -> None:
+        self._job, self._membership, self._observed = job, membership, observed
+        self._state, self._now = state, now
+
+    def bear_loss_of(self, member: int) -> bool:
+        """Whether nothing would be lost with the memory of `member`."""
+        if self._state.saved is None:
+            return True
+        group = self._group_of[member]
+        code = code_of(self._membership, group)
+        weak = sum(other in self._weak for other in group if other != member)
+        return code is not None and weak < code.rows
+
+    def give_up(self, member: int) -> None:
+        """From now on `member` counts as one whose memory is new."""
+        self._weak.add(member)
+
+    @property
+    def weak(self) -> frozenset[int]:
+        """Members whose memory is away or not filled."""
+        return frozenset(self._weak)
+
+    @cached_property
+    def _group_of(self) -> dict[int, tuple[int, ...]]:
+        return {member: group for group in self._membership.groups for member in group}
+
+    @cached_property
+    def _weak(self) -> set[int]:
+        """Members whose memory is away or not filled. Most looks do not ask."""
+        views = self._observed.views(self._membership)
+        return {
+            place.index
+            for place, view in zip(self._membership.members, views, strict=True)
+            if place.index in self._state.renewed
+            or not is_reachable(self._job, node_of(self._observed, place), self._state, self._now)
+            or _refills(self._observed, place, view)
+        }
+
+
+def _refills(observed: Observed, place: MemberPlace, view: JobView | None) -> bool:
+    memory_id = node_of(observed, place).memory_id
+    return memory_id != place.memory_id or (view is not None and view.rebuilding)

@@ -1,0 +1,366 @@
+"""The reconciler: from what is observed to what must be done, without I/O and without a clock.
+
+One reconciler for every adapter. It is level-triggered: it may be called at any time, as often as
+one likes, and after losing its memory; `ControlState` comes back from the daemons' heartbeats
+(invariant 6). It must not know what an agent or a node is made of.
+
+Each rule is given the look and the state that the rule before led to, and returns a step: a state,
+actions, events, and perhaps what is waited for, which ends the look (`draft`). What the rules hold
+to:
+
+1. A recovery publishes a new epoch, one more than every epoch ever seen. Nothing else does, but the
+   first placement and the end of a suspension. Addresses alone change the revision. An epoch that
+   is known but not confirmed by all its daemons is published again as it is.
+2. While a member's daemon is silent, but not long enough to be lost, nothing is begun: an epoch
+   needs all its daemons, and what else failed is handled together with the loss. A node that may
+   still live is waited for longer while its parity group could not bear its loss (`protection`).
+3. Rank lost, agent failed, hang: the same members begin a new epoch where they are. Node lost: a
+   spare takes its place; without one the job waits, then fails. A member that the cluster evicts,
+   or finds no room for, moves to a spare while its parity group can rebuild it (`replacing`).
+4. Failure rules: the first that matches a cause gives its action (`rules`). A lost node cannot be
+   restarted in place, so it is replaced unless the rule says Fail. An epoch that fails before it
+   ran is not followed by the next at once. A job that fails alike before its first step, again and
+   again, has failed (`reconciler.trainer_failures`).
+5. A job does not start again from nothing once a generation was protected (without redundancy:
+   complete). If no recovery line is left, in memory or in durable storage, it fails. Before that
+   point a fresh start loses no promise, and happens; so it does when a person has changed the shape
+   of a suspended job (`suspending`). An epoch that does not come after those in storage is followed
+   by one that does (`persisted`).
+6. For each notice that a member's node will be taken away, a copy in durable storage is asked for,
+   whatever else is done about it (`notices`).
+7. An ended job, well or not, frees its memory in the daemons, and is deleted when its time is over
+   (`deadlines`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.locations import Locations
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Membership, Redundancy
+from holdfast_core.states import RestoreSource
+from holdfast_operator.reconciler import conditions as judge
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.deadlines import delete_when_due, fail_when_overdue, note_activity
+from holdfast_operator.reconciler.evidence import is_left_over
+from holdfast_operator.reconciler.lookups import (
+    agent_at,
+    is_reachable,
+    node_of,
+    ranks_in,
+)
+from holdfast_operator.reconciler.losses import note_losses
+from holdfast_operator.reconciler.notices import ask_for_copy
+from holdfast_operator.reconciler.placement import form, refreshed
+from holdfast_operator.reconciler.recovering import recover, start_missing
+from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish, stop
+from holdfast_operator.reconciler.stored_copies import (
+    note_copies,
+    pass_stored_epochs,
+    storage_conditions,
+)
+from holdfast_operator.reconciler.suspending import free_earlier_shape, resume, shape_of, suspend
+from holdfast_operator.reconciler.text import listed, ranks_in_words
+from holdfast_operator.reconciler.trainer_failures import note_first_step
+from holdfast_operator.reconciler.unprotected import note_unprotected
+from holdfast_operator.reconciler.views import (
+    AgentState,
+    Condition,
+    ControlState,
+    Decision,
+    DropJob,
+    EventReason,
+    Observed,
+    PublishMembership,
+)
+
+_MAY_WAIT = (AgentState.STARTING, AgentState.RUNNING)
+PLACEMENT_S = 10.0
+"""How long the first placement waits for nodes that it could do without."""
+
+
+def reconcile(
+    job: MoETrainingJob,
+    observed: Observed,
+    state: ControlState,
+    now: float,
+    locations: Locations = None,
+) -> Decision:
+    """What to do now, and the state to be given the next time. `locations`: where the job may
+    persist to."""
+    look = Look(job=job, observed=observed, now=now, locations=locations)
+    step = _follow_rules(look, look.begin(state))
+    waiting = step.waiting or ""
+    step = step.then(ask_for_copy(look, step.state, state.membership))
+    return Decision(
+        state=step.state,
+        actions=step.actions,
+        conditions=_conditions(look, step.state, waiting),
+        events=step.events,
+        reason=waiting or "all is as it should be",
+    )
+
+
+def _conditions(look: Look, state: ControlState, waiting: str) -> tuple[Condition, ...]:
+    found = judge.conditions(look.job, look.observed, state, look.now, waiting, look.locations)
+    return (*found, *storage_conditions(look.observed, state, look.storage_refusal()))
+
+
+def _follow_rules(look: Look, state: ControlState) -> Step:
+    step = fold((_clear_away, _adopt, suspend, note_activity, _place), look, state)
+    if step.waiting is not None:
+        return step
+    membership = step.state.membership
+    assert membership is not None
+    return step.then(fold(_RULES, look, step.state, membership))
+
+
+def _clear_away(look: Look, state: ControlState) -> Step:
+    """Free what an ended job still has."""
+    if state.outcome is None:
+        return Step(state)
+    step = stop(look, state, look.observed.agents)
+    if any(node.job is not None and node.connected for node in look.observed.nodes.values()):
+        step = step.act(DropJob())
+    return step.then(delete_when_due(look, step.state)).wait()
+
+
+def _adopt(look: Look, state: ControlState) -> Step:
+    """Take the newest membership that any daemon reports, when it is newer than ours."""
+    known = state.membership
+    views = (node.job for node in look.observed.nodes.values())
+    seen = [view.membership for view in views if view is not None and view.membership]
+    newest = max(seen, key=lambda m: (m.epoch, m.revision), default=None)
+    if newest is None or newest.job != look.job.key or newest.epoch <= state.void_epoch:
+        return Step(state)
+    if known is None or newest.epoch > known.epoch:
+        adopted = replace(state, membership=newest, started_from=None, resumed_epoch=0)
+        text = f"epoch {newest.epoch} is known to the daemons and goes on"
+        return Step(adopted).tell(EventReason.ADOPTED, text)
+    if newest.epoch == known.epoch and newest.revision > known.revision:
+        return Step(replace(state, membership=replace(known, revision=newest.revision)))
+    return Step(state)
+
+
+def _place(look: Look, state: ControlState) -> Step:
+    """The first placement, once there are enough daemons."""
+    if state.membership is not None:
+        return Step(state)
+    rules = (fail_when_overdue, _refuse, free_earlier_shape, _choose_nodes)
+    return fold(rules, look, state)
+
+
+def _refuse(look: Look, state: ControlState) -> Step:
+    """Wait while the job asks for what cannot be done."""
+    refusal = judge.unsupported(look.job, look.locations)
+    return Step(state, waiting=None if refusal is None else refusal.message)
+
+
+def _choose_nodes(look: Look, state: ControlState) -> Step:
+    """Form the first membership. Daemons get time to be seen, since one of them may know the job
+    already."""
+    nodes, ready = look.observed.nodes.values(), look.candidates(state)
+    names = {node.name for node in ready}
+    absent = sorted(n.name for n in nodes if n.name not in names and n.schedulable and not n.gone)
+    need = look.job.spec.nodes
+    if len(ready) < need:
+        return Step(
+            state, waiting=f"{len(ready)} of {need} nodes have a daemon{_missing(look, absent)}"
+        )
+    if absent and look.now - state.attentive_since < PLACEMENT_S:
+        return Step(state, waiting=f"waiting for the daemon on {listed(absent)}")
+    try:
+        membership = form(look.job, ready, state.epoch + 1)
+    except InvalidJobError as error:
+        return end(look, state, Outcome.FAILED, str(error), "CannotBePlaced")
+    placed = replace(state, suspended=False, shape=shape_of(look.job))
+    step = publish(look, placed, membership)
+    places = listed(f"{place.index} on {place.node}" for place in membership.members)
+    step = step.tell(EventReason.SCHEDULED, f"members {places}; epoch {membership.epoch} begins")
+    return step.then(start_missing(look, step.state, membership)).wait()
+
+
+def _missing(look: Look, absent: list[str]) -> str:
+    """What keeps the other nodes from taking a member, in brackets; empty without other nodes."""
+    nodes = look.observed.nodes.values()
+    closed = sorted(node.name for node in nodes if not node.schedulable and not node.gone)
+    reasons = [f"waiting for {listed(absent)}"] if absent else []
+    reasons += [f"not schedulable: {listed(closed)}"] if closed else []
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _complete(look: Look, state: ControlState, membership: Membership) -> Step:
+    if not judge.all_agents_succeeded(look.observed, membership):
+        return Step(state)
+    return end(look, state, Outcome.COMPLETE, "all agents exited with code 0")
+
+
+def _note_silence(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Tell which daemons have fallen silent, and which are back."""
+    if state.confirmed_epoch != membership.epoch:
+        return Step(state)  # the loop has just begun to listen
+    silent = frozenset(
+        place.node
+        for place in membership.members
+        if not is_reachable(look.job, node_of(look.observed, place), state, look.now)
+    )
+    step = Step(replace(state, silent=silent))
+    for name in sorted(silent - state.silent):
+        step = step.tell(
+            EventReason.DAEMON_SILENT, f"no heartbeat from the daemon on {name}", warning=True
+        )
+    back = state.silent - silent
+    for place in membership.members if back else ():
+        node = node_of(look.observed, place)
+        if place.node in back and node.memory_id == place.memory_id:
+            step = step.tell(
+                EventReason.DAEMON_BACK, f"the daemon on {place.node} is back with its memory"
+            )
+    return step
+
+
+def _note_progress(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Remember what daemons report of the epoch: who is in it, its line, what is safe."""
+    views = look.observed.views(membership)
+    known = [view for view in views if view is not None]
+    line = _line_of(look, membership)
+    start = line.generation.step if line is not None and line.generation is not None else 0
+    if look.job.spec.redundancy.type is Redundancy.NONE:
+        saved = judge.newest_complete(look.observed, membership)
+    else:
+        saved = judge.newest_protected(look.observed)
+    newer = saved is not None and (state.saved is None or saved > state.saved)
+    fresh = line is not None and state.started_from is None
+    whole = any(view.protected is not None for view in known)
+    return Step(
+        replace(
+            state,
+            confirmed_epoch=membership.epoch if len(known) == len(views) else state.confirmed_epoch,
+            renewed=frozenset() if whole else state.renewed,
+            shape=state.shape or shape_of(look.job),
+            started_from=start if fresh else state.started_from,
+            saved=saved if newer else state.saved,
+        )
+    )
+
+
+def _line_of(look: Look, membership: Membership) -> Line | None:
+    """The recovery line of the epoch, once a daemon knows it."""
+    views = look.observed.views(membership)
+    return next((v.line for v in views if v is not None and v.line is not None), None)
+
+
+def _note_resumption(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Tell once in each epoch that training runs."""
+    if state.resumed_epoch >= membership.epoch:
+        return Step(state)
+    if not judge.training_runs(look.observed, membership):
+        return Step(state)
+    resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=frozenset())
+    line = _line_of(look, membership)
+    start = line.generation if line is not None else None
+    return Step(resumed).tell(EventReason.RUNNING, _resumption(look, membership, start))
+
+
+def _resumption(look: Look, membership: Membership, start: Generation | None) -> str:
+    who = f"{membership.world_size} ranks train in epoch {membership.epoch}"
+    if start is None:
+        return f"{who} from the beginning"
+    ranks = ranks_in(look.observed, membership)
+    by_source = {
+        source: [rank.rank for rank in ranks if rank.restored_from is source]
+        for source in (RestoreSource.PARITY, RestoreSource.STORAGE)
+    }
+    parts = [f"{ranks_in_words(found)} from {kind}" for kind, found in by_source.items() if found]
+    origin = " and ".join(parts) or "all from local memory"
+    return f"{who} from generation {start} (step {start.step}), {origin}"
+
+
+def _fail_when_overdue(look: Look, state: ControlState, _: Membership) -> Step:
+    return fail_when_overdue(look, state)
+
+
+def _fail_without_line(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Rule 5: fail when an epoch would start from nothing although there was something."""
+    line, saved = _line_of(look, membership), state.saved
+    if line is None or line.generation is not None or saved is None:
+        return Step(state)
+    if saved.epoch >= membership.epoch:
+        return Step(state)
+    return end(
+        look,
+        state,
+        Outcome.FAILED,
+        f"no recovery line: generation {saved} was the newest that was safe, and too much of "
+        f"it is lost ({line.reason}); nothing was persisted. Run the job again to train from "
+        f"the beginning",
+        "NoRecoveryLine",
+    )
+
+
+def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Nothing failed: addresses, and agents that are missing or out of place."""
+    if state.confirmed_epoch != membership.epoch:
+        # The control loop that published it may have died before it reached them all.
+        text = f"waiting until all daemons are in epoch {membership.epoch}"
+        return Step(state, (PublishMembership(membership=membership),), waiting=text)
+    step = Step(state)
+    current = refreshed(membership, look.observed.nodes)
+    if current is not membership:
+        step = publish(look, state, current)
+        text = f"epoch {current.epoch}, revision {current.revision}"
+        step = step.tell(EventReason.READDRESSED, text)
+    step = step.then(_stop_strays(look, step.state, membership, current))
+    step = step.then(start_missing(look, step.state, current))
+    if step.state.resumed_epoch == membership.epoch:
+        return step.wait()
+    ready = sum(r.state.at_work for r in ranks_in(look.observed, membership))
+    text = f"{ready} of {membership.world_size} ranks are at work in epoch {current.epoch}"
+    return step.wait(text + _agents_that_wait(look, current))
+
+
+def _stop_strays(
+    look: Look, state: ControlState, membership: Membership, current: Membership
+) -> Step:
+    """Stop agents that are out of place, or have failed in an earlier epoch."""
+    homes = {(place.index, place.node) for place in current.members}
+    agents = look.observed.agents
+    step = stop(look, state, [a for a in agents if (a.member, a.node) not in homes])
+    left = [a for a in agents if is_left_over(a, state, membership)]
+    if not left:
+        return step
+    step = step.then(stop(look, state, [a for a in left if (a.member, a.node) in homes]))
+    # The next of theirs that fails has failed in this epoch.
+    carried = state.carried.difference(agent.member for agent in left)
+    return replace(step, state=replace(state, began_at=look.now, carried=carried))
+
+
+def _agents_that_wait(look: Look, membership: Membership) -> str:
+    """The first agent that has not started, or cannot start its workers, and why."""
+    for place in membership.members:
+        agent = agent_at(look.observed, place)
+        if agent is not None and agent.state in _MAY_WAIT and agent.why:
+            return f"; the agent of member {place.index} on {place.node} waits: {agent.why}"
+    return ""
+
+
+_RULES = (
+    _complete,
+    resume,
+    _note_silence,
+    _note_progress,
+    note_first_step,
+    note_copies,
+    note_losses,
+    note_unprotected,
+    _note_resumption,
+    _fail_when_overdue,
+    _fail_without_line,
+    pass_stored_epochs,
+    recover,
+    _tend,
+)
+"""What is done about a job that has its places, in order."""

@@ -1,0 +1,101 @@
+"""The story of each recovery: what was lost, what was restored from where, how long it took.
+
+Pure: fed with what the control loop saw and decided. Only for people; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast_core.states import RestoreSource
+from holdfast_operator.reconciler.conditions import newest_step, training_runs
+from holdfast_operator.reconciler.lookups import ranks_in
+from holdfast_operator.reconciler.views import Decision, EventReason, Observed
+
+_FARTHEST_FIRST = (
+    RestoreSource.STORAGE,
+    RestoreSource.PARITY,
+    RestoreSource.LOCAL,
+    RestoreSource.NONE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery, from the decision to the next step."""
+
+    epoch: int
+    cause: str
+    decided_at: float
+    step_before: int
+    """Newest step that any rank had reported."""
+    resumed_at: float | None = None
+    """All ranks were restored and at work."""
+    restored_step: int | None = None
+    """0 for a fresh start."""
+    lost_steps: int | None = None
+    sources: tuple[tuple[int, RestoreSource], ...] = ()
+    """(rank, where its bytes came from)."""
+    advanced_at: float | None = None
+    """The first step after it was completed."""
+
+    @property
+    def source(self) -> RestoreSource:
+        """Where state came from, all ranks together: storage or parity if it was needed for
+        any."""
+        kinds = {source for _, source in self.sources}
+        return next((kind for kind in _FARTHEST_FIRST if kind in kinds), RestoreSource.UNKNOWN)
+
+
+RECOVERIES_MAX = 1000
+"""Recoveries that are remembered, and shown in the status; older ones are forgotten."""
+
+
+class Recoveries:
+    """All recoveries of a run, as far as this control loop saw them. Times are the caller's."""
+
+    def __init__(self) -> None:
+        self.all: list[Recovery] = []
+        self._step = 0
+        self._count: int | None = None
+
+    def follow(self, observed: Observed, decision: Decision, time: float) -> None:
+        """Take in one look of the reconciler."""
+        state = decision.state
+        membership = state.membership
+        began = self._count is not None and state.recoveries > self._count
+        self._count = state.recoveries
+        if membership is None:
+            return
+        if began and state.outcome is None:
+            told = [e.message for e in decision.events if e.reason == EventReason.RECOVERING]
+            self.all.append(
+                Recovery(
+                    epoch=membership.epoch,
+                    cause=told[-1] if told else decision.reason,
+                    decided_at=time,
+                    step_before=self._step,
+                )
+            )
+            del self.all[:-RECOVERIES_MAX]
+            self._step = 0
+        step = newest_step(observed, membership)
+        self._step = max(self._step, step)
+        if not self.all or self.all[-1].epoch != membership.epoch:
+            return
+        last = self.all[-1]
+        start = state.started_from
+        if last.resumed_at is None and start is not None and training_runs(observed, membership):
+            ranks = ranks_in(observed, membership)
+            last = replace(
+                last,
+                resumed_at=time,
+                restored_step=start,
+                lost_steps=max(0, last.step_before - start),
+                sources=tuple(
+                    (rank.rank, rank.restored_from or RestoreSource.NONE) for rank in ranks
+                ),
+            )
+        if last.advanced_at is None and start is not None and step > start:
+            last = replace(last, advanced_at=time)
+        self.all[-1] = last

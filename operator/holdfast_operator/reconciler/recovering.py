@@ -1,0 +1,284 @@
+"""What is done about failures: failure rules, replacement, restart, the next epoch.
+
+Pure. Rules 1 to 4 of `reconcile`, which calls `recover` at every look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from holdfast_core.job.parsing import FailureAction as RuleAction
+from holdfast_core.job.parsing import FailureRule, On
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.evidence import (
+    Cause,
+    Evidence,
+    gather,
+    is_unschedulable,
+    principal,
+)
+from holdfast_operator.reconciler.failure_rules import rule_for, tell_codes_apart
+from holdfast_operator.reconciler.lookups import agent_at
+from holdfast_operator.reconciler.replacing import Moves, replacements
+from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish_next, stop
+from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.trainer_failures import fail_alike, note_failure, with_last_lines
+from holdfast_operator.reconciler.views import (
+    AgentState,
+    AgentView,
+    ControlState,
+    EventReason,
+    FenceNode,
+    StartAgent,
+)
+
+NO_REPLACEMENT_S = 300.0
+"""How long a job waits for a node to replace a lost one when no rule says."""
+
+FORMING_S, FORMING_S_MAX = 1.0, 5.0
+"""An epoch in which training was never seen running is not ended before it is this old; doubled
+with each such epoch in a row."""
+
+EXIT_CODE_S = 0.5
+"""How long a lost rank's exit code is waited for when failure rules ask for it: agents look after
+their workers ten times a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """What has failed in an epoch, and what is to be done about it."""
+
+    membership: Membership
+    causes: tuple[Cause, ...]
+    rules: tuple[FailureRule, ...]
+    """The failure rule that each cause meets."""
+    moves: Moves
+
+    @property
+    def text(self) -> str:
+        """All causes in one line."""
+        return in_words(self.causes)
+
+
+def recover(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Begin a recovery if something has failed."""
+    evidence = gather(look.job, membership, look.observed, state, look.now)
+    if evidence.suspects:
+        return Step(state, waiting=waits_for(evidence))
+    causes = principal(evidence.causes)
+    rules = [rule_for(look.job, cause) for cause in causes]
+    moves = replacements(look, state, membership, causes, rules, evidence.groups)
+    causes, rules = _worthwhile(causes, rules, moves)
+    if not causes:
+        return Step(replace(state, no_replacement_since=None, codes_awaited_since=None))
+    case = _Case(membership=membership, causes=causes, rules=tuple(rules), moves=moves)
+    return fold(_RULES, look, state, case)
+
+
+def _note_failure(_: Look, state: ControlState, case: _Case) -> Step:
+    return note_failure(state, case.membership, case.causes)
+
+
+def _await_codes(look: Look, state: ControlState, case: _Case) -> Step:
+    """Wait for the exit codes that failure rules ask for."""
+    if not any(cause.awaits_code for cause in case.causes) or not tell_codes_apart(look.job):
+        return Step(state)
+    since = look.now if state.codes_awaited_since is None else state.codes_awaited_since
+    step = Step(replace(state, codes_awaited_since=since))
+    if look.now - since < EXIT_CODE_S:
+        return step.wait(f"{case.text}; waiting for the exit code")
+    return step
+
+
+def _fail_by_rule(look: Look, state: ControlState, case: _Case) -> Step:
+    """Fail the job where a failure rule says so."""
+    for cause, rule in zip(case.causes, case.rules, strict=True):
+        if rule.action in (RuleAction.FAIL, RuleAction.SHRINK):
+            what = "is not supported yet" if rule.action is RuleAction.SHRINK else "applies"
+            rule_text = f"failure rule on {rule.on.value}: {rule.action.value} {what}"
+            reason = with_last_lines(f"{cause.text}; {rule_text}", cause.last_lines)
+            return end(look, state, Outcome.FAILED, reason, "FailureRule")
+    return Step(state)
+
+
+def _pause(look: Look, state: ControlState, case: _Case) -> Step:
+    """Wait before the next epoch. An epoch that failed before it ran will often fail again, on one
+    member after the other: what fails together is then handled together, and a trainer that cannot
+    start does not use up its restarts at once."""
+    ran = state.resumed_epoch == case.membership.epoch
+    if ran or any(cause.node_lost for cause in case.causes):
+        return Step(state)
+    left_s = state.began_at + min(FORMING_S * 2.0**state.fruitless, FORMING_S_MAX) - look.now
+    if left_s <= 0:
+        return Step(state)
+    return Step(state, waiting=f"{case.text}; waiting {left_s:.1f} s before the next epoch")
+
+
+def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
+    """Wait for nodes that members can move to."""
+    moves = case.moves
+    if moves.unplaced:
+        return await_replacement(look, state, case.text, moves.unplaced)
+    if moves.held and not moves.to and all(cause.member in moves.held for cause in case.causes):
+        why = "their parity groups are not whole"
+        return await_replacement(look, state, case.text, moves.held, why)
+    return Step(state)
+
+
+def _fail_alike(look: Look, state: ControlState, case: _Case) -> Step:
+    return fail_alike(look, state, case.membership, case.rules)
+
+
+def _count(look: Look, state: ControlState, case: _Case) -> Step:
+    """Count the recovery; end the job when there were too many. A recovery whose epoch was decided
+    by a control loop that died before it could publish it is counted already."""
+    policy = look.job.spec.failure_policy
+    window_s = policy.restart_window_seconds
+    recent = tuple(at for at in state.restarts if look.now - at < window_s)
+    kept = replace(state, restarts=recent)
+    if state.counted_epoch > case.membership.epoch:
+        return Step(replace(kept, counted_epoch=state.epoch + 1))
+    counts = any(rule.count_towards_max for rule in case.rules)
+    if counts and len(recent) >= policy.max_restarts:
+        reason = (
+            f"{case.text}; {len(recent)} restarts within {window_s:g} s are as many as "
+            f"failurePolicy.maxRestarts = {policy.max_restarts} allows"
+        )
+        failure = state.failure
+        if failure is not None and failure.epoch == case.membership.epoch:
+            reason = with_last_lines(reason, failure.last_lines)
+        return end(look, kept, Outcome.FAILED, reason, "MaxRestartsExceeded")
+    return Step(
+        replace(
+            kept,
+            restarts=(*recent, look.now) if counts else recent,
+            recoveries=state.recoveries + 1,
+            counted=state.counted + counts,
+            counted_epoch=state.epoch + 1,
+        )
+    )
+
+
+def _begin(look: Look, state: ControlState, case: _Case) -> Step:
+    """Begin the next epoch, and say why."""
+    step = begin_epoch(look, state, case.membership, case.moves, case.causes)
+    how = case.moves.in_words(case.membership) or "restart in place"
+    text = f"{case.text}; {how} in epoch {step.state.epoch}"
+    return step.tell(EventReason.RECOVERING, text, warning=True).wait()
+
+
+_RULES = (
+    _note_failure,
+    _await_codes,
+    _fail_by_rule,
+    _pause,
+    _await_nodes,
+    _fail_alike,
+    _count,
+    _begin,
+)
+"""What is done about a case, in order."""
+
+
+def waits_for(evidence: Evidence) -> str:
+    """What is waited for while daemons are silent."""
+    return f"waiting for the daemon on {listed(evidence.suspects)}"
+
+
+def in_words(causes: Sequence[Cause]) -> str:
+    """All causes in one line."""
+    if len(causes) <= 3:
+        return "; ".join(cause.text for cause in causes)
+    return f"{'; '.join(cause.text for cause in causes[:3])}; and {len(causes) - 3} more failures"
+
+
+def _worthwhile(
+    causes: tuple[Cause, ...], rules: list[FailureRule], moves: Moves
+) -> tuple[tuple[Cause, ...], list[FailureRule]]:
+    """Without those that would only move a member, and found no node for it."""
+    kept = [
+        (cause, rule)
+        for cause, rule in zip(causes, rules, strict=True)
+        if not cause.voluntary or cause.member in moves.to
+    ]
+    return tuple(cause for cause, _ in kept), [rule for _, rule in kept]
+
+
+def await_replacement(
+    look: Look,
+    state: ControlState,
+    text: str,
+    unplaced: list[int],
+    why: str = "no spare is left",
+) -> Step:
+    """Wait until members can get a node, and fail when that takes too long."""
+    step, since = Step(state), state.no_replacement_since
+    if since is None:
+        since = look.now
+        step = Step(replace(state, no_replacement_since=since))
+        step = step.tell(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
+    rules = look.job.spec.failure_policy.rules
+    rule = next((r for r in rules if r.on is On.NO_REPLACEMENT), None)
+    patience_s = NO_REPLACEMENT_S if rule is None else rule.after_seconds or 0.0
+    left_s = since + patience_s - look.now
+    if left_s > 0:
+        who = listed(unplaced)
+        return step.wait(f"members [{who}] have no node and {why}; {left_s:.0f} s to failure")
+    shrink = rule is not None and rule.action is RuleAction.SHRINK
+    note = "; Shrink is not supported yet" if shrink else ""
+    reason = f"{text}; no replacement within {patience_s:g} s{note}; add spares"
+    return step.then(end(look, step.state, Outcome.FAILED, reason, "NoReplacement"))
+
+
+def begin_epoch(
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    moves: Moves,
+    causes: tuple[Cause, ...],
+) -> Step:
+    """Publish the next epoch, and move agents."""
+    away = moves.away(membership)
+    agents = look.observed.agents
+    leaving = [agent for agent in agents if away.get(agent.member) == agent.node]
+    ran = state.resumed_epoch == membership.epoch
+    no_room = {agent.node for agent in leaving if is_unschedulable(agent)}
+    step = Step(
+        replace(
+            state,
+            no_replacement_since=None,
+            fruitless=0 if ran else state.fruitless + 1,
+            unfit=state.unfit | no_room,
+        )
+    )
+    for cause in causes:
+        if cause.node_lost and cause.member in away:
+            step = step.act(FenceNode(node=away[cause.member]))
+    # Agents that have ended go before the epoch, since their exits speak against any epoch; what
+    # their ranks left is known to their daemons. All others go after it: a control loop that dies
+    # in between leaves an epoch to be finished, or the evidence to begin it.
+    ended = [a for a in agents if away.get(a.member) != a.node and _ends(a)]
+    step = step.then(stop(look, step.state, ended))
+    step = step.then(publish_next(look, step.state, membership, moves.to))
+    step = step.then(stop(look, step.state, leaving))
+    assert step.state.membership is not None
+    return step.then(start_missing(look, step.state, step.state.membership))
+
+
+def start_missing(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Start the agents that members lack."""
+    return Step(
+        state,
+        tuple(
+            StartAgent(member=place.index, node=place.node)
+            for place in membership.members
+            if agent_at(look.observed, place) is None
+        ),
+    )
+
+
+def _ends(agent: AgentView) -> bool:
+    """Whether an agent must be stopped before the member can have another one."""
+    return agent.state is AgentState.EXITED or bool(agent.disruption)

@@ -1,0 +1,188 @@
+"""Which daemons may be replaced by a newer version now, and why others wait. Pure.
+
+A daemon that is replaced is away for some seconds. Its memory stays, but meanwhile its parity
+groups protect no new snapshot, and bear one loss less. So of each group only one is away at a time,
+and no group of a job that has something to lose and could not bear the loss of a member.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Redundancy
+from holdfast_operator.reconciler.conditions import newest_protected
+from holdfast_operator.reconciler.protection import ParityGroups
+from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.views import Condition, ConditionType, ControlState, Observed
+
+AT_ONCE_MAX = 32
+"""Daemons that are replaced at the same time, however many groups there are: nodes pull images."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DaemonStand:
+    """The pod of one node's daemon."""
+
+    outdated: bool
+    """Another version than it would get now."""
+    serves: bool
+    """It is ready, and nobody ends it."""
+    begun: bool = True
+    """Its process has started up. One that never did, because it crashes or its image cannot be
+    pulled, serves nobody who could miss it."""
+    ending: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStand:
+    """What one job has to say."""
+
+    key: str
+    groups: tuple[tuple[str, ...], ...]
+    """Nodes of each parity group."""
+    hold: str = ""
+    """Why none of its daemons may be replaced now; empty when one of each group may."""
+    weak: frozenset[str] = frozenset()
+    """Nodes whose memory is away, or not filled yet."""
+    protected: Generation | None = None
+    """The newest generation; None where no newer one is to come soon."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renewal:
+    """What to do now."""
+
+    renew: tuple[str, ...] = ()
+    """Nodes whose daemons are to be replaced."""
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    """Node → why its daemon, of an older version, has to wait."""
+    outdated: frozenset[str] = frozenset()
+    total: int = 0
+
+    @property
+    def progress(self) -> str:
+        return f"{self.total - len(self.outdated)} of {self.total} daemons run the new version"
+
+
+def choose(daemons: Mapping[str, DaemonStand], jobs: Iterable[JobStand]) -> Renewal:
+    """Decide, of all daemons by node.
+
+    The first daemon of a new version is alone, until it serves: a version that does not start takes
+    down one.
+    """
+    outdated = [node for node, stand in sorted(daemons.items()) if stand.outdated]
+    concerns: dict[str, list[tuple[JobStand, tuple[str, ...]]]] = defaultdict(list)
+    for job in jobs:
+        for group in job.groups:
+            for node in group:
+                concerns[node].append((job, group))
+    away = {node for node, stand in daemons.items() if not stand.serves}
+    under_way = {n for n in away if daemons[n].ending or not daemons[n].outdated}
+    proved = any(stand.serves and not stand.outdated for stand in daemons.values())
+    chosen: list[str] = []
+    waiting: dict[str, str] = {}
+    for node in outdated:
+        stand = daemons[node]
+        if stand.ending:
+            waiting[node] = "its pod is being ended"
+            continue
+        if stand.begun:
+            reason = _pace(under_way.union(chosen), proved) or _objection(
+                node, concerns[node], away.union(chosen), daemons.keys()
+            )
+            if reason:
+                waiting[node] = reason
+                continue
+        chosen.append(node)
+    return Renewal(
+        renew=tuple(chosen),
+        waiting=waiting,
+        outdated=frozenset(outdated),
+        total=len(daemons),
+    )
+
+
+def _pace(under_way: Collection[str], proved: bool) -> str:
+    if under_way and not proved:
+        return f"the daemon on {min(under_way)}, the first of the new version, is not ready yet"
+    if len(under_way) >= AT_ONCE_MAX:
+        return f"{len(under_way)} others are being replaced"
+    return ""
+
+
+def _objection(
+    node: str,
+    concerns: Iterable[tuple[JobStand, tuple[str, ...]]],
+    absent: Collection[str],
+    known: Collection[str],
+) -> str:
+    for job, group in concerns:
+        if job.hold:
+            return f"job {job.key}: {job.hold}"
+        for other in group:
+            if other == node:
+                continue
+            if other in absent or other not in known:
+                return f"job {job.key}: the daemon on {other}, of the same parity group, is away"
+            if other in job.weak:
+                return (
+                    f"job {job.key}: the memory of {other}, of the same parity group, is not back"
+                )
+    return ""
+
+
+def stand_of(
+    job: MoETrainingJob, state: ControlState, observed: Observed, now: float
+) -> JobStand | None:
+    """What the job has to say; None when it has no members, or has ended.
+
+    Args:
+        observed: every member's node, with what its daemon last said.
+    """
+    membership = state.membership
+    if membership is None or state.outcome is not None:
+        return None
+    nodes = {place.index: place.node for place in membership.members}
+    grouped = membership.groups or tuple((index,) for index in nodes)
+    groups = tuple(tuple(nodes[index] for index in group) for group in grouped)
+    protected = newest_protected(observed)
+    if state.saved is None:
+        return JobStand(key=job.key, groups=groups)  # nothing to lose
+    weak = ParityGroups(job, membership, observed, state, now).weak
+    views = observed.views(membership)
+    unsure = {
+        place.index
+        for place, view in zip(membership.members, views, strict=True)
+        if view is None or not view.verified
+    }
+    hold = ""
+    if not job.spec.suspend and state.resumed_epoch != membership.epoch:
+        hold = "training does not run"
+    elif job.spec.redundancy.type is not Redundancy.NONE and protected is None:
+        hold = "it is not protected"
+    return JobStand(
+        key=job.key,
+        groups=groups,
+        hold=hold,
+        weak=frozenset(nodes[index] for index in weak | unsure),
+        protected=None if job.spec.suspend else protected,
+    )
+
+
+def outdated_condition(renewal: Renewal, nodes: Iterable[str]) -> Condition | None:
+    """The condition of a job with members on `nodes`; None when their daemons are all new."""
+    old = sorted(renewal.outdated.intersection(nodes)) if renewal.outdated else []
+    if not old:
+        return None
+    waiting = [(node, renewal.waiting[node]) for node in old if node in renewal.waiting]
+    told = f"; the one on {waiting[0][0]} waits: {waiting[0][1]}" if waiting else ""
+    return Condition(
+        type=ConditionType.DAEMONS_OUTDATED,
+        status=True,
+        reason="BeingRenewed",
+        message=f"the daemons on {listed(old)} run an older version{told}",
+    )

@@ -1,0 +1,120 @@
+"""Which members of the next epoch live on another node, and which must but cannot. Pure.
+
+A member whose memory is lost takes whatever spare there is. One whose memory is still there leaves
+it behind, and must be rebuilt from its parity group: so of each group at most one moves at a time,
+and only while the group could bear the loss (`protection`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from holdfast_core.job.parsing import FailureAction as RuleAction
+from holdfast_core.job.parsing import FailureRule
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_operator.reconciler.evidence import Cause
+from holdfast_operator.reconciler.placement import choose_spare, place_on
+from holdfast_operator.reconciler.protection import ParityGroups
+from holdfast_operator.reconciler.steps import Look
+from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.views import ControlState, NodeView
+
+
+@dataclass(slots=True)
+class Moves:
+    """Who goes where."""
+
+    to: dict[int, NodeView] = field(default_factory=dict)
+    """Member → the node that it lives on in the next epoch; its own when only the memory is new."""
+    unplaced: list[int] = field(default_factory=list)
+    """Members that cannot go on where they are, and for which there is no node."""
+    held: list[int] = field(default_factory=list)
+    """Members that cannot go on where they are, and whose memory may not be left behind yet."""
+
+    def away(self, membership: Membership) -> dict[int, str]:
+        """Member → the node that it leaves."""
+        return {
+            place.index: place.node
+            for place in membership.members
+            if place.index in self.to and self.to[place.index].name != place.node
+        }
+
+    def in_words(self, membership: Membership) -> str:
+        """Who takes over what; empty for nobody."""
+        away = self.away(membership)
+        if len(away) == 1:
+            return f"spare {self.to[next(iter(away))].name} takes over"
+        return listed(f"{self.to[member].name} takes over member {member}" for member in away)
+
+
+class _Mover:
+    def __init__(
+        self,
+        look: Look,
+        state: ControlState,
+        membership: Membership,
+        leaving: Iterable[Cause],
+        groups: ParityGroups,
+    ) -> None:
+        homes = {place.node for place in membership.members}
+        candidates = look.candidates(state)
+        self.groups = groups
+        self.membership = membership
+        self.alive = {node.name: node for node in candidates}
+        self.spares = {
+            node.name: node
+            for node in candidates
+            if node.name not in homes and node.name not in state.unfit and not node.disruption
+        }
+        gone = {cause.member for cause in leaving if cause.node_lost}
+        self.places = {place.index: place for place in membership.members}
+        self.settled: dict[int, MemberPlace] = {
+            index: place for index, place in self.places.items() if index not in gone
+        }
+        self.moves = Moves()
+
+    def move(self, member: int, cause: Cause) -> None:
+        """Find a place for a member that should leave its node."""
+        home = self.alive.get(self.places[member].node)
+        if cause.node_lost and home is not None:
+            self.moves.to[member] = home  # the node is well, only its memory is new
+            return
+        if not cause.node_lost and not self.groups.bear_loss_of(member):
+            if cause.evicted:
+                self.moves.held.append(member)
+            return
+        spare = choose_spare(self.membership, member, self.spares.values(), self.settled)
+        if spare is not None:
+            self.moves.to[member] = self.spares.pop(spare.name)
+            self.settled[member] = place_on(member, spare)
+            self.groups.give_up(member)
+        elif cause.node_lost or cause.evicted:
+            self.moves.unplaced.append(member)
+
+
+def replacements(
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    causes: tuple[Cause, ...],
+    rules: list[FailureRule],
+    groups: ParityGroups,
+) -> Moves:
+    """Where members go for whom a cause or its rule asks for another node."""
+    mover = _Mover(look, state, membership, causes, groups)
+    ordered = sorted(zip(causes, rules, strict=True), key=lambda pair: _urgency(pair[0]))
+    done: set[int] = set()
+    for cause, rule in ordered:
+        member = cause.member
+        must = cause.node_lost or cause.evicted
+        if member is None or member in done or not (must or rule.action is RuleAction.REPLACE_NODE):
+            continue
+        done.add(member)
+        mover.move(member, cause)
+    return mover.moves
+
+
+def _urgency(cause: Cause) -> tuple[bool, bool, bool]:
+    """Those that have no place come first, so that they get the spares."""
+    return (not cause.node_lost, not cause.evicted, cause.voluntary)

@@ -1,0 +1,248 @@
+"""What all rules of the reconciler share: the look that they are given, the step that they return.
+
+Pure, like the rules themselves. A rule is given the look and the state that the rule before led to,
+and returns a `Step`; `fold` follows rules one after the other until one of them ends the look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVarTuple, Unpack
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.locations import Locations
+from holdfast_core.job.parsing import MoETrainingJob, check_storage
+from holdfast_core.job.persistence import tier_of
+from holdfast_core.snapshots.membership import Membership, Tier
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.lookups import (
+    agent_at,
+    detection_s,
+    is_reachable,
+    node_of,
+    silent_s,
+)
+from holdfast_operator.reconciler.placement import place_on
+from holdfast_operator.reconciler.views import (
+    Action,
+    AgentState,
+    AgentView,
+    ControlState,
+    DropJob,
+    Event,
+    EventReason,
+    Fail,
+    FenceNode,
+    NodeView,
+    Observed,
+    PublishMembership,
+    StopAgent,
+    Succeed,
+)
+
+INATTENTIVE_HEARTBEATS = 2.0
+"""A longer pause between two looks makes silence from before it prove nothing."""
+
+_Given = TypeVarTuple("_Given")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """What every rule sees at one look, and none changes."""
+
+    job: MoETrainingJob
+    observed: Observed
+    now: float
+    locations: Locations = None
+    """Where the job may persist to."""
+
+    def begin(self, state: ControlState) -> ControlState:
+        """The state that the first rule is given."""
+        heartbeat_s = self.job.spec.failure_policy.detection.heartbeat_seconds
+        attentive = self.now - state.looked_at <= INATTENTIVE_HEARTBEATS * heartbeat_s
+        views = (node.job for node in self.observed.nodes.values())
+        seen = [view.epoch for view in views if view is not None]
+        return replace(
+            state,
+            looked_at=self.now,
+            attentive_since=state.attentive_since if attentive else self.now,
+            epoch=max(state.epoch, *seen, 0),
+        )
+
+    def candidates(self, state: ControlState) -> list[NodeView]:
+        """Nodes that could take a member now."""
+        return [
+            node
+            for node in self.observed.nodes.values()
+            if node.schedulable
+            and not node.gone
+            and node.memory_id
+            and is_reachable(self.job, node, state, self.now)
+        ]
+
+    def is_lost(self, name: str, state: ControlState) -> bool:
+        """Whether nothing on the node can be reached any more."""
+        node = self.observed.nodes.get(name)
+        if node is None or node.gone:
+            return True
+        return silent_s(node, state, self.now) >= detection_s(self.job)
+
+    def storage_refusal(self) -> str:
+        """Why the job may not persist to where it says now; empty when it may."""
+        try:
+            check_storage(self.job, self.locations)
+        except InvalidJobError as error:
+            return str(error)
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What follows from a rule."""
+
+    state: ControlState
+    actions: tuple[Action, ...] = ()
+    events: tuple[Event, ...] = ()
+    waiting: str | None = None
+    """None leads on to the next rule. A text ends the look: what is waited for, empty when that is
+    nothing."""
+
+    def then(self, following: Step) -> Step:
+        """This step and `following`, which began from this one's state."""
+        return replace(
+            self.act(*following.actions),
+            state=following.state,
+            events=(*self.events, *following.events),
+            waiting=following.waiting,
+        )
+
+    def act(self, *actions: Action) -> Step:
+        """The step with more actions; a node is fenced once."""
+        new = (a for a in actions if not (isinstance(a, FenceNode) and a in self.actions))
+        return replace(self, actions=(*self.actions, *new))
+
+    def tell(self, reason: EventReason, message: str, *, warning: bool = False) -> Step:
+        """The step with one more event."""
+        event = Event(reason=reason, message=message, warning=warning)
+        return replace(self, events=(*self.events, event))
+
+    def wait(self, text: str = "") -> Step:
+        """The step as one that ends the look."""
+        return replace(self, waiting=text)
+
+
+def fold(
+    rules: Iterable[Callable[[Look, ControlState, Unpack[_Given]], Step]],
+    look: Look,
+    state: ControlState,
+    *given: *_Given,
+) -> Step:
+    """The steps of `rules` as one: each begins where the one before led, until one ends the
+    look."""
+    step = Step(state)
+    for rule in rules:
+        step = step.then(rule(look, step.state, *given))
+        if step.waiting is not None:
+            break
+    return step
+
+
+def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: str = "") -> Step:
+    """The job has ended because of `reason`; `word` is the same in one word."""
+    well = outcome is Outcome.COMPLETE
+    ended = replace(
+        state,
+        outcome=outcome,
+        outcome_reason=reason,
+        outcome_word=word or f"Job{outcome.value}",
+        ended_at=look.now,
+    )
+    return (
+        stop(look, ended, look.observed.agents)
+        .act(Succeed(reason=reason) if well else Fail(reason=reason), DropJob())
+        .tell(EventReason(outcome), reason, warning=not well)
+        .wait()
+    )
+
+
+def stop(look: Look, state: ControlState, agents: Iterable[AgentView]) -> Step:
+    """Stop agents; nobody ends those on a lost node, so it is fenced until they are gone."""
+    stopped = list(agents)
+    names = sorted({agent.node for agent in stopped})
+    return Step(
+        state,
+        (
+            *(FenceNode(node=name) for name in names if look.is_lost(name, state)),
+            *(
+                StopAgent(member=agent.member, node=agent.node)
+                for agent in stopped
+                if agent.state is not AgentState.STOPPING
+            ),
+        ),
+    )
+
+
+def publish(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Make `membership` known to its daemons; a newer epoch than the state's begins now."""
+    if membership.epoch == state.epoch:
+        current = replace(state, membership=membership)
+        return Step(current, (PublishMembership(membership=membership),))
+    if membership.tier is not None:
+        tier = replace(membership.tier, persisted=_put_into(state, membership.tier.uri))
+        membership = replace(membership, tier=tier)
+    begun = replace(
+        state,
+        membership=membership,
+        epoch=membership.epoch,
+        started_from=None,
+        confirmed_epoch=membership.epoch,
+        began_at=look.now,
+        codes_awaited_since=None,
+        carried=frozenset(
+            place.index
+            for place in membership.members
+            if (agent := agent_at(look.observed, place)) is not None
+            and agent.state is AgentState.RUNNING
+        ),
+    )
+    return Step(begun, (PublishMembership(membership=membership),))
+
+
+def _put_into(state: ControlState, uri: str) -> str:
+    return str(state.stored) if state.stored is not None and state.stored_in == uri else ""
+
+
+def publish_next(
+    look: Look, state: ControlState, membership: Membership, moved: dict[int, NodeView]
+) -> Step:
+    """Publish the next epoch, with `moved` members on new nodes and all others where their
+    daemons say that they are now."""
+    places = {
+        place.index: moved.get(place.index) or node_of(look.observed, place)
+        for place in membership.members
+    }
+    renewed = {
+        place.index
+        for place in membership.members
+        if places[place.index].memory_id != place.memory_id
+    }
+    following = replace(
+        membership,
+        epoch=state.epoch + 1,
+        revision=0,
+        members=tuple(place_on(index, node) for index, node in sorted(places.items())),
+        tier=_tier(look, state, membership),
+    )
+    return publish(look, replace(state, renewed=state.renewed | renewed), following)
+
+
+def _tier(look: Look, state: ControlState, membership: Membership) -> Tier | None:
+    """As the job says now, where it may. The copy that it was to begin from counts until it has
+    begun."""
+    tier, known = tier_of(look.job.spec.persistence, look.job.spec.restore), membership.tier
+    if look.storage_refusal():
+        return known
+    if tier is None or (state.started_from is None and known and known.restore_from):
+        return tier
+    return replace(tier, restore_from="")

@@ -1,0 +1,137 @@
+"""Holding a job back, and letting it go on. Pure.
+
+A suspended job has no agents; daemons keep its snapshots, so that it goes on where it was. If its
+shape was changed meanwhile, no snapshot fits the new training world: they are freed, the members
+are placed anew, and training begins from the beginning. The user has asked for that; a failure
+never leads there (rule 5 of `reconcile`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.deadlines import fail_when_overdue
+from holdfast_operator.reconciler.evidence import gather
+from holdfast_operator.reconciler.failure_rules import rule_for
+from holdfast_operator.reconciler.recovering import (
+    await_replacement,
+    begin_epoch,
+    in_words,
+    waits_for,
+)
+from holdfast_operator.reconciler.replacing import replacements
+from holdfast_operator.reconciler.steps import Look, Step, fold, stop
+from holdfast_operator.reconciler.text import listed
+from holdfast_operator.reconciler.views import (
+    ControlState,
+    DropJob,
+    EventReason,
+)
+
+
+def shape_of(job: MoETrainingJob) -> str:
+    """All that the layout of snapshots and parity follows from, in words."""
+    spec = job.spec
+    p = spec.parallelism
+    is_grouped = spec.redundancy.raim5 is not None or spec.redundancy.losses > 1
+    groups = f" in groups of {job.group_size}" if is_grouped else ""
+    return (
+        f"{spec.nodes} nodes of {spec.nproc_per_node}, dp {p.dp} tp {p.tp} pp {p.pp} ep {p.ep}, "
+        f"{spec.redundancy.type.value}{groups}"
+    )
+
+
+def suspend(look: Look, state: ControlState) -> Step:
+    """Stop all agents of a job that is to be suspended."""
+    if not look.job.spec.suspend:
+        return Step(state)
+    held = replace(state, suspended=True, active_since=None, ran=False, no_replacement_since=None)
+    step = stop(look, held, look.observed.agents).wait("the job is suspended")
+    if state.suspended:
+        return step
+    return step.tell(
+        EventReason.SUSPENDED, "spec.suspend is true: agents are stopped, snapshots kept"
+    )
+
+
+def resume(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Begin the next epoch of a job that was suspended, on the nodes that are there. Nothing has
+    failed, so that nothing is counted."""
+    if not state.suspended:
+        return Step(state)
+    return fold((_fail_when_overdue, _forget_snapshots, _begin_again), look, state, membership)
+
+
+def _fail_when_overdue(look: Look, state: ControlState, _: Membership) -> Step:
+    return fail_when_overdue(look, state)
+
+
+def _begin_again(look: Look, state: ControlState, membership: Membership) -> Step:
+    evidence = gather(look.job, membership, look.observed, state, look.now)
+    if evidence.suspects:
+        return Step(state, waiting=waits_for(evidence))
+    homeless = tuple(cause for cause in evidence.causes if cause.node_lost or cause.evicted)
+    rules = [rule_for(look.job, cause) for cause in homeless]
+    moves = replacements(look, state, membership, homeless, rules, evidence.groups)
+    if moves.unplaced:
+        return await_replacement(look, state, in_words(homeless), moves.unplaced)
+    step = begin_epoch(look, state, membership, moves, homeless)
+    begun = replace(step.state, suspended=False, fruitless=state.fruitless)
+    takes = moves.in_words(membership)
+    how = f"; {takes}" if takes else ""
+    step = replace(step, state=begun)
+    return step.tell(
+        EventReason.RESUMED, f"no longer suspended{how}; epoch {begun.epoch} begins"
+    ).wait()
+
+
+def _is_reshaped(look: Look, state: ControlState, membership: Membership) -> bool:
+    spec, known = look.job.spec, state.shape
+    size = (len(membership.members), membership.nproc_per_node)
+    return size != (spec.nodes, spec.nproc_per_node) or (
+        bool(known) and known != shape_of(look.job)
+    )
+
+
+def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Free the snapshots of a job whose shape has changed."""
+    if not _is_reshaped(look, state, membership):
+        return Step(state)
+    known = state.shape or f"{len(membership.members)} nodes of {membership.nproc_per_node}"
+    saved = state.saved
+    loses = f"generation {saved} and all other snapshots" if saved else "snapshots"
+    forgotten = replace(
+        state,
+        suspended=False,
+        membership=None,
+        void_epoch=state.epoch,
+        shape="",
+        saved=None,
+        losses=None,
+        renewed=frozenset(),
+        silent=frozenset(),
+        started_from=None,
+    )
+    freeing = free_earlier_shape(look, forgotten)
+    reshaped = Step(forgotten).tell(
+        EventReason.RESHAPED,
+        f"the job was {known}, and is {shape_of(look.job)}: {loses} of the earlier layout cannot "
+        f"be restored and are freed; training begins from the beginning",
+        warning=saved is not None,
+    )
+    return reshaped.then(freeing).wait(freeing.waiting or "")
+
+
+def free_earlier_shape(look: Look, state: ControlState) -> Step:
+    """Have daemons free what they hold of an earlier shape; waits for those that have not yet."""
+    names = sorted(
+        node.name
+        for node in look.observed.nodes.values()
+        if node.connected and node.job is not None and node.job.epoch <= state.void_epoch
+    )
+    if not names:
+        return Step(state)
+    text = f"snapshots of an earlier layout are being freed on {listed(names)}"
+    return Step(state, (DropJob(),), waiting=text)

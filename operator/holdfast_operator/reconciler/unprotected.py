@@ -1,0 +1,37 @@
+"""Tells once that a job trains unprotected for a reason that somebody has to remove. Pure.
+
+Either replicas have diverged, which the ranks find out (`holdfast._saving.comparing`), or a daemon
+has no room for a rank's snapshots. Their words come with the daemons' heartbeats, as what keeps the
+job from being protected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.reconciler.steps import Look, Step
+from holdfast_operator.reconciler.views import ControlState, EventReason
+
+_WORDS = {
+    EventReason.REPLICAS_DIVERGED: ReplicasDivergedError.words,
+    EventReason.SNAPSHOTS_REFUSED: MemoryBudgetError.words,
+}
+"""Reason of the event → words by which the problem is known."""
+
+
+def note_unprotected(look: Look, state: ControlState, membership: Membership) -> Step:
+    """Tell each reason when daemons begin to say it. Until nothing keeps the job from being
+    protected, it is the same one, whatever else they say meanwhile."""
+    views = look.observed.views(membership)
+    problems = [view.problem for view in views if view is not None and view.problem]
+    found = {
+        reason: next((problem for problem in problems if words in problem), "")
+        for reason, words in _WORDS.items()
+    }
+    told = state.unprotected if problems else frozenset()
+    new = [reason for reason, problem in found.items() if problem and reason not in told]
+    step = Step(replace(state, unprotected=told.union(new)))
+    for reason in new:
+        step = step.tell(reason, found[reason], warning=True)
+    return step

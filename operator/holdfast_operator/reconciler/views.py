@@ -1,0 +1,383 @@
+"""What the reconciler sees, remembers and decides, as frozen values.
+
+One vocabulary for every adapter: in a local run an agent is a process and a node is a directory, in
+Kubernetes they are a pod and a node. Nothing here knows which. All times are seconds of one
+monotonic clock, the same that `reconcile` is given as `now`.
+
+What every heartbeat and every look make anew for each of thousands of nodes is a msgspec.Struct,
+which is made and copied many times faster than a dataclass, and none of the garbage collector's
+business: these values are never part of a cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from msgspec import Struct
+
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.job.status import ConditionStatus
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_operator.reconciler.counters import Counters
+
+NEVER = float("-inf")
+
+
+class RankView(Struct, frozen=True, kw_only=True, gc=False):
+    """A rank as its daemon describes it."""
+
+    rank: int
+    state: RankHealth = RankHealth.OFFLINE
+    step: int = 0
+    """Newest step that the SDK reported."""
+    idle_s: float = 0.0
+    """Since the last sign of progress."""
+    pid: int = 0
+    lost: bool = False
+    """Its session ended without being closed, in the epoch of the `JobView`."""
+    restored: Generation | None = None
+    restored_from: RestoreSource = RestoreSource.UNKNOWN
+    exit_code: int | None = None
+    """Its worker failed in the epoch of the `JobView`, as the agent saw it; 128 + n for signal n.
+    Arrives a moment after `lost`, and not at all when the agent is lost too."""
+    last_lines: str = ""
+    """Of what that worker wrote to stderr; empty when there are none or nobody kept them."""
+
+
+class JobView(Struct, frozen=True, kw_only=True, gc=False):
+    """What one daemon knows of the job."""
+
+    epoch: int = 0
+    membership: Membership | None = None
+    revision: int | None = None
+    """Of its membership; None when its daemon says it only with the membership itself."""
+    verified: bool = False
+    line: Line | None = None
+    protected: Generation | None = None
+    complete: Generation | None = None
+    """Newest that all ranks of this daemon have committed."""
+    ranks: tuple[RankView, ...] = ()
+    agent_waiting: bool = False
+    """The node's agent waits for an epoch newer than `epoch`."""
+    rebuilding: bool = False
+    loading: bool = False
+    """Some rank's snapshot is being loaded from storage."""
+    storage_problem: str = ""
+    """Why nothing can be loaded from storage, in words; empty when all is well."""
+    stored_epoch: int = 0
+    """An epoch of an earlier run in storage, which the job's epoch has to pass; 0: none."""
+    persisted: Generation | None = None
+    """The newest whole copy in storage that it has heard of."""
+    persist_failure: str = ""
+    """Why the newest copy was given up; empty after a success."""
+    problem: str = ""
+    """Why nothing is protected, in words; empty when all is well."""
+    skipped: int = 0
+    failed: int = 0
+    arena_bytes: int = 0
+    parity_bytes: int = 0
+    protection_bytes_s: float = 0.0
+    """Fetched from other nodes for parity of late, a second."""
+    loss: LossReport | None = None
+    """Of its ranks that have a session in this epoch; None where snapshots hold all experts, or
+    nobody has said so yet."""
+
+
+class NodeView(Struct, frozen=True, kw_only=True, gc=False):
+    """A node that could host a member, known from its daemon or from the adapter."""
+
+    name: str
+    connected: bool = False
+    """The daemon's Control stream is open."""
+    heard_at: float = NEVER
+    """When the daemon's last heartbeat arrived."""
+    gone: bool = False
+    """The adapter knows that the node is not coming back."""
+    returning: bool = False
+    """The adapter sees the node alive, and its daemon being ended on purpose, or started since its
+    last heartbeat."""
+    memory_id: str = ""
+    incarnation: int = 0
+    peer_address: str = ""
+    bulk_address: str = ""
+    trainer_socket: str = ""
+    memory_budget_bytes: int = 0
+    memory_used_bytes: int = 0
+    domain: str = ""
+    schedulable: bool = True
+    """Whether it takes new agents; false for a node that is cordoned. What runs there stays."""
+    disruption: str = ""
+    """Why the node will be taken away soon, in words, such as a spot node's termination notice;
+    empty when nobody said so."""
+    job: JobView | None = None
+    """None when the daemon holds nothing of the job."""
+
+
+class AgentState(StrEnum):
+    """An agent that is nowhere in the observation is absent."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    EXITED = "exited"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentView:
+    """The process (pod) that runs a member's ranks. While a member moves there may be two."""
+
+    member: int
+    node: str
+    state: AgentState
+    exit_code: int | None = None
+    reason: str = ""
+    """Why it waits or ended, in one word in CamelCase, and `message`, the same in a sentence."""
+    message: str = ""
+    disruption: str = ""
+    """Why the cluster took it away, as the reason of a pod's DisruptionTarget condition; empty
+    when nobody did."""
+    last_lines: str = ""
+    """What it wrote last, of an agent that failed itself."""
+
+    @property
+    def why(self) -> str:
+        """Why it waits or ended, for people."""
+        return ": ".join(part for part in (self.reason, self.message) if part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """Everything that is known now. A node that is missing was not seen yet. All agents are there:
+    an adapter that has not listed them yet must not look."""
+
+    nodes: Mapping[str, NodeView]
+    agents: tuple[AgentView, ...] = ()
+    _by_home: dict[tuple[int, str], AgentView] = field(init=False, repr=False, compare=False)
+    _views: dict[int, tuple[Membership, tuple[JobView | None, ...]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        by_home: dict[tuple[int, str], AgentView] = {}
+        for agent in self.agents:
+            by_home.setdefault((agent.member, agent.node), agent)
+        object.__setattr__(self, "_by_home", by_home)
+
+    def agent(self, member: int, node: str) -> AgentView | None:
+        """The member's agent on the node; the first when there are two."""
+        return self._by_home.get((member, node))
+
+    def views(self, membership: Membership) -> tuple[JobView | None, ...]:
+        """What each member's daemon says of the job; None while it is in another epoch. Found once:
+        there may be thousands, and a look asks for them again and again."""
+        key = id(membership)
+        if key not in self._views:
+            epoch, jobs = membership.epoch, (self._job_on(p.node) for p in membership.members)
+            views = tuple(job if job is not None and job.epoch == epoch else None for job in jobs)
+            self._views[key] = (membership, views)  # kept with it, so that the id stays its own
+        return self._views[key][1]
+
+    def _job_on(self, node: str) -> JobView | None:
+        view = self.nodes.get(node)
+        return None if view is None else view.job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishMembership:
+    """Send to every daemon of the membership, and to every daemon that knows an older one."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartAgent:
+    """Start the member's agent on the node; there is none there."""
+
+    member: int
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopAgent:
+    """Stop the member's agent on the node and forget it. From now on it is observed as stopping,
+    or not at all."""
+
+    member: int
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FenceNode:
+    """Make sure that nothing of the job runs on the node any more, as far as it can be reached."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropJob:
+    """Tell all daemons to free what they hold of the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PersistNow:
+    """Have the newest protected generation copied to durable storage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Succeed:
+    """The job has ended well."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fail:
+    """The job has ended for a reason that it cannot recover from."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeleteJob:
+    """The job has ended, and was kept for as long as `ttlSecondsAfterFinished` says."""
+
+
+Action = (
+    PublishMembership
+    | StartAgent
+    | StopAgent
+    | FenceNode
+    | DropJob
+    | PersistNow
+    | Succeed
+    | Fail
+    | DeleteJob
+)
+
+
+# --- the decision ---------------------------------------------------------------------------------
+
+
+class ConditionType(StrEnum):
+    SUSPENDED = "Suspended"
+    SCHEDULED = "Scheduled"
+    RUNNING = "Running"
+    RECOVERING = "Recovering"
+    PROTECTED = "Protected"
+    DEGRADED = "Degraded"
+    TOKEN_LOSS = "TokenLossWithinLimit"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    STORAGE_REACHABLE = "StorageReachable"
+    PERSISTED = "Persisted"
+    INSECURE = "Insecure"
+    DAEMONS_OUTDATED = "DaemonsOutdated"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """One aspect of the job's state, as Kubernetes shows it."""
+
+    type: ConditionType
+    status: bool | None
+    """None while it is not known."""
+    reason: str
+    """One word in CamelCase."""
+    message: str = ""
+
+    @property
+    def status_word(self) -> ConditionStatus:
+        """The status as Kubernetes writes it."""
+        return ConditionStatus("Unknown" if self.status is None else str(self.status))
+
+
+class EventReason(StrEnum):
+    """What events of the control loop say, in one word; adapters tell of more."""
+
+    ADOPTED = "Adopted"
+    SCHEDULED = "Scheduled"
+    RUNNING = "Running"
+    DAEMON_EXITED = "DaemonExited"
+    DAEMON_SILENT = "DaemonSilent"
+    DAEMON_BACK = "DaemonBack"
+    READDRESSED = "Readdressed"
+    RECOVERING = "Recovering"
+    NO_REPLACEMENT = "NoReplacement"
+    LAST_LINES = "LastLines"
+    TOKEN_LOSS_LIMIT_PASSED = "TokenLossLimitPassed"
+    COPY_REQUESTED = "CopyRequested"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
+    RESHAPED = "Reshaped"
+    EARLIER_RUN = "EarlierRun"
+    REPLICAS_DIVERGED = "ReplicasDiverged"
+    SNAPSHOTS_REFUSED = "SnapshotsRefused"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened, in one line for people."""
+
+    reason: str
+    """One word in CamelCase."""
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlState(Counters):
+    """What the control loop remembers between two looks.
+
+    Membership and epoch come back from the daemons' heartbeats. What else matters to a control loop
+    that starts again are the counters; without them too the job goes on, but counts and deadlines
+    begin anew, and a job that ended may begin again.
+    """
+
+    attentive_since: float = NEVER
+    """Since when the loop looks without long pauses: silence from before it proves nothing."""
+    looked_at: float = NEVER
+    membership: Membership | None = None
+    confirmed_epoch: int = 0
+    """Newest epoch that was published from here, or that all its members have reported: before
+    that, a membership learned from a heartbeat may be an old one, and no agent is touched."""
+    began_at: float = NEVER
+    """When the current epoch was published from here."""
+    fruitless: int = 0
+    """Epochs in a row that ended before training was seen running in them."""
+    codes_awaited_since: float | None = None
+    """Since when a rank is lost whose exit code the failure rules ask for."""
+    unfit: frozenset[str] = frozenset()
+    """Nodes on which an agent could not be scheduled since training last ran."""
+    silent: frozenset[str] = frozenset()
+    """Members' nodes whose silence was told."""
+    carried: frozenset[int] = frozenset()
+    """Members whose agents were at work before the current epoch was published, and are still the
+    same: until training runs, the end of one of them is a part of what ended the last epoch."""
+    resumed_epoch: int = 0
+    """Newest epoch whose training was seen running, and told."""
+    started_from: int | None = None
+    """Step that the current epoch started from, once known."""
+    unprotected: frozenset[str] = frozenset()
+    """Reasons why nothing is protected, of those that were told (`unprotected`)."""
+
+    @classmethod
+    def remembering(cls, counters: Counters) -> ControlState:
+        """The state of a control loop that starts again."""
+        return cls(**{each.name: getattr(counters, each.name) for each in fields(Counters)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What to do, in order, and why."""
+
+    state: ControlState
+    actions: tuple[Action, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    events: tuple[Event, ...] = ()
+    reason: str = field(default="", compare=False)

@@ -1,0 +1,267 @@
+"""Snapshots that carry pieces over from an older one, in the engine and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import (
+    Layout,
+    decode_manifest,
+    encode_layout,
+    encode_manifest,
+    layout_id,
+    piece_digests,
+)
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.pieces import bit_map
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.answers import Granted
+from holdfast_daemon.engine.effects import (
+    ArenaReady,
+    Effect,
+    FreeSlot,
+    Seal,
+    SnapshotVerified,
+    VerifySnapshot,
+)
+from holdfast_daemon.engine.effects import SlotSealed as SealedEvent
+from holdfast_daemon.engine.slots import SlotState
+from holdfast_daemon.memory.arenas import SealedSlot
+from holdfast_daemon.memory.job_storage import JobStorage
+from holdfast_daemon.memory.node_storage import NodeStorage
+
+PIECE = 16
+PIECES = 6
+LAYOUT = encode_layout(
+    Layout(
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        entries=(),
+        extras_offset=PIECES * PIECE,
+        extras_capacity=PIECE,
+        piece_bytes=PIECE,
+        largest_slot_bytes=4096,
+    )
+)
+MEMBERSHIP = Membership(
+    job="job",
+    epoch=1,
+    members=(MemberPlace(index=0, node="n0", memory_id="m", peer_address="", bulk_address=""),),
+    nproc_per_node=1,
+    groups=((0,),),
+    redundancy=Redundancy.NONE,
+)
+
+
+class Engine:
+    """An engine of one rank whose effects end well at once."""
+
+    def __init__(self) -> None:
+        self.engine = JobEngine(
+            job="job", node="n0", memory_id="m", incarnation=1, settings=EngineSettings()
+        )
+        self.seals: list[Seal] = []
+        self.asked: list[VerifySnapshot] = []
+        self.do(self.engine.set_membership(MEMBERSHIP, 0.0))
+        self.session, effects = self.engine.open(
+            rank=0, epoch=1, layout=LAYOUT, largest_slot_bytes=4096, pid=1, now=0.0
+        )
+        self.do(effects)
+        (arena,) = self.engine.memory.arenas.values()
+        done = ArenaReady(rank=0, layout_id=arena.layout_id)
+        self.do(self.engine.on_completion(done, 0.0))
+        self.do(self.engine.claimed(self.session, 0.0))
+        self.arena = arena
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Seal):
+                self.seals.append(effect)
+                event = SealedEvent(rank=0, slot=effect.slot, generation=effect.manifest.generation)
+                self.do(self.engine.on_completion(event, 0.0))
+            elif isinstance(effect, VerifySnapshot):
+                self.asked.append(effect)
+
+    def grant(
+        self, step: int, base: int | None = None, unchanged: Set[int] = frozenset()
+    ) -> Granted:
+        granted, effects = self.engine.grant(
+            self.session,
+            epoch=1,
+            step=step,
+            now=0.0,
+            base=None if base is None else Generation(1, base),
+            unchanged=bit_map(unchanged, PIECES),
+        )
+        self.do(effects)
+        return granted
+
+    def commit(self, step: int, slot: int, digests: bytes) -> None:
+        self.do(
+            self.engine.commit(
+                self.session,
+                epoch=1,
+                step=step,
+                slot=slot,
+                payload_bytes=PIECES * PIECE + 4,
+                extras_bytes=4,
+                digests=digests,
+                nan_units=(),
+                now=0.0,
+            )
+        )
+
+    def save(
+        self, step: int, base: int | None = None, unchanged: Set[int] = frozenset()
+    ) -> Granted:
+        granted = self.grant(step, base, unchanged)
+        self.commit(step, granted.slot, digests_of(step))
+        return granted
+
+
+def digests_of(step: int) -> bytes:
+    return b"".join((100 * step + piece).to_bytes(8, "little") for piece in range(PIECES + 1))
+
+
+def test_what_is_unchanged_stays_where_it_is_and_keeps_its_digest() -> None:
+    engine = Engine()
+    assert engine.save(1) == Granted(slot=0, places=b"", carried=False)
+    granted = engine.save(2, base=1, unchanged={0, 1, 4})
+    assert granted.carried
+    assert granted.places[: PIECES + 1] == bytes([0, 0, 1, 1, 0, 1, 1])
+    manifest = engine.seals[-1].manifest
+    assert engine.seals[-1].places == granted.places[: PIECES + 1]
+    steps = [
+        int.from_bytes(manifest.digests[8 * p : 8 * p + 8], "little") // 100
+        for p in range(PIECES + 1)
+    ]
+    assert steps == [1, 1, 2, 2, 1, 2, 2]
+
+
+def test_the_slot_of_a_freed_snapshot_is_used_around_what_is_still_needed() -> None:
+    engine = Engine()
+    engine.save(1)
+    engine.save(2, base=1, unchanged={0, 1})
+    # Without redundancy a newer complete generation frees the older one.
+    assert engine.arena.slots[0].state is SlotState.FREE
+    granted = engine.save(3, base=2, unchanged={3})
+    assert granted.slot == 0
+    assert granted.places[: PIECES + 1] == bytes([1, 1, 0, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("base", [None, 7])
+def test_without_the_base_everything_is_written(base: int | None) -> None:
+    engine = Engine()
+    engine.save(1)
+    granted = engine.save(2, base=base, unchanged={0, 1})
+    assert not granted.carried
+    assert engine.seals[-1].manifest.digests == digests_of(2)
+
+
+def test_a_base_that_is_not_verified_is_not_carried_over() -> None:
+    engine = Engine()
+    engine.save(1)
+    engine.arena.slots[0].verified = False
+    assert not engine.grant(2, base=1, unchanged={0}).carried
+
+
+def test_damage_in_one_snapshot_lets_those_that_share_pieces_be_verified() -> None:
+    engine = Engine()
+    engine.save(1)
+    engine.grant(2, base=1, unchanged={0})
+    slots = engine.arena.slots
+    slots[2].state, slots[2].generation = SlotState.SEALED, Generation(1, 3)
+    slots[2].manifest, slots[2].verified = slots[0].manifest, True
+    slots[2].places = bytes([0, 2, 2, 2, 2, 2, 2])
+    engine.asked.clear()
+    bad = SnapshotVerified(rank=0, slot=0, generation=Generation(1, 1), ok=False)
+    effects = engine.engine.on_completion(bad, 0.0)
+    assert any(isinstance(e, FreeSlot) and e.slot == 0 for e in effects)
+    assert [e.slot for e in effects if isinstance(e, VerifySnapshot)] == [2]
+
+
+def test_nothing_is_granted_while_an_earlier_trainer_may_write_anywhere() -> None:
+    first = Engine()
+    first.save(1)
+    first.save(2, base=1, unchanged={0})
+    seal = first.seals[-1]
+    again = JobEngine(job="job", node="n0", memory_id="m", incarnation=2, settings=EngineSettings())
+    again.adopt(
+        membership=MEMBERSHIP,
+        line=None,
+        retained=None,
+        arenas=[(0, LAYOUT, {seal.slot: (seal.encoded, seal.places)}, True)],
+        parities=[],
+        now=0.0,
+    )
+    (arena,) = again.memory.arenas.values()
+    assert arena.slots[seal.slot].places == seal.places
+    assert arena.free_slot() is None
+    again.claim_ended(arena, 0.0)
+    assert arena.free_slot() is not None
+
+
+def test_a_new_epoch_leaves_a_slot_to_the_trainer_that_may_still_write_into_it() -> None:
+    engine = Engine()
+    engine.save(1)
+    granted = engine.grant(2)
+    slot = engine.arena.slots[granted.slot]
+    engine.do(engine.engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0))
+    assert engine.arena.free_slot() is not slot
+    engine.do(engine.engine.session_ended(engine.session, clean=False, now=0.0))
+    assert engine.arena.free_slot() is slot
+
+
+def test_what_an_earlier_daemon_left_is_verified_newest_first() -> None:
+    first = Engine()
+    first.save(9)
+    first.save(10)
+    sealed = {seal.slot: (seal.encoded, seal.places) for seal in first.seals}
+    again = JobEngine(job="job", node="n0", memory_id="m", incarnation=2, settings=EngineSettings())
+    effects = again.adopt(
+        membership=MEMBERSHIP,
+        line=None,
+        retained=None,
+        arenas=[(0, LAYOUT, sealed, False)],
+        parities=[],
+        now=0.0,
+    )
+    verified = [e.manifest.generation for e in effects if isinstance(e, VerifySnapshot)]
+    assert verified == [Generation(1, 10), Generation(1, 9)]
+
+
+def test_places_are_kept_on_disk_and_bytes_are_found_there(tmp_path: Path) -> None:
+    payload = bytes(range(PIECES * PIECE + 4))
+    engine = Engine()
+    engine.save(1)
+    engine.save(2, base=1, unchanged={0, 1, 4})
+    seal = engine.seals[-1]
+    manifest = decode_manifest(seal.encoded)
+    assert len(piece_digests(payload, PIECE)) == len(manifest.digests)
+    for restart in range(2):
+        with closing(NodeStorage(tmp_path, budget_bytes=1 << 20)) as node:
+            job = JobStorage(node, "job")
+            adopted = job.adopt()
+            if not restart:
+                job.allocate(0, LAYOUT)
+                sealed = SealedSlot(manifest=manifest, encoded=seal.encoded, places=seal.places)
+                job.seal(0, layout_id(LAYOUT), seal.slot, sealed)
+            else:
+                (arena,) = adopted.arenas
+                assert arena.sealed[seal.slot].places == seal.places
+                assert arena.sealed[seal.slot].encoded == encode_manifest(manifest)
+            found = job.locate_snapshot(0, Generation(1, 2), PIECE + 3, 4 * PIECE)
+            assert found.parts == (
+                (PIECE + 3, PIECE - 3),
+                (4096 + 2 * PIECE, 2 * PIECE),
+                (4 * PIECE, PIECE),
+                (4096 + 5 * PIECE, 3),
+            )
+            job.check_manifest_file(0, layout_id(LAYOUT), seal.slot)

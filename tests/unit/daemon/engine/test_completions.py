@@ -1,0 +1,17 @@
+"""When what failed is tried again."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.effects import StoredFound
+from holdfast_daemon.engine.loading import PAUSE_S
+
+
+def test_storage_that_cannot_be_read_is_tried_again_after_the_time_that_is_told() -> None:
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.on_completion(StoredFound(epoch=0, found=None, error="away"), 100.0)
+    assert engine.memory.loading.problem.endswith(f"Next try in {PAUSE_S:g} s")
+    (again_at,) = engine.memory.retry_at.values()
+    assert again_at == pytest.approx(100.0 + PAUSE_S)

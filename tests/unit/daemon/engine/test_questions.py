@@ -1,0 +1,111 @@
+"""What adapters may ask an engine, and what they give it beside requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from member_engines import engine_of, membership_of
+
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import Layout, encode_layout
+from holdfast_core.snapshots.membership import Membership, Redundancy
+from holdfast_core.snapshots.reports import Directive
+from holdfast_core.states import RestorePhase, RestoreSource
+from holdfast_daemon.engine import JobEngine, RestoreState
+from holdfast_daemon.engine.slots import ArenaView, Slot
+
+MEMBERSHIP = membership_of((0, 1, 2))
+LINE = Line(generation=None, reason="a fresh start")
+OLD, NEW = Generation(1, 10), Generation(1, 20)
+LAYOUT = Layout(
+    rank=1, world_size=3, topology="raw", entries=(), extras_offset=0, extras_capacity=64
+)
+
+
+def open_session(engine: JobEngine) -> str:
+    session, _ = engine.open(
+        rank=1,
+        epoch=1,
+        layout=encode_layout(LAYOUT),
+        largest_slot_bytes=4096,
+        pid=1,
+        now=0.0,
+    )
+    return session
+
+
+def directed(membership: Membership) -> tuple[JobEngine, str]:
+    """A member whose leader retains NEW and calls OLD protected, and a session of its rank."""
+    engine = engine_of(membership, 1)
+    session = open_session(engine)
+    engine.on_directive(
+        Directive(job="job", epoch=1, line=LINE, protected=OLD, retained=NEW, persisted=OLD), 0.0
+    )
+    return engine, session
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "newest"), [(Redundancy.RAIM5, OLD), (Redundancy.NONE, NEW)]
+)
+def test_a_session_is_told_the_most_that_becomes_of_a_generation(
+    redundancy: Redundancy, newest: Generation
+) -> None:
+    engine, session = directed(replace(MEMBERSHIP, redundancy=redundancy))
+    told = engine.watched(session)
+    assert told is not None and told.epoch_ended == 0
+    assert (told.redundant, told.newest) == (redundancy is Redundancy.RAIM5, newest)
+    assert told.persisted == OLD
+
+
+def test_a_session_is_told_of_the_epoch_that_ends_its_own() -> None:
+    engine, session = directed(MEMBERSHIP)
+    engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0)
+    told = engine.watched(session)
+    assert told is not None and told.epoch_ended == 2
+
+
+def test_a_session_is_told_of_an_epoch_without_its_node() -> None:
+    engine, session = directed(MEMBERSHIP)
+    engine.set_membership(membership_elsewhere(epoch=3), 0.0)
+    told = engine.watched(session)
+    assert told is not None and told.epoch_ended == 3
+    assert not engine.takes_part and engine.epoch == 3 and list(engine.ranks) == []
+
+
+def membership_elsewhere(epoch: int) -> Membership:
+    """The same members, the second of which lives on another node."""
+    first, second, third = MEMBERSHIP.members
+    return replace(MEMBERSHIP, epoch=epoch, members=(first, replace(second, node="spare"), third))
+
+
+def test_a_session_that_ended_is_told_nothing() -> None:
+    engine, session = directed(MEMBERSHIP)
+    assert engine.has_session(session)
+    engine.session_ended(session, clean=True, now=0.0)
+    assert engine.watched(session) is None and not engine.has_session(session)
+
+
+def test_an_agent_that_waits_is_news_once_in_an_epoch() -> None:
+    engine = engine_of(MEMBERSHIP, 1)
+    assert [engine.agent_waits(epoch) for epoch in (0, 1, 1)] == [False, True, False]
+    assert engine.overview().agent_waiting
+    engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0)
+    assert not engine.overview().agent_waiting
+
+
+def test_what_a_rank_was_given_to_restore_is_shown_until_the_epoch_ends() -> None:
+    engine = engine_of(MEMBERSHIP, 1)
+    arena = ArenaView(rank=1, layout_id="l", layout=LAYOUT, encoded=b"")
+    state = RestoreState(
+        phase=RestorePhase.READY,
+        detail="",
+        line=Line(generation=OLD, reason=""),
+        arena=arena,
+        slot=Slot(0),
+        source=RestoreSource.PARITY,
+    )
+    engine.restore_given(state)
+    assert engine.overview().ranks[0].restored == (OLD, RestoreSource.PARITY)
+    engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0)
+    assert engine.overview().ranks[0].restored is None

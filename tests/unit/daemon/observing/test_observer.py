@@ -1,0 +1,156 @@
+"""The gauges of a job at heartbeat pace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.reports import Directive
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.metrics import DaemonMetrics
+from holdfast_daemon.observing.catalogue import MemoryCatalogue
+from holdfast_daemon.observing.observer import NodeObserver
+from holdfast_daemon.parity.traffic import NodeTraffic
+
+JOB = "team.moe"
+
+
+@dataclass
+class Storage:
+    arena_bytes: int = 3
+    parity_bytes: int = 2
+
+
+class Host:
+    """What an observer reads of a `JobHost`, at a time that the test sets."""
+
+    def __init__(self, redundancy: Redundancy) -> None:
+        self.job, self.now, self.storage = JOB, 100.0, Storage()
+        self.worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
+        self.engine = JobEngine(
+            job=JOB, node="a", memory_id="m", incarnation=1, settings=EngineSettings()
+        )
+        place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
+        self.engine.memory.begin_epoch(
+            Membership(
+                job=JOB,
+                epoch=1,
+                members=(place,),
+                nproc_per_node=2,
+                groups=((0,),),
+                redundancy=redundancy,
+            )
+        )
+
+    def protect(self, step: int | None) -> None:
+        generation = None if step is None else Generation(1, step)
+        self.engine.memory.direct(
+            Directive(job=JOB, epoch=1, line=None, protected=generation, retained=generation)
+        )
+
+
+class Bench:
+    def __init__(self, redundancy: Redundancy = Redundancy.RAIM5) -> None:
+        self.metrics = DaemonMetrics()
+        self.observer = NodeObserver(self.metrics, MemoryCatalogue("a", lambda: 0.0))
+        self.host = Host(redundancy)
+
+    def read(self, now: float, name: str, **labels: str) -> float | None:
+        self.host.now = now
+        self.observer.refresh({JOB: cast(JobHost, self.host)}, 5, 10)
+        sample = f"holdfast_{name}"
+        return self.metrics.registry.get_sample_value(sample, {"job": JOB, **labels})
+
+
+def test_protection_ages_until_something_newer_is_protected() -> None:
+    bench = Bench()
+    ages = []
+    for now, step in ((100.0, None), (130.0, None), (131.0, 7), (141.0, 7), (142.0, 8)):
+        bench.host.protect(step)
+        ages.append(bench.read(now, "protection_age_seconds"))
+    assert ages == [0.0, 30.0, 0.0, 10.0, 0.0]
+    assert bench.read(142.0, "generation_step", stage="protected") == 8
+
+
+def test_a_job_that_wants_no_protection_is_not_unprotected() -> None:
+    bench = Bench(Redundancy.NONE)
+    assert bench.read(500.0, "protection_age_seconds") is None
+
+
+def loss(at_risk: int, routed: int) -> LossReport:
+    """What one rank says, of a job that has lost 30 tokens in its one layer."""
+    record = RecoveryLoss(
+        epoch=1,
+        step=4,
+        lost_tokens=30,
+        plt=0.25,
+        mlt=0.5,
+        k_before=1,
+        k_after=2,
+        total_tokens=30,
+        total_plt=0.125,
+        total_mlt=0.75,
+    )
+    return LossReport(
+        ranks=1,
+        k=2,
+        experts_max=8,
+        limit=0.05,
+        layers=(0,),
+        at_risk=(at_risk,),
+        routed=(routed,),
+        lost=(30,),
+        recoveries=(record,),
+    )
+
+
+def test_tokens_are_told_where_snapshots_leave_experts_out() -> None:
+    bench = Bench()
+    memory = bench.host.engine.memory
+    assert bench.read(1.0, "tokens_lost_ratio") is None
+    memory.rank(0).loss, memory.rank(1).loss = loss(10, 50), loss(0, 150)
+    told = {
+        "tokens_routed": 200,
+        "tokens_lost": 30,
+        "tokens_at_risk_ratio": 10 / 200,
+        "tokens_at_risk_mlt": 10 / 200,
+        "tokens_lost_ratio": 30 / 200,
+        "tokens_lost_mlt": 0.75,
+        "tokens_lost_limit_ratio": 0.05,
+        "recovery_tokens_lost_ratio": 0.25,
+        "recovery_tokens_lost_mlt": 0.5,
+        "experts_per_layer": 2,
+    }
+    assert {name: bench.read(2.0, name) for name in told} == told
+
+
+def test_ranks_that_moved_away_take_their_tokens_with_them() -> None:
+    bench = Bench()
+    memory = bench.host.engine.memory
+    memory.rank(0).loss = loss(10, 50)
+    assert bench.read(1.0, "tokens_routed") == 50
+    memory.current, memory.left = None, memory.membership
+    assert bench.read(2.0, "tokens_routed") is None
+    assert bench.read(2.0, "epoch") == 1
+
+
+def test_a_job_that_comes_again_starts_afresh() -> None:
+    bench = Bench()
+    bench.read(100.0, "protection_age_seconds")
+    bench.observer.forget(JOB)
+    assert bench.read(400.0, "protection_age_seconds") == 0.0
+
+
+@pytest.mark.parametrize("what", ["skipped", "failed"])
+def test_what_ranks_count_is_added_up(what: str) -> None:
+    bench = Bench()
+    for rank, count in ((0, 3), (1, 4)):
+        setattr(bench.host.engine.memory.rank(rank), what, count)
+    assert bench.read(100.0, f"saves_{what}_reported") == 7

@@ -1,0 +1,155 @@
+"""What heartbeats say of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.overview import (
+    current_loss,
+    exit_code,
+    last_lines,
+    loss_report,
+    problem,
+    rank_health,
+)
+from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
+from holdfast_daemon.host import JobHost
+from holdfast_daemon.observing.status import as_json
+from holdfast_daemon.parity.traffic import NodeTraffic
+
+
+@pytest.fixture
+def memory() -> JobMemory:
+    place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
+    membership = Membership(job="job", epoch=5, members=(place,), nproc_per_node=1, groups=((0,),))
+    memory = JobMemory(job="job", node="a", memory_id="m", incarnation=1)
+    memory.begin_epoch(membership)
+    return memory
+
+
+def session(epoch: int) -> TrainerSession:
+    return TrainerSession(id="s", rank=0, epoch=epoch, layout_id="l", pid=1, claimed=True)
+
+
+def test_a_rank_is_healthy_with_a_session_of_this_epoch(memory: JobMemory) -> None:
+    assert rank_health(memory, 0, RankRecord(session=session(5))) == "HEALTHY"
+
+
+def test_a_session_of_an_ended_epoch_is_not_at_work(memory: JobMemory) -> None:
+    assert rank_health(memory, 0, RankRecord(session=session(4))) == "UNHEALTHY"
+
+
+def test_a_fenced_daemon_calls_no_rank_healthy(memory: JobMemory) -> None:
+    memory.epoch_seen = 6
+    assert rank_health(memory, 0, RankRecord(session=session(5))) == "UNHEALTHY"
+
+
+def test_a_rank_whose_session_broke_off_is_offline(memory: JobMemory) -> None:
+    assert rank_health(memory, 0, RankRecord(lost_in=5)) == "OFFLINE"
+
+
+def test_an_exit_code_holds_for_the_epoch_in_which_the_worker_failed(memory: JobMemory) -> None:
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory = memory
+    membership = memory.membership
+    assert membership is not None
+    engine.worker_exited(4, 0, 3)  # says nothing of epoch 5
+    assert exit_code(memory, memory.rank(0)) == 0
+    engine.worker_exited(5, 0, 137, "why")
+    assert exit_code(memory, memory.rank(0)) == 137
+    assert last_lines(memory, memory.rank(0)) == "why"
+    memory.begin_epoch(replace(membership, epoch=6))
+    assert exit_code(memory, memory.rank(0)) == 0
+    assert last_lines(memory, memory.rank(0)) == ""
+
+
+def test_a_refused_arena_is_the_problem_until_another_fits_or_the_epoch_ends(
+    memory: JobMemory,
+) -> None:
+    assert memory.membership is not None
+    memory.rank(0).refused = (5, "20 bytes, and 1 are left")
+    assert problem(memory).endswith("without memory for snapshots: 20 bytes, and 1 are left")
+    memory.begin_epoch(replace(memory.membership, epoch=6))
+    assert "without memory" not in problem(memory)
+
+
+def test_an_exit_code_of_a_rank_that_lives_elsewhere_is_refused(memory: JobMemory) -> None:
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory = memory
+    with pytest.raises(InvalidJobError, match="rank 1 does not live on node a"):
+        engine.worker_exited(5, 1, 3)
+
+
+def recovery(epoch: int) -> RecoveryLoss:
+    return RecoveryLoss(
+        epoch=epoch,
+        step=1,
+        lost_tokens=2,
+        plt=0.1,
+        mlt=0.1,
+        k_before=1,
+        k_after=1,
+        total_tokens=2,
+        total_plt=0.1,
+        total_mlt=0.1,
+    )
+
+
+def loss(*recoveries: int) -> LossReport:
+    return LossReport(
+        ranks=1,
+        k=1,
+        experts_max=4,
+        limit=0.05,
+        layers=(0,),
+        at_risk=(3,),
+        routed=(20,),
+        lost=(2,),
+        recoveries=tuple(map(recovery, recoveries)),
+    )
+
+
+def test_heartbeats_add_up_the_ranks_at_work_and_name_the_newest_recovery(
+    memory: JobMemory,
+) -> None:
+    membership = memory.membership
+    assert membership is not None
+    memory.revise(replace(membership, nproc_per_node=2))
+    assert current_loss(memory) is None
+    memory.rank(0).session = memory.rank(1).session = session(5)
+    memory.rank(0).loss, memory.rank(1).loss = loss(4, 5), loss(4, 5)
+    said = current_loss(memory)
+    assert said is not None
+    assert (said.ranks, said.at_risk, said.routed, said.lost) == (2, (6,), (40,), (2,))
+    assert said.recoveries == (recovery(5),)
+
+
+def test_what_a_rank_said_in_an_ended_epoch_is_kept_for_people_alone(memory: JobMemory) -> None:
+    memory.rank(0).session = session(4)
+    memory.rank(0).loss = loss(4)
+    assert current_loss(memory) is None
+    assert loss_report(memory) == loss(4)
+
+
+def test_the_catalogue_is_told_of_recoveries_of_epochs_that_there_were(memory: JobMemory) -> None:
+    memory.rank(0).loss = loss(4, 5, 6)
+    engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory = memory
+    storage = SimpleNamespace(arena_bytes=0, parity_bytes=0)
+    worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
+    host = SimpleNamespace(engine=engine, storage=storage, worker=worker)
+    told = as_json(cast(JobHost, host))
+    assert told["losses"] == [recovery(4).to_dict(), recovery(5).to_dict()]
+    assert told["ranks"][0]["loss"] == {  # type: ignore[index]
+        "experts_per_layer": 1,
+        "at_risk": 3 / 20,
+        "at_risk_mlt": 3 / 20,
+    }

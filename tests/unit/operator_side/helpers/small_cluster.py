@@ -1,0 +1,310 @@
+"""A cluster in one process: the fleet, its control loops and the Control service as they are, on an
+API server in memory, with daemons and a kubelet that do what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from copy import deepcopy
+from typing import Any, cast
+
+from fake_api import FakeApi
+
+from holdfast_core.snapshots.membership import Membership
+from holdfast_operator.control.server import ControlServer
+from holdfast_operator.kube.api import Api, ApiError, Object
+from holdfast_operator.kube.attention import Attention
+from holdfast_operator.kube.candidates import CandidateNodes
+from holdfast_operator.kube.events import Recorder
+from holdfast_operator.kube.fleet import Fleet
+from holdfast_operator.kube.metrics import OperatorMetrics
+from holdfast_operator.kube.nodes import KubeNode, read_node
+from holdfast_operator.kube.pods import TrainerPod, read_pod
+from holdfast_operator.kube.resources import JOBS, PODS, Resource
+from holdfast_operator.kube.times import ClockPair
+from holdfast_operator.kube.trainers import PodIndex, Trainers
+from holdfast_operator.kube.watches import Cache
+from holdfast_operator.kube.world import LoopContext
+from holdfast_operator.reconciler.views import Condition
+from holdfast_protos import codec, control_pb2, values_pb2
+from holdfast_protos.changes import changed
+
+WAIT_S = 30.0
+
+
+class NotedApi(FakeApi):
+    """Tells of every write, and refuses what it was told to refuse."""
+
+    def __init__(
+        self, written: Callable[[Resource, Object], None], gone: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._written, self._gone = written, gone
+        self._refusals: dict[tuple[str, str], ApiError] = {}
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: Object,
+        subresource: str = "",
+    ) -> Object:
+        found = await super().patch(resource, namespace, name, body, subresource)
+        if found.get("kind") == "Status":
+            self._gone()
+        return found
+
+    def refuse_next(self, verb: str, resource: Resource, error: ApiError) -> None:
+        """Refuse the next such request."""
+        self._refusals[verb, resource.plural] = error
+
+    def _note(self, verb: str, resource: Resource, name: str) -> None:
+        super()._note(verb, resource, name)
+        refusal = self._refusals.pop((verb, resource.plural), None)
+        if refusal is not None:
+            raise refusal
+
+    def put(self, resource: Resource, body: Object) -> Object:
+        found = super().put(resource, body)
+        self._written(resource, found)
+        return found
+
+
+class Daemon:
+    """Of one node: in the epoch that it was sent, and healthy once its pod runs."""
+
+    def __init__(self, node: str, server: ControlServer) -> None:
+        self.node, self._server = node, server
+        self.memberships: dict[str, Membership] = {}
+        self.at_work, self.lost = set[str](), set[str]()
+        """Jobs whose ranks here are; lost in the current epoch."""
+        self._beats: asyncio.Queue[control_pb2.Heartbeat] = asyncio.Queue()
+        self.beat()
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+        found = control_pb2.Heartbeat(
+            protocol_version=codec.PROTOCOL_VERSION,
+            node=self.node,
+            memory_id=f"memory of {self.node}",
+            peer_address=f"{self.node}:1",
+            bulk_address=f"{self.node}:2",
+        )
+        for job, membership in self.memberships.items():
+            state = found.jobs.add(job=job, epoch=membership.epoch, verified=True, has_line=True)
+            state.revision = membership.revision
+            state.membership.CopyFrom(codec.membership_to_proto(membership))
+            state.line.reason = "told"
+            if job in self.at_work | self.lost:
+                lost = job in self.lost
+                word = "OFFLINE" if lost else "HEALTHY"
+                state.ranks.add(rank=self._rank(membership), state=word, step=1, lost=lost)
+        self._beats.put_nowait(found)
+
+    def _rank(self, membership: Membership) -> int:
+        return next(place.index for place in membership.members if place.node == self.node)
+
+    async def converse(self) -> None:
+        """Until cancelled."""
+
+        async def beats() -> AsyncIterator[control_pb2.Heartbeat]:
+            while True:
+                yield await self._beats.get()
+
+        async for encoded in self._server.Connect(beats(), cast(Any, None)):
+            message = control_pb2.ControlMessage.FromString(encoded)
+            if message.HasField("membership"):
+                self._adopt(message.membership)
+            elif message.HasField("change"):
+                base = codec.membership_to_proto(self.memberships[message.change.job])
+                whole = changed(base, message.change)
+                assert whole is not None
+                self._adopt(whole)
+            elif message.HasField("drop"):
+                self.memberships.pop(message.drop.job, None)
+                self.at_work.discard(message.drop.job)
+            self.beat()
+
+    def _adopt(self, message: values_pb2.Membership) -> None:
+        self.memberships[message.job] = codec.membership_from_proto(message)
+        self.lost.discard(message.job)
+
+
+class SmallCluster:
+    """Use `on`. Times are real, and nothing waits for them."""
+
+    def __init__(self, nodes: int, *, insecure: bool = False) -> None:
+        self._count = nodes
+        self.fleet, self.metrics = Fleet(), OperatorMetrics()
+        self.api = NotedApi(self._written, self._tell_soon)
+        self.passed_s = 0.0
+        """Time that the operator thinks has passed in addition to what has."""
+
+        def clock() -> float:
+            return time.monotonic() + self.passed_s
+
+        self.server = ControlServer(heartbeat_s=60.0, clock=clock, on_evidence=self.fleet.wake)
+        self.nodes: Cache[KubeNode] = Cache(read_node, lambda before, now: None)
+        self._index = PodIndex(lambda key: self.fleet.wake((key,)))
+        self.pods: Cache[TrainerPod | None] = Cache(read_pod, self._index.change)
+        self.outdated: Condition | None = None
+        """What is to be said of daemons of an older version."""
+        self.runs_pods = True
+        """Whether pods run once they are created."""
+        self._changed = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.daemons: dict[str, Daemon] = {}
+        self.recorder = Recorder(
+            self.api, instance="op", clock=clock, wall=time.time, on_drop=lambda: None
+        )
+        self.fleet.begin(
+            LoopContext(
+                api=cast(Api, self.api),
+                server=self.server,
+                attention=Attention(self.server, clock=clock, wake=self.fleet.wake),
+                places=CandidateNodes(
+                    self.server,
+                    self.nodes,
+                    daemon_returns=lambda node, heard_at: False,
+                    requests_of=self.fleet.requests_of,
+                    clock=clock,
+                ),
+                pods=self._index,
+                trainers=Trainers(self.api, self.pods, self.metrics),
+                recorder=self.recorder,
+                metrics=self.metrics,
+                clock=clock,
+                worked_s=time.thread_time,
+                clocks=ClockPair(now=clock(), wall=time.time()),
+                locations=None,
+                insecure=insecure,
+                outdated=lambda nodes: self.outdated if list(nodes) else None,
+                status_s=lambda: 0.0,
+            )
+        )
+
+    async def run(self, test: Callable[[SmallCluster], Awaitable[None]]) -> None:
+        """`test`, and the end of everything."""
+        self._tasks.append(asyncio.create_task(self.recorder.run()))
+        for number in range(self._count):
+            self.add_node(f"n{number}")
+        try:
+            await test(self)
+        finally:
+            await self.fleet.stop()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- what people and kubelets do ----------------------------------------------------------
+
+    def add_node(self, name: str) -> None:
+        """A node comes, and its daemon dials in."""
+        ready = [{"type": "Ready", "status": "True"}]
+        metadata = {"name": name, "resourceVersion": "1"}
+        status = {"conditions": ready, "allocatable": {"cpu": "4"}}
+        self.nodes.put({"metadata": metadata, "status": status})
+        daemon = self.daemons[name] = Daemon(name, self.server)
+        self._tasks.append(asyncio.create_task(daemon.converse()))
+
+    def apply(self, resource: Object) -> None:
+        """Create the job, or put it in the place of what it was."""
+        metadata = resource["metadata"]
+        before = self.api.objects.get((JOBS.plural, metadata["namespace"], metadata["name"]))
+        kept = {} if before is None else {"status": before.get("status") or {}}
+        self.api.put(JOBS, {**deepcopy(resource), **kept})
+
+    def delete(self, resource: Object) -> None:
+        """Ask for the job's deletion."""
+        found = self.job(resource)
+        metadata = {**found["metadata"], "deletionTimestamp": "2099-01-01T00:00:00Z"}
+        self.api.put(JOBS, {**found, "metadata": metadata})
+
+    def job(self, resource: Object) -> Object:
+        """The job as the API server has it."""
+        metadata = resource["metadata"]
+        return self.api.objects[(JOBS.plural, metadata["namespace"], metadata["name"])]
+
+    def phase(self, resource: Object) -> str:
+        """The phase in the job's status."""
+        return str((self.job(resource).get("status") or {}).get("phase", ""))
+
+    def lose_rank(self, node: str, job: str) -> None:
+        """The job's rank on the node is killed; its pod goes on."""
+        daemon = self.daemons[node]
+        daemon.lost.add(job)
+        daemon.beat()
+
+    # --- what is awaited ----------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Return once `condition()` holds; it is asked after every write."""
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(condition)
+
+    async def heard(self, condition: Callable[[], object]) -> None:
+        """Return once `condition()` holds, of what daemons say."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def look_again(self, key: str) -> None:
+        """Return once the job was looked at that often more, and what follows was done."""
+        name = "holdfast_operator_reconcile_seconds_count"
+        wanted = (self.metrics.registry.get_sample_value(name) or 0) + 1
+        self.fleet.wake((key,))
+        async with asyncio.timeout(WAIT_S):
+            while (self.metrics.registry.get_sample_value(name) or 0) < wanted:
+                await asyncio.sleep(0)
+
+    async def runs(self, resource: Object) -> None:
+        """Return once the job's status says that it runs."""
+        await self.until(lambda: self.phase(resource) == "Running")
+
+    def _written(self, resource: Resource, body: Object) -> None:
+        """What watches would tell."""
+        loop = asyncio.get_running_loop()
+        if resource is JOBS:
+            loop.call_soon(self.fleet.take_in, "MODIFIED", deepcopy(body))
+        elif resource is PODS:
+            loop.call_soon(self.pods.put, body)
+            if "deletionTimestamp" in body["metadata"]:
+                loop.call_soon(self._end_pod, body["metadata"])
+            elif self.runs_pods and "status" not in body:
+                loop.call_soon(self._run_pod, body)
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(self._tell()))
+
+    def _run_pod(self, body: Object) -> None:
+        metadata = body["metadata"]
+        key = f"{metadata['namespace']}.{metadata['labels']['holdfast.dev/job']}"
+        if (PODS.plural, metadata["namespace"], metadata["name"]) not in self.api.objects:
+            return
+        running = [{"name": "trainer", "state": {"running": {}}}]
+        self.api.put(PODS, {**body, "status": {"phase": "Running", "containerStatuses": running}})
+        daemon = self.daemons[metadata["annotations"]["holdfast.dev/node"]]
+        daemon.at_work.add(key)
+        daemon.beat()
+
+    def _end_pod(self, metadata: Object) -> None:
+        self.api.objects.pop((PODS.plural, metadata["namespace"], metadata["name"]), None)
+        self.pods.remove(metadata["namespace"], metadata["name"])
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def on_a_cluster(
+    test: Callable[[SmallCluster], Awaitable[None]], nodes: int = 3, *, insecure: bool = False
+) -> None:
+    """Run `test` on a cluster of so many nodes."""
+
+    async def run() -> None:
+        await SmallCluster(nodes, insecure=insecure).run(test)
+
+    asyncio.run(run())

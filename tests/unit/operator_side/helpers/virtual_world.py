@@ -1,0 +1,391 @@
+"""A world for the reconciler, on virtual time: nodes, daemons and agents as plain values.
+
+It does what an adapter and healthy daemons would do, and nothing on its own: tests say what fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.job.locations import Locations
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.membership import Membership
+from holdfast_core.states import RankHealth, RestoreSource
+from holdfast_operator.reconciler.conditions import phase
+from holdfast_operator.reconciler.counters import from_document, to_document
+from holdfast_operator.reconciler.evidence import UNSCHEDULABLE
+from holdfast_operator.reconciler.reconcile import reconcile
+from holdfast_operator.reconciler.views import (
+    Action,
+    AgentState,
+    AgentView,
+    ControlState,
+    Decision,
+    DropJob,
+    Event,
+    FenceNode,
+    JobView,
+    NodeView,
+    Observed,
+    PublishMembership,
+    RankView,
+    StartAgent,
+    StopAgent,
+)
+
+STEP_S = 0.25
+WALL = 1.7e9
+"""Unix time when the virtual clock showed 0."""
+
+
+def make_job(
+    nodes: int = 4,
+    *,
+    nproc: int = 1,
+    spares: int = 1,
+    redundancy: str = "RAIM5",
+    suspend: bool = False,
+    spec: dict[str, Any] | None = None,
+    **failure_policy: Any,
+) -> MoETrainingJob:
+    """A job of one-second heartbeats, of which five make a lost node. `spec` is put on top."""
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "job"},
+            "spec": {
+                "suspend": suspend,
+                "nodes": nodes,
+                "nprocPerNode": nproc,
+                "parallelism": {"dp": nodes * nproc},
+                "redundancy": {"type": redundancy},
+                "failurePolicy": {"spares": spares, **failure_policy},
+                "trainer": {
+                    "template": {"spec": {"containers": [{"name": "t", "command": ["train"]}]}}
+                },
+                **(spec or {}),
+            },
+        }
+    )
+
+
+@dataclass
+class Daemon:
+    memory_id: str
+    alive: bool = True
+    port: int = 1
+    membership: Membership | None = None
+    heard_at: float = 0.0
+    lost: set[int] = field(default_factory=set)
+    waiting: bool = False
+    exits: dict[int, int] = field(default_factory=dict)
+    """Rank → exit code that its agent has told."""
+    last_lines: dict[int, str] = field(default_factory=dict)
+    """Rank → what it wrote last, likewise."""
+
+
+class World:
+    """Nodes with daemons, agents on them, and a control loop that looks when it is told to."""
+
+    def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
+        self.job, self.now = job, 1000.0
+        count = nodes if nodes is not None else job.spec.nodes + job.spec.failure_policy.spares
+        self.daemons = {f"n{i}": Daemon(f"memory-{i}") for i in range(count)}
+        self.gone: set[str] = set()
+        self.unheard: set[str] = set()
+        self.returning: set[str] = set()
+        self.locations: Locations = None
+        self.cordoned: set[str] = set()
+        self.notices: dict[str, str] = {}
+        """Node → why it will be taken away."""
+        self.full: set[str] = set()
+        """Nodes on which new agents find no room."""
+        self.lingering = False
+        """Agents that are stopped stay for a while."""
+        self.protects = True
+        """What an earlier epoch protected is protected again at once in a new one."""
+        self.agents: dict[tuple[int, str], AgentView] = {}
+        self.state = ControlState()
+        self.decision = Decision(state=self.state)
+        self.step, self.idle_s = 0, 0.0
+        self.protected: Generation | None = None
+        self.line: Line | None = None
+        self.losses: dict[str, LossReport] = {}
+        """Node → what the daemon there says of lost tokens."""
+        self.fetched: dict[str, float] = {}
+        """Node → bytes a second that its daemon fetches for parity."""
+        self.events: list[Event] = []
+        self.actions: list[Action] = []
+        self.published: list[Membership] = []
+        self.fenced: list[str] = []
+        self.dropped = False
+        self.beat()
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def look(self) -> Decision:
+        """One look of the control loop, carried out at once."""
+        self.beat()
+        decision = reconcile(self.job, self.observed(), self.state, self.now, self.locations)
+        self.state, self.decision = decision.state, decision
+        self.events.extend(decision.events)
+        self.actions.extend(decision.actions)
+        for action in decision.actions:
+            self.carry_out(action)
+        return decision
+
+    def settle(self, seconds: float = 0.0, *, step_s: float = STEP_S) -> None:
+        """Look again and again for so long, and then until there is nothing to do."""
+        until = self.now + seconds
+        while self.now < until:
+            self.look()
+            self.now += step_s
+        for _ in range(50):
+            if not self.look().actions:
+                return
+            self.now += STEP_S
+        raise AssertionError(f"still acting after 50 looks: {self.decision.actions}")
+
+    def beat(self) -> None:
+        for name, daemon in self.daemons.items():
+            if daemon.alive:
+                daemon.heard_at = self.now
+                self.unheard.discard(name)
+
+    # --- what the control loop sees -----------------------------------------------------------
+
+    def observed(self) -> Observed:
+        return Observed(
+            nodes={name: self.node_view(name) for name in self.daemons},
+            agents=tuple(agent for _, agent in sorted(self.agents.items())),
+        )
+
+    def node_view(self, name: str) -> NodeView:
+        if name in self.unheard:
+            return NodeView(name=name, gone=name in self.gone)
+        daemon = self.daemons[name]
+        return NodeView(
+            name=name,
+            connected=daemon.alive,
+            heard_at=daemon.heard_at,
+            gone=name in self.gone,
+            returning=name in self.returning,
+            memory_id=daemon.memory_id,
+            schedulable=name not in self.cordoned,
+            disruption=self.notices.get(name, ""),
+            peer_address=f"{name}:{daemon.port}",
+            bulk_address=f"{name}:{daemon.port + 1}",
+            job=self.job_view(name),
+        )
+
+    def job_view(self, name: str) -> JobView | None:
+        daemon = self.daemons[name]
+        membership = daemon.membership
+        if membership is None:
+            return None
+        member = membership.member_on(name)
+        agent = self.agents.get((member if member is not None else -1, name))
+        works = agent is not None and agent.state is AgentState.RUNNING
+        ranks = membership.ranks_of(member) if member is not None else range(0)
+        healthy = RankHealth.HEALTHY
+        source = RestoreSource.LOCAL if membership.epoch > 1 else RestoreSource.NONE
+        return JobView(
+            epoch=membership.epoch,
+            membership=membership,
+            verified=True,
+            line=self.line_of(membership.epoch),
+            protected=self.protected if self._is_protected_in(membership.epoch) else None,
+            complete=Generation(membership.epoch, self.step) if self.step else None,
+            ranks=tuple(
+                RankView(
+                    rank=rank,
+                    state=healthy if works and rank not in daemon.lost else RankHealth.OFFLINE,
+                    step=self.step,
+                    idle_s=self.idle_s,
+                    lost=rank in daemon.lost,
+                    exit_code=daemon.exits.get(rank),
+                    last_lines=daemon.last_lines.get(rank, ""),
+                    restored_from=source,
+                )
+                for rank in ranks
+            ),
+            agent_waiting=daemon.waiting,
+            loss=self.losses.get(name),
+            protection_bytes_s=self.fetched.get(name, 0.0),
+        )
+
+    def _is_protected_in(self, epoch: int) -> bool:
+        return self.protected is not None and (self.protects or self.protected.epoch == epoch)
+
+    def line_of(self, epoch: int) -> Line:
+        if self.line is not None:
+            return self.line
+        start = self.protected if self.protected and self.protected.epoch < epoch else None
+        return Line(generation=start, reason="newest that all hold")
+
+    # --- what the control loop does -----------------------------------------------------------
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case PublishMembership(membership=membership):
+                self.published.append(membership)
+                for name in self.daemons:
+                    self.deliver(name, membership)
+            case StartAgent(member=member, node=node):
+                assert (member, node) not in self.agents, f"{action} although there is one"
+                full = node in self.full
+                self.agents[member, node] = AgentView(
+                    member=member,
+                    node=node,
+                    state=AgentState.STARTING if full else AgentState.RUNNING,
+                    reason=UNSCHEDULABLE if full else "",
+                    message="0/5 nodes are available" if full else "",
+                )
+            case StopAgent(member=member, node=node):
+                assert (member, node) in self.agents, f"{action} although there is none"
+                agent = self.agents.pop((member, node))
+                if self.lingering:
+                    stopping = replace(agent, state=AgentState.STOPPING, exit_code=None)
+                    self.agents[member, node] = stopping
+            case FenceNode(node=node):
+                self.fenced.append(node)
+            case DropJob():
+                self.dropped = True
+                for daemon in self.daemons.values():
+                    if daemon.alive:
+                        daemon.membership = None
+
+    def deliver(self, name: str, membership: Membership) -> None:
+        daemon = self.daemons[name]
+        known = daemon.membership
+        concerned = known is not None or membership.member_on(name) is not None
+        newer = known is None or (known.epoch, known.revision) < (
+            membership.epoch,
+            membership.revision,
+        )
+        if daemon.alive and concerned and newer:
+            if known is None or known.epoch < membership.epoch:
+                daemon.lost, daemon.waiting, daemon.exits = set(), False, {}
+                daemon.last_lines = {}
+                self.step, self.idle_s = 0, 0.0
+            daemon.membership = membership
+
+    # --- faults -------------------------------------------------------------------------------
+
+    @property
+    def membership(self) -> Membership:
+        assert self.state.membership is not None
+        return self.state.membership
+
+    def train(self, step: int, *, protect: bool = True) -> None:
+        """Everyone has completed `step`."""
+        self.step, self.idle_s = step, 0.0
+        if protect:
+            self.protected = Generation(self.membership.epoch, step)
+
+    def lose_rank(self, rank: int) -> None:
+        member = self.membership.member_of(rank)
+        self.daemons[self.membership.place(member).node].lost.add(rank)
+
+    def exit_rank(self, rank: int, code: int, last_lines: str = "") -> None:
+        """The rank is lost, and its agent has told why."""
+        self.lose_rank(rank)
+        member = self.membership.member_of(rank)
+        daemon = self.daemons[self.membership.place(member).node]
+        daemon.exits[rank], daemon.last_lines[rank] = code, last_lines
+
+    def evict(self, member: int, why: str = "EvictionByEvictionAPI") -> None:
+        """The cluster ends the member's agent; its ranks are lost with it."""
+        place = self.membership.place(member)
+        agent = self.agents[member, place.node]
+        self.agents[member, place.node] = replace(agent, state=AgentState.STOPPING, disruption=why)
+        self.daemons[place.node].lost |= set(self.membership.ranks_of(member))
+
+    def vanish(self, member: int) -> None:
+        """Somebody deletes the agent."""
+        del self.agents[member, self.membership.place(member).node]
+
+    def reap(self) -> None:
+        """Agents that are stopping have ended."""
+        self.agents = {
+            key: agent
+            for key, agent in self.agents.items()
+            if agent.state is not AgentState.STOPPING
+        }
+
+    def kill_daemon(self, name: str) -> None:
+        self.daemons[name].alive = False
+
+    def revive_daemon(self, name: str, *, new_memory: bool = False) -> None:
+        daemon = self.daemons[name]
+        daemon.alive, daemon.port = True, daemon.port + 10
+        if new_memory:
+            daemon.memory_id += "'"
+            daemon.membership = None
+        if self.published:
+            self.deliver(name, self.published[-1])
+
+    def kill_node(self, name: str) -> None:
+        self.kill_daemon(name)
+        self.gone.add(name)
+        self.agents = {key: agent for key, agent in self.agents.items() if key[1] != name}
+
+    def exit_agent(self, member: int, code: int) -> None:
+        key = (member, self.membership.place(member).node)
+        self.agents[key] = replace(self.agents[key], state=AgentState.EXITED, exit_code=code)
+
+    def finish(self) -> None:
+        for place in self.membership.members:
+            self.exit_agent(place.index, 0)
+
+    def forget(self) -> None:
+        """The control loop starts again and remembers nothing."""
+        self.state = ControlState()
+        self.unheard = set(self.daemons)
+
+    def restart(self, document: dict[str, Any] | None = None) -> None:
+        """The control loop starts again and finds what was stored: `document`, or what it would
+        store now."""
+        if document is None:
+            document = self.stored()
+        self.forget()
+        found = from_document(document, now=self.now, wall=WALL + self.now)
+        self.state = ControlState.remembering(found)
+
+    def stored(self) -> dict[str, Any]:
+        """What an adapter stores of the present state."""
+        return to_document(self.state, now=self.now, wall=WALL + self.now)
+
+    # --- what tests look at -------------------------------------------------------------------
+
+    def nodes_of_members(self) -> list[str]:
+        return [place.node for place in self.membership.members]
+
+    def told(self, reason: str) -> list[str]:
+        return [event.message for event in self.events if event.reason == reason]
+
+    def kinds(self) -> Iterator[str]:
+        return (type(action).__name__ for action in self.actions)
+
+    def phase(self) -> str:
+        return phase(self.decision.conditions)
+
+    def condition(self, kind: str) -> tuple[bool | None, str, str]:
+        found = next(c for c in self.decision.conditions if c.type.value == kind)
+        return found.status, found.reason, found.message
+
+
+def running(job: MoETrainingJob | None = None, *, step: int = 10) -> World:
+    """A world whose job trains in epoch 1, and has completed and protected `step`."""
+    world = World(job or make_job())
+    world.settle(1.0)
+    world.train(step)
+    world.settle(1.0)
+    world.events.clear()
+    world.actions.clear()
+    return world

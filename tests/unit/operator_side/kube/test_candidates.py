@@ -1,0 +1,124 @@
+"""Which nodes a job is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from samples import make_job
+
+from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_operator.control.server import ControlServer
+from holdfast_operator.kube.amounts import Amounts
+from holdfast_operator.kube.api import Object
+from holdfast_operator.kube.candidates import SETTLE_S, CandidateNodes
+from holdfast_operator.kube.nodes import Wants, read_node, wants_of
+from holdfast_operator.kube.watches import Cache
+from holdfast_operator.reconciler.views import NodeView
+
+
+def node(name: str, **spec: object) -> Object:
+    status = {
+        "conditions": [{"type": "Ready", "status": "True"}],
+        "allocatable": {"gpu": "8"},
+    }
+    return {
+        "metadata": {"name": name, "resourceVersion": "1"},
+        "spec": spec,
+        "status": status,
+    }
+
+
+class Heard(ControlServer):
+    """A Control server that has heard the daemons it is told of."""
+
+    def __init__(self, clock: object, *names: str) -> None:
+        super().__init__(heartbeat_s=1.0, clock=lambda: 0.0, on_evidence=lambda jobs: None)
+        self.heard = {name: NodeView(name=name, connected=True, heard_at=0.0) for name in names}
+
+    def nodes(self) -> dict[str, NodeView]:
+        return self.heard
+
+    def view(self, name: str, job: str) -> NodeView | None:
+        return self.heard.get(name)
+
+
+@dataclass
+class Region:
+    """Nodes, some of which have daemons."""
+
+    heard: tuple[str, ...]
+    unheard: tuple[str, ...] = ()
+    requests: dict[str, Amounts] = field(default_factory=dict)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.server = Heard(None, *self.heard)
+        self.cache: Cache[object] = Cache(read_node, lambda before, now: None)
+        for name in (*self.heard, *self.unheard):
+            self.cache.put(node(name))
+        self.places = CandidateNodes(
+            self.server,
+            self.cache,  # type: ignore[arg-type]
+            daemon_returns=lambda name, heard_at: False,
+            requests_of=lambda key: self.requests.get(key, ()),
+            clock=lambda: self.now,
+        )
+        self.now = SETTLE_S
+
+    def place(self, job: str, *names: str) -> None:
+        """A job's members live on these nodes."""
+        members = tuple(
+            MemberPlace(index=i, node=n, memory_id="m", peer_address="a:1", bulk_address="a:2")
+            for i, n in enumerate(names)
+        )
+        groups = (tuple(range(len(names))),)
+        self.server.publish(
+            Membership(job=job, epoch=1, members=members, nproc_per_node=1, groups=groups)
+        )
+        self.now += 1.0
+
+    def shown(self, *near: str, others: int = 9, wants: Wants | None = None) -> list[str]:
+        return sorted(self.places.views("team.moe", wants or wants_of(make_job()), near, others))
+
+
+def test_a_job_sees_its_own_nodes_and_no_more_than_it_can_use() -> None:
+    region = Region(("n0", "n1", "n2", "n3"))
+    assert region.shown("n3", others=2) == ["n0", "n1", "n3"]
+    assert region.shown("n3", others=0) == ["n3"]
+
+
+def test_nodes_that_other_jobs_use_are_offered_last() -> None:
+    region = Region(("n0", "n1", "n2", "n3"))
+    region.place("team.other", "n0", "n1")
+    assert region.shown(others=2) == ["n2", "n3"]
+
+
+def test_a_node_without_room_beside_other_jobs_is_not_offered() -> None:
+    region = Region(("n0", "n1"), requests={"team.other": (("gpu", 6.0),)})
+    region.place("team.other", "n0", "n1")
+    container = {"name": "t", "command": ["x"], "resources": {"limits": {"gpu": "4"}}}
+    wants = wants_of(make_job({"containers": [container]}))
+    assert region.shown(wants=wants) == []
+    region.requests["team.other"] = (("gpu", 4.0),)
+    assert region.shown(wants=wants) == ["n0", "n1"]
+
+
+def test_its_own_requests_do_not_stand_in_a_jobs_way() -> None:
+    region = Region(("n0",), requests={"team.moe": (("gpu", 8.0),)})
+    region.place("team.moe", "n0")
+    container = {"name": "t", "command": ["x"], "resources": {"limits": {"gpu": "8"}}}
+    wants = wants_of(make_job({"containers": [container]}))
+    assert region.places.views("team.moe", wants, ["n0"], 0)["n0"].schedulable
+
+
+def test_nodes_whose_daemons_were_not_heard_are_named_while_they_may_still_come() -> None:
+    region = Region(("n0",), unheard=("n1",))
+    assert region.shown() == ["n0"]
+    region.now = SETTLE_S - 0.1
+    assert region.shown() == ["n0", "n1"]
+
+
+def test_a_member_node_whose_object_is_gone_is_shown_as_gone() -> None:
+    region = Region(("n0",))
+    views = region.places.views("team.moe", wants_of(make_job()), ["lost"], 0)
+    assert views["lost"].gone

@@ -1,0 +1,350 @@
+"""A local run with real processes, but daemons and agents in miniature: seconds, not minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_agent import FULL
+from virtual_world import make_job
+
+from holdfast_core.errors import InvalidJobError, MemoryBudgetError, StorageError, UnreachableError
+from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_operator.cli.main import main
+from holdfast_operator.cli.show import progress_line
+from holdfast_operator.local import Commands, LocalCluster, LocalSettings, Status, read_status
+from holdfast_operator.local.cluster import held_bytes
+from holdfast_operator.local.directory import RunDirectory
+from holdfast_operator.local.processes import kill_marked, marked
+from holdfast_operator.reconciler.counters import Outcome
+from holdfast_operator.reconciler.views import ConditionType
+
+HERE = Path(__file__).parents[1] / "helpers"
+WAIT_S = 60.0
+ENDLESS = 10**6
+
+
+@pytest.fixture
+def run_directory() -> Iterator[Path]:
+    """A run leaves neither processes nor memory behind; nor does a test that fails."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        left = RunDirectory(Path(path) / "run", tiny_job().key)
+        yield left.path
+        processes, memory = kill_marked(left.mark()), left.memory.exists()
+        shutil.rmtree(left.memory, ignore_errors=True)
+        assert (processes, memory) == (0, False)
+
+
+def tiny_job(
+    steps: int = ENDLESS, *, nodes: int = 2, spares: int = 1, **spec: object
+) -> MoETrainingJob:
+    job = make_job(
+        nodes,
+        nproc=2,
+        spares=spares,
+        detection={"heartbeatSeconds": 0.5, "missedHeartbeats": 4, "hangSeconds": 600},
+        spec=spec,
+    )
+    job.container["command"] = ["train", str(steps)]
+    return job
+
+
+def settings(path: Path) -> LocalSettings:
+    commands = Commands(
+        daemon_program=(sys.executable, str(HERE / "fake_daemon.py")),
+        agent_program=(sys.executable, str(HERE / "fake_agent.py")),
+    )
+    return LocalSettings(directory=path, commands=commands)
+
+
+def runs_in(epoch: int) -> Callable[[Status], bool]:
+    def condition(status: Status) -> bool:
+        ranks = [rank for member in status.members for rank in member.ranks]
+        return (
+            status.epoch == epoch
+            and len(ranks) == status.world_size
+            and all(rank.state == "HEALTHY" and rank.step >= 2 for rank in ranks)
+        )
+
+    return condition
+
+
+def test_a_job_runs_to_its_end_and_leaves_nothing_behind(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(20), settings(run_directory)) as cluster:
+            assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+            memory = cluster.directory.memory
+            assert memory.is_dir()
+        assert not memory.exists()
+        assert marked(cluster.directory.mark()) == []
+
+    asyncio.run(scenario())
+    status = read_status(run_directory / "status.json")
+    assert status.phase == "Complete" and any(
+        c.type is ConditionType.COMPLETE and c.status for c in status.conditions
+    )
+    assert not (run_directory / "nodes.json").exists()
+
+
+def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            await cluster.kill_rank(1)
+            status = await cluster.wait_for(runs_in(2), timeout_s=WAIT_S)
+            assert status.restarts == 1
+
+            await cluster.kill_daemon("n0")
+            status = await cluster.wait_for(
+                lambda s: s.revision == 1 and s.nodes[0].connected, timeout_s=WAIT_S
+            )
+            assert status.epoch == 2 and status.nodes[0].incarnation == 2
+
+            await cluster.kill_node("n1")
+            status = await cluster.wait_for(runs_in(3), timeout_s=WAIT_S)
+            assert [member.node for member in status.members] == ["n0", "n2"]
+            assert [node.role for node in status.nodes] == ["member 0", "lost", "member 1"]
+            assert not Path(status.nodes[1].root).exists()
+            assert marked(cluster.directory.mark("n1")) == []
+
+            last = status.recoveries[-1]
+            assert "member 1 lost with node n1" in last.cause
+            assert last.epoch == 3 and last.source == "local"
+            with pytest.raises(InvalidJobError, match="node n1 is lost already"):
+                await cluster.kill_node("n1")
+
+    asyncio.run(scenario())
+
+
+def test_workers_that_wait_for_room_are_told_and_shown(run_directory: Path) -> None:
+    full = run_directory / FULL
+
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            status = await cluster.wait_for(lambda s: "NoRoom" in s.reason, timeout_s=WAIT_S)
+            said = "the agent of member 0 on n0 waits: NoRoom: the disk is full"
+            assert status.reason == f"0 of 4 ranks are at work in epoch 1; {said}"
+            assert said in progress_line(status)
+            full.unlink()
+            status = await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            told = [event.message for event in status.events if event.reason == "WorkersWait"]
+            assert "those of member 0 on n0: NoRoom: the disk is full" in told
+            assert len(set(told)) == len(told)
+
+    full.parent.mkdir(parents=True)
+    full.touch()
+    asyncio.run(scenario())
+
+
+def test_notice_for_a_node_has_a_copy_made(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        job = tiny_job(spares=0, persistence={"uri": "file:///nowhere"})
+        async with LocalCluster(job, settings(run_directory)) as cluster:
+            await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            assert main(["inject", "notice", "n1", "--dir", str(run_directory)]) == 0
+            assert "node n1 will be taken away" in capsys.readouterr().out
+            asked = [cluster.directory.root(node) / "persist" for node in ("n0", "n1")]
+            await cluster.wait_for(lambda _: all(path.exists() for path in asked), timeout_s=WAIT_S)
+            told = [event for event in cluster.events if event.reason == "CopyRequested"]
+            assert len(told) == 1 and "notice given by holdfast inject" in told[0].message
+            assert [path.read_text().splitlines() for path in asked] == [[job.key]] * 2
+
+    asyncio.run(scenario())
+
+
+def test_a_run_takes_over_what_an_earlier_control_loop_left(run_directory: Path) -> None:
+    async def scenario() -> None:
+        first = LocalCluster(tiny_job(), settings(run_directory))
+        await first.start()
+        before = await first.wait_for(runs_in(1), timeout_s=WAIT_S)
+        await first.kill_rank(0)
+        before = await first.wait_for(runs_in(2), timeout_s=WAIT_S)
+        await first.detach()
+        first.directory.status_file.unlink()  # may be deleted at any time
+
+        async with LocalCluster(tiny_job(), settings(run_directory)) as second:
+            after = await second.wait_for(runs_in(2), timeout_s=WAIT_S)
+            assert [node.daemon_pid for node in after.nodes] == [
+                node.daemon_pid for node in before.nodes
+            ]
+            assert after.members[0].ranks[0].pid == before.members[0].ranks[0].pid
+            assert second.events[0].reason == "Adopted"
+            await second.kill_rank(2)
+            await second.wait_for(runs_in(3), timeout_s=WAIT_S)
+
+    asyncio.run(scenario())
+
+
+def test_files_that_daemons_delete_while_they_are_counted_count_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "held").write_bytes(bytes(4096))
+    listed: list[tuple[str, list[str], list[str]]] = [(str(tmp_path), [], ["gone", "held"])]
+    monkeypatch.setattr(os, "walk", lambda _: listed)
+    assert held_bytes(tmp_path) == 4096
+
+
+def test_its_processes_have_certificates_and_a_token_which_go_with_the_run(
+    run_directory: Path,
+) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)) as cluster:
+            status = await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
+            assert status.security == "mutual TLS"
+            secrets = [*run_directory.rglob("*.key"), cluster.directory.token_file]
+            assert [path.stat().st_mode & 0o777 for path in secrets] == 4 * [0o600]
+            assert b"--tls" in command_of(status.nodes[0].daemon_pid)
+        assert not list(run_directory.rglob("*.key"))
+        assert not cluster.directory.token_file.exists()
+
+    asyncio.run(scenario())
+
+
+def test_doing_without_is_told_shown_and_reaches_daemons_that_run(run_directory: Path) -> None:
+    async def scenario() -> None:
+        first = LocalCluster(tiny_job(), settings(run_directory))
+        await first.start()
+        before = await first.wait_for(runs_in(1), timeout_s=WAIT_S)
+        await first.detach()
+        without = replace(settings(run_directory), insecure=True)
+        async with LocalCluster(tiny_job(), without) as second:
+            status = await second.wait_for(
+                lambda s: len(s.nodes) == 3 and all(n.incarnation == 2 for n in s.nodes),
+                timeout_s=WAIT_S,
+            )
+            assert status.security == "insecure"
+            told = [event for event in status.events if event.reason == "Insecure"]
+            assert [event.warning for event in told] == [True]
+            assert status.nodes[0].daemon_pid != before.nodes[0].daemon_pid
+            assert b"--insecure" in command_of(status.nodes[0].daemon_pid)
+
+    asyncio.run(scenario())
+
+
+def command_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def test_a_node_that_was_lost_while_no_control_loop_ran_is_replaced(run_directory: Path) -> None:
+    async def scenario() -> None:
+        first = LocalCluster(tiny_job(), settings(run_directory))
+        await first.start()
+        await first.wait_for(runs_in(1), timeout_s=WAIT_S)
+        await first.detach()
+        await first.kill_node("n0")
+        async with LocalCluster(tiny_job(), settings(run_directory)) as second:
+            status = await second.wait_for(runs_in(2), timeout_s=WAIT_S)
+            assert [member.node for member in status.members] == ["n2", "n1"]
+
+    asyncio.run(scenario())
+
+
+def test_an_exit_that_nobody_saw_is_read_from_its_file(run_directory: Path) -> None:
+    async def scenario() -> None:
+        first = LocalCluster(tiny_job(), settings(run_directory))
+        await first.start()
+        await first.wait_for(runs_in(1), timeout_s=WAIT_S)
+        record = first.directory.read_record()
+        assert record is not None
+        await first.detach()
+        agent = record.nodes["n1"].agents[1]
+        os.kill(agent.process.pid, signal.SIGTERM)
+        exit_code = first.directory.exit_file(1, agent.attempt)
+        os.waitpid(agent.process.pid, 0)
+        exit_code.write_text("143")
+        async with LocalCluster(tiny_job(), settings(run_directory)) as second:
+            await second.wait_for(lambda s: s.epoch > 1 and runs_in(s.epoch)(s), timeout_s=WAIT_S)
+            assert any("exited with code 143" in event.message for event in second.events)
+
+    asyncio.run(scenario())
+
+
+def test_two_control_loops_cannot_have_one_directory(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), settings(run_directory)):
+            with pytest.raises(StorageError, match="in use by another `holdfast run`"):
+                await LocalCluster(tiny_job(), settings(run_directory)).start()
+
+    asyncio.run(scenario())
+
+
+def test_a_directory_keeps_its_job_and_nodes(run_directory: Path) -> None:
+    async def scenario() -> None:
+        first = LocalCluster(tiny_job(), settings(run_directory))
+        await first.start()
+        await first.detach()
+        with pytest.raises(InvalidJobError, match="on 3 nodes, and this is"):
+            await LocalCluster(tiny_job(spares=2), settings(run_directory)).start()
+        async with LocalCluster(tiny_job(), settings(run_directory)):
+            pass
+
+    asyncio.run(scenario())
+
+
+def test_waiting_for_what_cannot_come_ends_with_where_the_job_stands(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(5), settings(run_directory)) as cluster:
+            with pytest.raises(UnreachableError, match="the job ended before step 100"):
+                await cluster.wait_for(
+                    lambda status: status.step >= 100, timeout_s=WAIT_S, what="step 100"
+                )
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_the_machine_does_not_have_is_refused_with_both_numbers(
+    run_directory: Path,
+) -> None:
+    job = make_job(2)
+    huge = type(job)(
+        api_version=job.api_version,
+        kind=job.kind,
+        metadata=job.metadata,
+        spec=type(job.spec)(
+            nodes=2,
+            parallelism=job.spec.parallelism,
+            trainer=job.spec.trainer,
+            snapshot=type(job.spec.snapshot)(memory_per_node="900Ti"),
+        ),
+    )
+
+    async def scenario() -> None:
+        with pytest.raises(MemoryBudgetError, match="on 2 virtual nodes") as caught:
+            await LocalCluster(huge, settings(run_directory)).start()
+        assert caught.value.needed_bytes == 2 * 900 * 1024**4
+
+    asyncio.run(scenario())
+
+
+def test_paths_that_are_too_long_for_sockets_are_refused(tmp_path: Path) -> None:
+    where = LocalSettings(directory=tmp_path / "run", memory=tmp_path / ("x" * 100))
+
+    async def scenario() -> None:
+        with pytest.raises(InvalidJobError, match="too long for the nodes' sockets"):
+            await LocalCluster(make_job(2), where).start()
+
+    asyncio.run(scenario())
+
+
+def test_a_daemon_that_cannot_start_is_told_with_its_last_words(run_directory: Path) -> None:
+    broken = (sys.executable, "-c", "raise SystemExit('no room here')")
+    where = LocalSettings(directory=run_directory, commands=Commands(daemon_program=broken))
+
+    async def scenario() -> None:
+        async with LocalCluster(tiny_job(), where) as cluster:
+            await cluster.wait_for(
+                lambda status: any("no room here" in event.message for event in status.events),
+                timeout_s=WAIT_S,
+            )
+
+    asyncio.run(scenario())

@@ -1,0 +1,101 @@
+"""What a control loop stores for the next one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast_core.snapshots.generations import Generation
+from holdfast_operator.reconciler.counters import Counters, Outcome, from_document, to_document
+from holdfast_operator.reconciler.views import ControlState
+
+STATE = ControlState(
+    epoch=7,
+    restarts=(90.0, 95.5),
+    recoveries=5,
+    counted=3,
+    counted_epoch=7,
+    saved=Generation(6, 40),
+    renewed=frozenset({2, 1}),
+    suspended=True,
+    active_since=10.0,
+    ran=True,
+    no_replacement_since=99.0,
+    shape="4 nodes",
+    void_epoch=2,
+    outcome=Outcome.FAILED,
+    outcome_reason="too many",
+    outcome_word="MaxRestartsExceeded",
+    ended_at=100.0,
+)
+
+
+def test_what_is_stored_is_remembered_on_another_monotonic_clock() -> None:
+    document = json.loads(json.dumps(to_document(STATE, now=100.0, wall=5100.0)))
+    found = from_document(document, now=20.0, wall=5120.0)
+    assert ControlState.remembering(found) == ControlState(
+        epoch=7,
+        restarts=(-10.0, -4.5),
+        recoveries=5,
+        counted=3,
+        counted_epoch=7,
+        saved=Generation(6, 40),
+        renewed=frozenset({1, 2}),
+        suspended=True,
+        active_since=-90.0,
+        ran=True,
+        no_replacement_since=-1.0,
+        shape="4 nodes",
+        void_epoch=2,
+        outcome=Outcome.FAILED,
+        outcome_reason="too many",
+        outcome_word="MaxRestartsExceeded",
+        ended_at=0.0,
+    )
+
+
+def test_documents_keep_their_form() -> None:
+    assert to_document(STATE, now=100.0, wall=5100.0) == {
+        "epoch": 7,
+        "restarted_at": [5090.0, 5095.5],
+        "recoveries": 5,
+        "counted": 3,
+        "counted_epoch": 7,
+        "saved": "6.40",
+        "renewed": [1, 2],
+        "suspended": True,
+        "active_since": 5010.0,
+        "ran": True,
+        "no_replacement_since": 5099.0,
+        "shape": "4 nodes",
+        "void_epoch": 2,
+        "outcome": "Failed",
+        "outcome_reason": "too many",
+        "outcome_word": "MaxRestartsExceeded",
+        "ended_at": 5100.0,
+    }
+
+
+def test_a_document_may_spell_out_its_defaults() -> None:
+    given = {"epoch": 2, "restarted_at": [], "saved": "", "stored": "2.9", "outcome": None}
+    found = from_document(given | {"losses": None, "renewed": []}, now=1.0, wall=2.0)
+    assert found == Counters(epoch=2, stored=Generation(2, 9))
+
+
+def test_equal_states_give_equal_documents() -> None:
+    first = to_document(STATE, now=100.0, wall=5100.123456)
+    assert first == to_document(STATE, now=100.0, wall=5100.123456)
+    assert to_document(ControlState(), now=1.0, wall=2.0) == {}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [None, {}, [], "x", {"epoch": "x"}, {"saved": "no"}, {"saved": 6.4}, {"stored": "7"}],
+)
+def test_a_document_that_cannot_be_understood_is_blank(document: object) -> None:
+    assert from_document(document, now=1.0, wall=2.0) == Counters()
+
+
+def test_what_a_later_version_adds_is_ignored() -> None:
+    assert from_document({"epoch": 3, "more": 1}, now=1.0, wall=2.0) == Counters(epoch=3)

@@ -1,0 +1,122 @@
+"""A silent node whose loss its parity group could not bear is waited for longer."""
+
+from __future__ import annotations
+
+from virtual_world import World, make_job, running
+
+from holdfast_operator.reconciler.evidence import DIAL_S, PATIENCE_S
+from holdfast_operator.reconciler.lookups import detection_s
+
+DETECTED_S = 6.0
+"""A little more than five missed heartbeats."""
+
+
+def test_two_silent_nodes_of_a_group_are_waited_for_since_they_may_come_back() -> None:
+    world = running(make_job(spares=2))
+    world.kill_daemon("n0")
+    world.kill_daemon("n1")
+    world.settle(PATIENCE_S)
+    assert world.actions == []
+    world.revive_daemon("n1")
+    world.settle(1.0)
+    assert world.nodes_of_members() == ["n4", "n1", "n2", "n3"]
+
+
+def test_two_silent_nodes_of_a_group_that_bears_two_losses_are_replaced_at_once() -> None:
+    for spec in (
+        {"redundancy": {"type": "RAIM6"}},
+        {"redundancy": {"type": "Replication", "replication": {"replicas": 2}}},
+    ):
+        world = running(make_job(spares=2, spec=spec))
+        assert world.membership.groups == ((0, 1, 2, 3),)
+        world.kill_daemon("n0")
+        world.kill_daemon("n1")
+        world.settle(DETECTED_S)
+        assert world.nodes_of_members() == ["n4", "n5", "n2", "n3"]
+
+
+def test_patience_has_a_bound() -> None:
+    world = running(make_job(spares=2))
+    world.kill_daemon("n0")
+    world.kill_daemon("n1")
+    world.settle(PATIENCE_S + DETECTED_S)
+    assert world.nodes_of_members() == ["n4", "n5", "n2", "n3"]
+
+
+def test_nodes_that_are_known_to_be_gone_are_not_waited_for() -> None:
+    world = running(make_job(spares=2))
+    world.kill_node("n0")
+    world.kill_node("n1")
+    world.settle(DETECTED_S)
+    assert world.nodes_of_members() == ["n4", "n5", "n2", "n3"]
+
+
+def test_nodes_of_different_groups_are_replaced_at_once() -> None:
+    world = running(make_job(nodes=8, spares=2))
+    assert world.membership.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    world.kill_daemon("n0")
+    world.kill_daemon("n1")
+    world.settle(DETECTED_S)
+    assert world.membership.epoch == 2
+
+
+def test_a_second_loss_before_the_first_is_made_good_is_waited_for() -> None:
+    world = running(make_job(spares=2))
+    world.protects = False
+    world.kill_node("n0")
+    world.settle(DETECTED_S)
+    assert world.state.renewed == {0}
+    world.kill_daemon("n1")
+    world.settle(DETECTED_S + 10.0)
+    assert world.membership.epoch == 2
+    world.protects = True  # n4 is filled and protected
+    world.settle(1.0)
+    assert world.state.renewed == frozenset() and world.membership.epoch == 3
+
+
+def test_a_second_loss_after_the_first_was_made_good_is_replaced_at_once() -> None:
+    world = running(make_job(spares=2))
+    world.kill_node("n0")
+    world.settle(DETECTED_S)
+    world.kill_daemon("n1")
+    world.settle(DETECTED_S)
+    assert world.membership.epoch == 3
+
+
+def test_the_weakness_of_a_group_survives_a_restart_of_the_control_loop() -> None:
+    world = running(make_job(spares=2))
+    world.protects = False
+    world.kill_node("n0")
+    world.settle(DETECTED_S)
+    world.restart()
+    assert world.state.renewed == {0}
+
+
+def test_with_nothing_to_lose_nobody_is_patient() -> None:
+    world = World(make_job(spares=2))
+    world.settle(1.0)
+    world.kill_daemon("n0")
+    world.kill_daemon("n1")
+    world.settle(DETECTED_S)
+    assert world.membership.epoch == 2
+
+
+def test_without_redundancy_every_silent_node_is_waited_for_that_may_live() -> None:
+    world = running(make_job(redundancy="None"))
+    world.kill_daemon("n0")
+    world.settle(DETECTED_S + 10.0)
+    assert world.membership.epoch == 1
+    world.revive_daemon("n0")
+    world.settle(1.0)
+    assert world.membership.epoch == 1 and world.phase() == "Running"
+
+
+def test_a_daemon_that_a_new_control_loop_never_heard_gets_time_to_dial() -> None:
+    world = running()
+    silent = world.membership.members[1].node
+    world.forget()
+    world.daemons[silent].alive = False
+    world.settle(detection_s(world.job) + DIAL_S - 1.0)
+    assert world.membership.epoch == 1
+    world.settle(2.0)
+    assert world.membership.epoch == 2

@@ -1,0 +1,158 @@
+"""What holds for any sequence of faults: found by Hypothesis on virtual time."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_world import World, make_job
+
+from holdfast_operator.reconciler.evidence import PATIENCE_S
+from holdfast_operator.reconciler.views import AgentState, PublishMembership
+
+MAX_RESTARTS = 6
+NO_REPLACEMENT_S = 20.0
+SETTLED_S = PATIENCE_S + NO_REPLACEMENT_S + 10.0
+"""After this long without a fault, everything that is waited for has come or was given up."""
+RULES = [
+    {"when": "NoReplacement", "action": "Fail", "afterSeconds": NO_REPLACEMENT_S},
+    {"when": "Disruption", "action": "ReplaceNode", "countTowardsMax": False},
+    {"when": "Any", "action": "RestartInPlace"},
+]
+
+faults = st.one_of(
+    st.tuples(st.just("lose_rank"), st.integers(0, 3)),
+    st.tuples(st.just("exit_agent"), st.integers(0, 3)),
+    st.tuples(st.just("exit_rank"), st.integers(0, 3)),
+    st.tuples(st.just("vanish"), st.integers(0, 3)),
+    st.tuples(st.just("evict"), st.integers(0, 3)),
+    st.tuples(st.just("drain"), st.integers(0, 3)),
+    st.tuples(st.just("uncordon"), st.integers(0, 5)),
+    st.tuples(st.just("notice"), st.integers(0, 5)),
+    st.tuples(st.just("kill_node"), st.integers(0, 5)),
+    st.tuples(st.just("kill_daemon"), st.integers(0, 5)),
+    st.tuples(st.just("revive"), st.integers(0, 5)),
+    st.tuples(st.just("reboot"), st.integers(0, 5)),
+    st.tuples(st.just("forget"), st.just(0)),
+    st.tuples(st.just("restart"), st.just(0)),
+    st.tuples(st.just("train"), st.integers(1, 9)),
+)
+schedules = st.lists(st.tuples(faults, st.sampled_from([0.0, 0.5, 2.0, 7.0])), max_size=12)
+
+
+def harm(world: World, kind: str, which: int) -> None:
+    name = f"n{which}"
+    match kind:
+        case "lose_rank":
+            world.lose_rank(which)
+        case "exit_rank":
+            world.exit_rank(which, 137)
+        case "exit_agent" | "vanish" | "evict" | "drain":
+            harm_agent(world, kind, which)
+        case "uncordon":
+            world.cordoned.discard(name)
+        case "notice":
+            world.notices[name] = "soon"
+        case "kill_node":
+            world.kill_node(name)
+        case "kill_daemon":
+            world.kill_daemon(name)
+        case "revive" | "reboot" if name not in world.gone and not world.daemons[name].alive:
+            world.revive_daemon(name, new_memory=kind == "reboot")
+        case "forget":
+            world.forget()
+            world.look()
+        case "restart":
+            world.restart()
+            world.look()
+        case "train":
+            world.train(world.step + which)
+
+
+def harm_agent(world: World, kind: str, member: int) -> None:
+    place = world.membership.place(member)
+    if (member, place.node) not in world.agents or place.node in world.gone:
+        return
+    match kind:
+        case "exit_agent":
+            world.exit_agent(member, 1)
+        case "vanish":
+            world.vanish(member)
+        case "evict":
+            world.evict(member)
+        case "drain":
+            world.cordoned.add(place.node)
+            world.evict(member)
+
+
+def pass_time(world: World, seconds: float, *, step_s: float) -> None:
+    until = world.now + seconds
+    while world.now < until:
+        world.look()
+        world.reap()
+        world.now += step_s
+
+
+def run(schedule: list[tuple[tuple[str, int], float]]) -> World:
+    world = World(make_job(spares=2, maxRestarts=MAX_RESTARTS, rules=RULES))
+    world.settle(1.0)
+    for (kind, which), pause_s in schedule:
+        if world.state.outcome is None and world.state.membership is not None:
+            harm(world, kind, which)
+        pass_time(world, pause_s, step_s=0.5)
+    pass_time(world, SETTLED_S, step_s=1.0)
+    world.settle()
+    return world
+
+
+@settings(max_examples=60)
+@given(schedules)
+def test_epochs_only_grow_and_a_membership_never_doubles_a_node(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run(schedule)
+    order = [(membership.epoch, membership.revision) for membership in world.published]
+    assert order == sorted(set(order))
+    for membership in world.published:
+        nodes = [place.node for place in membership.members]
+        assert len(set(nodes)) == len(nodes) == 4
+        assert membership.groups == ((0, 1, 2, 3),)
+
+
+@settings(max_examples=60)
+@given(schedules)
+def test_a_job_ends_up_running_on_living_nodes_or_says_why_not(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run(schedule)
+    if world.state.outcome is not None:
+        assert world.state.outcome_reason and world.agents == {}
+        return
+    for place in world.membership.members:
+        daemon = world.daemons[place.node]
+        assert daemon.alive and daemon.memory_id == place.memory_id
+        assert world.agents[place.index, place.node].state is AgentState.RUNNING
+    assert len(world.agents) == 4
+
+
+@settings(max_examples=60)
+@given(schedules)
+def test_the_restart_loop_is_bounded(schedule: list[tuple[tuple[str, int], float]]) -> None:
+    without_amnesia = [item for item in schedule if item[0][0] != "forget"]
+    world = run(without_amnesia)
+    assert world.state.counted <= MAX_RESTARTS
+
+
+@settings(max_examples=60)
+@given(schedules)
+def test_a_control_loop_that_forgets_in_the_end_keeps_the_membership(
+    schedule: list[tuple[tuple[str, int], float]],
+) -> None:
+    world = run(schedule)
+    if world.state.outcome is not None:
+        return
+    before, agents = world.membership, dict(world.agents)
+    world.forget()
+    world.actions.clear()
+    world.settle(20.0, step_s=1.0)
+    assert world.membership == before and world.agents == agents
+    assert not any(isinstance(action, PublishMembership) for action in world.actions)

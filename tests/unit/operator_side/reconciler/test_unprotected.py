@@ -1,0 +1,79 @@
+"""What the control loop tells of jobs that train unprotected until somebody does something."""
+
+from __future__ import annotations
+
+import msgspec
+from virtual_world import World, make_job
+
+from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
+from holdfast_operator.reconciler.views import NodeView
+
+WHY = f"unit layer2/dense: ranks [0, 1] {ReplicasDivergedError.words}: at step 40"
+
+
+REFUSED = f"rank 0 {MemoryBudgetError.words}: it needs 20 bytes, and 1 are left"
+
+
+class SayingWorld(World):
+    """Daemons that say what keeps the job from being protected."""
+
+    problem = ""
+
+    def node_view(self, name: str) -> NodeView:
+        view = super().node_view(name)
+        if view.job is None or not self.problem:
+            return view
+        job = msgspec.structs.replace(view.job, problem=self.problem)
+        return msgspec.structs.replace(view, job=job)
+
+
+def world() -> SayingWorld:
+    made = SayingWorld(make_job())
+    made.settle(2.0)
+    return made
+
+
+def say(made: SayingWorld, problem: str) -> None:
+    made.problem = problem
+    made.settle(1.0)
+
+
+def test_that_replicas_diverged_is_told_once_with_the_unit_and_the_ranks() -> None:
+    made = world()
+    assert made.told("ReplicasDiverged") == []
+    say(made, WHY)
+    say(made, "the save before is still in progress")
+    say(made, WHY)
+    assert made.told("ReplicasDiverged") == [WHY]
+    assert [e.warning for e in made.events if e.reason == "ReplicasDiverged"] == [True]
+    assert WHY in {condition.message for condition in made.decision.conditions}
+
+
+def test_that_they_diverged_a_second_time_is_told_again() -> None:
+    made = world()
+    for problem in (WHY, "", WHY):
+        say(made, problem)
+    assert made.told("ReplicasDiverged") == [WHY, WHY]
+
+
+def test_that_memory_was_refused_is_told_once_with_both_numbers() -> None:
+    made = world()
+    say(made, REFUSED)
+    say(made, "the save before is still in progress")
+    say(made, REFUSED)
+    assert made.told("SnapshotsRefused") == [REFUSED]
+    assert [e.warning for e in made.events if e.reason == "SnapshotsRefused"] == [True]
+
+
+def test_a_second_reason_is_told_beside_the_first() -> None:
+    made = world()
+    for problem in (WHY, REFUSED, WHY):
+        say(made, problem)
+    assert made.told("ReplicasDiverged") == [WHY]
+    assert made.told("SnapshotsRefused") == [REFUSED]
+
+
+def test_other_problems_are_no_divergence() -> None:
+    made = world()
+    say(made, "every slot of rank 0 is in use: protection is behind")
+    assert made.told("ReplicasDiverged") == made.told("SnapshotsRefused") == []

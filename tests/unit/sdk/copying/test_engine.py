@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast._copying.bubbles import Bubbles
+from holdfast._copying.devices import CpuDevice, DeviceMove, Fence
+from holdfast._copying.engine import (
+    BLOCK_PIECES,
+    BadPieceError,
+    CopyEngine,
+    CopyPlan,
+    _by_block,
+    plan_copy,
+)
+from holdfast._copying.placed import Flags, Placed
+from holdfast_core.errors import CorruptError
+from holdfast_core.snapshots.layouts import Layout, piece_digests, round_up
+
+PIECE = 64
+HUNG_S = 30.0
+Part = tuple[int, int, torch.Tensor]
+
+
+class SlowDevice(CpuDevice):
+    """Plays a device on host memory: copies happen only when someone waits for their block."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self.fences: list[Fence] = []
+
+    def fence(self) -> Fence:
+        return len(self.fences)
+
+    def download(
+        self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Sequence[Callable[[], None]]:
+        self.fences.append(fence)
+        target = torch.frombuffer(slot, dtype=torch.uint8)
+
+        def wait(index: int) -> None:
+            for move in blocks[index]:
+                target[move.start : move.start + move.nbytes].copy_(move.flat)
+            self.waited.append(index)
+
+        return [partial(wait, index) for index in range(len(blocks))]
+
+    def upload(self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int) -> None:
+        for move in moves:
+            move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
+
+
+@pytest.fixture(params=[1, 2])
+def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
+    made = CopyEngine(request.param, SlowDevice())
+    yield made
+    made.close()
+
+
+def parts_of(lengths: Sequence[int], seed: int, *, apart: bool = False) -> list[Part]:
+    """Tensors of these lengths, one after the other with a gap after each; `apart`, none shares a
+    piece with another."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, at = [], 0
+    for length in lengths:
+        flat = torch.randint(256, (length,), dtype=torch.uint8, generator=generator)
+        parts.append((at, 0, flat))
+        at += length + length % 3
+        at = round_up(at, PIECE) if apart else at
+    return parts
+
+
+def placed(offset: int, nbytes: int, slot: int = 1, places: bytes = b"") -> Placed:
+    """Room for a payload whose extras begin at `offset`, in memory that tests may look at."""
+    layout = Layout(
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        entries=(),
+        extras_offset=offset,
+        extras_capacity=nbytes - offset,
+        piece_bytes=PIECE,
+    )
+    raw = (ctypes.c_ubyte * layout.arena_bytes)()
+    arena = memoryview(raw).cast("B")
+    address = ctypes.addressof(raw)
+    return Placed(arena=arena, address=address, layout=layout, slot=slot, places=places)
+
+
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.integers(0, 40 * PIECE), max_size=8),
+    st.binary(max_size=3 * PIECE),
+    st.integers(0, 99),
+    st.booleans(),
+    st.booleans(),
+)
+def test_what_is_captured_is_hashed_and_comes_back(
+    engine: CopyEngine, lengths: list[int], extras: bytes, seed: int, device: bool, scattered: bool
+) -> None:
+    parts = parts_of(lengths, seed, apart=scattered)
+    plan = plan_copy(parts, (), PIECE)
+    if device:
+        plan = on_device(parts)
+    offset = max((start + flat.numel() for start, _, flat in parts), default=0)
+    end = offset + len(extras)
+    places = bytearray()
+    if scattered:  # a tensor lies in one slot, the next one in another
+        places = bytearray(random.Random(seed).choices(range(3), k=-(-end // PIECE)))
+        for start, _, flat in (part for part in parts if part[2].numel()):
+            first, last = start // PIECE, (start + flat.numel() - 1) // PIECE
+            places[first : last + 1] = bytes([places[first]]) * (last + 1 - first)
+    target = placed(offset, end + PIECE, places=bytes(places))
+    digests = captured(engine, plan, target, extras)
+    payload = target.read(0, end)
+    assert digests == piece_digests(payload, PIECE)
+    assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for at, _, f in parts)
+    assert payload[offset:] == extras
+
+    wanted = [flat.clone() for _, _, flat in parts]
+    for _, _, flat in parts:
+        flat.zero_()
+    engine.restore(plan, replace(target, arena=target.arena.toreadonly()), end, digests)
+    assert all(torch.equal(flat, was) for (_, _, flat), was in zip(parts, wanted, strict=True))
+
+
+def captured(
+    engine: CopyEngine,
+    plan: CopyPlan,
+    target: Placed,
+    extras: bytes = b"",
+    skip: Flags | None = None,
+) -> bytes:
+    return engine.finish(target, extras, engine.capture(plan, target, None, skip))
+
+
+def on_device(parts: Sequence[Part]) -> CopyPlan:
+    """The plan for `parts` as if their tensors were on a device."""
+    plan = plan_copy((), (), PIECE)
+    moves = [DeviceMove(start, flat.numel(), flat) for start, _, flat in parts if flat.numel()]
+    return replace(plan, device_moves=_by_block(moves, PIECE * BLOCK_PIECES))
+
+
+def test_a_piece_that_does_not_match_is_named(engine: CopyEngine) -> None:
+    parts = parts_of([50 * PIECE], 1)
+    plan = plan_copy(parts, (), PIECE)
+    target = placed(50 * PIECE, 60 * PIECE)
+    digests = captured(engine, plan, target)
+    target.view(33 * PIECE + 5, 1)[0] ^= 1
+    parts[0][2].zero_()
+    with pytest.raises(BadPieceError) as caught:
+        engine.restore(plan, target, 50 * PIECE, digests)
+    assert caught.value.piece == 33
+
+
+def test_what_is_skipped_stays_as_it_is(engine: CopyEngine) -> None:
+    parts = parts_of([4 * PIECE, 3 * PIECE, 5 * PIECE], 4, apart=True)
+    for plan in (plan_copy(parts, (), PIECE), on_device(parts)):
+        at, _, skipped = parts[1]
+        end = parts[2][0] + parts[2][2].numel()
+        target = placed(end, end + PIECE)
+        target.write(0, b"\x55" * end)
+        pieces = range(at // PIECE, at // PIECE + 3)
+        skip = np.zeros(end // PIECE, dtype=bool)
+        skip[pieces.start : pieces.stop] = True
+        digests = captured(engine, plan, target, skip=skip)
+        assert target.read(at, skipped.numel()) == b"\x55" * skipped.numel()
+        assert digests[8 * pieces.start : 8 * pieces.stop] == bytes(3 * 8)
+        for at, _, flat in (parts[0], parts[2]):
+            assert target.read(at, flat.numel()) == flat.numpy().tobytes()
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("hurried", [False, True])
+def test_the_same_bytes_are_copied_when_some_wait_for_bubbles(
+    engine: CopyEngine, hurried: bool, device: bool
+) -> None:
+    parts = parts_of([50 * PIECE, 20 * PIECE], 5)
+    plan = on_device(parts) if device else plan_copy(parts, (), PIECE)
+    end = parts[1][0] + parts[1][2].numel()
+    ticks = itertools.count()
+    bubbles = Bubbles(2, lambda: float(next(ticks)))
+    for turn in range(2):  # the first measures
+        bubbles.begin()
+        target = placed(end, end + PIECE)
+        copying = partial(engine.capture, plan, target, None, bubbles=bubbles)
+        thread = threading.Thread(target=copying)
+        thread.start()
+        if hurried:
+            bubbles.end()
+        elif turn:
+            assert bubbles.schedule(end).bubble_bytes > 0
+        with bubbles.bubble():
+            thread.join(HUNG_S)
+        bubbles.end()
+        assert not thread.is_alive()
+        assert all(target.read(at, f.numel()) == f.numpy().tobytes() for at, _, f in parts)
+
+
+def test_neighbours_in_slot_and_memory_are_copied_at_once() -> None:
+    flat = torch.zeros(8 * PIECE, dtype=torch.uint8)
+    parts = [(i * 16, 0, flat[i * 16 : (i + 1) * 16]) for i in range(32)]
+    plan = plan_copy(parts, (), PIECE)
+    assert [len(moves) for moves in plan.host_moves] == [1] * 8
+    assert sum(size for moves in plan.host_moves for _, _, size in moves) == 8 * PIECE
+
+
+def test_a_failure_on_any_thread_is_raised(engine: CopyEngine) -> None:
+    def work(index: int) -> None:
+        if index == 7:
+            raise ValueError("seven")
+
+    with pytest.raises(ValueError, match="seven"):
+        engine.each(work, 20)
+    done: list[int] = []
+    engine.each(done.append, 20)
+    assert sorted(done) == list(range(20))
+
+
+def test_tensors_that_are_not_contiguous_pass_through_their_staging(engine: CopyEngine) -> None:
+    live = torch.arange(12.0).reshape(3, 4).t()
+    staging = torch.empty(4, 3)
+    plan = plan_copy([(0, 0, staging.reshape(-1).view(torch.uint8))], [(staging, live)], PIECE)
+    target = placed(48, PIECE)
+    captured(engine, plan, target)
+    assert torch.equal(
+        torch.frombuffer(target.view(0, 48), dtype=torch.float32, count=12).reshape(4, 3), live
+    )
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 3 * BLOCK_PIECES), st.data())
+def test_any_pieces_can_be_skipped(engine: CopyEngine, whole: int, data: st.DataObject) -> None:
+    flat = torch.arange(whole * PIECE + 5).mul(7).remainder(255).add(1).to(torch.uint8)
+    plan = plan_copy([(0, 0, flat)], (), PIECE)
+    known = data.draw(st.integers(0, whole))
+    skip = np.array(data.draw(st.lists(st.booleans(), min_size=known, max_size=known)), dtype=bool)
+    target = placed(flat.numel(), flat.numel() + PIECE)
+    digests = np.frombuffer(captured(engine, plan, target, skip=skip), dtype="<u8")
+    payload = target.read(0, flat.numel())
+    expected = np.frombuffer(piece_digests(payload, PIECE), dtype="<u8").copy()
+    expected[:known][skip] = 0
+    assert np.array_equal(digests, expected)
+    for piece in range(whole + 1):
+        part = flat[piece * PIECE : (piece + 1) * PIECE].numpy().tobytes()
+        left = piece < known and skip[piece]
+        assert payload[piece * PIECE : (piece + 1) * PIECE] == (bytes(len(part)) if left else part)
+
+
+@pytest.mark.parametrize(
+    ("slot", "places"), [(-1, b""), (3, b""), (300, b""), (0, b"\x00\x03"), (0, b"\xff\x01")]
+)
+def test_places_beyond_the_arena_are_refused(slot: int, places: bytes) -> None:
+    with pytest.raises(CorruptError, match="do not lie in an arena"):
+        placed(2 * PIECE, 2 * PIECE, slot=slot, places=places)
+
+
+def test_an_arena_that_is_too_small_is_refused() -> None:
+    good = placed(2 * PIECE, 2 * PIECE)
+    with pytest.raises(CorruptError, match="do not lie in an arena"):
+        replace(good, arena=good.arena[:-1])

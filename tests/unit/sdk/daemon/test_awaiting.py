@@ -1,0 +1,66 @@
+"""What the daemon says of a save reaches its handle, and nothing is kept for nobody."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from holdfast._daemon.awaiting import Awaiting
+from holdfast._daemon.client import DaemonEvent, Stage
+from holdfast._daemon.handles import SaveHandle
+from holdfast_core.errors import SnapshotSkippedError
+from holdfast_core.snapshots.generations import Generation
+
+
+def news(stage: Stage, step: int) -> DaemonEvent:
+    return DaemonEvent(stage=stage, generation=Generation(1, step))
+
+
+def waiting(*steps: int) -> tuple[Awaiting, list[SaveHandle]]:
+    awaiting, handles = Awaiting(lambda generation: None), [SaveHandle(step) for step in steps]
+    for handle in handles:
+        awaiting.add(Generation(1, handle.step), handle)
+    return awaiting, handles
+
+
+def test_a_set_in_storage_persists_every_save_up_to_it() -> None:
+    awaiting, (first, second, third) = waiting(1, 2, 3)
+    awaiting.heard(news(Stage.PERSISTED, 2))
+    assert (first.persisted.result(0), second.persisted.result(0)) == (1, 2)
+    assert not third.persisted.done()
+    assert not first.protected.done()
+
+
+def test_a_save_that_is_protected_can_be_persisted_later() -> None:
+    awaiting, (handle,) = waiting(1)
+    awaiting.heard(news(Stage.PROTECTED, 1))
+    assert handle.protected.result(0) == 1 and not handle.persisted.done()
+    awaiting.heard(news(Stage.PERSISTED, 1))
+    assert handle.persisted.result(0) == 1
+
+
+def test_a_save_that_cannot_be_protected_can_be_persisted() -> None:
+    awaiting, (handle,) = waiting(1)
+    awaiting.heard(news(Stage.UNPROTECTABLE, 1))
+    assert isinstance(handle.protected.exception(0), SnapshotSkippedError)
+    assert not handle.persisted.done()
+    awaiting.heard(news(Stage.PERSISTED, 1))
+    assert handle.persisted.result(0) == 1
+
+
+def test_a_closed_session_says_so_to_who_waits_for_storage() -> None:
+    awaiting, (handle,) = waiting(1)
+    awaiting.heard(news(Stage.PROTECTED, 1))
+    awaiting.close()
+    with pytest.raises(SnapshotSkippedError, match="before this was persisted"):
+        handle.persisted.result(0)
+    assert handle.error is None
+
+
+def test_a_handle_that_nobody_holds_is_not_kept_for_storage() -> None:
+    awaiting, handles = waiting(1)
+    awaiting.heard(news(Stage.PROTECTED, 1))
+    handles.clear()
+    gc.collect()
+    assert not awaiting._unstored

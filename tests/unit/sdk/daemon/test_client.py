@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from holdfast._daemon.client import Commit, DaemonEvent, GrpcClient, Stage, TrainerReport
+from holdfast._experts.loss import Loss
+from holdfast_core.errors import (
+    HoldfastError,
+    MemoryBudgetError,
+    ProtocolError,
+    StaleEpochError,
+    UnreachableError,
+    VersionMismatchError,
+)
+from holdfast_core.experts.loss_reports import LossReport
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import Layout, encode_layout, encode_manifest
+from holdfast_core.snapshots.manifests import Manifest
+from holdfast_core.states import RestorePhase, RestoreProgress
+from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.losses import loss_from_proto
+
+WAIT_S = 10.0
+LAYOUT = Layout(
+    rank=3,
+    world_size=4,
+    topology="dp4·ep1·tp1·pp1",
+    entries=(),
+    extras_offset=0,
+    extras_capacity=4096,
+)
+LOSS = LossReport(
+    ranks=1,
+    k=2,
+    experts_max=8,
+    limit=0.05,
+    layers=(0,),
+    at_risk=(1,),
+    routed=(9,),
+    lost=(3,),
+)
+MANIFEST = Manifest(
+    job="moe",
+    rank=3,
+    world_size=4,
+    generation=Generation(1, 9),
+    layout_id="x",
+    payload_bytes=1,
+    extras_offset=0,
+    extras_bytes=1,
+    piece_bytes=LAYOUT.piece_bytes,
+    digests=bytes(8),
+)
+
+
+class Trainer(trainer_pb2_grpc.TrainerServicer):
+    """Answers as a daemon would, or with `error`."""
+
+    def __init__(self) -> None:
+        self.error: HoldfastError | None = None
+        self.version = codec.PROTOCOL_VERSION
+        self.seen: list[Any] = []
+        self.sessions: list[str] = []
+        """What the headers of each call name as its session."""
+        self.fresh = False
+        self.ended = threading.Event()
+
+    def _enter(self, request: Any, context: grpc.ServicerContext) -> None:
+        self.seen.append(request)
+        headers = dict(context.invocation_metadata())
+        self.sessions.append(str(headers.get(channels.SESSION_HEADER, "")))
+        if self.error is not None:
+            context.set_trailing_metadata(codec.error_to_metadata(self.error))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(self.error))
+
+    def Hello(self, request: Any, context: Any) -> trainer_pb2.HelloReply:
+        self._enter(request, context)
+        return trainer_pb2.HelloReply(protocol_version=self.version, epoch=2, world_size=4)
+
+    def Restore(self, request: Any, context: Any) -> Iterator[trainer_pb2.RestoreProgress]:
+        self._enter(request, context)
+        yield trainer_pb2.RestoreProgress(phase="rebuild", done=1, total=2, detail="rank 3")
+        decision = trainer_pb2.RestoreDecision(line=trainer_pb2.RestoreDecision().line)
+        if not self.fresh:
+            decision.line.generation.epoch, decision.line.generation.step = 1, 9
+            decision.manifest = encode_manifest(MANIFEST)
+            decision.layout = encode_layout(LAYOUT)
+            decision.slot, decision.token, decision.source = 2, "t", "parity"
+        yield trainer_pb2.RestoreProgress(phase="ready", decision=decision)
+
+    def Open(self, request: Any, context: Any) -> trainer_pb2.OpenReply:
+        self._enter(request, context)
+        return trainer_pb2.OpenReply(session="s", token="t", arena_bytes=12288, slot_bytes=4096)
+
+    def Grant(self, request: Any, context: Any) -> trainer_pb2.GrantReply:
+        self._enter(request, context)
+        if request.step == 1:
+            return trainer_pb2.GrantReply(slot=0)
+        return trainer_pb2.GrantReply(skipped="protection is behind")
+
+    def Commit(self, request: Any, context: Any) -> trainer_pb2.CommitReply:
+        self._enter(request, context)
+        return trainer_pb2.CommitReply()
+
+    def Progress(self, request: Any, context: Any) -> trainer_pb2.ProgressReply:
+        self._enter(request, context)
+        return trainer_pb2.ProgressReply()
+
+    def Abort(self, request: Any, context: Any) -> trainer_pb2.AbortReply:
+        self._enter(request, context)
+        return trainer_pb2.AbortReply()
+
+    def Close(self, request: Any, context: Any) -> trainer_pb2.CloseReply:
+        self._enter(request, context)
+        return trainer_pb2.CloseReply()
+
+    def Persist(self, request: Any, context: Any) -> trainer_pb2.PersistReply:
+        raise NotImplementedError
+
+    def JoinWorld(self, request: Any, context: Any) -> trainer_pb2.World:
+        raise NotImplementedError
+
+    def PublishStore(self, request: Any, context: Any) -> trainer_pb2.PublishStoreReply:
+        raise NotImplementedError
+
+    def WorkerExited(self, request: Any, context: Any) -> trainer_pb2.WorkerExitedReply:
+        raise NotImplementedError
+
+    def Status(self, request: Any, context: Any) -> trainer_pb2.StatusReply:
+        raise NotImplementedError
+
+    def Watch(self, request: Any, context: Any) -> Iterator[trainer_pb2.WatchEvent]:
+        self._enter(request, context)
+        generation = codec.generation_to_proto(Generation(2, 5))
+        yield trainer_pb2.WatchEvent(protected=generation)
+        yield trainer_pb2.WatchEvent(dead=generation)
+        yield trainer_pb2.WatchEvent(unprotectable=generation)
+        yield trainer_pb2.WatchEvent()  # of a newer daemon
+        yield trainer_pb2.WatchEvent(epoch_ended=3)
+        if request.session == "endless":
+            context.add_callback(self.ended.set)
+            self.ended.wait(WAIT_S)
+
+
+@pytest.fixture
+def service() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def client(service: Trainer, tmp_path: Path) -> Iterator[GrpcClient]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    trainer_pb2_grpc.add_TrainerServicer_to_server(service, server)
+    server.add_insecure_port(f"unix:{tmp_path}/daemon.sock")
+    server.start()
+    client = GrpcClient(tmp_path / "daemon.sock", "moe", 3, "node0:1", WAIT_S)
+    yield client
+    client.close()
+    service.ended.set()
+    server.stop(None).wait(WAIT_S)
+
+
+def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> None:
+    hello = client.hello()
+    assert (hello.epoch, hello.world_size) == (2, 4)
+    assert service.seen[-1].store_address == "node0:1"
+    opened = client.open(2, b"layout", 99, WAIT_S)
+    assert (opened.session, opened.arena_bytes) == ("s", 12288)
+    assert service.seen[-1].largest_slot_bytes == 99
+    assert client.grant("s", 2, 1).slot == 0
+    skipped = client.grant("s", 2, 2)
+    assert (skipped.slot, skipped.skipped) == (-1, "protection is behind")
+    client.commit(
+        Commit(
+            session="s",
+            epoch=2,
+            step=1,
+            slot=0,
+            payload_bytes=5,
+            extras_bytes=1,
+            digests=b"12345678",
+            nan_units=("layer0/gate",),
+        )
+    )
+    assert list(service.seen[-1].nan_units) == ["layer0/gate"]
+    client.progress(
+        TrainerReport(
+            session="s",
+            step=1,
+            skipped=2,
+            failed=3,
+            failure="f",
+            step_s=0.1,
+            staged_s=0.2,
+            loss=Loss(report=LOSS),
+        )
+    )
+    said = service.seen[-1]
+    assert (said.failed, said.failure) == (3, "f")
+    assert loss_from_proto(said.loss) == LOSS
+
+
+def test_the_headers_of_a_sessions_calls_name_it_before_the_request_is_read(
+    client: GrpcClient, service: Trainer
+) -> None:
+    client.hello()
+    client.open(2, b"layout", 99, WAIT_S)
+    client.grant("s1", 2, 1)
+    client.abort("s2", 2, 1, "why")
+    list(client.watch("s3"))
+    client.close_session("s4")
+    assert service.sessions == ["", "", "s1", "s2", "s3", "s4"]
+
+
+def test_a_restore_tells_its_progress_and_ends_in_a_decision(
+    client: GrpcClient, service: Trainer
+) -> None:
+    progress: list[RestoreProgress] = []
+    decision = client.restore(2, WAIT_S, progress.append)
+    assert [(each.phase, str(each)) for each in progress] == [
+        (RestorePhase.REBUILD, "rebuild 1/2 rank 3")
+    ]
+    assert (decision.manifest, decision.layout) == (MANIFEST, LAYOUT)
+    assert (decision.slot, decision.token, decision.source) == (2, "t", "parity")
+    service.fresh = True
+    assert client.restore(2, WAIT_S, progress.append).manifest is None
+
+
+def test_news_arrives_until_the_session_ends(client: GrpcClient) -> None:
+    generation = Generation(2, 5)
+    assert list(client.watch("s")) == [
+        DaemonEvent(stage=Stage.PROTECTED, generation=generation),
+        DaemonEvent(stage=Stage.DEAD, generation=generation),
+        DaemonEvent(stage=Stage.UNPROTECTABLE, generation=generation),
+        DaemonEvent(stage=Stage.EPOCH_ENDED, epoch=3),
+    ]
+
+
+def test_closing_the_client_ends_a_watch(client: GrpcClient) -> None:
+    news = client.watch("endless")
+    assert next(news).stage is Stage.PROTECTED
+    client.close()
+    with pytest.raises(UnreachableError):
+        list(news)
+    with pytest.raises(UnreachableError):
+        client.hello()
+
+
+def test_an_error_of_the_daemon_comes_back_as_its_kind(
+    client: GrpcClient, service: Trainer
+) -> None:
+    service.error = StaleEpochError("epoch 1 has ended")
+    with pytest.raises(StaleEpochError, match="epoch 1 has ended"):
+        client.hello()
+    with pytest.raises(StaleEpochError):
+        list(client.watch("s"))
+    with pytest.raises(StaleEpochError):
+        client.restore(1, WAIT_S, lambda message: None)
+    service.error = MemoryBudgetError("too big", needed_bytes=9, available_bytes=4)
+    with pytest.raises(MemoryBudgetError) as caught:
+        client.open(1, b"", 1, WAIT_S)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (9, 4)
+
+
+def test_another_version_is_refused(client: GrpcClient, service: Trainer) -> None:
+    service.version = codec.PROTOCOL_VERSION + 1
+    with pytest.raises(VersionMismatchError):
+        client.hello()
+
+
+def test_a_failure_that_is_not_of_ours_is_a_protocol_error(
+    client: GrpcClient, service: Trainer
+) -> None:
+    service.version = -1  # does not fit its field
+    with pytest.raises(ProtocolError, match="failed a call: UNKNOWN"):
+        client.hello()
+
+
+def test_a_session_is_aborted_and_closed_by_name(client: GrpcClient, service: Trainer) -> None:
+    client.abort("s", 2, 1, "why")
+    client.close_session("s")
+    assert [request.session for request in service.seen] == ["s", "s"]
+
+
+def test_a_daemon_that_is_not_there_is_unreachable(tmp_path: Path) -> None:
+    client = GrpcClient(tmp_path / "none.sock", "moe", 0, "", WAIT_S)
+    with pytest.raises(UnreachableError, match="UNAVAILABLE"):
+        client.hello()
+    client.close()

@@ -1,0 +1,285 @@
+"""Snapshots of some experts: what comes back is each unit as it was when it was last captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from story import IN_TURN, WAIT_S, Story, expert, loss_of
+
+import holdfast
+from holdfast._copying.placed import expert_pieces
+from holdfast.testing import FakeDaemon
+from holdfast_core.job.snapshots import ExpertBudget, ExpertChoice, PartialExperts, Selective
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import decode_layout
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+BY_LOAD = PartialExperts(experts_per_layer=1, selection=ExpertChoice.LOAD_AWARE)
+
+
+@pytest.fixture
+def story(make_trainer: Any, daemon: FakeDaemon) -> Iterator[Story]:
+    made = Story(make_trainer(), daemon)
+    yield made
+    made.session.close()
+
+
+def test_each_expert_comes_back_as_of_its_turn_and_the_rest_as_of_the_step(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    ages = {expert(layer, index): 1 for layer in range(2) for index in range(2)}
+    for step in range(1, 8):
+        story.save(step)
+        if step > 1:  # the first snapshot captures everything; then the layers take turns
+            for layer in range(2):
+                ages[expert(layer, (step - 1 + layer) % 2)] = step
+        other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+        assert other.session.restore() == step
+        same(other.trainer.state(), story.expect(step, ages))
+        other.session.close()
+
+
+def test_pieces_of_experts_that_are_left_out_are_not_written(story: Story) -> None:
+    story.save(1)
+    story.save(2)
+    held = story.daemon.sealed()[Generation(1, 2)]
+    layout = decode_layout((held.home / "layout.json").read_bytes())
+    pieces_of = expert_pieces(layout)
+    left = pieces_of[expert(0, 0)] | pieces_of[expert(1, 1)]
+    first = story.daemon.sealed()[Generation(1, 1)]
+    assert {
+        p for p, slot in enumerate(held.piece_map.places) if slot == first.piece_map.slot
+    } == left
+    old, new = first.manifest.digests, held.manifest.digests
+    equal = {p for p in range(len(new) // 8) if old[8 * p : 8 * p + 8] == new[8 * p : 8 * p + 8]}
+    assert left <= equal
+
+
+def test_a_run_goes_on_with_the_turn_after_the_restored_one(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    for step in (1, 2, 3):
+        story.save(step)
+    ages = {expert(0, 0): 3, expert(0, 1): 2, expert(1, 0): 2, expert(1, 1): 3}
+    story.session.close()
+    patient = PartialExperts(experts_per_layer=1, loss_limit=1)
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), partial_experts=patient)
+    assert again.session.restore() == 3
+    same(again.trainer.state(), story.expect(3, ages))
+    again.states = {0: again.trainer.state()}
+    again.save(4)
+    ages = {expert(0, 0): 0, expert(0, 1): 4, expert(1, 0): 4, expert(1, 1): 0}
+    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
+    assert last.session.restore() == 4
+    same(last.trainer.state(), again.expect(4, ages))
+    for one in (again, last):
+        one.session.close()
+
+
+def test_a_daemon_that_lost_the_snapshot_before_gets_everything(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    story.save(1)
+    story.save(2)
+    for held in story.daemon.sealed().values():
+        (held.home / f"slot-{held.piece_map.slot}.manifest").unlink()
+    story.save(3)
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    assert other.session.restore() == 3
+    same(other.trainer.state(), story.states[3])
+    other.session.close()
+
+
+def test_a_skipped_save_does_not_make_an_expert_younger(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    story.save(1)
+    story.daemon.fail("commit", holdfast.StorageError("no space left"))
+    story.trainer.train()
+    story.states[2] = story.trainer.state()
+    assert story.session.save(2).committed.exception(WAIT_S) is not None
+    story.save(3)
+    ages = {expert(0, 0): 3, expert(0, 1): 1, expert(1, 0): 1, expert(1, 1): 3}
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    assert other.session.restore() == 3
+    same(other.trainer.state(), story.expect(3, ages))
+    other.session.close()
+
+
+def test_saves_that_are_skipped_in_the_same_turn_again_and_again_starve_no_expert(
+    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    story.save(1)
+    for step in (2, 4, 6):
+        story.daemon.fail("commit", holdfast.StorageError("no space left"))
+        story.trainer.train()
+        assert story.session.save(step).committed.exception(WAIT_S) is not None
+        story.save(step + 1)
+    # The turns of the others are saves 2, 4 and 6. By save 5 they have waited for two of them.
+    ages = {expert(0, 0): 7, expert(0, 1): 5, expert(1, 0): 5, expert(1, 1): 7}
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    assert other.session.restore() == 7
+    same(other.trainer.state(), story.expect(7, ages))
+    other.session.close()
+
+
+BY_TOKENS = [
+    pytest.param({"partial_experts": BY_LOAD}, id="LoadAware"),
+    pytest.param({"partial_experts": None, "selective": Selective(experts=2)}, id="Selective"),
+]
+
+
+@pytest.mark.parametrize("policy", BY_TOKENS)
+def test_experts_with_most_tokens_are_captured_and_the_others_come_back_older(
+    policy: dict[str, Any], make_trainer: Any, tmp_path: Path, same: Any
+) -> None:
+    policy = {**policy, "start_wait_s": WAIT_S}
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3, 4):
+        story.save(step, (1, 30))
+    story.session.close()
+    ages = {expert(layer, index): (1, 4)[index] for layer in range(2) for index in range(2)}
+    again = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), **policy)
+    assert again.session.restore() == 4
+    same(again.trainer.state(), story.expect(4, ages))
+    # It goes on by what was counted before. Now the other expert has more tokens.
+    again.states = {0: again.trainer.state()}
+    for step in (5, 6, 7):
+        again.save(step, (400, 30))
+    again.session.close()
+    ages = {expert(layer, index): (7, 5)[index] for layer in range(2) for index in range(2)}
+    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3), **policy)
+    assert last.session.restore() == 7
+    same(last.trainer.state(), again.expect(7, ages))
+    last.session.close()
+
+
+def test_a_budget_of_nearly_nothing_still_captures_one_expert(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    tiny = Selective(budget=ExpertBudget(host_bytes_per_second=1))
+    policy = {"partial_experts": None, "selective": tiny, "start_wait_s": WAIT_S}
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3):
+        story.save(step, (1, 30))
+        assert loss_of(story.session).k == (4 if step == 1 else 1)
+    story.session.close()
+
+
+def test_a_budget_beyond_everything_captures_every_expert(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    large = Selective(budget=ExpertBudget(host_bytes_per_second=10**15))
+    policy = {"partial_experts": None, "selective": large, "start_wait_s": WAIT_S}
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3, 4):
+        story.save(step, (1, 30))
+    # Until two saves had told how long a step takes, there was no budget.
+    assert loss_of(story.session).k == 4
+    story.session.close()
+
+
+def test_lost_tokens_let_the_number_of_selected_experts_grow(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    policy = {
+        "partial_experts": None,
+        "selective": Selective(experts=1),
+        "start_wait_s": WAIT_S,
+    }
+    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    for step in (1, 2, 3):
+        story.save(step)
+    story.session.close()
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), **policy)
+    again.session.restore()
+    again.save(4)
+    assert loss_of(again.session).k == 2
+    again.session.close()
+
+
+def test_more_experts_than_there_are_means_all(
+    make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, same: Any
+) -> None:
+    policy = PartialExperts(experts_per_layer=99)
+    story = Story(make_trainer(), daemon, partial_experts=policy)
+    for step in (1, 2, 3):
+        story.save(step)
+    story.session.close()
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), partial_experts=policy)
+    assert other.session.restore() == 3
+    same(other.trainer.state(), story.states[3])
+    other.session.close()
+
+
+def test_a_policy_comes_from_the_environment_unless_settings_have_one(
+    make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "Selective", "selective": {"experts": 1}}')
+    trainer = make_trainer()
+    session = trainer.open(daemon, start_wait_s=WAIT_S)
+    for step, expected in ((1, 6), (2, 1)):  # every expert of the model, then one
+        trainer.train()
+        session.save(step).protected.result(WAIT_S)
+        assert loss_of(session).k == expected
+    session.close()
+    trainer = make_trainer()
+    session = trainer.open(FakeDaemon(tmp_path, epoch=2), partial_experts=IN_TURN)
+    trainer.train()
+    session.save(1).protected.result(WAIT_S)
+    assert loss_of(session).k == IN_TURN.experts_per_layer
+    session.close()
+
+
+def test_a_policy_that_this_version_cannot_do_is_refused(
+    make_trainer: Any, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "Sparse"}')
+    with pytest.raises(holdfast.InvalidJobError, match=r"snapshot\.policy\.type Sparse"):
+        make_trainer().open(daemon)
+
+
+def test_a_snapshot_has_one_policy() -> None:
+    with pytest.raises(holdfast.InvalidJobError, match="both partial_experts and selective"):
+        holdfast.Settings(partial_experts=IN_TURN, selective=Selective())
+
+
+def test_a_model_without_experts_is_captured_as_ever(
+    make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, same: Any
+) -> None:
+    trainer = make_trainer()
+
+    def no_expert(name: str, tensor: torch.Tensor) -> UnitKey:
+        del name, tensor
+        return UnitKey(0, UnitKind.DENSE)
+
+    session = holdfast.init(
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        stateful={"scheduler": trainer.scheduler},
+        daemon=daemon,
+        units=no_expert,
+        settings=holdfast.Settings(partial_experts=IN_TURN),
+    )
+    trainer.train()
+    session.save(1).protected.result(WAIT_S)
+    trainer.train()
+    session.save(2).protected.result(WAIT_S)
+    state = trainer.state()
+    session.close()
+    other = make_trainer(seed=3)
+    reader = holdfast.init(
+        model=other.model,
+        optimizer=other.optimizer,
+        stateful={"scheduler": other.scheduler},
+        daemon=FakeDaemon(tmp_path, epoch=2),
+        units=no_expert,
+        settings=holdfast.Settings(partial_experts=IN_TURN),
+    )
+    assert reader.restore() == 2
+    same(other.state(), state)
+    reader.close()

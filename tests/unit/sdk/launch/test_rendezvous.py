@@ -1,0 +1,243 @@
+"""The rendezvous backend against a daemon that the test plays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+
+from holdfast._launch.rendezvous import HoldfastRendezvous, World
+from holdfast.rendezvous import create_handler, handler_of
+from holdfast_core.errors import HoldfastError, UnreachableError, VersionMismatchError
+
+TIMEOUT_S = 30.0
+
+
+class Worlds:
+    """What all nodes' daemons agree on."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.epoch, self.finished = 0, False
+        self.stores: dict[int, str] = {}
+
+    def begin(self, epoch: int) -> None:
+        with self.changed:
+            self.epoch = epoch
+            self.changed.notify_all()
+
+    def finish(self) -> None:
+        with self.changed:
+            self.finished = True
+            self.changed.notify_all()
+
+
+class PlayedDaemon:
+    """The daemon of node `rank` of `nodes`; fails with `failures` first."""
+
+    def __init__(
+        self,
+        worlds: Worlds,
+        rank: int = 0,
+        nodes: int = 1,
+        failures: list[HoldfastError] | None = None,
+    ) -> None:
+        self.worlds, self.rank, self.nodes = worlds, rank, nodes
+        self.failures = failures or []
+        self.closed = False
+        self.exits: list[tuple[int, int, int]] = []
+        self.lines: list[str] = []
+        self.deaf = False
+
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
+        worlds = self.worlds
+        with worlds.changed:
+            if self.failures:
+                raise self.failures.pop(0)
+            worlds.changed.wait_for(lambda: self._ready(after_epoch, peek) or self.closed, wait_s)
+            if self.closed:
+                raise UnreachableError("closed")
+            return World(
+                ready=self._ready(after_epoch, peek),
+                epoch=worlds.epoch,
+                node_rank=self.rank,
+                nodes=self.nodes,
+                store_address=worlds.stores.get(worlds.epoch, ""),
+                serves_store=self.rank == 0,
+                node_host="127.0.0.1",
+                finished=worlds.finished,
+            )
+
+    def _ready(self, after_epoch: int, peek: bool) -> bool:
+        worlds = self.worlds
+        served = peek or self.rank == 0 or worlds.epoch in worlds.stores
+        return worlds.finished or (worlds.epoch > after_epoch and served)
+
+    def publish_store(self, epoch: int, store_address: str) -> None:
+        with self.worlds.changed:
+            self.worlds.stores[epoch] = store_address
+            self.worlds.changed.notify_all()
+
+    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
+        if self.deaf:
+            raise UnreachableError("away")
+        self.exits.append((epoch, rank, exit_code))
+        self.lines.append(last_lines)
+
+    def close(self) -> None:
+        with self.worlds.changed:
+            self.closed = True
+            self.worlds.changed.notify_all()
+
+
+@contextmanager
+def rendezvous(daemon: PlayedDaemon) -> Iterator[tuple[HoldfastRendezvous, threading.Event]]:
+    """A handler, and the event that its workers were killed."""
+    handler, killed = HoldfastRendezvous(daemon, "default.moe"), threading.Event()
+    handler.kill = killed.set
+    try:
+        yield handler, killed
+    finally:
+        handler.shutdown()
+
+
+def test_the_nodes_of_an_epoch_meet_in_the_store_that_the_first_one_serves() -> None:
+    worlds = Worlds()
+    with (
+        rendezvous(PlayedDaemon(worlds, rank=0, nodes=2)) as (first, _),
+        rendezvous(PlayedDaemon(worlds, rank=1, nodes=2)) as (second, _),
+    ):
+        worlds.begin(3)
+        served = first.next_rendezvous()
+        met = second.next_rendezvous()
+        assert (served.rank, served.world_size) == (0, 2)
+        assert (met.rank, met.world_size) == (1, 2)
+        assert first.serves_store
+        assert not second.serves_store
+        served.store.set("key", "value")
+        assert met.store.get("key") == b"value"
+        info = met.bootstrap_store_info
+        assert info is not None
+        assert f"{info.master_addr}:{info.master_port}" == worlds.stores[3]
+        assert first.use_agent_store
+
+
+def test_the_store_is_served_where_the_other_nodes_reach_this_process() -> None:
+    worlds = Worlds()
+    handler = HoldfastRendezvous(PlayedDaemon(worlds), "default.moe", "127.0.0.2")
+    try:
+        worlds.begin(1)
+        handler.next_rendezvous()
+        assert worlds.stores[1].startswith("127.0.0.2:")
+    finally:
+        handler.shutdown()
+
+
+def test_an_agent_waits_until_the_epoch_after_the_one_that_it_left() -> None:
+    worlds = Worlds()
+    with rendezvous(PlayedDaemon(worlds)) as (handler, _):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        threading.Timer(0.05, worlds.begin, [4]).start()
+        handler.next_rendezvous()
+        assert handler.epoch == 4
+
+
+def test_the_end_of_an_epoch_kills_its_workers_at_once_and_asks_for_a_restart() -> None:
+    worlds = Worlds()
+    with rendezvous(PlayedDaemon(worlds)) as (handler, killed):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        assert handler.num_nodes_waiting() == 0
+        assert not killed.is_set()
+        worlds.begin(2)
+        assert killed.wait(TIMEOUT_S)
+        assert handler.wait_ended(TIMEOUT_S)
+        assert handler.num_nodes_waiting() == 1
+        killed.clear()
+        handler.next_rendezvous()
+        assert handler.num_nodes_waiting() == 0
+        assert not killed.is_set()
+
+
+def test_the_end_of_the_job_closes_the_rendezvous() -> None:
+    worlds = Worlds()
+    with rendezvous(PlayedDaemon(worlds)) as (handler, killed):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        worlds.finish()
+        assert killed.wait(TIMEOUT_S)
+        with pytest.raises(RendezvousClosedError, match=r"default\.moe"):
+            handler.next_rendezvous()
+        assert handler.is_closed()
+
+
+def test_a_daemon_that_restarts_is_asked_again() -> None:
+    worlds = Worlds()
+    worlds.begin(1)
+    away: list[HoldfastError] = [UnreachableError("restarting"), UnreachableError("restarting")]
+    with rendezvous(PlayedDaemon(worlds, failures=away)) as (handler, killed):
+        assert handler.next_rendezvous().rank == 0
+        away.append(UnreachableError("restarting"))
+        worlds.begin(2)
+        assert killed.wait(TIMEOUT_S)
+
+
+def test_a_daemon_of_another_version_is_an_error_that_says_so() -> None:
+    failures: list[HoldfastError] = [VersionMismatchError("the agent speaks version 1, not 2")]
+    with (
+        rendezvous(PlayedDaemon(Worlds(), failures=failures)) as (handler, _),
+        pytest.raises(RendezvousConnectionError, match="version 1, not 2"),
+    ):
+        handler.next_rendezvous()
+
+
+def test_torchrun_finds_the_backend_by_its_name() -> None:
+    assert create_handler() is handler_of
+    params = RendezvousParameters("holdfast", "/run/none.sock", "default.moe", 1, 1)
+    handler = rendezvous_handler_registry.create_handler(params)
+    assert handler.get_backend() == "holdfast"
+    assert handler.get_run_id() == "default.moe"
+    handler.shutdown()
+
+
+def test_a_missing_endpoint_is_an_error_that_says_what_to_give() -> None:
+    with pytest.raises(ValueError, match="--rdzv-endpoint"):
+        handler_of(RendezvousParameters("holdfast", "", "default.moe", 1, 1))
+
+
+def test_the_exit_code_of_a_worker_is_told_and_signals_are_128_and_more() -> None:
+    worlds = Worlds()
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, killed):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        handler.worker_exited(0, 3, "why")
+        handler.worker_exited(0, -9, "")
+        assert daemon.exits == [(1, 0, 3), (1, 0, 137)]
+        assert daemon.lines == ["why", ""]
+        worlds.begin(2)
+        assert killed.wait(30.0)
+        handler.worker_exited(0, -9, "")  # killed because epoch 1 has ended
+        assert len(daemon.exits) == 2
+
+
+def test_a_daemon_that_is_away_is_not_needed_to_report_an_exit_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worlds = Worlds()
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        daemon.deaf = True
+        handler.worker_exited(0, 3, "why")
+    assert "rank 0 exited with code 3, which was not reported: away" in caplog.text

@@ -1,0 +1,72 @@
+"""The agreement of all ranks before the first save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import torch
+
+from holdfast._exchange import Broadcast
+from holdfast._saving.replicas import ReplicaStatement, agree
+from holdfast_core.errors import ReplicaMismatchError
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.sharding import ShardStrategy
+from holdfast_core.snapshots.units import TensorSize, UnitKey
+from holdfast_core.topology import Topology
+
+TOPOLOGY = Topology(dp=3)
+GATE = UnitKey.parse("layer0/gate")
+TABLE = (
+    TensorSize(
+        unit=GATE,
+        tensor="gate.weight",
+        role=TensorRole.COMPUTE,
+        dtype="float32",
+        shape=(8,),
+        nbytes=32,
+        private=False,
+    ),
+)
+
+
+@dataclass
+class Told:
+    """An exchange in which the other ranks have said what they say."""
+
+    others: Sequence[ReplicaStatement]
+    together: bool = True
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data, *(msgspec.json.encode(said) for said in self.others)]
+
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        raise AssertionError("nobody adds")
+
+    def subgroups(
+        self, groups: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
+        raise AssertionError("nobody broadcasts")
+
+
+def say(**digests: int) -> ReplicaStatement:
+    told = {str(GATE): digest for digest in digests.values()}
+    return ReplicaStatement(step=1, table=TABLE, extras_bytes=10, digests=told)
+
+
+def agreed(*others: ReplicaStatement) -> None:
+    agree(Told(others), say(gate=5), TOPOLOGY, 0, ShardStrategy.ADAPTIVE)
+
+
+def test_ranks_that_hold_other_bytes_are_named_with_the_unit() -> None:
+    agreed(say(gate=5), say(gate=5))
+    with pytest.raises(ReplicaMismatchError, match=r"unit layer0/gate: .*ranks \[0, 2\]"):
+        agreed(say(gate=5), say(gate=6))
+
+
+def test_a_rank_that_could_not_look_at_its_tensors_does_not_hold_other_bytes() -> None:
+    agreed(say(), say(gate=5))
+    with pytest.raises(ReplicaMismatchError, match=r"ranks \[0, 2\]"):
+        agreed(say(), say(gate=6))

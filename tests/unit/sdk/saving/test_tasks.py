@@ -1,0 +1,39 @@
+"""How the training thread waits for a save, and when it gives one up."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import holdfast
+from holdfast._saving.tasks import Task
+
+PATIENCE_S = 0.5
+HUNG_S = 30.0
+
+
+def task_of(step: int) -> Task:
+    return Task(holdfast.SaveHandle(step), sources=None, extras=b"", fence=None)
+
+
+def test_a_task_that_nobody_takes_is_given_up() -> None:
+    task = task_of(1)
+    assert not task.wait(0.0)
+    assert not task.hold()
+
+
+def test_time_in_which_the_worker_holds_a_task_uses_up_no_patience() -> None:
+    task = task_of(1)
+    with ThreadPoolExecutor(1) as training:
+        with task.held():
+            waits = training.submit(task.wait, PATIENCE_S)
+            end_s = time.monotonic() + PATIENCE_S
+            while time.monotonic() < end_s:
+                assert not waits.done()
+        with pytest.raises(TimeoutError):
+            waits.result(PATIENCE_S / 4)
+        assert task.hold(), "it was not given up"
+        task.release(over=True)
+        assert waits.result(HUNG_S)

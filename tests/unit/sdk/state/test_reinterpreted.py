@@ -1,0 +1,97 @@
+"""Tensors whose bytes stay where they are and mean something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast._state.capture import LiveState
+from holdfast.testing import FakeDaemon
+from holdfast_core.topology import Topology
+
+WAIT_S = 20
+
+
+class Square(nn.Module):
+    """One parameter with as many rows as columns, whose memory can be read in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.arange(36.0)
+        self.weight = nn.Parameter(self.memory[:16].view(4, 4))
+
+
+def transposed(weight: torch.Tensor, memory: torch.Tensor) -> None:
+    del memory
+    weight.data = weight.data.t()
+
+
+def another_shape_with_the_same_strides(weight: torch.Tensor, memory: torch.Tensor) -> None:
+    del memory
+    weight.data = torch.as_strided(weight.data, (2, 8), weight.stride())
+
+
+def another_dtype(weight: torch.Tensor, memory: torch.Tensor) -> None:
+    del memory
+    weight.data = weight.data.view(torch.int32)
+
+
+def further_on_in_its_memory(weight: torch.Tensor, memory: torch.Tensor) -> None:
+    weight.data = memory[16:32].view(4, 4)
+
+
+WAYS = [transposed, another_shape_with_the_same_strides, another_dtype, further_on_in_its_memory]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_memory_that_is_read_in_another_way_is_a_change(way: Callable[..., None]) -> None:
+    model = Square()
+    model.weight.requires_grad_(False)
+    live = LiveState(model, [], Topology(dp=1), 0)
+    live.discover()
+    assert not live.changed()
+    way(model.weight, model.memory)
+    assert live.changed()
+    live.discover()
+    assert not live.changed()
+
+
+def test_what_only_an_optimizer_holds_is_followed_when_it_moves() -> None:
+    model = nn.Linear(2, 2)
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    live = LiveState(model, [torch.optim.SGD(masters, lr=0.1)], Topology(dp=1), 0)
+    live.discover()
+    assert not live.changed()
+    masters[0].data = torch.ones(2, 2)
+    assert live.changed()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_parameter_that_became_another_view_is_restored_as_it_was(
+    way: Callable[..., None], make_trainer: Any, open_session: Any, tmp_path: Path
+) -> None:
+    def other_view(trainer: Any) -> None:
+        way(trainer.model.weight, trainer.model.memory)
+
+    def trainer_of_square() -> Any:
+        trainer = make_trainer()
+        trainer.model = Square()
+        trainer.model.weight.requires_grad_(False)
+        return trainer
+
+    old, new = trainer_of_square(), trainer_of_square()
+    old.optimizer = new.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    session = open_session(old, FakeDaemon(tmp_path))
+    session.save(1).committed.result(WAIT_S)
+    other_view(old)
+    session.save(2).committed.result(WAIT_S)
+    session.close()
+    other_view(new)
+    new.model.weight.zero_()
+    assert open_session(new, FakeDaemon(tmp_path, epoch=2)).restore() == 2
+    assert torch.equal(new.model.weight, old.model.weight)

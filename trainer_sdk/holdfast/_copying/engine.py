@@ -1,0 +1,375 @@
+"""The copy engine: one copy per byte, hashed or verified while the piece is in cache.
+
+Capture copies each piece of a slot from the live tensors and hashes it; restore copies each piece
+out and verifies it. Threads stay for the life of the engine and take blocks of pieces in turn;
+memmove and xxh3 both run without the interpreter's lock. Measured: two threads reach the speed of a
+plain memcpy, one 1.2 times that.
+
+Everything that can be worked out beforehand is in the `CopyPlan`. This module knows nothing of
+units, ranks or daemons.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from xxhash import xxh3_64_intdigest
+
+from holdfast._copying.arena import populate
+from holdfast._copying.bubbles import Bubbles, PieceBlock
+from holdfast._copying.collector import without_collector
+from holdfast._copying.cores import apart
+from holdfast._copying.devices import Device, DeviceMove, Fence
+from holdfast._copying.placed import Flags, Placed
+from holdfast_core.snapshots.layouts import piece_count
+
+BLOCK_PIECES = 16
+"""Pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
+
+_memmove = ctypes.memmove
+
+Digests = npt.NDArray[np.uint64]
+
+HostMove = tuple[int, int, int]
+"""(first byte in the slot, address of the tensor's bytes, number of bytes), within one piece."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyPlan:
+    """What to copy between a slot and live tensors."""
+
+    piece_bytes: int
+    host_moves: tuple[tuple[HostMove, ...], ...]
+    """For each piece the ranges of tensors in host memory."""
+    device_moves: tuple[tuple[DeviceMove, ...], ...]
+    """For each block of pieces the ranges of tensors on a device; empty without any."""
+    staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """(contiguous staging tensor, live tensor) for tensors that are not contiguous."""
+
+
+class BadPieceError(Exception):
+    """A piece does not match its checksum; the caller knows what lies in it."""
+
+    def __init__(self, piece: int) -> None:
+        super().__init__(f"piece {piece} does not match its checksum")
+        self.piece = piece
+
+
+class CopyEngine:
+    """Copies with `threads` threads: its own and the one that calls."""
+
+    def __init__(self, threads: int, device: Device) -> None:
+        self._device = device
+        self._helpers = [_Helper(index) for index in range(threads - 1)]
+
+    def capture(
+        self,
+        plan: CopyPlan,
+        target: Placed,
+        fence: Fence,
+        skip: Flags | None = None,
+        bubbles: Bubbles | None = None,
+    ) -> Digests:
+        """Copy all tensors into the target, and hash the pieces that they fill. Then the tensors
+        may change; `finish` does what is left.
+
+        Args:
+            fence: what the copies must come after on the device.
+            skip: pieces that are left as they are, bool [at most as many as hold tensors]; none of
+                them holds extras. None for no piece.
+            bubbles: when to copy what; None for everything now.
+
+        Returns:
+            uint64 [pieces that hold tensors], xxh3-64 of each; 0 for those of `skip`, and for the
+            last one if extras go on in it.
+        """
+        with torch.no_grad():
+            for staging, live in plan.staged:
+                staging.copy_(live)
+        size, end = plan.piece_bytes, target.layout.extras_offset
+        count = piece_count(end, size)
+        digests = np.zeros(count, dtype="<u8")
+        arena, slots, slot_bytes = target.arena, target.slots(count), target.layout.slot_bytes
+        blocks = _blocks(count, skip)
+        moves, memory = plan.device_moves, target.view_of_slot  # as planned
+        if target.places or skip is not None:
+            moves, memory = _in_arena(moves, target, blocks), arena
+        waits = self._device.download(() if bubbles else moves, memory, fence)
+        moves_of, none = plan.host_moves, ()
+
+        def block(first: int) -> None:
+            index = first // BLOCK_PIECES
+            if waits:
+                waits[min(index, len(waits) - 1)]()
+            elif index < len(moves) and moves[index]:
+                self._device.download([moves[index]], memory, fence)[0]()
+            for piece in blocks[first]:
+                base = slots[piece] * slot_bytes
+                address = target.address + base
+                for start, source, nbytes in moves_of[piece] if piece < len(moves_of) else none:
+                    _memmove(address + start, source, nbytes)
+                at = piece * size
+                if at + size <= end:
+                    digests[piece] = xxh3_64_intdigest(arena[base + at : base + at + size])
+
+        feed = None
+        if bubbles is not None:
+            sizes = [PieceBlock(first, size * len(pieces)) for first, pieces in blocks.items()]
+            feed = bubbles.feed(sizes)
+        self._run(block, blocks, feed)
+        return digests
+
+    def finish(self, target: Placed, extras: bytes, digests: Digests) -> bytes:
+        """Put the extras behind the tensors that `capture` hashed, and hash what it could not.
+
+        Returns:
+            xxh3-64 of each piece of the payload, which ends after the extras; 8 bytes
+            little-endian each, 0 for those that `capture` skipped.
+        """
+        size, offset = target.layout.piece_bytes, target.layout.extras_offset
+        end = offset + len(extras)
+        target.write(offset, extras)
+        whole = offset // size
+        rest = [
+            xxh3_64_intdigest(target.view(at, min(size, end - at)))
+            for at in range(whole * size, end, size)
+        ]
+        return digests[:whole].tobytes() + np.array(rest, dtype="<u8").tobytes()
+
+    def restore(self, plan: CopyPlan, source: Placed, payload_bytes: int, digests: bytes) -> None:
+        """Copy the payload into the live tensors, and verify it.
+
+        A piece is hashed right after it was copied, while it is in cache: the other way round
+        costs 1.4 times as much. So bytes that do not match may lie in a tensor when this raises,
+        beside those of other pieces; whoever restores must not use any of them then.
+
+        Args:
+            source: which nobody writes meanwhile.
+
+        Raises:
+            BadPieceError: for a piece that does not match; tensors are then partly written.
+        """
+        size, end = plan.piece_bytes, payload_bytes
+        count = -(-end // size)
+        arena, slots, slot_bytes = source.arena, source.slots(count), source.layout.slot_bytes
+        expected = np.frombuffer(digests, dtype="<u8").tolist()
+        moves_of, device_moves, none = plan.host_moves, plan.device_moves, ()
+        buffers = threading.local()
+
+        def upload(first: int, moves: Sequence[DeviceMove]) -> None:
+            if not hasattr(buffers, "tensor"):
+                buffers.tensor = self._device.buffer(BLOCK_PIECES * size)
+            low = first * size
+            for piece in range(first, min(first + BLOCK_PIECES, count)):
+                at = piece * size
+                to = buffers.tensor.data_ptr() + at - low
+                _memmove(to, source.address + source.start(piece) + at, min(size, end - at))
+            self._device.upload(moves, buffers.tensor, low)
+
+        def block(first: int) -> None:
+            low = first * size
+            address = source.address + source.start(first) + low
+            populate(address, min(BLOCK_PIECES * size, end - low))
+            for piece in range(first, min(first + BLOCK_PIECES, count)):
+                base = slots[piece] * slot_bytes
+                address = source.address + base
+                for start, target, nbytes in moves_of[piece] if piece < len(moves_of) else none:
+                    _memmove(target, address + start, nbytes)
+                at = piece * size
+                view = arena[base + at : base + min(at + size, end)]
+                if xxh3_64_intdigest(view) != expected[piece]:
+                    raise BadPieceError(piece)
+            index = first // BLOCK_PIECES
+            if index < len(device_moves) and device_moves[index]:
+                upload(first, device_moves[index])
+
+        self._run(block, range(0, count, BLOCK_PIECES))
+
+    def each(self, work: Callable[[int], None], count: int, fence: Fence = None) -> None:
+        """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raises what
+        one of them raised."""
+
+        def after(index: int) -> None:
+            with self._device.after(fence):
+                work(index)
+
+        self._run(after, range(count))
+
+    def close(self) -> None:
+        """End the threads."""
+        for helper in self._helpers:
+            helper.end()
+
+    def _run(
+        self,
+        block: Callable[[int], None],
+        firsts: Collection[int],
+        feed: Callable[[], int | None] | None = None,
+    ) -> None:
+        """Call `block` for each of `firsts`, on all threads, in the order in which `feed` gives
+        them; raise what one raised."""
+        take = feed or _in_turn(firsts)
+        failures: list[BaseException] = []
+
+        def drain() -> None:
+            while not failures:
+                first = take()
+                if first is None:
+                    return
+                try:
+                    block(first)
+                except BaseException as error:
+                    failures.append(error)
+
+        helpers = self._helpers if len(firsts) > 1 else []
+        sides = len(helpers) + 1
+        finished = [helper.start(apart(drain, i, sides)) for i, helper in enumerate(helpers, 1)]
+        apart(drain, 0, sides)()
+        for event in finished:
+            event.wait()
+        if failures:
+            raise failures[0]
+
+
+class _Helper:
+    """A thread that runs one callable after another."""
+
+    def __init__(self, index: int) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(
+            target=self._loop, name=f"holdfast-copy-{index}", daemon=True
+        )
+        self._thread.start()
+
+    def start(self, work: Callable[[], None]) -> threading.Event:
+        finished = threading.Event()
+        self._work.put((work, finished))
+        return finished
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, finished = item
+            work()
+            finished.set()
+
+
+def plan_copy(
+    ranges: Sequence[tuple[int, int, torch.Tensor]],
+    staged: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    piece_bytes: int,
+) -> CopyPlan:
+    """The plan for `ranges`: (first byte in the slot, first byte in the tensor, uint8 tensor).
+
+    Each uint8 tensor holds exactly the bytes to move, flat and contiguous; the first byte in the
+    tensor is for messages only. Ranges that are neighbours in the slot and in memory become one.
+    """
+    host: list[tuple[int, int, int]] = []
+    device: list[DeviceMove] = []
+    for slot_start, _, flat in sorted(ranges, key=lambda item: item[0]):
+        nbytes = flat.numel()
+        if not nbytes:
+            continue
+        if flat.device.type != "cpu":
+            device.append(DeviceMove(slot_start, nbytes, flat))
+            continue
+        address = flat.data_ptr()
+        if host and host[-1][0] + host[-1][2] == slot_start and sum(host[-1][1:]) == address:
+            start, first, length = host[-1]
+            host[-1] = (start, first, length + nbytes)
+        else:
+            host.append((slot_start, address, nbytes))
+    with without_collector():
+        return CopyPlan(
+            piece_bytes=piece_bytes,
+            host_moves=_by_piece(host, piece_bytes),
+            device_moves=_by_block(device, piece_bytes * BLOCK_PIECES),
+            staged=tuple(staged),
+        )
+
+
+def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:
+    """One after the other, whichever thread asks."""
+    todo, lock = iter(firsts), threading.Lock()
+
+    def take() -> int | None:
+        with lock:
+            return next(todo, None)
+
+    return take
+
+
+def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
+    """By the first piece of each block of `count` pieces, those that are copied; blocks without any
+    are left out."""
+    if skip is None:
+        firsts = range(0, count, BLOCK_PIECES)
+        return {first: range(first, min(first + BLOCK_PIECES, count)) for first in firsts}
+    copied = np.ones(count, dtype=bool)
+    copied[: len(skip)] = ~skip
+    pieces = np.flatnonzero(copied)
+    block_of = pieces // BLOCK_PIECES
+    begins = np.flatnonzero(np.diff(block_of, prepend=-1)).tolist()
+    listed = pieces.tolist()
+    return {
+        listed[begin] // BLOCK_PIECES * BLOCK_PIECES: listed[begin:end]
+        for begin, end in pairwise([*begins, len(listed)])
+    }
+
+
+def _in_arena(
+    moves: Sequence[Sequence[DeviceMove]], target: Placed, blocks: Mapping[int, Sequence[int]]
+) -> tuple[tuple[DeviceMove, ...], ...]:
+    """The moves of each block, at the arena's offsets; without those of pieces that are not copied,
+    which hold whole tensors."""
+    size = target.layout.piece_bytes
+    return tuple(
+        tuple(
+            DeviceMove(move.start + target.start(move.start // size), move.nbytes, move.flat)
+            for move in moves_of_block
+            if move.start // size in blocks.get(index * BLOCK_PIECES, ())
+        )
+        for index, moves_of_block in enumerate(moves)
+    )
+
+
+def _by_piece(moves: Sequence[HostMove], piece_bytes: int) -> tuple[tuple[HostMove, ...], ...]:
+    if not moves:
+        return ()
+    last = max((start + nbytes - 1) // piece_bytes for start, _, nbytes in moves)
+    pieces: list[list[HostMove]] = [[] for _ in range(last + 1)]
+    for start, address, nbytes in moves:
+        at, end = start, start + nbytes
+        while at < end:
+            stop = min(end, (at // piece_bytes + 1) * piece_bytes)
+            pieces[at // piece_bytes].append((at, address + at - start, stop - at))
+            at = stop
+    return tuple(tuple(piece) for piece in pieces)
+
+
+def _by_block(moves: Sequence[DeviceMove], block_bytes: int) -> tuple[tuple[DeviceMove, ...], ...]:
+    if not moves:
+        return ()
+    last = max((move.start + move.nbytes - 1) // block_bytes for move in moves)
+    blocks: list[list[DeviceMove]] = [[] for _ in range(last + 1)]
+    for move in moves:
+        at, end = move.start, move.start + move.nbytes
+        while at < end:
+            stop = min(end, (at // block_bytes + 1) * block_bytes)
+            part = move.flat[at - move.start : stop - move.start]
+            blocks[at // block_bytes].append(DeviceMove(at, stop - at, part))
+            at = stop
+    return tuple(tuple(block) for block in blocks)

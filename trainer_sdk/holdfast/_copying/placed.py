@@ -1,0 +1,136 @@
+"""A snapshot's bytes within a mapped arena, wherever its pieces lie.
+
+See `holdfast_core.snapshots.pieces`: each piece lies at its own offset, in its snapshot's slot or
+in another. Pieces that are captured together always lie in one slot, so the range of a tensor is
+contiguous; only that of the extras, whose length changes, need not be. `ExpertPieces` says which
+pieces are carried over from the snapshot before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast_core.durable.rank_files import PieceRange
+from holdfast_core.durable.sparse_files import runs_of_pieces
+from holdfast_core.errors import CorruptError
+from holdfast_core.experts.recompute import gradient_pieces
+from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, Layout, piece_count
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+Flags = npt.NDArray[np.bool_]
+"""Whether something holds for each piece."""
+
+_SLOTS = bytes(range(SLOTS_PER_ARENA))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """Where the bytes of one snapshot are.
+
+    Raises:
+        CorruptError: on construction, when slot or places do not lie in the arena.
+    """
+
+    arena: memoryview
+    """All bytes of the arena, as long as it is mapped."""
+    address: int
+    """Of the arena's first byte."""
+    layout: Layout
+    slot: int
+    places: bytes = b""
+
+    def __post_init__(self) -> None:
+        inside = self.slot in range(SLOTS_PER_ARENA) and not self.places.translate(None, _SLOTS)
+        if len(self.arena) < self.layout.arena_bytes or not inside:
+            raise CorruptError(
+                f"slots {sorted({self.slot, *self.places})} of {self.layout.slot_bytes} bytes do "
+                f"not lie in an arena of {len(self.arena)} bytes"
+            )
+
+    def start(self, piece: int) -> int:
+        """What is added to an offset in this piece to have the offset in the arena."""
+        slot = self.places[piece] if self.places else self.slot
+        return slot * self.layout.slot_bytes
+
+    def slots(self, pieces: int) -> bytes:
+        """The slot of each of the first `pieces` pieces."""
+        return self.places[:pieces] or bytes([self.slot]) * pieces
+
+    @property
+    def view_of_slot(self) -> memoryview:
+        """All bytes of the snapshot's own slot."""
+        start = self.slot * self.layout.slot_bytes
+        return self.arena[start : start + self.layout.slot_bytes]
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes that lie together, such as those of a tensor."""
+        first, last = offset // self.layout.piece_bytes, (offset + max(nbytes, 1) - 1)
+        start = self.start(first)
+        assert start == self.start(last // self.layout.piece_bytes), "a tensor lies in two slots"
+        return self.arena[start + offset : start + offset + nbytes]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of any pieces, copied."""
+        return b"".join(
+            self.arena[start + low : start + high]
+            for start, low, high in self._parts(offset, nbytes)
+        )
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes into any pieces."""
+        for start, low, high in self._parts(offset, len(data)):
+            self.arena[start + low : start + high] = data[low - offset : high - offset]
+
+    def _parts(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """(what to add, first byte, end) of the part in each piece."""
+        size, end = self.layout.piece_bytes, offset + nbytes
+        return [
+            (self.start(piece), max(piece * size, offset), min((piece + 1) * size, end))
+            for piece in range(offset // size, piece_count(end, size))
+        ]
+
+
+class ExpertPieces:
+    """The pieces that a snapshot may leave as they are."""
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        """None where every snapshot captures everything."""
+        self._count = 0 if layout is None else layout.extras_offset // layout.piece_bytes
+        self._of = {} if layout is None else _runs(expert_pieces(layout))
+        self._gradients = {} if layout is None else _runs(gradient_pieces(layout))
+
+    def left(self, left_out: Collection[UnitKey], with_gradients: Collection[UnitKey]) -> Flags:
+        """Those of the experts that are left out, and of gradients that are not wanted."""
+        flags = np.zeros(self._count, dtype=bool)
+        for unit in left_out:
+            for first, end in self._of.get(unit, ()):
+                flags[first:end] = True
+        for unit, runs in self._gradients.items():
+            if unit not in with_gradients:
+                for first, end in runs:
+                    flags[first:end] = True
+        return flags
+
+
+def _runs(pieces_of: Mapping[UnitKey, frozenset[int]]) -> dict[UnitKey, tuple[PieceRange, ...]]:
+    return {unit: runs_of_pieces(pieces) for unit, pieces in pieces_of.items()}
+
+
+def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
+    """For each expert the pieces that hold nothing else."""
+    size = layout.piece_bytes
+    holds: dict[int, set[str]] = {}
+    for entry in layout.entries:
+        if entry.nbytes:
+            for piece in range(entry.offset // size, (entry.offset + entry.nbytes - 1) // size + 1):
+                holds.setdefault(piece, set()).add(entry.unit)
+    found: dict[str, set[int]] = {}
+    for piece in range(layout.extras_offset // size):
+        units = holds.get(piece, ())
+        if len(units) == 1:
+            found.setdefault(next(iter(units)), set()).add(piece)
+    keys = {UnitKey.parse(unit): frozenset(pieces) for unit, pieces in found.items()}
+    return {unit: pieces for unit, pieces in keys.items() if unit.kind is UnitKind.EXPERT}

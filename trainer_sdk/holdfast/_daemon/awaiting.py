@@ -1,0 +1,100 @@
+"""The saves that are committed and wait for what the daemon says of them: protected, persisted.
+
+The saver adds them, the watching thread hears the news; any thread may call anything here.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from holdfast._daemon.client import DaemonEvent, Stage
+from holdfast._daemon.handles import SaveHandle
+from holdfast_core.errors import SnapshotSkippedError
+from holdfast_core.snapshots.generations import Generation
+
+AWAITING_MAX = 64
+"""Handles that wait for news. An arena holds three snapshots: of older ones there is none left."""
+
+
+class Awaiting:
+    """Handles by generation.
+
+    Args:
+        on_protected: told of each generation that became protected, before its handle.
+    """
+
+    def __init__(self, on_protected: Callable[[Generation], None]) -> None:
+        self._on_protected = on_protected
+        self._handles: dict[Generation, SaveHandle] = {}
+        # Storage may be far behind, or there is none: only handles that somebody holds can wait.
+        self._unstored: weakref.WeakValueDictionary[Generation, SaveHandle] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def add(self, generation: Generation, handle: SaveHandle) -> None:
+        """It is about to be committed: the news may be faster than the commit's answer."""
+        oldest: SaveHandle | None = None
+        with self._lock:
+            self._handles[generation] = self._unstored[generation] = handle
+            if len(self._handles) > AWAITING_MAX:
+                oldest = self._handles.pop(next(iter(self._handles)))
+        if oldest is not None:
+            why = f"nothing was heard of it while {AWAITING_MAX} newer snapshots were committed"
+            oldest._fail(SnapshotSkippedError(why))
+
+    def drop(self, generation: Generation) -> None:
+        """It was not committed."""
+        with self._lock:
+            self._handles.pop(generation, None)
+            self._unstored.pop(generation, None)
+
+    def heard(self, event: DaemonEvent) -> None:
+        """News of a generation; what was protected or completed later says the same of those
+        before it."""
+        assert event.generation is not None
+        if event.stage is Stage.PERSISTED:
+            self._heard_persisted(event.generation)
+            return
+        with self._lock:
+            reached = {
+                generation: handle
+                for generation, handle in self._handles.items()
+                if generation == event.generation
+                or (event.stage is not Stage.DEAD and generation < event.generation)
+            }
+            for generation in reached:
+                del self._handles[generation]
+        for generation, handle in reached.items():
+            if event.stage is Stage.PROTECTED:
+                self._on_protected(generation)
+                handle._reach(handle.protected)
+            elif event.stage is Stage.DEAD:
+                why = f"generation {generation} will not be completed by all ranks"
+                handle._fail(SnapshotSkippedError(why))
+            else:
+                handle._reach(handle.committed)  # the news may be faster than Commit's answer
+                why = f"generation {generation} is complete, but the job has no redundancy"
+                handle._fail_protection(SnapshotSkippedError(why))
+
+    def _heard_persisted(self, newest: Generation) -> None:
+        with self._lock:
+            reached = {g: handle for g, handle in self._unstored.items() if g <= newest}
+            for generation in reached:
+                del self._unstored[generation]
+        for handle in reached.values():
+            handle._persist()
+
+    def close(self) -> None:
+        """Nothing more will be heard."""
+        with self._lock:
+            handles = list(self._handles.values())
+            unstored = list(self._unstored.values())
+            self._handles.clear()
+            self._unstored.clear()
+        for handle in handles:
+            handle._fail(SnapshotSkippedError("the session was closed before this was protected"))
+        for handle in unstored:
+            handle._fail(SnapshotSkippedError("the session was closed before this was persisted"))

@@ -1,0 +1,400 @@
+"""The daemon as a session sees it: a Protocol, and its implementation over gRPC.
+
+Every failure leaves here as a HoldfastError: what the daemon raised comes back as the same kind
+(`holdfast-code`), and an unreachable daemon is an UnreachableError. Nothing above this module knows
+gRPC. Bytes of tensors never pass through the calls: they go into the arena, which `claim` maps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import grpc
+
+from holdfast._copying.arena import MappedArena, claim_arena, read_arena
+from holdfast._daemon.token import Metadata, Token
+from holdfast._experts.loss import NO_LOSS, Loss
+from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
+from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import Layout, decode_layout, decode_manifest
+from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
+from holdfast_core.states import RestoreProgress, RestoreSource
+from holdfast_protos import channels, codec, persisting, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos.loading import progress_from_proto
+from holdfast_protos.losses import loss_to_proto
+
+_RECONNECT_MS_MAX = 1000
+_T = TypeVar("_T")
+_Request = TypeVar("_Request")
+OnProgress = Callable[[RestoreProgress], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """Which epoch this worker belongs to."""
+
+    epoch: int
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoreDecision:
+    """Where this rank starts."""
+
+    line: Line
+    manifest: Manifest | None = None
+    layout: Layout | None = None
+    slot: int = 0
+    source: RestoreSource = RestoreSource.NONE
+    token: str = ""
+    arena_bytes: int = 0
+    places: bytes = b""
+    """Where its pieces lie; see `holdfast_core.snapshots.pieces`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A session with the daemon."""
+
+    session: str
+    token: str
+    arena_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """A slot to write into, or why there is none now."""
+
+    slot: int = -1
+    skipped: str = ""
+    places: bytes = b""
+    """Where its pieces go; see `holdfast_core.snapshots.pieces`."""
+    carried: bool = False
+    """Whether unchanged pieces are carried over; else everything has to be written."""
+
+
+class Stage(StrEnum):
+    """What the daemon tells about generations and the epoch."""
+
+    PROTECTED = "protected"
+    DEAD = "dead"
+    UNPROTECTABLE = "unprotectable"
+    PERSISTED = "persisted"
+    EPOCH_ENDED = "epoch_ended"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DaemonEvent:
+    """News of a generation, or of the epoch's end (`epoch` is the one that replaced it)."""
+
+    stage: Stage
+    generation: Generation | None = None
+    epoch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A staged snapshot."""
+
+    session: str
+    epoch: int
+    step: int
+    slot: int
+    payload_bytes: int
+    extras_bytes: int
+    digests: bytes
+    nan_units: tuple[str, ...] = ()
+    experts: tuple[ExpertVersion, ...] = ()
+    """Where snapshots leave experts out: the versions that this one holds, and those that the rank
+    knows of the experts of others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerReport:
+    """What the SDK saw of itself."""
+
+    session: str
+    step: int
+    skipped: int
+    failed: int
+    failure: str
+    step_s: float
+    staged_s: float
+    loss: Loss = NO_LOSS
+
+
+class DaemonClient(Protocol):
+    """What a session asks of its node's daemon. Every method raises HoldfastError only."""
+
+    def hello(self) -> Hello:
+        """Raises StaleEpochError for a worker of a training world that has ended."""
+
+    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
+        """Blocks until the epoch's line is decided and this rank's snapshot is ready."""
+
+    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
+        """Allocates the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
+
+    def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
+        """Maps the arena that the token of `open` entitles to write."""
+
+    def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
+        """The arena that the token of `restore` entitles to read."""
+
+    def grant(
+        self,
+        session: str,
+        epoch: int,
+        step: int,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+    ) -> Grant:
+        """Asks for a slot, and to carry over from `base` the pieces in the bit map `unchanged`."""
+
+    def commit(self, commit: Commit) -> None:
+        """Returns when the manifest is sealed."""
+
+    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
+        """Gives a granted slot back."""
+
+    def watch(self, session: str) -> Iterator[DaemonEvent]:
+        """News, until the session ends."""
+
+    def progress(self, report: TrainerReport) -> None:
+        """For heartbeats and metrics."""
+
+    def close_session(self, session: str) -> None:
+        """Ends the session; snapshots stay."""
+
+    def close(self) -> None:
+        """Ends the connection and whatever waits on it."""
+
+
+class GrpcClient:
+    """A daemon behind the Unix socket at `socket`; calls carry the token in `token_file`."""
+
+    def __init__(
+        self,
+        socket: Path,
+        job: str,
+        rank: int,
+        store_address: str,
+        timeout_s: float,
+        token_file: Path | None = None,
+    ) -> None:
+        self._job = job
+        self._rank = rank
+        self._store_address = store_address
+        self._timeout_s = timeout_s
+        self._socket = socket
+        self._token = Token(token_file)
+        self._arena_socket = socket.parent / "arena.sock"
+        self._channel = grpc.insecure_channel(
+            f"unix:{socket}",
+            options=channels.channel_options(reconnect_ms_max=_RECONNECT_MS_MAX),
+        )
+        self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
+
+    def hello(self) -> Hello:
+        request = trainer_pb2.HelloRequest(
+            protocol_version=codec.PROTOCOL_VERSION,
+            job=self._job,
+            rank=self._rank,
+            store_address=self._store_address,
+        )
+        reply = self._ask(self._stub.Hello, request)
+        codec.check_version(reply.protocol_version, f"the daemon at {self._socket}")
+        if reply.arena_socket:
+            self._arena_socket = Path(reply.arena_socket)
+        return Hello(epoch=reply.epoch, world_size=reply.world_size)
+
+    def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
+        request = trainer_pb2.RestoreRequest(job=self._job, rank=self._rank, epoch=epoch)
+
+        def run() -> RestoreDecision:
+            for message in self._stub.Restore(
+                request, timeout=timeout_s, metadata=self._token.metadata()
+            ):
+                if message.HasField("decision"):
+                    return _decision(message.decision)
+                on_progress(progress_from_proto(message))
+            raise ProtocolError("the daemon ended a restore without a decision")
+
+        return self._call(run)
+
+    def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
+        request = trainer_pb2.OpenRequest(
+            job=self._job,
+            rank=self._rank,
+            epoch=epoch,
+            layout=layout,
+            largest_slot_bytes=largest_slot_bytes,
+            pid=os.getpid(),
+        )
+        reply = self._ask(self._stub.Open, request, timeout_s)
+        return Opened(
+            session=reply.session,
+            token=reply.token,
+            arena_bytes=reply.arena_bytes,
+            slot_bytes=reply.slot_bytes,
+        )
+
+    def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
+        return claim_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
+
+    def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
+        return read_arena(self._arena_socket, token, nbytes, timeout_s=timeout_s)
+
+    def grant(
+        self,
+        session: str,
+        epoch: int,
+        step: int,
+        base: Generation | None = None,
+        unchanged: bytes = b"",
+    ) -> Grant:
+        request = trainer_pb2.GrantRequest(
+            session=session,
+            epoch=epoch,
+            step=step,
+            base=codec.optional_generation_to_proto(base),
+            unchanged=unchanged,
+        )
+        reply = self._ask(self._stub.Grant, request)
+        if reply.WhichOneof("outcome") == "slot":
+            return Grant(slot=reply.slot, places=reply.places, carried=reply.carried)
+        return Grant(skipped=reply.skipped or "the daemon has no slot")
+
+    def commit(self, commit: Commit) -> None:
+        request = trainer_pb2.CommitRequest(
+            session=commit.session,
+            epoch=commit.epoch,
+            step=commit.step,
+            slot=commit.slot,
+            payload_bytes=commit.payload_bytes,
+            extras_bytes=commit.extras_bytes,
+            digests=commit.digests,
+            nan_units=commit.nan_units,
+            experts=map(persisting.expert_to_proto, commit.experts),
+        )
+        self._ask(self._stub.Commit, request)
+
+    def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
+        request = trainer_pb2.AbortRequest(session=session, epoch=epoch, step=step, reason=reason)
+        self._ask(self._stub.Abort, request)
+
+    def watch(self, session: str) -> Iterator[DaemonEvent]:
+        try:
+            request = trainer_pb2.WatchRequest(session=session)
+            for message in self._stub.Watch(request, metadata=self._headers(request)):
+                event = _event(message)
+                if event is not None:
+                    yield event
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        except ValueError as error:  # what gRPC raises on a channel that was closed
+            raise UnreachableError(f"the connection to {self._socket} is closed") from error
+
+    def progress(self, report: TrainerReport) -> None:
+        request = trainer_pb2.ProgressReport(
+            session=report.session,
+            step=report.step,
+            skipped=report.skipped,
+            failed=report.failed,
+            failure=report.failure,
+            step_s=report.step_s,
+            staged_s=report.staged_s,
+            loss=loss_to_proto(report.loss.report) if report.loss.report else None,
+        )
+        self._ask(self._stub.Progress, request)
+
+    def close_session(self, session: str) -> None:
+        request = trainer_pb2.CloseRequest(session=session)
+        self._ask(self._stub.Close, request)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _T],
+        request: _Request,
+        timeout_s: float | None = None,
+    ) -> _T:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return self._call(
+            lambda: method(request, timeout=timeout_s, metadata=self._headers(request))
+        )
+
+    def _headers(self, request: object) -> Metadata:
+        """What a call carries: the token, and the session that it is one of."""
+        session = getattr(request, "session", "")
+        return (*self._token.metadata(), *([(channels.SESSION_HEADER, session)] * bool(session)))
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        except grpc.RpcError as error:
+            raise self._translate(error) from error
+        except ValueError as error:  # what gRPC raises on a channel that was closed
+            raise UnreachableError(f"the connection to {self._socket} is closed") from error
+
+    def _translate(self, error: grpc.RpcError) -> HoldfastError:
+        metadata, details, code = None, str(error), None
+        if isinstance(error, grpc.Call):
+            with suppress(Exception):  # a call that never began has none of these
+                metadata, details, code = (
+                    error.trailing_metadata(),
+                    error.details() or "",
+                    error.code(),
+                )
+        ours = codec.error_from_metadata(metadata, details)
+        if ours is not None:
+            return ours
+        name = code.name if code is not None else type(error).__name__
+        if code in _UNREACHABLE:
+            return UnreachableError(f"the daemon at {self._socket} does not answer: {name}")
+        return ProtocolError(f"the daemon at {self._socket} failed a call: {name}: {details}")
+
+
+_UNREACHABLE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+
+
+def _decision(message: trainer_pb2.RestoreDecision) -> RestoreDecision:
+    line = codec.line_from_proto(message.line)
+    if line.generation is None:
+        return RestoreDecision(line=line)
+    return RestoreDecision(
+        line=line,
+        manifest=decode_manifest(message.manifest),
+        layout=decode_layout(message.layout),
+        slot=message.slot,
+        source=RestoreSource.of(message.source),
+        token=message.token,
+        arena_bytes=message.arena_bytes,
+        places=message.places,
+    )
+
+
+def _event(message: trainer_pb2.WatchEvent) -> DaemonEvent | None:
+    match message.WhichOneof("event"):
+        case "epoch_ended":
+            return DaemonEvent(stage=Stage.EPOCH_ENDED, epoch=message.epoch_ended)
+        case "protected" | "dead" | "unprotectable" | "persisted" as name:
+            generation = codec.generation_from_proto(getattr(message, name))
+            return DaemonEvent(stage=Stage(name), generation=generation)
+        case _:
+            return None  # of a newer daemon

@@ -1,0 +1,171 @@
+"""The session with the daemon: opened, lost, opened again.
+
+Holds the claim on the arena and the thread that watches for news. A daemon that restarted knows no
+sessions: whatever is heard of that closes the link, and the next save opens it again after a pause
+that doubles. The old claim is released first, because the kernel refuses a second one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from holdfast._copying.arena import MappedArena
+from holdfast._copying.devices import Device
+from holdfast._copying.engine import CopyPlan
+from holdfast._copying.placed import Placed
+from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent
+from holdfast._settings import Settings
+from holdfast_core.errors import (
+    HoldfastError,
+    SnapshotSkippedError,
+    UnknownSessionError,
+    UnreachableError,
+)
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import Layout, encode_layout
+
+_log = logging.getLogger("holdfast")
+
+
+class Link:
+    """One rank's session. Used by the saver's thread, except where noted."""
+
+    def __init__(
+        self,
+        client: DaemonClient,
+        device: Device,
+        settings: Settings,
+        on_event: Callable[[DaemonEvent], None],
+    ) -> None:
+        self._client = client
+        self._device = device
+        self._settings = settings
+        self._on_event = on_event
+        self.epoch: int | None = None
+        """Known after `restore` or the first open."""
+        self.layout: Layout | None = None
+        self.plan: CopyPlan | None = None
+        self.session = ""
+        self._arena: MappedArena | None = None
+        self._pinned = False
+        self._lost = False
+        self._pause_s = 0.0
+        self._retry_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session that nothing bad was heard of. Any thread."""
+        return self._arena is not None and not self._lost
+
+    def open(self, layout: Layout, largest_slot_bytes: int) -> None:
+        """Have a session with `layout`; closes one with another layout, or that was lost.
+
+        Raises:
+            SnapshotSkippedError: while pausing after a failure.
+            HoldfastError: what the daemon answers.
+        """
+        if self.is_open and layout == self.layout:
+            return
+        self.end()
+        now = time.monotonic()
+        if now < self._retry_s:
+            raise SnapshotSkippedError("the daemon is lost; the session will be opened again soon")
+        try:
+            self._open(layout, largest_slot_bytes)
+        except HoldfastError:
+            low, high = self._settings.reopen_backoff_s, self._settings.reopen_backoff_max_s
+            self._pause_s = min(max(2 * self._pause_s, low), high)
+            self._retry_s = time.monotonic() + self._pause_s
+            raise
+        self._pause_s = self._retry_s = 0.0
+
+    def _open(self, layout: Layout, largest_slot_bytes: int) -> None:
+        settings, client = self._settings, self._client
+        if self.epoch is None:
+            self.epoch = client.hello().epoch
+        opened = client.open(
+            self.epoch, encode_layout(layout), largest_slot_bytes, settings.open_timeout_s
+        )
+        arena = client.claim(opened.token, opened.arena_bytes, settings.rpc_timeout_s)
+        self.layout, self.session, self._arena, self._lost = layout, opened.session, arena, False
+        try:
+            Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=2)
+            self._device.register(arena.address, arena.nbytes)
+            self._pinned = True
+        except HoldfastError:
+            self._release()
+            raise
+        threading.Thread(
+            target=self._watch, args=(opened.session,), name="holdfast-watch", daemon=True
+        ).start()
+        _log.info("session opened: %d bytes in each slot", layout.slot_bytes)
+
+    def grant(
+        self, step: int, base: Generation | None = None, unchanged: bytes = b""
+    ) -> tuple[Placed, bool]:
+        """Where to write, and whether the `unchanged` pieces are carried over from `base`.
+
+        Raises:
+            SnapshotSkippedError: when there is no slot now.
+        """
+        grant = self._client.grant(self.session, self.epoch or 0, step, base, unchanged)
+        if grant.slot < 0:
+            raise SnapshotSkippedError(f"no slot: {grant.skipped}")
+        arena = self._arena
+        assert arena is not None and self.layout is not None
+        placed = Placed(
+            arena=arena.view(0, arena.nbytes),
+            address=arena.address,
+            layout=self.layout,
+            slot=grant.slot,
+            places=grant.places,
+        )
+        return placed, grant.carried
+
+    def commit(self, commit: Commit, nan_units: tuple[str, ...]) -> None:
+        """Seal the snapshot. Raises what the daemon answers."""
+        self._client.commit(replace(commit, nan_units=nan_units))
+
+    def abort(self, step: int, reason: str) -> None:
+        """Give a slot back; best effort, because the daemon reclaims it by itself later."""
+        if self._lost:
+            return
+        try:
+            self._client.abort(self.session, self.epoch or 0, step, reason)
+        except HoldfastError as error:
+            self.note_lost_session(error)
+
+    def note_lost_session(self, error: HoldfastError) -> None:
+        """Whether `error` means that the session is gone."""
+        if isinstance(error, UnknownSessionError | UnreachableError):
+            self._lost = True
+
+    def end(self) -> None:
+        """Close the session and release the claim."""
+        if self._arena is not None and not self._lost:
+            try:
+                self._client.close_session(self.session)
+            except HoldfastError as error:
+                _log.info("the session could not be closed: %s", error)
+        self._release()
+
+    def _release(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            if self._pinned:
+                self._device.unregister(arena.address)
+            self._pinned = False
+            arena.close()
+
+    def _watch(self, session: str) -> None:
+        try:
+            for event in self._client.watch(session):
+                self._on_event(event)
+        except HoldfastError as error:
+            _log.debug("the watch of session %s ended: %s", session, error)
+        if session == self.session:
+            self._lost = True

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint: reader, writer and loader of persisted sets."""

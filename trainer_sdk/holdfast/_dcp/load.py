@@ -1,0 +1,138 @@
+"""`load_into`: a persisted set into a live model and its optimizers, in any parallelism.
+
+For models whose ranks hold plain tensors: stacked or listed experts of their own share, everything
+else in full. The names of what is live come from the same discovery that captures them, so experts
+find their bytes by their number in the whole model. Distributed tensors say where they lie by
+themselves; for them torch's own state dicts and `dcp.load` are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from holdfast._dcp.reader import HoldfastReader
+from holdfast._restoring.fit import Wanted, make_room
+from holdfast._state.capture import LiveState
+from holdfast._state.collect import devices_of
+from holdfast._state.conventions import UnitNamer
+from holdfast._state.dtensors import is_dtensor
+from holdfast_core.durable.set_tensors import Reading, SetTensor
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.topology import Topology
+
+
+def load_into(
+    model: nn.Module,
+    optimizer: Any,
+    uri: str,
+    *,
+    job: str,
+    generation: Generation | str | None = None,
+    topology: Topology | None = None,
+    units: UnitNamer | None = None,
+    reading: Reading | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> HoldfastReader:
+    """Load a persisted set into `model` and `optimizer`, in place, through `dcp.load`.
+
+    Every rank calls it, with a process group or without one. Optimizer states are made or dropped
+    so that exactly the set's exist; parameter groups get the set's hyperparameters.
+
+    Args:
+        optimizer: a torch optimizer, or several in a list.
+        uri, job, generation, reading, options: see `HoldfastReader`.
+        topology: of this run: which experts this rank holds. By default all ranks hold all.
+        units: as for `holdfast.init`.
+
+    Returns:
+        The reader, for its `generation` and `extras`: the step, schedulers, samplers.
+
+    Raises:
+        InvalidJobError: the model holds distributed tensors.
+        LayoutMismatchError: a tensor of the model is not in the set, has another shape or dtype, or
+            has state that is one rank's alone.
+        CheckpointException: torch's; its `failures` has what went wrong by rank.
+    """
+    if any(map(is_dtensor, model.parameters())):
+        raise InvalidJobError(
+            "the model holds distributed tensors: load into its get_model_state_dict() and "
+            "get_optimizer_state_dict() with dcp.load and HoldfastReader"
+        )
+    together = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    chosen = topology if topology is not None else Topology(dp=world)
+    chosen.check_world(world)
+    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    live = LiveState(model, optimizers, chosen, rank, units=units)
+    live.discover()
+    reader = HoldfastReader(
+        uri,
+        job=job,
+        generation=generation,
+        reading=replace(reading if reading is not None else Reading(), by_expert=True),
+        options=options,
+    )
+    local: dict[str, SetTensor] = {}
+    for tensor in reader.source.tensors.values():
+        name = _local_name(live, tensor)
+        if name is not None:
+            local[name] = tensor
+    wanted = {
+        name: Wanted(
+            tensor=name, dtype=tensor.dtype, shape=tensor.shape, ranges=[(0, tensor.nbytes)]
+        )
+        for name, tensor in local.items()
+    }
+    with torch.no_grad():
+        sources = make_room(live, wanted, devices_of(reader.extras()))
+        state: dict[str, Any] = {local[name].name: sources[name].tensor for name in local}
+        load(state, storage_reader=reader)
+        _put_values(live, reader)
+    return reader
+
+
+def _local_name(live: LiveState, tensor: SetTensor) -> str | None:
+    """What this rank calls a tensor of the set; None when it does not hold it."""
+    if tensor.own:
+        if tensor.parameter in live.anchors:
+            raise LayoutMismatchError(
+                f"{tensor.name} is one rank's alone, and nothing says what it is in another "
+                f"parallelism; restore with the parallelism of the set, or load with dcp.load"
+            )
+        return None
+    if not tensor.key:
+        if tensor.role is TensorRole.BUFFER:
+            known = any(name == tensor.name for name, _ in live.model.named_buffers())
+            return f"{tensor.name}(buffer)" if known else None
+        return tensor.name if tensor.name in live.anchors else None
+    shown = tensor.name.split(".", 2)[2].removesuffix(f".{tensor.key}")
+    index = shown.removeprefix(tensor.parameter)
+    foreign = f"{tensor.parameter}/master{index}"
+    if foreign in live.anchors:
+        return foreign if tensor.key == "master" else f"{foreign}:{tensor.key}"
+    anchor = live.anchors.get(shown)
+    return f"{shown}:{tensor.key}" if anchor is not None and anchor.optimizer >= 0 else None
+
+
+def _put_values(live: LiveState, reader: HoldfastReader) -> None:
+    """Hyperparameters, and states that are no tensors."""
+    groups = [group for optimizer in live.optimizers for group in optimizer.param_groups]
+    for plain in reader.values.values():
+        match plain.path:
+            case (_, "param_groups", int(index), str(key)) if key != "params":
+                if index < len(groups):
+                    groups[index][key] = plain.value
+            case (_, "state", str(name), str(key)):
+                anchor = live.anchors.get(f"{name}/master", live.anchors.get(name))
+                if anchor is not None and anchor.optimizer >= 0:
+                    state = live.optimizers[anchor.optimizer].state
+                    state.setdefault(anchor.parameter, {})[key] = plain.value

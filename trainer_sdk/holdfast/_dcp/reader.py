@@ -1,0 +1,229 @@
+"""`HoldfastReader`: a persisted set as a checkpoint of torch.distributed.checkpoint.
+
+The set's tensors are offered in their full shapes, in the boxes in which the ranks captured them;
+torch's planner then asks for whatever boxes the loading ranks need, in any parallelism. Numbers and
+other plain values of the optimizer come from the extras. It reads only, and never a pickle: torch's
+interface wants plain values pickled, so they are, in memory, after they were decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from holdfast._dcp.values import PlainValue, extras_of, plain_values
+from holdfast._state.extras import dtype_named
+from holdfast_core.durable.set_tensors import Reading, SetTensor
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_storage.whole_sets import Want, WholeSet, open_set
+
+BATCH_BYTES = 256 * 1024 * 1024
+"""Tensors that are not contiguous on the CPU go through buffers of about this much in all."""
+
+
+class HoldfastReader(StorageReader):
+    """Reads a persisted set: `dcp.load(state_dict, storage_reader=HoldfastReader(uri, job="moe"))`.
+
+    Parameters and buffers are under their names in the model, optimizer states under
+    `optim.state.<parameter>.<key>`, hyperparameters under `optim.param_groups`, as in a state dict
+    `{**get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}`. Experts
+    count over all ranks; stacked expert weights have all experts in their first dimension.
+
+    Args:
+        uri: of the tier, as in the job file: `file:///checkpoints`, `s3://bucket/prefix`.
+        job: whose sets.
+        generation: `epoch.step`; the newest complete set by default. `checkpoint_id` of `dcp.load`
+            says the same.
+        reading: see `Reading`: what layouts do not say of tensor and pipeline parallelism.
+        options: of the file system, as fsspec takes them.
+        source: a set to read instead of `uri`.
+
+    Nothing is read before `dcp.load`, which raises what goes wrong on any rank as its own
+    `CheckpointException`, whose `failures` has these errors by rank:
+
+    Raises:
+        StorageError: there is no such set, or the storage cannot be read.
+        CorruptError: bytes do not match their digests.
+        LayoutMismatchError: the tensors cannot be put together whole.
+        InvalidJobError: `reading` must say more.
+    """
+
+    def __init__(
+        self,
+        uri: str = "",
+        *,
+        job: str = "",
+        generation: Generation | str | None = None,
+        reading: Reading | None = None,
+        options: Mapping[str, Any] | None = None,
+        source: WholeSet | None = None,
+    ) -> None:
+        if source is None and not (uri and job):
+            raise InvalidJobError("say which set to read: HoldfastReader(uri, job=...)")
+        self._uri, self._job = uri, job
+        self._wanted = str(generation) if generation is not None else ""
+        self._reading, self._options = reading, options
+        self._source = source
+        self._values: Mapping[str, PlainValue] | None = None
+
+    @property
+    def source(self) -> WholeSet:
+        """The set, opened when it is first asked for."""
+        if self._source is None:
+            self._source = open_set(
+                self._uri, self._job, self._wanted, reading=self._reading, options=self._options
+            )
+        return self._source
+
+    @property
+    def values(self) -> Mapping[str, PlainValue]:
+        """What is not a tensor, by name."""
+        if self._values is None:
+            self._values = plain_values(self.source)
+        return self._values
+
+    @property
+    def generation(self) -> Generation:
+        """Of the set that is read."""
+        return self.source.manifests[0].generation
+
+    def extras(self, rank: int = 0) -> dict[str, Any]:
+        """What a rank's snapshot holds besides its tensors: `step`, `stateful` (by the names given
+        to `holdfast.init`), `rng` and more. For a scheduler, a sampler, the step to go on from."""
+        return extras_of(self.source, rank)
+
+    # --- torch's interface ------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None and str(checkpoint_id) != self._wanted:
+            if not self._uri:
+                raise InvalidJobError(f"this reader has one set; it cannot open {checkpoint_id}")
+            self._wanted, self._source, self._values = str(checkpoint_id), None, None
+
+    def read_metadata(self) -> Metadata:
+        entries: dict[str, Any] = {
+            name: _metadata_of(tensor) for name, tensor in self.source.tensors.items()
+        }
+        paths: dict[str, tuple[str | int, ...]] = {
+            name: _path_of(tensor) for name, tensor in self.source.tensors.items()
+        }
+        for name, plain in self.values.items():
+            entries[name] = BytesStorageMetadata()
+            paths[name] = plain.path
+        return Metadata(state_dict_metadata=entries, planner_data=paths)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        del metadata, is_coordinator, args, kwargs
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: list[tuple[Want, ReadItem]] = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                data = io.BytesIO()
+                torch.save(self.values[item.storage_index.fqn].value, data)
+                data.seek(0)
+                planner.load_bytes(item, data)
+            else:
+                wanted.append((self._want(item), item))
+        wanted.sort(key=lambda pair: pair[0].order)
+        for batch in _batches(wanted):
+            self._read(batch, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        epoch, _, step = str(checkpoint_id).partition(".")
+        return epoch.isdigit() and step.isdigit()
+
+    def _want(self, item: ReadItem) -> Want:
+        index = item.storage_index
+        tensor = self.source.tensors[index.fqn]
+        at = tuple(index.offset) if index.offset is not None else tensor.boxes[0].offsets
+        return Want(
+            tensor=tensor,
+            box=next(box for box in tensor.boxes if box.offsets == at),
+            offsets=tuple(item.storage_offsets),
+            lengths=tuple(item.lengths),
+            into=memoryview(b""),
+        )
+
+    def _read(self, batch: Sequence[tuple[Want, ReadItem]], planner: LoadPlanner) -> None:
+        wants, after = [], []
+        for want, item in batch:
+            target = planner.resolve_tensor(item).detach()
+            dtype = dtype_named(want.tensor.dtype)
+            # Straight into the tensor where its bytes are the set's.
+            straight = (
+                target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+            )
+            part = target if straight else torch.empty(want.lengths, dtype=dtype)
+            into = part.reshape(-1).view(torch.uint8).numpy().data
+            wants.append(replace(want, into=into))
+            after.append((item, target, part))
+        self.source.read(wants)
+        for item, target, part in after:
+            if part is not target:
+                target.copy_(part)
+            planner.commit_tensor(item, target)
+
+
+def _metadata_of(tensor: SetTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_named(tensor.dtype)),
+        size=torch.Size(tensor.shape),
+        chunks=[
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape))
+            for box in tensor.boxes
+        ],
+    )
+
+
+def _path_of(tensor: SetTensor) -> tuple[str, ...]:
+    """Where a nested state dict has it."""
+    if not tensor.key or tensor.own:
+        return (tensor.name,)
+    outer, state, rest = tensor.name.split(".", 2)
+    return (outer, state, rest.removesuffix(f".{tensor.key}"), tensor.key)
+
+
+def _batches(
+    wanted: Sequence[tuple[Want, ReadItem]],
+) -> Iterator[list[tuple[Want, ReadItem]]]:
+    """In order, of about `BATCH_BYTES`."""
+    batch: list[tuple[Want, ReadItem]] = []
+    size = 0
+    for want, item in wanted:
+        batch.append((want, item))
+        size += want.tensor.item_bytes * math.prod(want.lengths)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,146 @@
+"""`HoldfastWriter`: `dcp.async_save` into the memory tier.
+
+A trainer that already saves by torch.distributed.checkpoint passes it as `storage_writer` and keeps
+its loop. What is captured is what the session knows, the live model, optimizers and `stateful`, not
+the state dict: its tensors are the same ones, so staging copies nothing here, and the session's
+hook keeps the optimizer from changing them too early. A state dict that holds more is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from holdfast._daemon.handles import SaveHandle
+from holdfast._interface import Session
+from holdfast._session import ProtectedSession
+from holdfast._state.capture import LiveState
+from holdfast._state.dtensors import local_of
+from holdfast_core.errors import HoldfastError, InvalidJobError
+
+
+class HoldfastWriter(StorageWriter, AsyncStager):
+    """The memory tier as a storage of `dcp.async_save`:
+    `dcp.async_save({"step": step, **state}, storage_writer=HoldfastWriter(session))`.
+
+    The state dict has the number of completed steps under `step`. The future that `async_save`
+    returns is done when the snapshot is committed, and survives this process. A snapshot that was
+    skipped does not fail it, because training must not end for that: `handle` says so, and the
+    session's counters and log.
+
+    Args:
+        session: from `holdfast.init`; it restores.
+        strict: a skipped snapshot fails the future after all.
+
+    Raises:
+        InvalidJobError: in `async_save`, when the state dict lacks `step` or holds what the session
+            does not capture. From `dcp.save`, which has nothing to wait for: use `session.save`.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, session: Session, *, strict: bool = False) -> None:
+        self._session = session
+        self._strict = strict
+        self.handle: SaveHandle | None = None
+        """Of the newest `async_save`."""
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin the snapshot; what is left for torch to save is nothing."""
+        step = state_dict.get("step")
+        if isinstance(step, torch.Tensor) and step.numel() == 1:
+            step = int(step)
+        if not isinstance(step, int):
+            raise InvalidJobError(
+                'the state dict has no number "step"; add the completed steps: {"step": step, ...}'
+            )
+        if isinstance(self._session, ProtectedSession):
+            check_covered(state_dict, self._session.live, self._session.stateful)
+        self.handle = self._session.save(step)
+        return {}
+
+    def synchronize_staging(self) -> None:
+        """Return when tensors may change; the session's hook on the optimizer does the same."""
+        self._session.wait_staged()
+
+    def close(self) -> None:
+        """Nothing is held; the session closes itself."""
+
+    # --- torch's interface ------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        del checkpoint_id  # a snapshot is known by its step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del is_coordinator, args, kwargs
+        if self.handle is None:
+            raise InvalidJobError("HoldfastWriter works with dcp.async_save only")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        del plan, planner
+        assert self.handle is not None
+        written: Future[list[WriteResult]] = Future()
+        error = self.handle.committed.exception()
+        if error is not None and (self._strict or not isinstance(error, HoldfastError)):
+            written.set_exception(error)  # type: ignore[arg-type]  # typed for Exception
+        else:
+            written.set_result([])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        del metadata, results
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        del checkpoint_id
+        return True
+
+
+def check_covered(
+    state_dict: Mapping[str, Any], live: LiveState, stateful: Mapping[str, object]
+) -> None:
+    """Whether the session captures all that `state_dict` holds: its tensors are the live ones, and
+    entries without any are among `stateful`.
+
+    Raises:
+        InvalidJobError: naming an entry that it does not.
+    """
+    states = [state for optimizer in live.optimizers for state in optimizer.state.values()]
+    tensors = [*live.model.parameters(), *live.model.buffers(), *_tensors(states)]
+    known = {local_of(tensor).untyped_storage().data_ptr() for tensor in tensors}
+    for key, value in state_dict.items():
+        if key == "step" or key in stateful:
+            continue
+        found = [local_of(t).untyped_storage().data_ptr() for t in _tensors(value)]
+        if not found and isinstance(value, Mapping) and "param_groups" in value:
+            continue  # an optimizer without state
+        if not found or not known.issuperset(found):
+            raise InvalidJobError(
+                f"the state dict's {key!r} holds what the session does not capture; pass it to "
+                f"holdfast.init in stateful, under that name, or leave it out"
+            )
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,1 @@
+"""Partial snapshots: which experts, their tokens, and gradients for peers."""

@@ -1,0 +1,174 @@
+"""The thread that adds up what ranks know of their experts, one sum for each save that was called.
+
+The sums run in the order of the saves, on a process group that nothing else uses, from the same
+first save on all ranks; so the n-th sum of one rank is the n-th of every other, also when saves
+were skipped. Neither training nor the saver takes part in a collective: they say how far they are,
+and this thread overlaps its sum with the step. A save is chosen by the sum of the save before,
+which has had a step's time.
+
+A rank that does not have that sum in time must not choose by another one. It captures all experts
+that are its own, which is what the others' choice asks of it and more: ranks that choose still
+choose alike, and a rank that does not choose misses nothing. Where experts are spread over ranks
+that would tear them, so a rank skips such a save, unless no rank can have chosen for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast._exchange import Exchange
+from holdfast_core.errors import HoldfastError
+from holdfast_core.experts.counts import NONE_SPREAD, AgreedCounts, CountStatement
+from holdfast_core.experts.tables import Selection
+from holdfast_core.snapshots.units import UnitKey
+
+_log = logging.getLogger("holdfast")
+
+_KEPT = 4
+"""Choices that are kept for a saver that is late; older ones are of saves that were given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The experts of a save, and the sum that they were chosen by."""
+
+    counts: AgreedCounts
+    units: tuple[UnitKey, ...]
+
+
+class Counting:
+    """One rank's part; the thread runs from `start` to `close`."""
+
+    def __init__(self, exchange: Exchange, rank: int, ranks: int) -> None:
+        together = exchange.together
+        self._exchange = exchange
+        self._rank, self.ranks = (rank, ranks) if together else (0, 1)
+        self._news = threading.Condition()
+        self._called = -1
+        """The newest save that the training loop called."""
+        self._attempted = -1
+        """The newest save of which it is known whether it is attempted."""
+        self._chosen: dict[int, Chosen] = {}
+        """By save."""
+        self._late = False
+        """Nothing arrived since `chosen` waited in vain."""
+        self._failed: int | None = None
+        """The save after which the sum failed; there is none from then on."""
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self,
+        first: int,
+        units: Sequence[UnitKey],
+        statement: Callable[[int], CountStatement],
+        choose: Callable[[AgreedCounts], Selection],
+        spread: Mapping[UnitKey, int] = NONE_SPREAD,
+    ) -> None:
+        """Add up from before save `first` on, which must be equal on all ranks.
+
+        Args:
+            spread: see `agreed_counts.Statement.to_vector`.
+            statement: what this rank has to say after a save; called on the thread.
+            choose: what the next save captures; called on the thread.
+        """
+        self.attempted(first - 1)  # the first sum is of what was restored
+        self._thread = threading.Thread(
+            target=self._loop,
+            args=(first - 1, units, statement, choose, spread),
+            name="holdfast-counting",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def called(self, number: int) -> None:
+        """Save `number` was called, skipped or not. The training thread says so."""
+        with self._news:
+            self._called = number
+            self._news.notify_all()
+
+    def attempted(self, number: int) -> None:
+        """What is stated from now on knows whether save `number` is attempted."""
+        with self._news:
+            self._attempted = max(self._attempted, number)
+            self._news.notify_all()
+
+    def chosen(self, number: int, wait_s: float) -> Chosen | None:
+        """What save `number` captures; None when the sum is not there within `wait_s`.
+
+        Whoever waited in vain does not wait again before there is another sum.
+        """
+        with self._news:
+            self._news.wait_for(
+                lambda: number in self._chosen or self._failed is not None,
+                0.0 if self._late else wait_s,
+            )
+            found = self._chosen.get(number)
+            if found is None and not self._late and self._failed is None:
+                self._late = True
+                _log.warning(
+                    "the counts of all ranks were not there in %.1f s: save %d of this rank goes "
+                    "without the choice of all",
+                    wait_s,
+                    number,
+                )
+            return found
+
+    def nobody_chooses(self, number: int) -> bool:
+        """Whether no rank can have a choice for save `number`. That of the save right after a sum
+        that failed here another rank may have, for which the same sum went well; the sum after it
+        this rank was no part of any more."""
+        with self._news:
+            return self._failed is not None and number > self._failed + 1
+
+    def close(self, timeout_s: float) -> None:
+        """Take part in the sums of all saves that were called, within about `timeout_s`."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _loop(
+        self,
+        number: int,
+        units: Sequence[UnitKey],
+        statement: Callable[[int], CountStatement],
+        choose: Callable[[AgreedCounts], Selection],
+        spread: Mapping[UnitKey, int],
+    ) -> None:
+        while self._wait_due(number):
+            try:
+                said = statement(number).to_vector(units, self._rank, self.ranks, spread)
+                total = self._exchange.add(said)
+                counts = AgreedCounts.from_vector(total, units, self.ranks, number, spread)
+            except HoldfastError as error:
+                _log.warning(
+                    "the ranks' counts cannot be added up; this rank captures all of its experts "
+                    "from now on: %s",
+                    error,
+                )
+                with self._news:
+                    self._failed = number
+                    self._news.notify_all()
+                return
+            selection = choose(counts)
+            number += 1
+            _log.debug("save %d: %s", number, selection.reason)
+            with self._news:
+                self._chosen[number] = Chosen(counts, selection.units)
+                self._chosen.pop(number - _KEPT, None)
+                self._late = False
+                self._news.notify_all()
+
+    def _wait_due(self, number: int) -> bool:
+        """Return when no more will be known of save `number`: it is attempted or not, or the
+        training loop is one further. False when it will never be called."""
+        with self._news:
+            self._news.wait_for(
+                lambda: number <= self._attempted or number < self._called or self._closing
+            )
+            return number <= max(self._attempted, self._called)

@@ -1,0 +1,318 @@
+"""Gradients of experts for peers that compute the optimizer's step instead of receiving its result.
+
+MoEtion §5.2, the trainer's part. Before a step, the gradients of the experts of the snapshot before
+it are copied aside, with a recipe of the step; the next snapshot carries both, beside the state. A
+peer computes the new state from them and checks it against the snapshot's checksums, so nothing
+here needs to be right for a snapshot to be.
+
+But what a peer computes otherwise would be sent twice. So the first step of each parameter group is
+watched: `holdfast_core.experts.optimizer_updates` does it to a sample, and only what comes out to
+the bit as the optimizer left it is ever asked of a peer.
+
+Everything here but `captured` and `ready` is for the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast._state.capture import Anchor, LiveState, TensorSource, Whole
+from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast_core.experts.optimizer_updates import Floats, apply
+from holdfast_core.experts.recompute import (
+    GRADIENT,
+    MASTER_KEYS,
+    RECIPE,
+    RECIPE_BYTES,
+    KnownOptimizer,
+    Recipe,
+    Transfer,
+    encode_recipe,
+    transfers,
+)
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import TensorRole
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+_log = logging.getLogger("holdfast")
+
+SAMPLE = 4096
+"""Elements of a parameter on which the arithmetic is compared."""
+
+_NONE: Floats = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Room:
+    """Where the gradient and the recipe of one parameter are put; slices of a stacked one."""
+
+    optimizer: int
+    group: int
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    recipe: torch.Tensor
+    """uint8 [slices, RECIPE_BYTES]"""
+    units: Sequence[UnitKey]
+    """By slice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Sample:
+    """A part of a parameter before a step."""
+
+    recipe: Recipe
+    gradient: Floats
+    live: Sequence[torch.Tensor]
+    """Weights and moments."""
+    before: Sequence[Floats]
+    """Of `live`."""
+
+
+class Gradients:
+    """One rank's gradients, from the step that used them to the snapshot that carries them."""
+
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
+        self._rooms: dict[str, _Room] = {}
+        self._base: Generation | None = None
+        """The newest snapshot of this session."""
+        self._previous: frozenset[UnitKey] = frozenset()
+        """The experts that it captured."""
+        self._stepped: set[int] = set()
+        """The optimizers that have done a step since then."""
+        self._steps = 0
+        """The most that any of them has done."""
+        self._staged: set[UnitKey] = set()
+        self._exact: dict[tuple[int, int], bool | None] = {}
+        """By optimizer and group: whether weights, or only moments, can be computed; None when
+        nothing can."""
+        self._samples: dict[tuple[int, int], _Sample] = {}
+
+    def sources(self) -> tuple[TensorSource, ...]:
+        """Room for the gradient and the recipe of each expert's parameter, as tensors of its unit.
+        Call after each discovery."""
+        group_of = {
+            id(p): i
+            for optimizer in self._live.optimizers
+            for i, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        rooms: dict[str, _Room] = {}
+        found: list[TensorSource] = []
+        for name, anchor in self._live.anchors.items():
+            units = self._units(anchor)
+            if name != anchor.place.name or not units:
+                continue
+            room = self._rooms.get(name)
+            if room is None or room.parameter is not anchor.parameter:
+                room = _room(anchor, group_of[id(anchor.parameter)], units)
+            rooms[name] = room
+            stacked = anchor.place.stacked
+            for i, unit in enumerate(units):
+                base = f"{name}[{unit.expert}]" if stacked else name
+                private = self._live.is_private(base)
+                gradient = room.gradient[i] if stacked else room.gradient
+                found += [
+                    _source(unit, f"{base}:{GRADIENT}", TensorRole.GRADIENT, gradient, private),
+                    _source(unit, f"{base}:{RECIPE}", TensorRole.RECIPE, room.recipe[i], private),
+                ]
+        self._rooms = rooms
+        return tuple(found)
+
+    def _units(self, anchor: Anchor) -> list[UnitKey]:
+        """The experts of a parameter that an optimizer with known arithmetic updates, by slice."""
+        unit, parameter = anchor.place.unit, anchor.parameter
+        if anchor.optimizer < 0 or unit.kind is not UnitKind.EXPERT or is_dtensor(parameter):
+            return []
+        state = self._live.optimizers[anchor.optimizer].state.get(parameter, {})
+        master = any(key in state for key in MASTER_KEYS)
+        if not (parameter.dtype is torch.float32 or (parameter.dtype is torch.bfloat16 and master)):
+            return []
+        if not anchor.place.stacked:
+            return [unit]
+        assert unit.expert is not None
+        first = unit.expert
+        return [UnitKey(unit.layer, unit.kind, first + i) for i in range(parameter.shape[0])]
+
+    # --- around a step ----------------------------------------------------------------------------
+
+    def before_step(self, optimizer: object) -> None:
+        """`optimizer` is about to use its gradients; no save needs the tensors any more."""
+        index = next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
+        if self._base is None:
+            return
+        if index in self._stepped:
+            self._steps += 1  # a second step since the snapshot: a gradient does not make up for it
+            self._staged.clear()
+            self._samples.clear()  # of one step, and two are done
+            return
+        self._stepped.add(index)
+        self._steps = max(self._steps, 1)
+        with torch.no_grad():
+            for room in self._rooms.values():
+                if room.optimizer == index and room.parameter.grad is not None:
+                    self._stage(room, self._base)
+
+    def _stage(self, room: _Room, base: Generation) -> None:
+        optimizer = self._live.optimizers[room.optimizer]
+        state = optimizer.state.get(room.parameter, {})
+        recipe = recipe_of(optimizer.param_groups[room.group], state, base)
+        key = (room.optimizer, room.group)
+        if recipe is None:
+            return
+        if key not in self._exact:
+            self._samples.setdefault(key, _sample(room.parameter, state, recipe))
+            return
+        exact = self._exact[key]
+        if exact is None:
+            return
+        if not exact:
+            recipe = msgspec.structs.replace(recipe, weights=False)
+        text = torch.frombuffer(bytearray(encode_recipe(recipe)), dtype=torch.uint8)
+        gradient = local_of(room.parameter.grad)  # type: ignore[arg-type]  # is there, see above
+        whole = len(room.units) == 1 and room.gradient.shape == gradient.shape
+        for i, unit in enumerate(room.units):
+            if unit in self._previous:
+                (room.gradient if whole else room.gradient[i]).copy_(
+                    gradient if whole else gradient[i]
+                )
+                room.recipe[i].copy_(text)
+                self._staged.add(unit)
+
+    def settle(self) -> None:
+        """After a step: compare what was watched of it."""
+        samples, self._samples = self._samples, {}
+        for key, sample in samples.items():
+            moments, weights = _compare(sample)
+            self._exact[key] = weights if moments else None
+            name, rule = f"optimizer {key[0]}, group {key[1]}", sample.recipe.rule.value
+            if not moments:
+                _log.warning(
+                    "%s: it computes otherwise than %s on a CPU does; all of its state is sent",
+                    name,
+                    rule,
+                )
+            elif not weights:
+                _log.warning(
+                    "%s: its weights are computed otherwise than in %s with fused=True; they are "
+                    "sent, and its moments are not",
+                    name,
+                    rule,
+                )
+
+    # --- around a snapshot; on the saver's thread -------------------------------------------------
+
+    def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
+        """The bytes of a snapshot with these experts are staged; training has not gone on."""
+        self._base, self._previous = generation, frozenset(experts)
+        self._stepped, self._steps, self._staged = set(), 0, set()
+
+    def ready(self, newest: Generation | None, current: Collection[UnitKey]) -> frozenset[UnitKey]:
+        """The experts of a snapshot whose gradients it should carry (MoEtion algorithm 3).
+
+        Args:
+            newest: the newest snapshot that is committed.
+            current: the experts that this one captures.
+        """
+        if newest is None or newest != self._base:
+            return frozenset()
+        how = transfers(self._staged, current, self._steps)
+        return frozenset(unit for unit, sent in how.items() if sent is Transfer.GRADIENTS)
+
+
+def recipe_of(
+    group: Mapping[str, Any], state: Mapping[str, Any], base: Generation
+) -> Recipe | None:
+    """What the next step of a parameter will do; None when its arithmetic is not known.
+
+    An optimizer is known by what it keeps: two moments are AdamW's, one or none SGD's.
+    """
+    if group.get("maximize") or group.get("amsgrad") or isinstance(group.get("lr"), torch.Tensor):
+        return None
+    decay = float(group.get("weight_decay", 0.0))
+    start: dict[str, Any] = {"epoch": base.epoch, "base_step": base.step, "weight_decay": decay}
+    if "exp_avg" in state and "exp_avg_sq" in state and "betas" in group:
+        beta1, beta2 = group["betas"]
+        if isinstance(beta1, torch.Tensor) or isinstance(beta2, torch.Tensor):
+            return None
+        return Recipe(
+            **start,
+            rule=KnownOptimizer.ADAMW,
+            lr=float(group["lr"]),
+            step=int(state.get("step", 0)) + 1,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+        )
+    momentum = group.get("momentum")
+    if momentum is None or (momentum and state.get("momentum_buffer") is None):
+        return None
+    return Recipe(
+        **start,
+        rule=KnownOptimizer.SGD,
+        lr=float(group["lr"]),
+        momentum=float(momentum),
+        dampening=float(group.get("dampening", 0.0)),
+        nesterov=bool(group.get("nesterov", False)),
+    )
+
+
+def _room(anchor: Anchor, group: int, units: Sequence[UnitKey]) -> _Room:
+    local = local_of(anchor.parameter)
+    return _Room(
+        optimizer=anchor.optimizer,
+        group=group,
+        parameter=anchor.parameter,
+        gradient=torch.zeros_like(local, memory_format=torch.contiguous_format),
+        recipe=torch.zeros(len(units), RECIPE_BYTES, dtype=torch.uint8),
+        units=tuple(units),
+    )
+
+
+def _source(
+    unit: UnitKey, name: str, role: TensorRole, tensor: torch.Tensor, private: bool
+) -> TensorSource:
+    return TensorSource(
+        unit=unit, name=name, role=role, tensor=tensor, private=private, whole=Whole(own=True)
+    )
+
+
+def _sample(parameter: torch.Tensor, state: Mapping[str, Any], recipe: Recipe) -> _Sample:
+    assert parameter.grad is not None
+    weights = next((state[key] for key in MASTER_KEYS if key in state), parameter)
+    keys = (
+        ("exp_avg", "exp_avg_sq") if recipe.rule is KnownOptimizer.ADAMW else ("momentum_buffer",)
+    )
+    moments = [state[key] for key in keys if state.get(key) is not None]
+    live = [local_of(tensor) for tensor in (weights, *moments)]
+    return _Sample(
+        recipe=recipe,
+        gradient=_copy(local_of(parameter.grad)),
+        live=live,
+        before=[_copy(tensor) for tensor in live],
+    )
+
+
+def _copy(tensor: torch.Tensor) -> Floats:
+    part = tensor.contiguous().reshape(-1)[:SAMPLE]
+    found: Floats = part.to(device="cpu", dtype=torch.float32, copy=True).numpy()
+    return found
+
+
+def _compare(sample: _Sample) -> tuple[bool, bool]:
+    """Whether moments, and weights, came out of the step as the arithmetic says."""
+    after = [_copy(tensor) for tensor in sample.live]
+    weights, first, second = (*sample.before, _NONE, _NONE)[:3]
+    apply(sample.recipe, sample.gradient, weights, first, second)
+    same = [
+        found.tobytes() == wanted.tobytes()
+        for found, wanted in zip(sample.before, after, strict=True)
+    ]
+    return all(same[1:]), same[0]

@@ -1,0 +1,213 @@
+"""What a snapshot says about the experts that it left out, and what a recovery makes of it.
+
+All of it is training state: it travels in the extras of each snapshot, as of that snapshot, so that
+after a recovery it is what belongs to the restored step. What experts lost is added up over all
+ranks in a restore.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import msgspec
+
+from holdfast_core.errors import CorruptError, InvalidJobError
+from holdfast_core.experts.counts import Mark, Measures
+from holdfast_core.experts.dynamic_k import next_k
+from holdfast_core.experts.ledger import ExpertLedger, Version, merge_counts
+from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, RecoveryLoss
+from holdfast_core.experts.policies import ExpertPolicy, first_k, k_for_all
+from holdfast_core.experts.replenish import Replenishing
+from holdfast_core.experts.token_loss import LossAccount, recovery_loss
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.manifests import ExpertVersion
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+_log = logging.getLogger("holdfast")
+
+_UNREADABLE = (
+    AttributeError,
+    InvalidJobError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)
+"""What values of the wrong kind lead to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialState:
+    """What a snapshot says about its experts."""
+
+    ledger: ExpertLedger
+    account: LossAccount
+    k: int
+    marks: Mapping[UnitKey, Mark]
+    """Of the experts that this rank captures; used by policies that choose by tokens."""
+    measures: Measures
+    replenishing: Replenishing
+    """Of this rank's tokens."""
+    recoveries: tuple[RecoveryLoss, ...] = ()
+    """The newest of the job's life, oldest first."""
+
+    def encode(self) -> bytes:
+        """For the extras, as MessagePack: plain values need no codec that keeps every type."""
+        return msgspec.msgpack.encode(self.to_dict())
+
+    @classmethod
+    def decode(cls, data: bytes) -> PartialState:
+        """Raises CorruptError when `encode` did not write it."""
+        try:
+            found = msgspec.msgpack.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptError(f"the state of the experts cannot be read: {error}") from error
+        return cls.from_dict(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "ledger": self.ledger.to_dict(),
+            "account": self.account.to_dict(),
+            "k": self.k,
+            "recoveries": [each.to_dict() for each in self.recoveries],
+            "marks": {str(unit): [m.number, m.tokens] for unit, m in self.marks.items()},
+            "measures": list(astuple(self.measures)),
+            "replenishing": self.replenishing.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, found: Any) -> PartialState:
+        """Raises CorruptError when `to_dict` did not write it."""
+        try:
+            return cls(
+                ledger=ExpertLedger.from_dict(found["ledger"]),
+                account=LossAccount.from_dict(found["account"]),
+                k=int(found["k"]),
+                recoveries=tuple(map(RecoveryLoss.from_dict, found.get("recoveries", ()))),
+                marks={
+                    UnitKey.parse(unit): Mark(int(number), int(tokens))
+                    for unit, (number, tokens) in found.get("marks", {}).items()
+                },
+                measures=Measures(*map(int, found.get("measures", ()))),
+                replenishing=Replenishing.from_dict(found["replenishing"]),
+            )
+        except _UNREADABLE as error:
+            raise CorruptError(f"the state of the experts cannot be read: {error!r}") from error
+
+    # --- a recovery, agreed by all ranks ----------------------------------------------------------
+
+    @property
+    def known_versions(self) -> tuple[ExpertVersion, ...]:
+        """The newest version of each expert, as this rank knows it."""
+        return tuple(
+            ExpertVersion(
+                unit=str(unit),
+                generation=held[-1].generation,
+                number=held[-1].number,
+                tokens=held[-1].tokens,
+            )
+            for unit, held in self.ledger.versions.items()
+            if held
+        )
+
+    def with_versions(self, told: Iterable[ExpertVersion]) -> PartialState:
+        """The state with versions that its ledger has forgotten and storage has not."""
+        found: dict[UnitKey, list[Version]] = {}
+        for each in told:
+            version = Version(each.generation, each.number, each.tokens)
+            found.setdefault(UnitKey.parse(each.unit), []).append(version)
+        return replace(self, ledger=self.ledger.reminded(found))
+
+    def own_versions(self, layout: Layout, told: Iterable[ExpertVersion] = ()) -> dict[str, str]:
+        """The version of each expert that this rank's snapshot holds.
+
+        Args:
+            told: what its manifest says: a snapshot from storage may hold older ones than it held
+                when it was captured, which is what the ledger knows.
+        """
+        held = {each.unit: str(each.generation) for each in told}
+        mine = {UnitKey.parse(unit) for unit in dict.fromkeys(e.unit for e in layout.entries)}
+        return {
+            str(unit): held.get(str(unit), str(self.ledger.versions[unit][-1].generation))
+            for unit in sorted(mine)
+            if unit.kind is UnitKind.EXPERT and self.ledger.versions.get(unit)
+        }
+
+    def returned(self, versions: Mapping[str, str]) -> tuple[PartialState, dict[str, int]]:
+        """The state with experts at these versions, and which of this rank's tokens they lost.
+
+        A rank whose save was skipped may not know a version that another rank captured; then the
+        newest older one that it knows says what was lost, which is rather too much. Without one,
+        all tokens of the expert count as lost.
+        """
+        restored: dict[UnitKey, Generation] = {}
+        forgotten: dict[UnitKey, list[Version]] = {}
+        for unit, held in self.ledger.versions.items():
+            told = versions.get(str(unit))
+            wanted = Generation.parse(told) if told else held[-1].generation
+            known = [version.generation for version in held if version.generation <= wanted]
+            if not known:
+                forgotten[unit] = [Version(wanted, 0, 0)]
+            restored[unit] = known[-1] if known else wanted
+        ledger, lost = self.ledger.reminded(forgotten).recovered(restored)
+        replenishing = self.replenishing.after_recovery(lost)
+        # What all ranks had routed to an older version is not known: such experts go first.
+        back = {u for u in self.marks if restored[u] < self.ledger.versions[u][-1].generation}
+        older = {unit: Mark(ledger.versions[unit][-1].number, 0) for unit in back}
+        marks = {**self.marks, **older}
+        returned = replace(self, ledger=ledger, replenishing=replenishing, marks=marks)
+        return returned, {str(unit): tokens for unit, tokens in lost.items() if tokens}
+
+    def recovered(
+        self,
+        lost: Sequence[Mapping[str, int]],
+        assigned: Sequence[Mapping[str, int]],
+        policy: ExpertPolicy,
+        *,
+        epoch: int,
+        line: Generation,
+    ) -> PartialState:
+        """The state to go on with, once the losses and assignments of all ranks are known.
+
+        `epoch` begins with this recovery, which goes back to `line`.
+        """
+        total = merge_counts(*(_units(counts) for counts in lost))
+        assignments = _layers(assigned)
+        account = self.account.after(total, self.k)
+        loss = recovery_loss(total, assignments)
+        decision = next_k(
+            max(self.k, first_k(policy)),
+            first_k=first_k(policy),
+            experts_max=k_for_all(policy, self.ledger.tokens),
+            lost_by_k=account.lost_by_k,
+            total_tokens=sum(assignments.values()),
+            limit=policy.loss_limit,
+        )
+        _log.warning(
+            "experts returned to older versions: %d tokens, %.2f %% of all, are lost to them; %s",
+            loss.lost_tokens,
+            100 * loss.plt,
+            decision.reason,
+        )
+        record = RecoveryLoss.of(
+            loss, account, epoch=epoch, line=line, k_before=self.k, k_after=decision.k
+        )
+        kept = [each for each in self.recoveries if each.epoch < epoch][1 - RECOVERIES_KEPT :]
+        return replace(self, account=account, k=decision.k, recoveries=(*kept, record))
+
+
+def _units(counts: Mapping[str, int]) -> dict[UnitKey, int]:
+    return {UnitKey.parse(unit): tokens for unit, tokens in counts.items()}
+
+
+def _layers(assigned: Iterable[Mapping[str, int]]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for of_rank in assigned:
+        for layer, tokens in of_rank.items():
+            total[int(layer)] = total.get(int(layer), 0) + tokens
+    return total

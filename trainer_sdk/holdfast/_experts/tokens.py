@@ -1,0 +1,81 @@
+"""Tokens that this rank routed, added up where their counts live.
+
+A count on a device is worth no wait of the training thread: it is added to a sum on that device,
+behind what is queued there, and all sums are fetched at once by whoever needs numbers: the saver's
+thread, and after a recovery the capacities of a step (`_capacity`).
+
+Must not ask a tensor for a number outside `read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+
+class Tokens:
+    """Sums of counts, by layer and expert."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, list[int]] = {}
+        self._assignments: dict[int, int] = {}
+        self._sums: dict[tuple[int, bool, int, torch.device], torch.Tensor] = {}
+        """Layer, whether its assignments are the sum of its counts, experts, device → int64
+        [experts]."""
+
+    def add(
+        self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
+    ) -> None:
+        """See `Session.count_tokens`."""
+        if isinstance(counts, torch.Tensor):
+            with torch.no_grad():
+                flat = counts.reshape(-1)
+                key = (layer, assignments is None, flat.numel(), flat.device)
+                if key in self._sums:
+                    self._sums[key] += flat.to(torch.int64)
+                else:
+                    self._sums[key] = flat.to(torch.int64, copy=True)
+        else:
+            self._add(layer, [int(n) for n in counts], assigns=assignments is None)
+        if assignments is not None:
+            self._assignments[layer] = self._assignments.get(layer, 0) + assignments
+
+    def read(self) -> tuple[dict[UnitKey, int], dict[int, int]]:
+        """(tokens that each expert processed, by layer tokens times the experts that each was sent
+        to, dropped ones included). Waits once for each device."""
+        for (layer, assigns, _, _), numbers in self._fetched():
+            self._add(layer, numbers, assigns=assigns)
+        self._sums = {}
+        counts = {
+            UnitKey(layer, UnitKind.EXPERT, expert): count
+            for layer, numbers in self._counts.items()
+            for expert, count in enumerate(numbers)
+        }
+        return counts, self._assignments
+
+    def __bool__(self) -> bool:
+        """Whether anything was counted."""
+        return bool(self._counts or self._sums)
+
+    def _add(self, layer: int, numbers: Sequence[int], *, assigns: bool) -> None:
+        known = self._counts.setdefault(layer, [])
+        known += [0] * (len(numbers) - len(known))
+        for expert, count in enumerate(numbers):
+            known[expert] += count
+        if assigns:
+            self._assignments[layer] = self._assignments.get(layer, 0) + sum(numbers)
+
+    def _fetched(self) -> list[tuple[tuple[int, bool, int, torch.device], list[int]]]:
+        """The sums as numbers: one transfer for each device."""
+        found = []
+        for device in {key[-1] for key in self._sums}:
+            here = [(key, sums) for key, sums in self._sums.items() if key[-1] == device]
+            numbers: list[int] = torch.cat([sums for _, sums in here]).tolist()
+            at = 0
+            for key, sums in here:
+                found.append((key, numbers[at : at + sums.numel()]))
+                at += sums.numel()
+        return found

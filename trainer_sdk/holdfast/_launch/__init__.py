@@ -1,0 +1,1 @@
+"""The torchrun agent, its rendezvous and the workers' processes."""

@@ -1,0 +1,163 @@
+"""torchrun's agent for a world whose membership comes from elsewhere.
+
+It differs from torchrun's own in three ways. Restarts are epochs: every node counts the same, so
+workers of all nodes derive the same keys of the store. Workers that are to be replaced are killed
+at once: their state is with the daemon, and a hung one would make everybody wait. And an agent
+whose workers have finished goes back to work when another node is lost before all have finished.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+from holdfast._launch.rendezvous import HoldfastRendezvous
+
+log = logging.getLogger(__name__)
+
+RESTARTS_MAX = 2**31 - 1
+"""The control loop counts restarts and gives up; an agent never does."""
+EXIT_WAIT_S = 300.0
+"""How long agents whose workers have finished wait for the others."""
+LEAVE_S = 5.0
+"""How long the store is served for agents that have yet to see that all have finished."""
+POLL_S = 0.1
+ROOM_S = 1.0
+"""Between attempts to start workers while /dev/shm is full."""
+NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
+FINISHED, LEFT = "holdfast/finished", "holdfast/left"
+
+
+class EpochEndedError(Exception):
+    """The epoch ended after this node's workers had finished and before all others had, or before
+    there was room to start them."""
+
+
+class HoldfastAgent(LocalElasticAgent):
+    """Starts, watches and restarts the workers of one node.
+
+    Args:
+        spec: what to start; its rendezvous handler must be `rendezvous`.
+        grace_s: what workers get between SIGTERM and SIGKILL when the agent itself is told to end.
+        last_lines: of what a worker that failed wrote to stderr, by its local rank.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rendezvous: HoldfastRendezvous,
+        logs_specs: LogsSpecs,
+        start_method: str,
+        grace_s: float,
+        last_lines: Callable[[int], str] = lambda local_rank: "",
+        tell_waiting: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        super().__init__(
+            spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
+        )
+        self._membership = rendezvous
+        self._grace_s, self._last_lines = grace_s, last_lines
+        self._tell_waiting = tell_waiting
+        self._started = False
+        rendezvous.kill = self.kill_workers
+
+    def kill_workers(self) -> None:
+        """SIGKILL to every worker that is running. Safe from any thread."""
+        context = self._pcontext
+        if self._started and context is not None:
+            for pid in context.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._started = False
+        super()._rendezvous(worker_group)
+        restarts = worker_group.spec.max_restarts - self._membership.epoch
+        self._remaining_restarts = restarts
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Starts the workers, as soon as /dev/shm has room for their semaphores.
+
+        Raises:
+            EpochEndedError: when the epoch ended before there was room.
+        """
+        told = False
+        while True:
+            try:
+                workers: dict[int, Any] = super()._start_workers(worker_group)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                if not told:
+                    log.warning("workers wait for room: %s; %s", error, NO_ROOM)
+                    self._tell_waiting(f"NoRoom: {error.strerror}; {NO_ROOM}")
+                told = True
+                if self._membership.wait_ended(ROOM_S):
+                    raise EpochEndedError from error
+            else:
+                self._tell_waiting("")  # an agent of an epoch before may have waited
+                self._started = True
+                return workers
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and result.failures:
+            # Those that failed later were stopped by torchrun because of the first.
+            rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
+            lines = self._last_lines(first.local_rank)
+            self._membership.worker_exited(rank, first.exitcode, lines)
+        return result
+
+    def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
+        self.kill_workers()
+        super()._stop_workers(*args, **kwargs)
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        end = threading.Timer(self._grace_s, self.kill_workers)
+        end.daemon = True
+        end.start()
+        try:
+            super()._shutdown(*args, **kwargs)
+        finally:
+            end.cancel()
+
+    def _exit_barrier(self) -> None:
+        """Waits until the workers of all nodes have finished.
+
+        Raises:
+            EpochEndedError: when a node was lost before its workers had finished.
+        """
+        nodes = self._worker_group.group_world_size
+        store: Any = self._store
+        until = time.monotonic() + EXIT_WAIT_S
+        try:
+            store.add(FINISHED, 1)
+            while store.add(FINISHED, 0) < nodes and not self._over(until):
+                pass
+            store.add(LEFT, 1)
+            until = time.monotonic() + LEAVE_S
+            while self._membership.serves_store and store.add(LEFT, 0) < nodes:
+                if self._over(until):
+                    return
+        except DistError as error:
+            log.warning("the store is gone before all nodes have finished: %s", error)
+            while not self._over(until):
+                pass
+
+    def _over(self, until: float) -> bool:
+        """Whether there is nothing left to wait for; waits a little."""
+        if self._membership.wait_ended(POLL_S) and not self._membership.is_closed():
+            raise EpochEndedError
+        return self._membership.is_closed() or time.monotonic() > until

@@ -1,0 +1,1 @@
+"""Restoring a snapshot into the live state."""

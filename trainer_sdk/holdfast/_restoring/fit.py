@@ -1,0 +1,193 @@
+"""Does a snapshot fit the live state, and makes room for what does not exist yet.
+
+What a rank must restore is what its own layout holds and what its replicas captured of the units
+that they share. Model tensors must agree in name, shape and dtype; optimizer states are made, or
+dropped, so that afterwards exactly the snapshot's exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from holdfast._state.capture import Anchor, LiveState, TensorSource
+from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.extras import dtype_name, dtype_named
+from holdfast_core.errors import LayoutMismatchError
+from holdfast_core.experts.recompute import state_entries
+from holdfast_core.snapshots.layouts import Entry, Layout
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.topology import Topology
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """A range of a shared tensor that one rank captured."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    replicas: tuple[int, ...]
+
+
+class Wanted(msgspec.Struct, kw_only=True):
+    """A tensor that this rank must restore, and the ranges that exist of it."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    ranges: list[tuple[int, int]]
+
+
+def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -> tuple[Offer, ...]:
+    """What this rank's snapshot has for others, by tensor and start."""
+    live.sources()
+    offers = []
+    for entry in state_entries(layout):
+        expert = UnitKey.parse(entry.unit).kind is UnitKind.EXPERT
+        replicas = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
+        if len(replicas) > 1 and not live.is_private(entry.tensor):
+            offers.append(
+                Offer(
+                    tensor=entry.tensor,
+                    dtype=entry.dtype,
+                    shape=entry.shape,
+                    start=entry.start,
+                    nbytes=entry.nbytes,
+                    replicas=replicas,
+                )
+            )
+    return tuple(sorted(offers, key=lambda offer: (offer.tensor, offer.start)))
+
+
+def wanted_by(
+    rank: int, layout: Layout, all_offers: Sequence[tuple[Offer, ...]]
+) -> dict[str, Wanted]:
+    """What `rank` must restore, by name.
+
+    Raises:
+        LayoutMismatchError: when ranks captured a tensor with different shapes or dtypes.
+    """
+    wanted: dict[str, Wanted] = {}
+
+    def add(item: Entry | Offer) -> None:
+        known = wanted.setdefault(
+            item.tensor,
+            Wanted(tensor=item.tensor, dtype=item.dtype, shape=item.shape, ranges=[]),
+        )
+        if (known.dtype, known.shape) != (item.dtype, item.shape):
+            raise LayoutMismatchError(
+                f"{item.tensor}: one rank captured {known.dtype}{list(known.shape)}, another "
+                f"{item.dtype}{list(item.shape)}"
+            )
+        known.ranges.append((item.start, item.nbytes))
+
+    for entry in state_entries(layout):
+        add(entry)
+    for offers in all_offers:
+        for offer in offers:
+            if rank in offer.replicas:
+                add(offer)
+    return wanted
+
+
+def check_cover(wanted: Mapping[str, Wanted]) -> None:
+    """Every byte of every tensor was captured by someone.
+
+    Raises:
+        LayoutMismatchError: naming a tensor that was not.
+    """
+    for item in wanted.values():
+        total = dtype_named(item.dtype).itemsize
+        for length in item.shape:
+            total *= length
+        end = 0
+        for start, nbytes in sorted(item.ranges):
+            if start > end:
+                break
+            end = max(end, start + nbytes)
+        if end != total:
+            raise LayoutMismatchError(
+                f"{item.tensor}: no rank captured its bytes from {end} to {total}; the ranks' "
+                f"snapshots were planned differently"
+            )
+
+
+def make_room(
+    live: LiveState, wanted: Mapping[str, Wanted], devices: Mapping[str, str]
+) -> dict[str, TensorSource]:
+    """The live sources by name, after optimizer states were made and dropped to fit `wanted`.
+
+    Args:
+        devices: device types of states that are not where their parameter is.
+
+    Raises:
+        LayoutMismatchError: naming the tensor that differs.
+    """
+    sources = {source.name: source for source in live.sources()}
+    missing = [name for name in wanted if name not in sources]
+    for name in missing:
+        base, colon, _ = name.partition(":")
+        anchor = live.anchors.get(base)
+        if not colon or anchor is None or anchor.optimizer < 0:
+            raise LayoutMismatchError(
+                f"the snapshot has {name}, which the model and its optimizers do not"
+            )
+    for name, source in sources.items():
+        if name in wanted:
+            _check(wanted[name], source)
+        elif ":" not in name:
+            raise LayoutMismatchError(f"the snapshot lacks {name}, which the model has")
+    extra = sources.keys() - wanted.keys()
+    for name in extra:
+        base, _, key = name.partition(":")
+        anchor = live.anchors[base]
+        live.optimizers[anchor.optimizer].state[anchor.parameter].pop(key, None)
+    order = {base: place for place, base in enumerate(live.anchors)}
+    for name in sorted(missing, key=lambda name: order[name.partition(":")[0]]):
+        base, _, key = name.partition(":")
+        _allocate(live, live.anchors[base], key, wanted[name], devices)
+    if not (missing or extra):
+        return sources
+    return {source.name: source for source in live.sources()}
+
+
+def _check(wanted: Wanted, source: TensorSource) -> None:
+    here = (dtype_name(source.tensor.dtype), tuple(source.tensor.shape))
+    if here != (wanted.dtype, wanted.shape):
+        raise LayoutMismatchError(
+            f"{wanted.tensor} is {here[0]}{list(here[1])}, in the snapshot it is "
+            f"{wanted.dtype}{list(wanted.shape)}"
+        )
+
+
+def _allocate(
+    live: LiveState, anchor: Anchor, key: str, wanted: Wanted, devices: Mapping[str, str]
+) -> None:
+    """Make the optimizer state `key` of a parameter; for stacked ones at the first slice."""
+    parameter = anchor.parameter
+    state = live.optimizers[anchor.optimizer].state.setdefault(parameter, {})
+    if key in state:
+        return
+    local = local_of(parameter)
+    shape = wanted.shape if anchor.index is None else (local.shape[0], *wanted.shape)
+    home = devices.get(f"{live.names[id(parameter)]}:{key}")
+    device = parameter.device if home is None else torch.device(home)
+    dtype = dtype_named(wanted.dtype)
+    if shape != tuple(local.shape):
+        state[key] = torch.empty(shape, dtype=dtype, device=device)
+        return
+    made = torch.empty_like(local, dtype=dtype, device=device)
+    if is_dtensor(parameter):
+        made = type(parameter).from_local(
+            made,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    state[key] = made

@@ -1,0 +1,72 @@
+"""Sends restored bytes from the ranks that captured them to their replicas.
+
+Ranges of one source are packed into buffers of bounded size, so that thousands of small tensors
+cost few collectives and large ones little memory. Every rank of a group derives the same buffers
+from the same offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from holdfast._exchange import Exchange
+from holdfast._restoring.fit import Offer
+from holdfast._state.capture import TensorSource
+
+BUFFER_BYTES = 32 * 1024 * 1024
+
+_Range = tuple[str, int, int]
+"""(tensor, first byte, bytes)."""
+
+
+def scatter(
+    exchange: Exchange,
+    all_offers: Sequence[tuple[Offer, ...]],
+    sources: Mapping[str, TensorSource],
+    rank: int,
+) -> None:
+    """Fill this rank's shared tensors with what its replicas restored. Collective.
+
+    Raises:
+        UnreachableError: when a rank does not take part.
+    """
+    groups = sorted({offer.replicas for offers in all_offers for offer in offers})
+    device = next(
+        (s.tensor.device for s in sources.values() if s.tensor.device.type != "cpu"),
+        torch.device("cpu"),
+    )
+    for group, broadcast in exchange.subgroups(groups, device):
+        for source_rank in group:
+            offers = [offer for offer in all_offers[source_rank] if offer.replicas == group]
+            for ranges in _buffers(offers):
+                parts = [sources[name].flat()[at : at + nbytes] for name, at, nbytes in ranges]
+                if source_rank == rank:
+                    buffer = torch.cat([part.to(device) for part in parts])
+                    broadcast(buffer, source_rank)
+                    continue
+                buffer = torch.empty(
+                    sum(nbytes for _, _, nbytes in ranges), dtype=torch.uint8, device=device
+                )
+                broadcast(buffer, source_rank)
+                lengths = [nbytes for _, _, nbytes in ranges]
+                for part, received in zip(parts, buffer.split(lengths), strict=True):
+                    part.copy_(received)
+
+
+def _buffers(offers: Sequence[Offer]) -> Iterator[list[_Range]]:
+    """Ranges to send together, at most `BUFFER_BYTES` in all."""
+    pending: list[_Range] = []
+    room = BUFFER_BYTES
+    for offer in offers:
+        at, end = offer.start, offer.start + offer.nbytes
+        while at < end:
+            nbytes = min(end - at, room)
+            pending.append((offer.tensor, at, nbytes))
+            at, room = at + nbytes, room - nbytes
+            if room == 0:
+                yield pending
+                pending, room = [], BUFFER_BYTES
+    if pending:
+        yield pending

@@ -1,0 +1,278 @@
+"""The thread that compares replicas again, in every n-th save.
+
+Replicas share the capture of what they hold, so a snapshot of replicas that have diverged is a
+mixture that no rank ever had. The first save compares them (`_replicas`); from then on every n-th
+does, with the same digests: before such a save is committed, all ranks say what they hold. Where
+that differs nobody commits, so no daemon ever has a whole generation of it, and nobody commits
+anything else before a later comparison has found replicas equal. What lies between the newest
+comparison that found them equal and the first that did not was not looked at, and may be mixed.
+
+A save is compared only when every rank could look at its tensors. Otherwise none of it will be
+whole, and the next one is compared instead, on all ranks, because all have heard the same.
+
+Ranks talk in the order of the saves that the training loop calls, on a process group that nothing
+else uses. Neither training nor the copies take part: they say what they have, or that they have
+nothing, and the saver waits for the verdict when its bytes are staged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from holdfast._exchange import Exchange
+from holdfast._saving.replicas import differing
+from holdfast_core.errors import HoldfastError, ReplicasDivergedError, SnapshotSkippedError
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+from holdfast_core.topology import Topology
+
+_log = logging.getLogger("holdfast")
+
+Digests = Mapping[str, int]
+"""Unit → digest, of the units that other ranks hold as well."""
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What a rank says of a save; both are None when it could not look at its tensors."""
+
+    dense: int | None = None
+    experts: int | None = None
+    """One digest over those of all units: the units' own are sent only where these differ."""
+
+    @classmethod
+    def of(cls, digests: Digests | None) -> _Said:
+        if digests is None:
+            return cls()
+        dense, experts = xxhash.xxh3_64(), xxhash.xxh3_64()
+        for name, digest in sorted(digests.items()):
+            expert = UnitKey.parse(name).kind is UnitKind.EXPERT
+            (experts if expert else dense).update(f"{name} {digest}\n".encode())
+        return cls(dense.intdigest(), experts.intdigest())
+
+
+_SAID = msgspec.json.Decoder(_Said)
+_DIGESTS = msgspec.json.Decoder(dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What all ranks concluded of a save."""
+
+    number: int
+    missing: tuple[int, ...] = ()
+    """Ranks that could not look at their tensors."""
+    differing: tuple[tuple[UnitKey, tuple[int, ...]], ...] = ()
+
+
+class Comparing:
+    """One rank's part; the thread runs from the first save that is called to `close`.
+
+    Args:
+        exchange: between all ranks, for nothing else.
+        every: how many saves after a comparison the next one follows; 0 for never.
+    """
+
+    def __init__(self, exchange: Exchange, topology: Topology, every: int) -> None:
+        self._exchange = exchange
+        self._topology = topology
+        self._every = every if exchange.together else 0
+        self.problem: HoldfastError | None = None
+        """Why nothing is committed; None when replicas were equal, when they were last compared."""
+        self._news = threading.Condition()
+        self._steps: dict[int, int] = {}
+        """Of each save that was called and is not behind the comparisons, by number."""
+        self._said: dict[int, Digests | None] = {}
+        self._due = 0
+        """The save to compare next."""
+        self._awaited = -1
+        """The save that the saver has said something of last."""
+        self._verdict: _Verdict | None = None
+        """Of that save."""
+        self._equal_step: int | None = None
+        """The newest step at which replicas were equal."""
+        self._failed = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # --- said by the training thread --------------------------------------------------------------
+
+    def called(self, number: int, step: int) -> None:
+        """Save `number`, of `step`, was called, skipped or not."""
+        if not self._every:
+            return
+        with self._news:
+            if self._thread is None:
+                self._due = number + self._every - 1
+                self._thread = threading.Thread(
+                    target=self._loop, name="holdfast-comparing", daemon=True
+                )
+                self._thread.start()
+            for old in [n for n in self._steps if n < min(self._due, number)]:
+                del self._steps[old]
+                self._said.pop(old, None)
+            if not self._failed:
+                self._steps[number] = step
+            self._news.notify_all()
+
+    def missed(self, step: int) -> None:
+        """The save of `step` failed, whoever found that out: unless this rank has already said what
+        it holds at that step, it will not."""
+        with self._news:
+            for number, called in self._steps.items():
+                if called == step:
+                    self._said.setdefault(number, None)
+            self._news.notify_all()
+
+    # --- said and asked by the saver --------------------------------------------------------------
+
+    def due(self, number: int, wait_s: float) -> bool:
+        """Whether save `number` is compared: then the saver says what it holds, or that it cannot.
+
+        Args:
+            wait_s: for the comparison before, which decides that.
+
+        Raises:
+            ReplicasDivergedError: replicas differed when they were last compared, and this save
+                does not compare them.
+            SnapshotSkippedError: the comparison before is not over.
+        """
+        if not self._every:
+            return False
+        with self._news:
+            if not self._news.wait_for(lambda: self._failed or self._due >= number, wait_s):
+                raise SnapshotSkippedError(
+                    f"some rank has not yet said what it holds of an earlier save, after "
+                    f"{wait_s:.1f} s; training went on"
+                )
+            compared = not self._failed and self._due == number
+            if not compared and self.problem is not None:
+                raise self.problem
+            return compared
+
+    def say(self, number: int, digests: Digests) -> None:
+        """What this rank holds in save `number`, which is due."""
+        with self._news:
+            self._awaited, self._verdict = number, None
+            self._said.setdefault(number, digests)
+            self._news.notify_all()
+
+    def settle(self, number: int) -> None:
+        """Before save `number` is committed: return when replicas are known to be equal in it, or
+        it was not due.
+
+        Raises:
+            ReplicasDivergedError: they differ.
+            SnapshotSkippedError: some rank will not commit it.
+        """
+        with self._news:
+            if self._awaited != number:
+                return
+            self._news.wait_for(lambda: self._failed or self._verdict is not None)
+            verdict = self._verdict
+            if self.problem is not None:
+                raise self.problem
+            if verdict is None:
+                raise SnapshotSkippedError(
+                    "not all ranks said what they hold, so this save is not compared, and not whole"
+                )
+            if verdict.missing:
+                raise SnapshotSkippedError(
+                    f"ranks {list(verdict.missing)} could not look at their tensors, so this save "
+                    f"is not compared, and not whole; the next one is"
+                )
+
+    def close(self, timeout_s: float) -> None:
+        """Take part in the comparisons of all saves that were called, within about `timeout_s`."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while self._wait_due():
+            number = self._due
+            try:
+                verdict = self._compare(number, self._said[number])
+            except HoldfastError as error:
+                self._give_up(error)
+                return
+            with self._news:
+                self._take(verdict)
+                if number == self._awaited:
+                    self._verdict = verdict
+                self._due = number + (1 if verdict.missing else self._every)
+                self._news.notify_all()
+
+    def _wait_due(self) -> bool:
+        """Return when this rank has said what it has for the comparison that is due, or never will.
+        False when its save will never be called."""
+        with self._news:
+            self._news.wait_for(
+                lambda: (
+                    self._due in self._said
+                    or self._closing
+                    or max(self._steps, default=-1) > self._due
+                )
+            )
+            if self._due not in self._steps:
+                return False
+            self._said.setdefault(self._due, None)
+            return True
+
+    def _compare(self, number: int, digests: Digests | None) -> _Verdict:
+        own = _Said.of(digests)
+        said = [_SAID.decode(text) for text in self._exchange.gather(msgspec.json.encode(own))]
+        missing = tuple(rank for rank, one in enumerate(said) if one.dense is None)
+        known = [rank for rank in range(len(said)) if rank not in missing]
+        groups = {(self._topology.dense_replicas(rank), "dense") for rank in known}
+        groups |= {(self._topology.expert_replicas(rank), "experts") for rank in known}
+        equal = all(
+            len({getattr(said[rank], kind) for rank in group if rank in known}) == 1
+            for group, kind in groups
+        )
+        if equal:
+            return _Verdict(number, missing)
+        texts = self._exchange.gather(msgspec.json.encode(digests or {}))
+        units = {rank: _DIGESTS.decode(text) for rank, text in enumerate(texts)}
+        wrong = differing({rank: units[rank] for rank in known}, self._topology)
+        return _Verdict(number, missing, tuple((unit, tuple(ranks)) for unit, ranks in wrong))
+
+    def _take(self, verdict: _Verdict) -> None:
+        step = self._steps[verdict.number]
+        if verdict.differing:
+            self.problem = self._diverged(verdict, step)
+        elif not verdict.missing:
+            if self.problem is not None:
+                _log.warning("step %d: replicas hold the same bytes again", step)
+            self.problem, self._equal_step = None, step
+
+    def _diverged(self, verdict: _Verdict, step: int) -> ReplicasDivergedError:
+        unit, ranks = verdict.differing[0]
+        more = len(verdict.differing) - 1
+        others = f" ({more} more units differ)" if more else ""
+        known = "the first save" if self._equal_step is None else f"step {self._equal_step}"
+        return ReplicasDivergedError(
+            f"unit {unit}: ranks {list(ranks)} {ReplicasDivergedError.words}: at step {step} "
+            f"rank {ranks[0]} holds other bytes than ranks {list(ranks[1:])}{others}; they were "
+            f"equal at {known}. No snapshot is taken until they are compared again and equal; what "
+            f"was protected since {known} may be a mixture of them. Look for what ranks do "
+            f"differently: a gradient that is not reduced, a kernel, a device"
+        )
+
+    def _give_up(self, error: HoldfastError) -> None:
+        """Replicas cannot be compared in this world any more. Snapshots go on: their mixture is
+        less likely than a loss."""
+        _log.warning("replicas are not compared any more: %s", error)
+        with self._news:
+            self._failed = True
+            self._steps.clear()
+            self._said.clear()
+            self._news.notify_all()

@@ -1,0 +1,175 @@
+"""Takes the saves that are worth their cost, when a job leaves its interval to what is measured.
+
+What a snapshot costs is measured on the training thread: how long `save` took, and how long the
+next change of tensors waited. Ranks exchange it on a thread and a process group of their own,
+beside the step; when, and what follows from it, is `holdfast_core.protection.automatic_interval`'s
+to say."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from holdfast._daemon.handles import SaveHandle
+from holdfast._exchange import Exchange
+from holdfast_core.errors import HoldfastError
+from holdfast_core.protection.automatic_interval import (
+    MEASURED,
+    Called,
+    Costs,
+    IntervalSchedule,
+    decide_interval,
+)
+
+_log = logging.getLogger("holdfast")
+_COSTS = msgspec.json.Decoder(Costs)
+
+
+class Pacing:
+    """One rank's part; the thread runs from the first statement to `close`.
+
+    Args:
+        exchange: between all ranks, for nothing else.
+        recoveries_per_day: how often the job is expected to go back to a snapshot; above 0.
+    """
+
+    def __init__(self, exchange: Exchange, recoveries_per_day: float) -> None:
+        self._exchange, self._recoveries_per_day = exchange, recoveries_per_day
+        self._schedule = IntervalSchedule()
+        self._steps_s: deque[float] = deque(maxlen=MEASURED)
+        self._blocked_s: deque[float] = deque(maxlen=MEASURED)
+        self._protect_s: deque[float] = deque(maxlen=MEASURED)
+        self._last: tuple[int, float] | None = None
+        """Step and time of the newest call of `save`."""
+        self._handle: SaveHandle | None = None
+        """Of that call, if its snapshot was due."""
+        self._waited_s = 0.0
+        """By training, since that call began."""
+        self._news = threading.Condition()
+        """Guards everything here; says that there is something to state."""
+        self._statement: Costs | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def steps(self) -> int:
+        """The interval in force."""
+        return self._schedule.steps
+
+    def called(self, handle: SaveHandle, now_s: float) -> Called:
+        """`save` was called; says whether its snapshot is to be taken. The training thread."""
+        with self._news:
+            self._measure(handle.step, now_s)
+            found = self._schedule.called(handle.step)
+            self._handle = handle if found.due else None
+            if found.states is not None:
+                self._statement = self._costs(*found.states)
+                self._news.notify_all()
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._loop, name="holdfast-pacing", daemon=True
+                    )
+                    self._thread.start()
+        if found.due:
+            _Protecting(handle, self._protected)
+        return found
+
+    def waited(self, seconds: float) -> None:
+        """Training waited so long for a snapshot, in `save` or for its end."""
+        with self._news:
+            self._waited_s += seconds
+
+    def close(self, timeout_s: float) -> None:
+        """State nothing more. What others wait for is stated within about `timeout_s`."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _measure(self, step: int, now_s: float) -> None:
+        """Take down what the newest call has cost, now that the next one has come."""
+        if self._last is not None and step > self._last[0]:
+            taken_s = now_s - self._last[1] - self._waited_s
+            self._steps_s.append(max(taken_s, 0.0) / (step - self._last[0]))
+        if self._handle is not None and _reached(self._handle.staged):
+            self._blocked_s.append(self._waited_s)
+        self._last, self._waited_s = (step, now_s), 0.0
+
+    def _costs(self, call: int, step: int) -> Costs:
+        """What this rank knows; nothing while no snapshot of it was staged."""
+        known = bool(self._blocked_s and self._steps_s)
+        return Costs(
+            call=call,
+            step=step,
+            step_s=statistics.median(self._steps_s) if known else 0.0,
+            blocked_s=statistics.fmean(self._blocked_s) if known else 0.0,
+            protect_s=statistics.fmean(self._protect_s) if self._protect_s else 0.0,
+        )
+
+    def _protected(self, seconds: float) -> None:
+        with self._news:
+            self._protect_s.append(seconds)
+
+    def _loop(self) -> None:
+        while (statement := self._next_statement()) is not None:
+            try:
+                texts = self._exchange.gather(msgspec.json.encode(statement))
+                decision = decide_interval(
+                    [_COSTS.decode(text) for text in texts],
+                    recoveries_per_day=self._recoveries_per_day,
+                    current=self.steps,
+                )
+            except HoldfastError as error:
+                with self._news:
+                    self._schedule.failed()
+                if not self._closing:
+                    _log.warning(
+                        "the ranks cannot agree on an interval; every save is taken again: %s",
+                        error,
+                    )
+                return
+            with self._news:
+                changes = decision.steps != self.steps
+                self._schedule.heard(decision)
+            _log.log(
+                logging.INFO if changes else logging.DEBUG,
+                "snapshots are %d steps apart from now on: %s",
+                decision.steps,
+                decision.reason,
+            )
+
+    def _next_statement(self) -> Costs | None:
+        """What to state next; None when nothing will be."""
+        with self._news:
+            self._news.wait_for(lambda: self._statement is not None or self._closing)
+            statement, self._statement = self._statement, None
+            return statement
+
+
+class _Protecting:
+    """Measures how long a snapshot takes from the end of its copy until it is protected."""
+
+    def __init__(self, handle: SaveHandle, tell: Callable[[float], None]) -> None:
+        self._tell = tell
+        self._staged_s = 0.0
+        handle.staged.add_done_callback(self._staged)
+        handle.protected.add_done_callback(self._protected)
+
+    def _staged(self, stage: Future[int]) -> None:
+        self._staged_s = time.monotonic()
+
+    def _protected(self, stage: Future[int]) -> None:
+        if _reached(stage):
+            self._tell(time.monotonic() - self._staged_s)
+
+
+def _reached(stage: Future[int]) -> bool:
+    return stage.done() and stage.exception() is None

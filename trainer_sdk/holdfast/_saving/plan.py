@@ -1,0 +1,337 @@
+"""Which bytes this rank captures, and where they lie in its slot.
+
+The base plan comes from the tables of all ranks, exchanged once: `holdfast_core.snapshots.sharding`
+divides what replicas share. Later changes of the state (an optimizer that fills its state step by
+step, a tensor that grows) must not need a collective, because ranks notice them at different times;
+they follow rules that replicas apply alike without talking: an optimizer state is divided like the
+parameter that it belongs to, and anything else goes whole to the rank that its name hashes to.
+
+Nothing here reads or writes bytes of tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import xxhash
+
+from holdfast._copying.engine import CopyPlan, plan_copy
+from holdfast._state.capture import TensorSource, Whole
+from holdfast._state.extras import dtype_name
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.recompute import BESIDE_STATE
+from holdfast_core.experts.tables import ExpertTable
+from holdfast_core.snapshots.layouts import (
+    PAGE_BYTES,
+    PIECE_BYTES,
+    TENSOR_ALIGNMENT,
+    Entry,
+    Layout,
+    round_up,
+)
+from holdfast_core.snapshots.sharding import Grain, Shard, ShardStrategy, plan_shards
+from holdfast_core.snapshots.units import TensorSize, UnitKey
+from holdfast_core.topology import Topology
+
+EXTRAS_SPARE_BYTES = 16 * 1024
+
+STATE_BYTES_PER_EXPERT = 320
+"""Room in the extras for what the policy remembers of each expert."""
+
+STATE_BYTES = 4096
+"""Likewise of the newest recoveries."""
+
+_log = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BasePlan:
+    """Who captures what, agreed by all ranks once."""
+
+    rank: int
+    topology: Topology
+    tables: Mapping[str, TensorSize]
+    """This rank's tensors when the plan was agreed."""
+    shards: Mapping[int, Mapping[str, tuple[tuple[int, int], ...]]]
+    """For each replica: tensor → (start, bytes) of the ranges that it captures."""
+    largest_slot_bytes: int = 0
+    alone: bool = field(default=False)
+    """True without a process group: this rank captures all that it holds."""
+    experts: ExpertTable | None = None
+    """The experts that a snapshot may leave out; None when each captures everything."""
+    holders: Mapping[UnitKey, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks that capture any of each of these experts; empty where `alone`."""
+    piece_bytes: int = PIECE_BYTES
+
+    @property
+    def apart(self) -> frozenset[UnitKey]:
+        """The units that share no piece with others."""
+        return frozenset(self.experts.units) if self.experts else frozenset()
+
+    @property
+    def spread(self) -> dict[UnitKey, int]:
+        """How many ranks capture a part, of each expert of which more than one does."""
+        return {unit: len(ranks) for unit, ranks in self.holders.items() if len(ranks) > 1}
+
+    def own_experts(self, table: Sequence[TensorSize]) -> frozenset[UnitKey]:
+        """The experts that this rank captures, or captures parts of."""
+        shards = own_shards(self, table)
+        return self.apart.intersection(shard.unit for shard in shards if shard.nbytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Room in the extras for what the policy adds to them."""
+        return STATE_BYTES + STATE_BYTES_PER_EXPERT * len(self.apart) if self.apart else 0
+
+
+def table_of(sources: Sequence[TensorSource]) -> tuple[TensorSize, ...]:
+    """What planning needs to know of `sources`."""
+    return tuple(
+        TensorSize(
+            unit=source.unit,
+            tensor=source.name,
+            role=source.role,
+            dtype=dtype_name(source.tensor.dtype),
+            shape=tuple(source.tensor.shape),
+            nbytes=source.nbytes,
+            private=source.private,
+        )
+        for source in sources
+    )
+
+
+def plan_alone(
+    rank: int, topology: Topology, table: Sequence[TensorSize] = (), *, partial: bool = False
+) -> BasePlan:
+    """The plan of a rank that captures everything it holds; `partial` needs its table."""
+    experts = experts_apart({0: table}, Topology(dp=1)) if partial else None
+    return BasePlan(
+        rank=rank,
+        topology=topology,
+        tables={},
+        shards={},
+        alone=True,
+        experts=experts,
+        piece_bytes=piece_bytes_for(experts, {}),
+    )
+
+
+def experts_apart(
+    tables: Mapping[int, Sequence[TensorSize]], topology: Topology
+) -> ExpertTable | None:
+    """The experts that a snapshot may leave out. None when the model has no such experts."""
+    homes: dict[UnitKey, set[tuple[int, int]]] = {}
+    for rank, table in tables.items():
+        at = topology.coordinates(rank)
+        for size in table:
+            if size.is_expert and size.private:
+                homes.setdefault(size.unit, set()).add((at.pp, at.ep))
+    # No share of the layer's experts is theirs, so that none of its ranks could be relieved.
+    across = [unit for unit, places in homes.items() if len(places) > 1]
+    if across:
+        _log.warning(
+            "%d experts are spread over ranks that %s declares to hold different experts; they are "
+            "captured in every snapshot: correct the topology",
+            len(across),
+            topology,
+        )
+    found = ExpertTable.of(tables, topology, shared=across)
+    if found.experts:
+        return found
+    _log.warning(
+        "snapshot.policy means nothing for this model, which has no expert that could be left out: "
+        "every snapshot captures everything"
+    )
+    return None
+
+
+def piece_bytes_for(experts: ExpertTable | None, holders: Mapping[UnitKey, tuple[int, ...]]) -> int:
+    """Pieces so small that rounding every rank's part of an expert up to whole ones costs about an
+    eighth, down to a page; the usual ones where experts are large."""
+    if experts is None:
+        return PIECE_BYTES
+    smallest = min(e.nbytes // len(holders.get(e.unit, (0,))) for e in experts.experts)
+    wanted = 1 << max(smallest // 8, 1).bit_length() - 1
+    return min(max(wanted, PAGE_BYTES), PIECE_BYTES)
+
+
+def plan_together(
+    rank: int,
+    topology: Topology,
+    tables: Mapping[int, Sequence[TensorSize]],
+    extras_bytes: Mapping[int, int],
+    strategy: ShardStrategy,
+    *,
+    partial: bool = False,
+) -> BasePlan:
+    """The plan that all ranks compute from the same exchanged tables; with `partial`, experts can
+    be left out of snapshots.
+
+    Raises:
+        ReplicaMismatchError: when declared replicas hold different tensors.
+    """
+    experts = experts_apart(tables, topology) if partial else None
+    grain = Grain.UNIT if experts else None
+    plan = plan_shards(tables, topology, strategy, expert_grain=grain)
+    apart = frozenset(experts.units) if experts else frozenset()
+    holders = {unit: ranks for unit, ranks in plan.holders.items() if unit in apart}
+    empty = BasePlan(
+        rank=rank,
+        topology=topology,
+        tables={},
+        shards={},
+        experts=experts,
+        holders=holders,
+        piece_bytes=piece_bytes_for(experts, holders),
+    )
+    largest = max(
+        layout_of(replace(empty, rank=r), tables[r], plan.shards[r], extras_bytes[r]).slot_bytes
+        for r in tables
+    )
+    return replace(
+        empty,
+        tables={size.tensor: size for size in tables[rank]},
+        shards={r: _ranges(plan.shards[r]) for r in topology.dense_replicas(rank)},
+        largest_slot_bytes=largest,
+    )
+
+
+def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]:
+    """What this rank captures of `table`, by unit, tensor and start.
+
+    Raises:
+        InvalidJobError: this rank has come to hold a part of an expert that may be left out, which
+            the others do not know of.
+    """
+    shards = []
+    for size in sorted(table, key=lambda size: (size.unit, size.tensor)):
+        for start, nbytes in _own_ranges(base, size):
+            known = base.alone or size.unit not in base.apart or not nbytes
+            if not known and base.rank not in base.holders.get(size.unit, ()):
+                raise InvalidJobError(
+                    f"{size.tensor} of {size.unit} was not there at the first save, when ranks "
+                    f"agreed on who captures parts of it; save first after the first step of the "
+                    f"optimizer"
+                )
+            shards.append(Shard(unit=size.unit, tensor=size.tensor, start=start, nbytes=nbytes))
+    return tuple(shards)
+
+
+def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]:
+    whole = ((0, size.nbytes),)
+    if base.alone or size.private:
+        return whole
+    if base.tables.get(size.tensor) == size:
+        return base.shards[base.rank].get(size.tensor, ())
+    topology = base.topology
+    replicas = (
+        topology.expert_replicas(base.rank)
+        if size.is_expert
+        else topology.dense_replicas(base.rank)
+    )
+    parameter = base.tables.get(size.tensor.partition(":")[0])
+    if parameter is not None and parameter.shape == size.shape and parameter.nbytes:
+        # Elements of the state follow the elements of its parameter.
+        ranges = base.shards[base.rank].get(parameter.tensor, ())
+        return tuple(
+            (start * size.nbytes // parameter.nbytes, nbytes * size.nbytes // parameter.nbytes)
+            for start, nbytes in ranges
+        )
+    if size.unit in base.apart:  # where the rest of it is
+        holders = base.holders.get(size.unit, ())
+        replicas = tuple(rank for rank in replicas if rank in holders) or replicas
+    owner = replicas[xxhash.xxh3_64_intdigest(size.tensor.encode()) % len(replicas)]
+    return whole if owner == base.rank else ()
+
+
+def layout_of(
+    base: BasePlan,
+    table: Sequence[TensorSize],
+    shards: Sequence[Shard],
+    extras_bytes: int,
+    sources: Sequence[TensorSource] = (),
+) -> Layout:
+    """The layout of a slot that holds `shards` and extras of about `extras_bytes`.
+
+    `sources` say what the tensors are parts of, which makes no difference to where they lie.
+
+    Experts that snapshots may leave out come last, each on pieces of its own; so do the gradients
+    of each of them, behind its state.
+    """
+    rank, topology, apart = base.rank, base.topology, base.apart
+    sizes = {size.tensor: size for size in table}
+    wholes = {source.name: source.whole for source in sources}
+    entries: list[Entry] = []
+    end = 0
+    beside = {size.tensor for size in table if size.role in BESIDE_STATE}
+    part: tuple[UnitKey, bool] | None = None
+
+    def order(shard: Shard) -> tuple[bool, UnitKey, bool]:
+        return shard.unit in apart, shard.unit, shard.tensor in beside
+
+    for shard in sorted(shards, key=order):
+        size, whole = sizes[shard.tensor], wholes.get(shard.tensor, Whole())
+        before, part = part, (shard.unit, shard.tensor in beside)
+        alone = shard.unit in apart and part != before
+        offset = round_up(end, base.piece_bytes if alone else TENSOR_ALIGNMENT)
+        end = offset + shard.nbytes
+        entries.append(
+            Entry(
+                unit=str(shard.unit),
+                tensor=shard.tensor,
+                role=size.role,
+                dtype=size.dtype,
+                shape=size.shape,
+                start=shard.start,
+                nbytes=shard.nbytes,
+                offset=offset,
+                global_shape=whole.global_shape,
+                global_offsets=whole.global_offsets,
+                own=whole.own,
+                param_group=whole.param_group,
+            )
+        )
+    extras_offset = round_up(end, base.piece_bytes if apart else TENSOR_ALIGNMENT)
+    room = round_up(extras_offset + extras_bytes * 5 // 4 + EXTRAS_SPARE_BYTES, PAGE_BYTES)
+    return Layout(
+        rank=rank,
+        world_size=topology.world_size,
+        topology=str(topology),
+        entries=tuple(entries),
+        extras_offset=extras_offset,
+        extras_capacity=room - extras_offset,
+        piece_bytes=base.piece_bytes,
+    )
+
+
+def same_places(old: Layout, new: Layout) -> bool:
+    """Whether tensors lie alike in both; the room for extras may differ."""
+    return (old.entries, old.extras_offset, old.piece_bytes) == (
+        new.entries,
+        new.extras_offset,
+        new.piece_bytes,
+    )
+
+
+def moves_of(layout: Layout, sources: Sequence[TensorSource]) -> CopyPlan:
+    """The copies between a slot of `layout` and `sources`, which it was made for."""
+    by_name = {source.name: source for source in sources}
+    ranges: list[tuple[int, int, torch.Tensor]] = []
+    staged = []
+    for source in sources:
+        if source.staging is not None and not source.eager:
+            staged.append((source.staging, source.tensor))
+    for entry in layout.entries:
+        part = by_name[entry.tensor].flat()[entry.start : entry.start + entry.nbytes]
+        ranges.append((entry.offset, entry.start, part))
+    return plan_copy(ranges, staged, layout.piece_bytes)
+
+
+def _ranges(shards: Sequence[Shard]) -> dict[str, tuple[tuple[int, int], ...]]:
+    ranges: dict[str, tuple[tuple[int, int], ...]] = {}
+    for shard in shards:
+        ranges[shard.tensor] = (*ranges.get(shard.tensor, ()), (shard.start, shard.nbytes))
+    return ranges

@@ -1,0 +1,137 @@
+"""The agreement of all ranks before the first save: who captures what, and are replicas replicas?
+
+A topology that is declared wrongly would lose experts silently: ranks that hold different bytes
+would each capture their share of "the same" unit. So all ranks exchange their tables and, for each
+shared unit, a hash of its live bytes; every rank comes to the same verdict from the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast._copying.devices import Fence
+from holdfast._copying.engine import CopyEngine
+from holdfast._exchange import Exchange
+from holdfast._saving.digests import digest_of
+from holdfast._saving.plan import BasePlan, plan_alone, plan_together, table_of
+from holdfast._state.capture import TensorSource
+from holdfast_core.errors import ReplicaMismatchError
+from holdfast_core.experts.recompute import BESIDE_STATE
+from holdfast_core.snapshots.sharding import ShardStrategy
+from holdfast_core.snapshots.units import TensorSize, UnitKey, UnitKind
+from holdfast_core.topology import Topology
+
+
+class ReplicaStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says before the first save."""
+
+    step: int
+    table: tuple[TensorSize, ...]
+    extras_bytes: int
+    digests: dict[str, int]
+    """Unit → digest of its shared tensors by name; empty when not checked."""
+
+
+_STATEMENT = msgspec.json.Decoder(ReplicaStatement)
+
+
+def state_of(
+    step: int, sources: Sequence[TensorSource], extras_bytes: int, digests: Mapping[str, int]
+) -> ReplicaStatement:
+    """This rank's statement."""
+    return ReplicaStatement(
+        step=step, table=table_of(sources), extras_bytes=extras_bytes, digests=dict(digests)
+    )
+
+
+def agree(
+    exchange: Exchange,
+    statement: ReplicaStatement,
+    topology: Topology,
+    rank: int,
+    strategy: ShardStrategy,
+    *,
+    partial: bool = False,
+) -> BasePlan:
+    """Exchange statements and compute the base plan. Collective.
+
+    Raises:
+        ReplicaMismatchError: on every rank, naming a unit and ranks that hold it differently.
+        UnreachableError: when some rank does not take part.
+    """
+    if not exchange.together:
+        return plan_alone(rank, topology, statement.table, partial=partial)
+    texts = exchange.gather(msgspec.json.encode(statement))
+    statements = [_STATEMENT.decode(text) for text in texts]
+    tables = {r: said.table for r, said in enumerate(statements)}
+    extras = {r: said.extras_bytes for r, said in enumerate(statements)}
+    plan = plan_together(rank, topology, tables, extras, strategy, partial=partial)
+    if len({said.step for said in statements}) == 1:
+        _compare({r: said.digests for r, said in enumerate(statements) if said.digests}, topology)
+    return plan
+
+
+def digests_of(
+    sources: Sequence[TensorSource], topology: Topology, rank: int, engine: CopyEngine, fence: Fence
+) -> dict[str, int]:
+    """Unit → digest of its live bytes, of the units that other ranks hold as well.
+
+    Args:
+        fence: what the tensors' bytes must come after on their device.
+    """
+    by_unit: dict[UnitKey, list[TensorSource]] = {}
+    for source in sources:
+        shared = not source.private and source.role not in BESIDE_STATE
+        if shared and len(replicas_of(topology, rank, source.unit)) > 1:
+            by_unit.setdefault(source.unit, []).append(source)
+    units = sorted(by_unit)
+    found: dict[str, int] = {}
+
+    def look(index: int) -> None:
+        held = sorted(by_unit[units[index]], key=lambda source: source.name)
+        found[str(units[index])] = digest_of(source.tensor.contiguous() for source in held)
+
+    engine.each(look, len(units), fence)
+    return found
+
+
+def differing(
+    digests: Mapping[int, Mapping[str, int]], topology: Topology
+) -> list[tuple[UnitKey, list[int]]]:
+    """The units of which replicas have other digests: each with the first of its ranks, and those
+    that differ from it. Ranks that are not among `digests` are not compared."""
+    groups = {topology.dense_replicas(r) for r in digests}
+    groups |= {topology.expert_replicas(r) for r in digests}
+    wrong: list[tuple[UnitKey, list[int]]] = []
+    for group in sorted(groups):
+        ranks = [r for r in group if r in digests]
+        for name in sorted({name for r in ranks for name in digests[r]}):
+            unit = UnitKey.parse(name)
+            if replicas_of(topology, group[0], unit) != group:
+                continue
+            first = digests[ranks[0]].get(name)
+            differ = [r for r in ranks if digests[r].get(name) != first]
+            if differ:
+                wrong.append((unit, [ranks[0], *differ]))
+    return sorted(wrong)
+
+
+def replicas_of(topology: Topology, rank: int, unit: UnitKey) -> tuple[int, ...]:
+    """The ranks that hold `unit` as `rank` does."""
+    if unit.kind is UnitKind.EXPERT:
+        return topology.expert_replicas(rank)
+    return topology.dense_replicas(rank)
+
+
+def _compare(digests: Mapping[int, Mapping[str, int]], topology: Topology) -> None:
+    wrong = differing(digests, topology)
+    if wrong:
+        unit, ranks = wrong[0]
+        others = f" ({len(wrong) - 1} more units differ)" if len(wrong) > 1 else ""
+        raise ReplicaMismatchError(
+            f"unit {unit}: {topology} declares ranks {ranks} to be replicas, but rank {ranks[0]} "
+            f"holds other bytes than ranks {ranks[1:]}{others}; correct the topology, synchronise "
+            f"the initial weights, or name the units with the `units` argument"
+        )

@@ -1,0 +1,399 @@
+"""The background half of a session: one thread that takes snapshots, one after another.
+
+It agrees with the other ranks, opens the session with the daemon, asks for slots, copies, commits,
+and opens again when the daemon was lost. Whatever fails ends in the handle of that save, is counted
+and logged once per cause; nothing is ever raised into training (invariant 3).
+
+Three things live on this thread alone: the plan, the connection's arena and the copy engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from holdfast._copying.bubbles import Bubbles
+from holdfast._copying.devices import Device
+from holdfast._copying.engine import CopyEngine, Digests
+from holdfast._copying.placed import Flags, Placed
+from holdfast._daemon.awaiting import Awaiting
+from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, Stage
+from holdfast._daemon.handles import SaveHandle
+from holdfast._daemon.link import Link
+from holdfast._exchange import Exchange
+from holdfast._experts.gradients import Gradients
+from holdfast._experts.partial import partial_capture
+from holdfast._experts.partial_state import PartialState
+from holdfast._restoring.restore import Restored
+from holdfast._saving.comparing import Comparing
+from holdfast._saving.nans import units_with_nan
+from holdfast._saving.plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
+from holdfast._saving.replicas import agree, digests_of, state_of
+from holdfast._saving.tally import IDLE_S, Tally
+from holdfast._saving.tasks import Task
+from holdfast._settings import Settings
+from holdfast._state.capture import TensorSource
+from holdfast._state.extras import join_extras
+from holdfast_core.errors import (
+    HoldfastError,
+    ReplicaMismatchError,
+    SnapshotSkippedError,
+    StaleEpochError,
+)
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.pieces import packed
+from holdfast_core.snapshots.units import UnitKey
+from holdfast_core.topology import Topology
+
+_log = logging.getLogger("holdfast")
+
+
+class Saver:
+    """Owns the worker thread from construction to `close`."""
+
+    def __init__(
+        self,
+        client: DaemonClient,
+        exchange: Exchange,
+        device: Device,
+        engine: CopyEngine,
+        topology: Topology,
+        rank: int,
+        settings: Settings,
+        comparing: Comparing,
+        counting: Exchange | None = None,
+        gradients: Gradients | None = None,
+    ) -> None:
+        self._client, self._exchange = client, exchange
+        self._device, self._engine = device, engine
+        self._topology, self._rank, self._settings = topology, rank, settings
+        self.comparing = comparing
+        self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
+        self.tally = Tally()
+        self.problem: HoldfastError | None = None
+        """Why no save of this session can succeed any more."""
+        self._link = Link(client, device, settings, self._on_event)
+        self._base: BasePlan | None = None
+        self.partial = partial_capture(settings, counting, rank, topology.world_size, gradients)
+        self._newest: Generation | None = None
+        """The newest snapshot of this rank that is known to be committed."""
+        self._restored: Layout | None = None
+        self._sources: Sequence[TensorSource] = ()
+        self._saves = 0
+        self._awaiting = Awaiting(self._on_protected)
+        self._reported_s = 0.0
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._current: Task | None = None
+        self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
+        self._thread.start()
+
+    # --- called by the training thread ------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int | None:
+        return self._link.epoch
+
+    def resume(self, outcome: Restored) -> None:
+        """Go on from a restore; called before anything is saved."""
+        self._link.epoch = outcome.epoch
+        self._newest, self._restored = outcome.generation, outcome.layout
+        if self.partial is not None:
+            self.partial.resume(outcome.partial)
+            self.tally.counters.loss = self.partial.loss
+
+    def called(self, number: int, step: int, now_s: float) -> None:
+        """Save `number` was called; said before anything else is done about it."""
+        self.comparing.called(number, step)
+        if (partial := self.partial) is not None:
+            partial.called(number, step, now_s)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the worker has not yet done with the tensors of the last task."""
+        return self._current is not None and not self._current.let_go.is_set()
+
+    def submit(self, task: Task) -> None:
+        """Take `task`; only when not `busy`."""
+        if self.bubbles is not None and task.copies:
+            self.bubbles.begin()
+        self._current = task
+        self._tasks.put(task)
+
+    def wait_staged(self) -> None:
+        """Return when tensors may change."""
+        if self.bubbles is not None:
+            self.bubbles.end()
+        task, began_s = self._current, time.monotonic()
+        if task is None or task.over:
+            return
+        in_time = task.wait(self._settings.start_wait_s)
+        if (partial := self.partial) is not None:
+            partial.measuring.stalled(time.monotonic() - began_s)
+        if not in_time:
+            what = "open the session" if not self._link.is_open else "grant a slot"
+            self.refuse(
+                task.handle,
+                SnapshotSkippedError(
+                    f"the daemon did not {what} within start_wait_s={self._settings.start_wait_s}; "
+                    f"training went on"
+                ),
+            )
+
+    def refuse(self, handle: SaveHandle, error: HoldfastError) -> None:
+        """Put `error` into `handle` and count it. Any thread."""
+        self.comparing.missed(handle.step)
+        self.tally.refuse(handle.step, error)
+        handle._fail(error)
+
+    def close(self, timeout_s: float) -> None:
+        """End after the task in progress, within about `timeout_s`."""
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        if self.partial is not None:
+            self.partial.close(timeout_s)
+        self.comparing.close(timeout_s)
+        if self._thread.is_alive():
+            _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
+            self._client.close()  # ends the call that it waits for
+            self._thread.join(timeout_s)
+        self._awaiting.close()
+        self._client.close()
+        self._engine.close()
+
+    # --- the worker -------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=self._report_due_s())
+            except queue.Empty:
+                self._report()
+                continue
+            if task is None:
+                break
+            self._take(task)
+            self._report()
+        self._link.end()
+
+    def _take(self, task: Task) -> None:
+        try:
+            self._save(task)
+        except HoldfastError as error:
+            self._give_up(task, error)
+        except Exception as error:
+            _log.debug("unexpected failure of a save", exc_info=True)
+            why = f"the save failed with {type(error).__name__}: {error}"
+            self._give_up(task, SnapshotSkippedError(why))
+        finally:
+            task.release(over=True)
+            if self.partial is not None:
+                self.partial.ended(task.number)
+            task.ended.set()
+
+    def _give_up(self, task: Task, error: HoldfastError) -> None:
+        if isinstance(error, StaleEpochError | ReplicaMismatchError):
+            self.problem = error
+        self._link.note_lost_session(error)
+        task.release(over=True)
+        if task.handle.error is None:
+            self.refuse(task.handle, error)
+
+    def _save(self, task: Task) -> None:
+        if task.sources is not None:
+            self._sources = task.sources
+        if self.problem is not None:
+            raise self.problem
+        if self._base is None:
+            self._agree(task)
+        if self.partial is not None:
+            with task.held():  # a device may be a whole step behind
+                self._device.reach(task.fence)
+                self.partial.count(*task.tokens.read())
+        self._open(task)
+        if not task.copies:
+            task.handle._reach(task.handle.staged)
+            return
+        step, link = task.handle.step, self._link
+        due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
+        left_out, skip, base, unchanged = frozenset[UnitKey](), None, None, b""
+        if self.partial is not None:
+            left_out = self.partial.left_out(task.number)
+            skip = self.partial.pieces(left_out, self._newest)
+            base, unchanged = (self._newest, packed(skip)) if skip.any() else (None, b"")
+        placed, carried = link.grant(step, base, unchanged)
+        if not task.hold():
+            link.abort(step, "training went on before the copy began")
+            return
+        try:
+            if self.partial is not None:
+                left_out = left_out if carried else self.partial.not_carried(left_out)
+                self.partial.attempt(task.number, left_out)
+            if due:
+                self.comparing.say(task.number, self._live_digests(task))
+            digests = self._capture(task, placed, skip if carried else None, left_out)
+            commit, state = self._finish(task, placed, left_out, digests)
+            self.comparing.settle(task.number)
+        except BaseException as error:
+            link.abort(step, f"{type(error).__name__}: {error}")
+            raise
+        self._commit(task, commit, placed, left_out)
+        self._newest = Generation(commit.epoch, commit.step)
+        if self.partial is not None and state is not None:
+            self.partial.keep(state)
+            self.tally.counters.loss = self.partial.loss
+
+    def _agree(self, task: Task) -> None:
+        """Exchange tables with the other ranks, and compare what the topology calls replicas."""
+        exchange, strategy = self._exchange, self._settings.strategy
+        check = self._settings.check_replicas and exchange.together
+        try:
+            digests = self._live_digests(task) if check and task.hold() else {}
+        finally:
+            task.release(over=False)
+        said = state_of(task.handle.step, self._sources, len(task.extras), digests)
+        partial = self.partial is not None
+        self._base = agree(exchange, said, self._topology, self._rank, strategy, partial=partial)
+        if self._base.experts is None:
+            self.partial = None
+        elif self.partial is not None:
+            own, spread = self._base.own_experts(table_of(self._sources)), self._base.spread
+            self.partial.agreed(self._base.experts, self._topology.world_size, own, spread)
+
+    def _live_digests(self, task: Task) -> dict[str, int]:
+        """Of each unit that other ranks hold as well, while the task is held."""
+        found = digests_of(self._sources, self._topology, self._rank, self._engine, task.fence)
+        task.check()  # or they may be of another moment than those of other ranks
+        return found
+
+    def _open(self, task: Task) -> None:
+        """Have a session whose layout fits the task."""
+        link = self._link
+        assert self._base is not None
+        extras_bytes = len(task.extras) + self._base.state_bytes
+        old = link.layout or self._restored
+        fits = old is not None and extras_bytes <= old.extras_capacity
+        if task.sources is None and fits and link.is_open:
+            return
+        table = table_of(self._sources)
+        shards = own_shards(self._base, table)
+        layout = layout_of(self._base, table, shards, extras_bytes, self._sources)
+        if fits and old is not None and same_places(old, layout):
+            layout = replace(old, largest_slot_bytes=0)  # only addresses changed
+        largest = max(self._base.largest_slot_bytes, layout.slot_bytes)
+        again = not link.is_open
+        link.open(layout, largest)
+        if again:
+            self.tally.forgive()
+        link.plan = moves_of(layout, self._sources)
+        if self.partial is not None:
+            self.partial.opened(layout)
+
+    def _capture(
+        self, task: Task, placed: Placed, skip: Flags | None, left_out: Collection[UnitKey]
+    ) -> Digests:
+        """Copy the tensors, and give them back to training."""
+        plan, began_s = self._link.plan, time.monotonic()
+        assert plan is not None
+        digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
+        task.check()
+        generation = Generation(self._link.epoch or 0, task.handle.step)
+        if self.partial is not None:  # before training goes on
+            self.partial.staged(generation, left_out)
+        task.release(over=True)
+        task.handle._reach(task.handle.staged)
+        now_s = time.monotonic()
+        time.sleep(0)  # gives way to training, which would wait for the interpreter up to 5 ms
+        self.tally.counters.staged_s = now_s - task.began_s
+        if self.partial is not None:
+            kept = 0 if skip is None else int(skip.sum()) * placed.layout.piece_bytes
+            nbytes = placed.layout.extras_offset - kept
+            waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
+            self.partial.measuring.copied(generation, nbytes, began_s + waited_s, now_s)
+        return digests
+
+    def _finish(
+        self, task: Task, placed: Placed, left_out: frozenset[UnitKey], digests: Digests
+    ) -> tuple[Commit, PartialState | None]:
+        """Put the extras behind the tensors, which training may change again."""
+        link = self._link
+        assert link.layout is not None
+        epoch, step = link.epoch or 0, task.handle.step
+        extras, state = task.extras, None
+        if self.partial is not None:
+            generation = Generation(epoch, step)
+            state = self.partial.captured(generation, task.number, left_out, task.replenishing)
+            extras = join_extras(extras, state.encode())
+        if len(extras) > link.layout.extras_capacity:
+            raise SnapshotSkippedError(
+                f"extras of {len(extras)} bytes do not fit {link.layout.extras_capacity}"
+            )
+        commit = Commit(
+            session=link.session,
+            epoch=epoch,
+            step=step,
+            slot=placed.slot,
+            payload_bytes=link.layout.extras_offset + len(extras),
+            extras_bytes=len(extras),
+            digests=self._engine.finish(placed, extras, digests),
+            experts=state.known_versions if state is not None else (),
+        )
+        return commit, state
+
+    def _commit(self, task: Task, commit: Commit, placed: Placed, old: Collection[UnitKey]) -> None:
+        handle, link, every = task.handle, self._link, self._settings.nan_check_every
+        # Not the first: until it is committed, a session that has just begun can lose everything.
+        due = every and self._saves % every == min(1, every - 1)
+        if nan_units := units_with_nan(placed, set(map(str, old))) if due else ():
+            _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
+        self._saves += 1
+        generation = Generation(commit.epoch, commit.step)
+        self._awaiting.add(generation, handle)
+        try:
+            link.commit(commit, nan_units)
+        except HoldfastError as error:
+            self._awaiting.drop(generation)
+            link.abort(commit.step, f"{error.code}: the commit failed")
+            raise
+        handle._reach(handle.committed)
+        self.tally.commit()
+
+    def _on_event(self, event: DaemonEvent) -> None:
+        """News from the daemon, on the watching thread."""
+        if event.stage is Stage.EPOCH_ENDED:
+            self.problem = StaleEpochError(
+                f"epoch {self._link.epoch} has ended, epoch {event.epoch} replaced it; this "
+                f"process saves nothing more"
+            )
+            _log.warning("%s", self.problem)
+            return
+        self._awaiting.heard(event)
+
+    def _on_protected(self, generation: Generation) -> None:
+        if (partial := self.partial) is not None:
+            partial.measuring.protected(generation, time.monotonic())
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def _report_due_s(self) -> float | None:
+        """Until there may be something to tell: a save that is not taken wakes nobody."""
+        if not self._link.is_open:
+            return None
+        elapsed = time.monotonic() - self._reported_s
+        return max(self._settings.report_interval_s - elapsed, 0.001 if self.tally.news else IDLE_S)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        due = now - self._reported_s >= self._settings.report_interval_s
+        if not (due and self.tally.news and self._link.is_open):
+            return
+        self._reported_s = now
+        problem = "" if self.problem is None else str(self.problem)
+        try:
+            self._client.progress(self.tally.report(self._link.session, problem))
+        except HoldfastError as error:
+            self._link.note_lost_session(error)

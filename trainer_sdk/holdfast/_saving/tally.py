@@ -1,0 +1,106 @@
+"""What became of the saves of a session: counted, logged once per cause, reported to the daemon."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from dataclasses import dataclass
+
+from holdfast._daemon.client import TrainerReport
+from holdfast._experts.loss import NO_LOSS, Loss
+from holdfast_core.errors import HoldfastError, SnapshotSkippedError
+
+_log = logging.getLogger("holdfast")
+_NUMBERS = re.compile(r"\d+")
+
+
+@dataclass(kw_only=True, slots=True)
+class SaveCounters:
+    """What became of the saves of a session."""
+
+    committed: int = 0
+    skipped: int = 0
+    failed: int = 0
+    failure: str = ""
+    """The newest cause, empty when the last save succeeded."""
+    step: int = 0
+    """Of the newest save."""
+    step_s: float = 0.0
+    """Between the last two saves."""
+    loss: Loss = NO_LOSS
+    """What recoveries cost experts that snapshots leave out; all 0 when they capture everything."""
+    staged_s: float = 0.0
+    """From the call of the newest staged save until its tensors could change again."""
+    interval_steps: int = 0
+    """From snapshot to snapshot, where the job leaves that to what is measured; else 0."""
+
+
+IDLE_S = 0.5
+"""A saver that has nothing to do looks so often whether there is news."""
+
+CAUSES_MAX = 1000
+"""Causes of failed saves that are not logged again; beyond it, all of them are new once more."""
+
+
+class Tally:
+    """Keeps the counters. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self.counters = SaveCounters()
+        self.news = False
+        """Whether anything changed since the last report."""
+        self._causes: set[str] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, step: int, step_s: float) -> None:
+        """A save of `step` was called, `step_s` after the one before."""
+        self.counters.step, self.counters.step_s = step, step_s
+        self.news = True
+
+    def commit(self) -> None:
+        """A snapshot was committed."""
+        with self._lock:
+            self.counters.committed += 1
+            self.counters.failure = ""
+            self.news = True
+
+    def refuse(self, step: int, error: HoldfastError) -> None:
+        """A save was skipped or failed; logged unless this cause was before."""
+        skipped = isinstance(error, SnapshotSkippedError)
+        with self._lock:
+            if skipped:
+                self.counters.skipped += 1
+            else:
+                self.counters.failed += 1
+            self.counters.failure = str(error)
+            cause = f"{error.code} {_NUMBERS.sub('#', str(error))}"
+            first = cause not in self._causes
+            if first and len(self._causes) >= CAUSES_MAX:
+                self._causes.clear()
+            self._causes.add(cause)
+            self.news = True
+        if first:
+            level = logging.WARNING if skipped else logging.ERROR
+            _log.log(level, "step %d was not saved: %s", step, error)
+
+    def forgive(self) -> None:
+        """The daemon is back: what fails from here on is logged again."""
+        with self._lock:
+            self._causes.clear()
+
+    def report(self, session: str, problem: str) -> TrainerReport:
+        """What to tell the daemon; `problem` is why nothing can be saved any more."""
+        with self._lock:
+            self.news = False
+            counters = self.counters
+            return TrainerReport(
+                session=session,
+                step=counters.step,
+                skipped=counters.skipped,
+                failed=counters.failed,
+                failure=problem or counters.failure,
+                step_s=counters.step_s,
+                staged_s=counters.staged_s,
+                loss=counters.loss,
+            )

@@ -1,0 +1,1 @@
+"""The training state: which tensors there are, and everything else worth saving."""

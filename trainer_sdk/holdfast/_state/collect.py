@@ -1,0 +1,167 @@
+"""Extras: collects what is not tensors of units, and puts it back.
+
+The user's stateful objects, the states of the random number generators, the optimizers'
+hyperparameters and scalar states. Each rank has its own. Collected within `save`, because training
+changes it right after; so it should be small.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from holdfast._state.capture import LiveState
+from holdfast._state.groups import regroup
+from holdfast_core.errors import LayoutMismatchError
+
+
+class Stateful(Protocol):
+    """What `stateful` holds: schedulers, samplers, gradient scalers, the user's own objects."""
+
+    def state_dict(self) -> Any:
+        """The state, of the types that `encode_extras` names."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over what `state_dict` returned."""
+
+
+def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dict[str, Any]:
+    """The extras of this rank after `step`."""
+    return {
+        "step": step,
+        "stateful": {name: item.state_dict() for name, item in stateful.items()},
+        "optimizers": [_optimizer_state(live, index) for index in range(len(live.optimizers))],
+        "modules": _module_states(live),
+        "rng": _rng_states(),
+    }
+
+
+def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[str, Any]) -> None:
+    """Load `extras` into everything that `collect` read.
+
+    Raises:
+        LayoutMismatchError: when the names or groups differ.
+    """
+    saved = extras["stateful"]
+    if saved.keys() != stateful.keys():
+        raise LayoutMismatchError(
+            f"the snapshot holds stateful {sorted(saved)}, this session has {sorted(stateful)}; "
+            f"pass the same names to holdfast.init"
+        )
+    if len(extras["optimizers"]) != len(live.optimizers):
+        raise LayoutMismatchError(
+            f"the snapshot holds {len(extras['optimizers'])} optimizers, this session has "
+            f"{len(live.optimizers)}"
+        )
+    for index, state in enumerate(extras["optimizers"]):
+        _load_optimizer(live, index, state)
+    for name, state in extras["modules"].items():
+        live.model.get_submodule(name).set_extra_state(state)
+    for name, item in stateful.items():
+        item.load_state_dict(saved[name])
+    _load_rng_states(extras["rng"])
+
+
+def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:
+    """Device types of optimizer states that are not where their parameter is."""
+    return {name: kind for state in extras["optimizers"] for name, kind in state["devices"].items()}
+
+
+def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
+    """Give optimizers the parameter groups that they had, where the program had changed them since
+    it began; before anything else is put back.
+
+    Raises:
+        LayoutMismatchError: when a parameter is unknown.
+    """
+    live.sources()
+    for optimizer, state in zip(live.optimizers, extras["optimizers"], strict=False):
+        if "members" in state:
+            parameters = {name: anchor.parameter for name, anchor in live.anchors.items()}
+            regroup(optimizer, state["members"], state["groups"], parameters)
+
+
+def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
+    optimizer = live.optimizers[index]
+    scalars: dict[str, dict[Any, Any]] = {}
+    devices: dict[str, str] = {}
+    for parameter, state in optimizer.state.items():
+        name, home = live.names[id(parameter)], parameter.device.type
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and isinstance(key, str):
+                if value.device.type != home:
+                    devices[f"{name}:{key}"] = value.device.type
+            else:
+                scalars.setdefault(name, {})[key] = value
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    state = {"groups": groups, "scalars": scalars, "devices": devices}
+    if index in live.changed_groups:
+        state["members"] = live.changed_groups[index]
+    return state
+
+
+def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> None:
+    optimizer = live.optimizers[index]
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise LayoutMismatchError(
+            f"optimizer {index} has {len(optimizer.param_groups)} parameter groups, in the "
+            f"snapshot it has {len(saved['groups'])}"
+        )
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    for parameter, state in optimizer.state.items():
+        kept = saved["scalars"].get(live.names[id(parameter)], {})
+        gone = [k for k, v in state.items() if not _is_captured(k, v) and k not in kept]
+        for key in gone:
+            del state[key]
+    for name, values in saved["scalars"].items():
+        anchor = live.anchors.get(name)
+        if anchor is None:
+            raise LayoutMismatchError(
+                f"the snapshot has optimizer state for {name!r}, unknown here"
+            )
+        optimizer.state.setdefault(anchor.parameter, {}).update(values)
+
+
+def _is_captured(key: object, value: object) -> bool:
+    """Whether an optimizer state travels as a tensor of a unit rather than in the extras."""
+    return isinstance(value, torch.Tensor) and isinstance(key, str)
+
+
+def _module_states(live: LiveState) -> dict[str, Any]:
+    default = torch.nn.Module.get_extra_state
+    return {
+        name: module.get_extra_state()
+        for name, module in live.model.named_modules()
+        if type(module).get_extra_state is not default
+    }
+
+
+def _rng_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # the global generator is what training scripts seed
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _load_rng_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

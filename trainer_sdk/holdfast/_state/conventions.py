@@ -1,0 +1,124 @@
+"""How the parts of a model are recognised by their names and shapes.
+
+Almost all MoE models follow few conventions: a ModuleList called `experts`, or stacked weights
+`[experts, …]` of a grouped GEMM; a `gate` or `router`; numbered layers; embeddings; a head. Who
+differs says so with the `units` argument of `holdfast.init`.
+
+A wrong guess costs balance, not correctness, with one exception: experts taken for dense weights
+would be taken for replicas. The first save finds that out and refuses (`_replicas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from holdfast_core.snapshots.units import UnitKey, UnitKind
+
+UnitNamer = Callable[[str, torch.Tensor], UnitKey | None]
+"""(name, tensor) → its unit, or None to follow the conventions."""
+
+_GATES = frozenset({"gate", "router"})
+_EMBEDDINGS = frozenset(
+    {"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "word_embeddings"}
+    | {"wte", "wpe", "position", "position_embeddings", "pos_emb", "pos_embed"}
+)
+_HEADS = frozenset({"head", "lm_head", "output", "output_layer", "unembed"})
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_local_experts", "n_experts")
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """What a tensor of the model belongs to."""
+
+    unit: UnitKey
+    """For stacked weights the unit of the first expert in the stack."""
+    name: str
+    """Name that is the same on every rank that holds the tensor and unique in the model: experts
+    are counted over all ranks."""
+    stacked: bool = False
+    """True when the first dimension counts experts."""
+
+
+def plain_name(name: str) -> str:
+    """`name` without the components that wrappers of torch add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def place_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    modules: Mapping[str, nn.Module],
+    *,
+    ep_index: int,
+    first_in_stack: int | None = None,
+) -> TensorPlace:
+    """Where `tensor` belongs.
+
+    Args:
+        name: path in the model, with wrappers.
+        tensor: the local tensor.
+        modules: all modules of the model by path.
+        ep_index: which share of the experts this rank holds.
+        first_in_stack: global index of the first expert of a stack, where the sharding says so;
+            otherwise `ep_index` times the experts in it.
+    """
+    plain = plain_name(name)
+    parts = plain.split(".")
+    owner = modules.get(name.rpartition(".")[0])
+    numbers = [int(part) for part in parts[:-1] if part.isdigit()]
+    if "experts" in parts[:-1]:
+        at = parts.index("experts")
+        before = [int(part) for part in parts[:at] if part.isdigit()]
+        layer = before[0] if before else 0
+        inner = next((i for i in range(at + 1, len(parts) - 1) if parts[i].isdigit()), None)
+        if inner is not None:
+            local = sum(1 for _ in _children(name, "experts", modules))
+            expert = ep_index * local + int(parts[inner])
+            parts[inner] = str(expert)
+            return TensorPlace(UnitKey(layer, UnitKind.EXPERT, expert), ".".join(parts))
+    else:
+        layer = numbers[0] if numbers else None  # type: ignore[assignment]  # narrowed below
+    if not _GATES.isdisjoint(parts[:-1]):
+        unit = UnitKey(layer, UnitKind.GATE) if layer is not None else UnitKey(None, UnitKind.OTHER)
+        return TensorPlace(unit, plain)
+    if owner is not None and _is_stack(name, tensor, owner):
+        first = first_in_stack if first_in_stack is not None else ep_index * tensor.shape[0]
+        return TensorPlace(UnitKey(layer or 0, UnitKind.EXPERT, first), plain, stacked=True)
+    if layer is not None:
+        return TensorPlace(UnitKey(layer, UnitKind.DENSE), plain)
+    if isinstance(owner, nn.Embedding) or not _EMBEDDINGS.isdisjoint(parts):
+        return TensorPlace(UnitKey(None, UnitKind.EMBEDDING), plain)
+    kind = UnitKind.OTHER if _HEADS.isdisjoint(parts) else UnitKind.HEAD
+    return TensorPlace(UnitKey(None, kind), plain)
+
+
+def _children(name: str, called: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Names of the numbered modules in the first list below the module `called` on the path."""
+    parts = name.split(".")
+    at = parts.index(called)
+    inner = next(i for i in range(at + 1, len(parts)) if parts[i].isdigit())
+    parent = modules.get(".".join(parts[:inner]))
+    return [child for child, _ in parent.named_children() if child.isdigit()] if parent else []
+
+
+def _is_stack(name: str, tensor: torch.Tensor, owner: nn.Module) -> bool:
+    """Whether the first dimension of a parameter of `owner` counts experts."""
+    if tensor.ndim < 2 or tensor.shape[0] < 1:
+        return False
+    counts = [getattr(owner, attribute, None) for attribute in _EXPERT_COUNTS]
+    if any(isinstance(count, int) and count == tensor.shape[0] for count in counts):
+        return True
+    if "experts" not in name.split(".")[:-1]:
+        return False
+    firsts = {_local_length(p) for p in owner.parameters(recurse=False) if p.ndim >= 2}
+    return len(firsts) == 1
+
+
+def _local_length(parameter: torch.Tensor) -> int:
+    local = getattr(parameter, "_local_tensor", parameter)
+    return int(local.shape[0])

@@ -1,0 +1,258 @@
+"""A codec for extras: what is not tensors of units, as bytes that can execute nothing.
+
+State dicts hold nested containers of numbers, strings, tensors and arrays. Pickle would take them
+all, and would run code from a snapshot when it is read; this codec writes a closed set of types in
+MessagePack and refuses the rest by name, when the state is saved rather than when it is needed.
+
+A value is a scalar as it is, or an array `[tag, ...]`; mappings are lists of pairs, so that keys of
+any scalar type keep their type and their order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast._state.readable import why_without_bytes
+from holdfast_core.errors import CorruptError, HoldfastError
+
+_DEPTH_MAX = 200
+_DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|[<>|=][mM]8")
+"""What numpy calls the dtypes that are written here. It would read much more: Python, of a kind."""
+_EMPTY_ELEMENTS_MAX = 1 << 20
+_INTEGER_BITS_MAX = 8192
+"""Python reads no longer decimal numbers than of 4300 digits."""
+_INT64 = range(-(2**63), 2**64)
+_OPENING = b"hfx1"
+_JOINED = b"hfx2"
+
+_dtypes: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+class UnsupportedValueError(HoldfastError):
+    """A state holds a value that extras cannot carry; the message names its path."""
+
+    code = "unsupported_value"
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch dtype that prints as `torch.<name>`.
+
+    Raises:
+        CorruptError: when there is none.
+    """
+    try:
+        return _dtypes[name]
+    except KeyError:
+        raise CorruptError(f"no dtype is called {name!r} in torch {torch.__version__}") from None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """How layouts and extras write `dtype`: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def encode_extras(value: object) -> bytes:
+    """`value` as bytes.
+
+    Supported: None, bool, int (up to 8192 bits), float, complex, str, bytes, dict (and OrderedDict)
+    with keys of these scalar types or tuples of them, list, tuple, set, torch.Tensor (copied from
+    its device), torch.Size, torch.dtype, torch.device, numpy arrays and scalars of plain dtypes.
+
+    Raises:
+        UnsupportedValueError: for anything else, naming the path to it.
+    """
+    return _OPENING + msgspec.msgpack.encode(_pack(value, "extras", 0))
+
+
+def decode_extras(data: bytes | bytearray | memoryview) -> Any:
+    """The value that `encode_extras` wrote. Tensors are on the CPU and own their memory.
+
+    Raises:
+        CorruptError: when the bytes are not what `encode_extras` writes.
+    """
+    raw = bytes(data)
+    if not raw.startswith(_OPENING):
+        raise CorruptError(f"extras begin with {raw[:4]!r} instead of {_OPENING!r}")
+    try:
+        return _unpack(msgspec.msgpack.decode(raw[len(_OPENING) :]), 0)
+    except CorruptError:
+        raise
+    except (
+        msgspec.DecodeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        OverflowError,
+        RuntimeError,
+        MemoryError,
+        RecursionError,
+    ) as error:
+        raise CorruptError(f"extras cannot be read: {error}") from error
+
+
+def join_extras(first: bytes, second: bytes) -> bytes:
+    """An encoded value and other bytes as one; `split_extras` takes them apart."""
+    return _JOINED + len(first).to_bytes(8, "little") + first + second
+
+
+def split_extras(data: bytes) -> tuple[bytes, bytes]:
+    """What `join_extras` joined; (data, b"") when nothing was.
+
+    Raises:
+        CorruptError: when the first part is longer than `data`.
+    """
+    if not data.startswith(_JOINED):
+        return data, b""
+    start = len(_JOINED) + 8
+    end = start + int.from_bytes(data[len(_JOINED) : start], "little")
+    if end > len(data):
+        raise CorruptError(f"the first part of extras ends at {end} of {len(data)} bytes")
+    return data[start:end], data[end:]
+
+
+def _pack(value: Any, path: str, depth: int) -> object:
+    if depth > _DEPTH_MAX:
+        raise UnsupportedValueError(f"{path[:200]}… is nested deeper than {_DEPTH_MAX} levels")
+    kind = type(value)
+    if value is None or kind in (bool, float, str, bytes):
+        return value
+    if kind is int:
+        if value in _INT64:
+            return value
+        if value.bit_length() > _INTEGER_BITS_MAX:
+            raise UnsupportedValueError(
+                f"{path} is an integer of {value.bit_length()} bits; a snapshot carries up to "
+                f"{_INTEGER_BITS_MAX}"
+            )
+        return ["i", str(value)]
+    if kind is dict or kind is OrderedDict:
+        pairs = [
+            [_pack(k, f"{path} key", depth + 1), _pack(v, f"{path}[{k!r}]", depth + 1)]
+            for k, v in value.items()
+        ]
+        return ["d" if kind is dict else "o", pairs]
+    if kind in _SEQUENCES:
+        if set(map(type, value)) == {int} and min(value) in _INT64 and max(value) in _INT64:
+            items = list(value)  # such as the state of Python's generator
+        else:
+            items = [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return [_SEQUENCES[kind], items]
+    if isinstance(value, torch.Tensor):
+        return _pack_tensor(value, path)
+    if isinstance(value, np.ndarray | np.generic):
+        return _pack_array(value, path)
+    if isinstance(value, torch.dtype):
+        return ["T", dtype_name(value)]
+    if isinstance(value, torch.device):
+        return ["D", str(value)]
+    if kind is complex:
+        return ["c", value.real, value.imag]
+    raise UnsupportedValueError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot carry; let "
+        f"state_dict() return numbers, strings, containers, tensors or arrays instead"
+    )
+
+
+_SEQUENCES: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z", set: "s", frozenset: "f"}
+
+
+def _pack_tensor(value: torch.Tensor, path: str) -> object:
+    if not type(value).__module__.startswith("torch.nn.parameter") and type(value) is not (
+        torch.Tensor
+    ):
+        raise UnsupportedValueError(
+            f"{path} is a {type(value).__qualname__}; pass its local tensor instead"
+        )
+    why = why_without_bytes(value)
+    if why is not None:
+        raise UnsupportedValueError(f"{path} {why}")
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes()
+    return ["x", dtype_name(value.dtype), list(value.shape), data]
+
+
+def _pack_array(value: np.ndarray[Any, Any] | np.generic, path: str) -> object:
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufcSUmM":
+        raise UnsupportedValueError(
+            f"{path} is an array of dtype {array.dtype}; use a plain numeric dtype"
+        )
+    if array.dtype.itemsize == 0 and array.size > _EMPTY_ELEMENTS_MAX:
+        raise UnsupportedValueError(f"{path} is an array of {array.size} elements of no size")
+    tag = "a" if isinstance(value, np.ndarray) else "n"
+    return [tag, array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def _unpack(value: Any, depth: int) -> Any:
+    if depth > _DEPTH_MAX:
+        raise CorruptError("extras are nested too deep")
+    if not isinstance(value, list):
+        if isinstance(value, dict) or type(value) is msgspec.msgpack.Ext:
+            raise CorruptError("extras hold a value that is never written")
+        return value
+    tag, *rest = value
+    unpack = _UNPACKERS.get(tag) if isinstance(tag, str) else None
+    if unpack is None:
+        raise CorruptError(f"extras hold a value of unknown kind {tag!r}")
+    return unpack(*rest, depth + 1)
+
+
+def _items(values: Any, depth: int) -> list[Any]:
+    if not isinstance(values, list):
+        raise CorruptError("extras hold a container without its list")
+    return [_unpack(value, depth) for value in values]
+
+
+def _pairs(pairs: Any, depth: int) -> list[tuple[Any, Any]]:
+    if not isinstance(pairs, list):
+        raise CorruptError("extras hold a mapping without its list")
+    return [(_unpack(key, depth), _unpack(value, depth)) for key, value in pairs]
+
+
+def _tensor(dtype: str, shape: list[int], data: bytes, depth: int) -> torch.Tensor:
+    del depth
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    return raw.view(dtype_named(dtype)).reshape(shape)
+
+
+def _array(dtype: str, shape: list[int], data: bytes, depth: int) -> np.ndarray[Any, Any]:
+    del depth
+    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+        raise CorruptError(f"extras hold an array of dtype {str(dtype)[:80]}")
+    kind = np.dtype(dtype)
+    if kind.itemsize == 0:
+        # numpy makes such elements a byte long; then there must be few, as there are no bytes.
+        if math.prod(shape) > _EMPTY_ELEMENTS_MAX:
+            raise CorruptError(f"extras hold {math.prod(shape)} elements of no size")
+        return np.zeros(shape, kind)
+    return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)
+
+
+_UNPACKERS: dict[str, Callable[..., Any]] = {
+    "i": lambda text, depth: int(text),
+    "c": lambda real, imag, depth: complex(real, imag),
+    "d": lambda pairs, depth: dict(_pairs(pairs, depth)),
+    "o": lambda pairs, depth: OrderedDict(_pairs(pairs, depth)),
+    "l": _items,
+    "t": lambda values, depth: tuple(_items(values, depth)),
+    "z": lambda values, depth: torch.Size(_items(values, depth)),
+    "s": lambda values, depth: set(_items(values, depth)),
+    "f": lambda values, depth: frozenset(_items(values, depth)),
+    "x": _tensor,
+    "a": _array,
+    "n": lambda dtype, shape, data, depth: _array(dtype, shape, data, depth)[()],
+    "T": lambda name, depth: dtype_named(name),
+    "D": lambda name, depth: torch.device(name),
+}

@@ -1,0 +1,109 @@
+"""Parameter groups that a program changes after it began, such as layers that it unfreezes late.
+
+A program that starts again has the groups that it begins with, and snapshots of later ones do not
+fit it. So a snapshot names the parameters of groups that have changed since, and a restore makes
+them so before it looks for their state. Parameters are found by their names in the model; what a
+program makes late and gives to an optimizer alone has no name that a restore could find.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast_core.errors import InvalidJobError, LayoutMismatchError
+
+Members = list[list[str]]
+"""For each parameter group of an optimizer the names of its parameters."""
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raises InvalidJobError for what has not torch's `param_groups` and `state`."""
+    for index, optimizer in enumerate(optimizers):
+        groups = getattr(optimizer, "param_groups", None)
+        grouped = isinstance(groups, Sequence) and all(
+            isinstance(group, Mapping) and "params" in group for group in groups
+        )
+        if not grouped or not isinstance(getattr(optimizer, "state", None), Mapping):
+            raise InvalidJobError(
+                f"optimizer {index} is a {type(optimizer).__qualname__} without torch's "
+                f"param_groups and state; pass the optimizer that has them, or a list of such"
+            )
+
+
+class ParamGroups:
+    """The parameter groups of `optimizers`, beside those of the moment when this is made."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
+        self._begun = [
+            [[weakref.ref(p) for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in optimizers
+        ]
+
+    def changed(
+        self, names: Mapping[int, str], own: Mapping[int, torch.Tensor]
+    ) -> dict[int, Members]:
+        """By optimizer, the groups of those that have others than at first.
+
+        Args:
+            names: id of each parameter → its name.
+            own: the model's parameters, by id.
+
+        Raises:
+            InvalidJobError: a restore could not make these groups.
+        """
+        found: dict[int, Members] = {}
+        for index, (optimizer, begun) in enumerate(zip(self._optimizers, self._begun, strict=True)):
+            now = [list(group["params"]) for group in optimizer.param_groups]
+            before = [[ref() for ref in refs] for refs in begun]
+            if [list(map(id, group)) for group in now] == [list(map(id, g)) for g in before]:
+                continue
+            known = {id(p) for group in before for p in group} | own.keys()
+            for p in (p for group in now for p in group):
+                if id(p) not in known:
+                    raise InvalidJobError(
+                        f"optimizer {index} was given {names[id(p)]} {list(p.shape)} late, which "
+                        f"is not in the model: this program could not restore it; give it to the "
+                        f"optimizer before holdfast.init"
+                    )
+            members = {id(p) for group in now for p in group}
+            for p in optimizer.state:
+                if id(p) not in members:
+                    raise InvalidJobError(
+                        f"optimizer {index} holds state for {names.get(id(p), 'a tensor')}, which "
+                        f"was taken out of its parameter groups; clear that state"
+                    )
+            found[index] = [[names[id(p)] for p in group] for group in now]
+        return found
+
+
+def regroup(
+    optimizer: Any,
+    members: Members,
+    saved: Sequence[Mapping[str, Any]],
+    parameters: Mapping[str, torch.Tensor],
+) -> None:
+    """Give `optimizer` the groups of a snapshot.
+
+    Args:
+        members: names of the parameters.
+        saved: hyperparameters of each group.
+        parameters: of the live model and its optimizers, by name.
+
+    Raises:
+        LayoutMismatchError: naming a parameter that is unknown.
+    """
+    for name in (name for names in members for name in names):
+        if name not in parameters:
+            raise LayoutMismatchError(
+                f"in the snapshot an optimizer has the parameter {name!r}, unknown here"
+            )
+    groups = optimizer.param_groups
+    del groups[len(members) :]
+    groups += [dict(values) for values in saved[len(groups) :]]
+    for group, names in zip(groups, members, strict=True):
+        group["params"] = [parameters[name] for name in names]

@@ -1,0 +1,117 @@
+"""Finds saves that training overtook: tensors that changed in place before they were copied.
+
+Nothing may change between `save` and the end of the copy. A hook sees to that for torch's
+optimizers; an exchange of weights for their averages, a clamp, an embedding that scales its rows in
+a forward pass have none. What they leave in a snapshot is a mixture of two moments with valid
+checksums. So `save` notes two things, and they are compared when everything is copied:
+
+- torch's version counter of each tensor, which each change through torch raises, also under
+  `no_grad`, through views and through `detach()`;
+- on the CPU, a few elements spread over all tensors. They tell of changes that raise no counter:
+  through `.data`, through numpy, by kernels of others, by torch's fused optimizers, by
+  `torch._foreach_*` of DTensors, and by an operation that is not over yet.
+
+What neither sees is a change without a counter of few elements, or on a device.
+
+It takes no byte of a device, and nothing but a note of a few elements in `save`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from holdfast._state.dtensors import local_of, raw
+from holdfast_core.errors import SnapshotSkippedError
+
+SAMPLES = 256
+"""Elements that are compared. What changes all weights changes them, and they cost microseconds."""
+
+_version = attrgetter("_version")
+
+
+class Watched:
+    """The tensors that must not change while they are copied.
+
+    Args:
+        tensors: by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        counted = [
+            (name, tensor)
+            for name, one in tensors.items()
+            # Of a DTensor either counter may rise: whichever was changed.
+            for tensor in ((one,) if raw(one) is one else (one, raw(one)))
+            if not tensor.is_inference()
+        ]
+        self.names = [name for name, _ in counted]
+        self.counted = [tensor for _, tensor in counted]
+        here = {
+            name: local_of(tensor)
+            for name, tensor in tensors.items()
+            if raw(tensor).device.type == "cpu" and raw(tensor).numel()
+        }
+        self.sampled: list[str] = []
+        """Of each of `samples` the tensor."""
+        self.samples: list[torch.Tensor] = []
+        """Bytes of one element each."""
+        for name in list(here)[:: math.ceil(len(here) / SAMPLES) or 1]:
+            for sample in _samples(here[name], max(SAMPLES // len(here), 1)):
+                self.sampled.append(name)
+                self.samples.append(sample)
+
+
+class InPlaceCheck:
+    """What `watched` was when this was made, on the training thread.
+
+    Args:
+        watched: tensors that are where they were when it was made.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._versions = list(map(_version, watched.counted))
+        self._sample = _joined(watched.samples)
+
+    def check(self) -> None:
+        """Whether nothing has changed; called before tensors may.
+
+        Raises:
+            SnapshotSkippedError: naming a tensor that has.
+        """
+        name = self._changed()
+        if name is not None:
+            raise SnapshotSkippedError(
+                f"{name} was changed in place before it was copied, so this snapshot would mix two "
+                f"moments; call session.wait_staged() before parameters or optimizer state change"
+            )
+
+    def _changed(self) -> str | None:
+        watched = self._watched
+        versions = list(map(_version, watched.counted))
+        if versions != self._versions:
+            pairs = zip(versions, self._versions, strict=True)
+            return watched.names[next(i for i, (now, then) in enumerate(pairs) if now != then)]
+        sample = _joined(watched.samples)
+        if torch.equal(sample, self._sample):
+            return None
+        sizes = [len(part) for part in watched.samples]
+        both = zip(sample.split(sizes), self._sample.split(sizes), strict=True)
+        return watched.sampled[next(i for i, (a, b) in enumerate(both) if not torch.equal(a, b))]
+
+
+def _joined(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([*samples]) if samples else torch.empty(0, dtype=torch.uint8)
+
+
+def _samples(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """uint8 [bytes of an element], sharing memory with `tensor`: elements at even distances."""
+    count = min(count, tensor.numel())
+    for i in range(count):
+        at = np.unravel_index((2 * i + 1) * tensor.numel() // (2 * count), tuple(tensor.shape))
+        yield tensor[tuple(map(int, at))].reshape(1).view(torch.uint8)

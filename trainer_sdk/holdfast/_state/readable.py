@@ -1,0 +1,53 @@
+"""Which tensors have bytes that can be copied, and what keeps the others from it, in words.
+
+It reads no byte. Whoever copies asks here first: torch answers some of these questions by an error
+that names no tensor, and memory that was freed by the end of the process.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast._state.dtensors import raw
+from holdfast_core.errors import InvalidJobError
+
+
+def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor` that are on this rank, detached and sharing memory.
+
+    Raises:
+        InvalidJobError: they cannot be copied; with the name, the reason and what to do.
+    """
+    local = raw(tensor)
+    why = why_without_bytes(local)
+    if why is None and (local.is_conj() or local.is_neg()):
+        why = (
+            "is a conjugate or negated view of other values; replace it by "
+            "tensor.resolve_conj().resolve_neg()"
+        )
+    if why is not None:
+        raise InvalidJobError(f"{name} {why}")
+    return local.detach()
+
+
+def why_without_bytes(tensor: torch.Tensor) -> str | None:
+    """Why a tensor on this rank has no bytes in a plain order, and what to do: the end of a
+    sentence about it. None when it has."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "has no shape yet; run a forward pass before anything is saved"
+    if tensor.is_meta:
+        return "is on the meta device and has no bytes; give it some (to_empty) and load them"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else None
+        return f"is a tensor of layout {kind or tensor.layout}; make it dense"
+    if not tensor.numel():
+        return None
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    if held < needed or not tensor.data_ptr():
+        return (
+            f"was freed: its storage holds {held if tensor.data_ptr() else 0} bytes of {needed}; "
+            f"save when its memory is there"
+        )
+    return None
