@@ -12,8 +12,7 @@ from pathlib import Path
 
 from holdfast_core.errors import HoldfastError
 from holdfast_core.quantities import parse_bytes
-
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+from holdfast_operator.cli import exit_codes
 
 _EPILOG = """
 A job survives the loss of a rank, a daemon or a node. To see it:
@@ -396,9 +395,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.handler(options))
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return exit_codes.INTERRUPTED
     except BrokenPipeError:
         return 0
 

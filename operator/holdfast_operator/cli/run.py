@@ -18,9 +18,8 @@ from rich.spinner import Spinner
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.parsing import MoETrainingJob, ignored_locally
 from holdfast_operator._environment import given, kubeconfig
-from holdfast_operator.cli import cluster_status
+from holdfast_operator.cli import cluster_status, exit_codes
 from holdfast_operator.cli.job_files import load_job
-from holdfast_operator.cli.main import EXIT_FAILED, EXIT_INTERRUPTED
 from holdfast_operator.cli.show import event_line, event_text, progress_line, status_view
 from holdfast_operator.local import LocalCluster, LocalSettings, Status, TimedEvent
 from holdfast_operator.local import faults as injections
@@ -71,14 +70,14 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
             outcome = await _attend(cluster, printer, stop)
             printer.say("stopping daemons and freeing memory")
     if outcome is None:
-        return EXIT_INTERRUPTED
+        return exit_codes.INTERRUPTED
     if outcome is Outcome.FAILED:
         logs = cluster.directory.path / "logs"
         print(
             f"holdfast: job {job.key} failed: {cluster.status.reason}\nlogs: {logs}",
             file=sys.stderr,
         )
-        return EXIT_FAILED
+        return exit_codes.FAILED
     return 0
 
 

@@ -1,0 +1,9 @@
+"""Exit codes of the `holdfast` command."""
+
+from __future__ import annotations
+
+FAILED = 1
+"""The job failed."""
+BAD_INPUT = 2
+INTERRUPTED = 130
+"""As a shell reports SIGINT."""
