@@ -1,5 +1,6 @@
-"""Decides who takes part in a job and what happens after a failure; never touches tensors.
+"""Decide who takes part in a job and what happens after a failure; never touch tensors.
 
-`reconcile` decides, without I/O. `control.server` hears the daemons. `local` runs a job on this
-machine. `cli` is the `holdfast` command.
+`reconciler` decides, without I/O. `control` exchanges messages with the daemons. `kube` runs jobs
+in a Kubernetes cluster, `local` on this machine; `crd` writes the cluster's resource. `cli` is the
+`holdfast` command.
 """

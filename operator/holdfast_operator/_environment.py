@@ -1,4 +1,4 @@
-"""The only module of this part that reads the environment."""
+"""The only module of the operator that reads the environment."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _DECIDED = ("HOLDFAST_TLS", "HOLDFAST_TLS_DOMAIN", "HOLDFAST_INSECURE")
 
 
 def inherited() -> dict[str, str]:
-    """The environment for processes of a local run: ours, with this interpreter's directory first
-    in PATH, so that a job's `python` is the one that Holdfast is installed in. Without what it says
-    of identity, which the run decides."""
+    """Environment for the processes of a local run: the caller's, with this interpreter's directory
+    first in PATH, so that a job's `python` is the one that Holdfast is installed in. Variables for
+    identity are left out: the run sets them."""
     environment = {k: v for k, v in os.environ.items() if k not in _DECIDED}
     first = str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join(filter(None, (first, environment.get("PATH", ""))))
@@ -20,12 +20,12 @@ def inherited() -> dict[str, str]:
 
 
 def given() -> dict[str, str]:
-    """The environment as it is, for options that have a variable."""
+    """Environment as it is, for options that have a variable."""
     return dict(os.environ)
 
 
 def kubeconfig() -> str:
-    """The kubeconfig that kubectl would read here, or several, joined as in KUBECONFIG; empty when
-    there is none."""
+    """Path of the kubeconfig that kubectl would read here, or several paths, joined as in
+    KUBECONFIG; empty when there is none."""
     named = os.environ.get("KUBECONFIG", "") or str(Path.home() / ".kube" / "config")
     return named if any(Path(path).is_file() for path in named.split(os.pathsep)) else ""
