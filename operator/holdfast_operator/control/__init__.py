@@ -1,1 +1,2 @@
-"""The control stream's server: heartbeats in, memberships out, and its certificates."""
+"""Server of the control stream, which receives heartbeats and sends memberships, and its
+certificates."""

@@ -1,4 +1,4 @@
-"""Containers with an end: what grows by the hands of others, and not for ever."""
+"""Bounded containers for data whose amount peers decide."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TypeVar
 _V = TypeVar("_V")
 
 OUTBOX_MAX = 1024
-"""Messages that wait for one daemon. More than it has jobs: it does not read them."""
+"""Messages that may wait for one daemon: more than it has jobs. A daemon with more does not read
+them."""
 
 
 class Recent(dict[str, _V]):
-    """A mapping of the newest `size` keys; setting another forgets the oldest."""
+    """Mapping of the newest `size` keys; setting another drops the oldest."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -27,8 +28,8 @@ class Recent(dict[str, _V]):
 
 
 class Outbox:
-    """Messages for one stream, until it is ended; one that is full ends, because whoever dials
-    again is told everything anew."""
+    """Messages for one stream until it ends. A full outbox ends its stream: a daemon that dials
+    again receives everything anew."""
 
     def __init__(self, size: int = OUTBOX_MAX) -> None:
         self._size = size
@@ -38,7 +39,7 @@ class Outbox:
         self.overflowed = False
 
     def put(self, message: bytes) -> None:
-        """Have `message` sent, unless the stream has ended."""
+        """Queue `message`, unless the stream has ended."""
         if len(self._messages) >= self._size:
             self._messages.clear()
             self.overflowed = True
@@ -48,12 +49,12 @@ class Outbox:
             self._news.set()
 
     def end(self) -> None:
-        """End the stream after what is in it."""
+        """End the stream after the messages in the queue."""
         self._ended = True
         self._news.set()
 
     async def get(self) -> bytes | None:
-        """The next message; None at the end. For one reader."""
+        """Wait for the next message; None at the end. Only one reader may call this."""
         while not self._messages:
             if self._ended:
                 return None

@@ -1,11 +1,11 @@
-"""Makes certificates: a CA of one's own, and what it certifies for daemons and the control loop.
+"""Make a CA, and the certificates that it issues to daemons and the control loop.
 
-For local runs, where nobody should have to think of certificates, and for `holdfast certificates`,
-where somebody wants to hand them to a cluster. In a cluster, the chart or cert-manager make them.
+Local runs use this, so that users need not think of certificates. `holdfast certificates` uses it
+to make files for a cluster; otherwise the chart or cert-manager makes a cluster's certificates.
 
 A folder holds `ca.crt` and `ca.key`, and for each role a folder with the three files that
-`holdfast_protos.identity` reads. A role's folder is a link, so that all three change at once.
-Keys are readable for their owner alone.
+`holdfast_protos.identity` reads. A role's folder is a link, so that all three change at once. Keys
+are readable only by their owner.
 """
 
 from __future__ import annotations
@@ -27,31 +27,34 @@ from holdfast_protos.identity import AUTHORITY, CERTIFICATE, DOMAIN, KEY, Role
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_LIFE = timedelta(days=365)
 LIFE = timedelta(days=7)
-"""Of the certificates of a local run."""
+"""Life of the certificates of a local run."""
 RENEWED_AFTER = 1 / 7
-"""A certificate is made anew when this part of its life is over: a control loop that is away for
-some days does not take the daemons' connections with it."""
+"""Part of its life after which a certificate is renewed. It is small, so that daemons keep their
+connections when the control loop is away for some days."""
 CLOCK_ERROR = timedelta(minutes=5)
-"""Certificates begin this long before they are made, for clocks that are behind."""
+"""Certificates are valid from this long before they are made, for clocks that are behind."""
 
 
 class Certificates:
-    """The CA in `folder`, and what it has certified.
+    """CA in `folder`, and the certificates that it has issued.
 
     Args:
-        now: Unix time in seconds.
-        life: of the certificates that are made from now on.
+        domain: part of the name in certificates, `ROLE.DOMAIN.holdfast`.
+        life: life of certificates that are made from now on.
     """
 
     def __init__(self, folder: Path, *, domain: str = DOMAIN, life: timedelta = LIFE) -> None:
         self._folder, self._domain, self._life = folder, domain, life
 
     def directory(self, role: Role) -> Path:
-        """Where the files of a role are."""
+        """Folder with the files of a role."""
         return self._folder / role
 
     def make(self, now: float) -> float:
         """Make what is missing or about to end; returns the Unix time to call this again.
+
+        Args:
+            now: Unix time in seconds.
 
         Raises:
             StorageError: when the folder cannot be written.
@@ -101,7 +104,7 @@ class Certificates:
         return certificate, key
 
     def _is_ours(self, role: Role) -> bool:
-        """Whether the role's certificate is of the present CA."""
+        """Whether the present CA issued the role's certificate."""
         return (self.directory(role) / AUTHORITY).read_bytes() == (
             self._folder / AUTHORITY
         ).read_bytes()
@@ -141,7 +144,7 @@ def certify(
     moment: datetime,
     life: timedelta,
 ) -> x509.Certificate:
-    """A certificate of `key` for the DNS name `name`, good at both ends of a connection."""
+    """Certify `key` for the DNS name `name`, for use at both ends of a connection."""
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     issuer_key = authority_key.public_key()
     return (
@@ -158,7 +161,7 @@ def certify(
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`, readable for its owner alone from the first moment on."""
+    """Write `data` to `path`, readable only by its owner from the first moment on."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""Heartbeats of daemons as views of nodes. Translates; decides nothing."""
+"""Translate heartbeats of daemons into views of nodes and jobs; decide nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_protos.losses import loss_from_proto
 
 
 def node_view(heartbeat: control_pb2.Heartbeat, heard_at: float) -> NodeView:
-    """The node that sent `heartbeat`, without what it knows of jobs."""
+    """View of the node that sent `heartbeat`, without its jobs."""
     return NodeView(
         name=heartbeat.node,
         connected=True,
@@ -30,7 +30,7 @@ def node_view(heartbeat: control_pb2.Heartbeat, heard_at: float) -> NodeView:
 
 
 def job_view(state: control_pb2.JobState) -> JobView:
-    """What a daemon says of one job.
+    """View of one job as a daemon reports it.
 
     Raises:
         ProtocolError: when its membership or its report of lost tokens is malformed.
@@ -74,13 +74,13 @@ def job_view(state: control_pb2.JobState) -> JobView:
 
 
 def _rate(bytes_s: float) -> float:
-    """0 for what is no rate: people are shown sums of these."""
+    """Replace an invalid rate by 0: people are shown sums of rates."""
     return bytes_s if 0 <= bytes_s < inf else 0.0
 
 
 @lru_cache(maxsize=256)
 def _membership(encoded: bytes) -> Membership:
-    """One object for all that say the same: it is long, and daemons repeat it all the time."""
+    """Decode equal memberships to one object: they are long, and daemons often repeat them."""
     return codec.membership_from_proto(values_pb2.Membership.FromString(encoded))
 
 
@@ -102,12 +102,12 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
 
 
 def identity_of(view: NodeView) -> tuple[object, ...]:
-    """What makes a daemon another one than before, or moves it."""
+    """Fields that change when a daemon starts again, loses its memory or moves."""
     return (view.memory_id, view.incarnation, view.peer_address, view.bulk_address)
 
 
 def evidence_of(view: JobView) -> object:
-    """What could call for a decision: everything but the passing of time."""
+    """Fields whose change may call for a decision at once; mere counts and times are left out."""
     return (
         *(view.epoch, view.membership, view.verified, view.line),
         *(view.agent_waiting, view.rebuilding, view.problem),

@@ -1,9 +1,9 @@
-"""The Control service: daemons dial in, their heartbeats become views, memberships go down to them.
+"""The Control service: daemons dial in, heartbeats become views, memberships go to the daemons.
 
 Level-triggered like everything else: a daemon that reports an older membership than the published
-one is sent the published one, whatever was sent to it before. The server keeps no truth; what it
-knows comes back with the next heartbeats. It must not decide: whoever is woken by `on_evidence`
-does.
+one is sent the published one, whatever was sent to it before. The server stores nothing: all that
+it holds comes back with the next heartbeats. It must not decide: its owner, which `on_evidence`
+wakes, does.
 """
 
 from __future__ import annotations
@@ -32,51 +32,52 @@ from holdfast_protos.identity import Identity, Role, add_port, insist
 _log = logging.getLogger(__name__)
 
 RESEND_HEARTBEATS = 2.0
-"""A daemon that does not say that it has the newest membership is sent it again after so many."""
+"""Heartbeats until a daemon that has not reported the newest membership is sent it again."""
 
 NODES_MAX = 20_000
-"""Nodes that are remembered; one that is away and held nothing is forgotten for another."""
+"""Nodes that are remembered. When there are so many, a new node replaces one that is disconnected
+and held nothing."""
 
 DROPPED_MAX = 10_000
-"""Jobs whose end is remembered, for daemons that come back and hold something of them; of one ended
-longer ago, they are told nothing, until somebody asks for it."""
+"""Ended jobs that are remembered: daemons that come back and hold one of them are told to drop it.
+For a job that ended longer ago, they are told nothing until `drop` is called again."""
 
 _Stream = grpc.aio.ServicerContext[control_pb2.Heartbeat, bytes]
 
 
 @dataclass(slots=True)
 class _Connection:
-    """The Control stream of one daemon, while it is open."""
+    """Open Control stream of one daemon."""
 
     node: str = ""
-    """The daemon's, once it has said so."""
+    """Name of the daemon's node; empty before its first heartbeat."""
     outbox: Outbox = field(default_factory=Outbox)
     sent: dict[str, tuple[Membership, float]] = field(default_factory=dict)
-    """Of each job, the newest membership that went into the outbox, and when."""
+    """Newest membership of each job that went into the outbox, and when."""
     known: dict[str, Membership] = field(default_factory=dict)
-    """Of each job, the newest membership that has passed on this stream, either way."""
+    """Newest membership of each job that has passed on this stream, either way."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """What was last heard of one node."""
+    """Last report of one node's daemon."""
 
     view: NodeView
     jobs: dict[str, JobView]
     connection: _Connection | None
     evidence: dict[str, object] = field(default_factory=dict)
-    """Of each job, what could call for a decision."""
+    """Fields of each job whose change may call for a decision."""
 
 
 class ControlServer:
-    """Hears every daemon that dials in.
+    """Server that receives the heartbeats of all daemons and sends them memberships.
 
     Args:
         heartbeat_s: how often daemons are told to send heartbeats.
         clock: monotonic seconds; stamps heartbeats.
-        on_evidence: called at once, with keys of jobs, whenever something changed that a recovery
-            of one of them could follow from; without any when a node has nothing of any job.
-        identity: of the control loop; None lets in whoever dials.
+        on_evidence: called at once, with keys of jobs, whenever a change may lead to a recovery of
+            one of them; with no keys when a node holds nothing of any job.
+        identity: identity of the control loop; None admits every caller.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class ControlServer:
         self._nodes: dict[str, _Node] = {}
         self._published: dict[str, Membership] = {}
         self._messages: dict[str, bytes] = {}
-        """Of what is published, once needed: that of a large job takes long to make, and goes to
-        many."""
+        """Message of each published membership, encoded when first needed: for a large job that
+        takes long, and the message goes to many."""
         self._changes: dict[str, tuple[Membership, bytes]] = {}
-        """What makes it of an older membership, which nearly all have in common."""
+        """For each job, an older membership that nearly all daemons have, and the message that
+        turns it into the published one."""
         self._placed: dict[str, set[str]] = {}
         """Node → the jobs whose published memberships have a member on it."""
         self._holders: dict[str, set[str]] = {}
@@ -109,7 +111,7 @@ class ControlServer:
         """Listen on `host`; returns the port.
 
         Raises:
-            UnreachableError: when the address cannot be had.
+            UnreachableError: when the server cannot listen on the address.
         """
         server = grpc.aio.server(
             options=channels.server_options(channels.CONTROL_STREAMS_MAX),
@@ -125,7 +127,7 @@ class ControlServer:
         return bound
 
     async def stop(self) -> None:
-        """End all streams and stop listening; daemons go on, and dial again."""
+        """End all streams and stop listening; daemons keep running, and dial again."""
         for node in self._nodes.values():
             if node.connection is not None:
                 node.connection.outbox.end()
@@ -135,7 +137,7 @@ class ControlServer:
 
     @property
     def heartbeat_s(self) -> float:
-        """How often daemons are told to send heartbeats."""
+        """Seconds between the heartbeats that daemons are told to send."""
         return self._heartbeat_s
 
     def set_heartbeat_s(self, heartbeat_s: float) -> None:
@@ -148,7 +150,7 @@ class ControlServer:
                 node.connection.outbox.put(self._welcome())
 
     def publish(self, membership: Membership) -> None:
-        """Make `membership` the newest of its job, and send it to whom it concerns."""
+        """Make `membership` the newest of its job, and send it to all daemons that it concerns."""
         if membership == self._published.get(membership.job):
             self._send_news(membership.job)
             return
@@ -160,48 +162,48 @@ class ControlServer:
         self._send_news(membership.job)
 
     def drop(self, job: str) -> None:
-        """Tell every daemon that knows the job that it has ended."""
+        """Tell every daemon that holds something of the job that the job has ended."""
         self._unplace(job)
         self._dropped[job] = None
         self._send_news(job)
 
     def persist(self, job: str) -> None:
-        """Have the newest generation written to the durable tier: told to all daemons of the job
-        that are connected, of which one is enough."""
+        """Ask all connected daemons of the job to write the newest generation to the durable tier;
+        one of them is enough."""
         message = control_pb2.ControlMessage(persist=control_pb2.PersistNow(job=job))
         for node in self._nodes.values():
             if node.connection is not None and job in node.jobs:
                 node.connection.outbox.put(message.SerializeToString())
 
     def forget(self, job: str) -> None:
-        """Leave the job to its daemons: nothing of it was published or dropped."""
+        """Leave the job to its daemons, as if it had never been published or dropped."""
         self._unplace(job)
         self._dropped.pop(job, None)
 
     def views(self, job: str) -> dict[str, NodeView]:
-        """All daemons that were ever heard, with what each last said of `job`."""
+        """All remembered daemons by node, each with its last report of `job`."""
         return {name: self._view(node, job) for name, node in self._nodes.items()}
 
     def view(self, name: str, job: str) -> NodeView | None:
-        """One daemon, with what it last said of `job`; None when it was never heard."""
+        """One daemon with its last report of `job`; None when it is not known."""
         node = self._nodes.get(name)
         return None if node is None else self._view(node, job)
 
     def nodes(self) -> dict[str, NodeView]:
-        """All daemons that were ever heard, without what they said of jobs."""
+        """All remembered daemons by node, without their reports of jobs."""
         return {name: node.view for name, node in self._nodes.items()}
 
     def holders(self, job: str) -> frozenset[str]:
-        """The nodes that last said that they hold something of the job."""
+        """Nodes whose daemons last reported that they hold something of the job."""
         return frozenset(self._holders.get(job, ()))
 
     def held_jobs(self) -> frozenset[str]:
-        """The jobs that daemons on the line hold something of."""
+        """Jobs of which connected daemons hold something."""
         connected = (node for node in self._nodes.values() if node.connection is not None)
         return frozenset(job for node in connected for job in node.jobs)
 
     def jobs_on(self, name: str) -> frozenset[str]:
-        """The jobs that a node's daemon matters to."""
+        """Jobs of which a node's daemon holds something, and those with a member on the node."""
         node = self._nodes.get(name)
         held = frozenset(node.jobs) if node is not None else frozenset[str]()
         return held | self._placed.get(name, frozenset())
@@ -232,7 +234,7 @@ class ControlServer:
     async def Connect(
         self, request_iterator: AsyncIterator[control_pb2.Heartbeat], context: _Stream
     ) -> AsyncIterator[bytes]:
-        """One daemon's stream, until either side ends it or a newer one of the node begins."""
+        """Serve one daemon's stream until either side ends it or a newer one of the node begins."""
         await insist(context, self._identity, Role.DAEMON)
         connection = _Connection()
         listener = asyncio.ensure_future(self._listen(request_iterator, connection))
@@ -308,7 +310,8 @@ class ControlServer:
             self._on_evidence(everything | concerned if moved else frozenset(concerned))
 
     def _forget_a_node(self) -> None:
-        """Of names without end: nodes come and go, and a daemon could make them up."""
+        """Make room for another node: nodes come and go, and a daemon could invent names without
+        end."""
         if len(self._nodes) >= NODES_MAX:
             gone = (n for n, node in self._nodes.items() if not (node.connection or node.jobs))
             name = next(gone, None)
@@ -328,7 +331,7 @@ class ControlServer:
             self._on_evidence(self.jobs_on(connection.node))
 
     def _bring_up_to_date(self, node: _Node, jobs: Iterable[str]) -> None:
-        """Send the node what is newer of `jobs` than what it last said."""
+        """Send the node whatever is newer of `jobs` than its last report."""
         if node.connection is None:
             return
         for job in jobs:
@@ -347,7 +350,7 @@ class ControlServer:
         before, sent_at = connection.sent.get(job, (None, now))
         message = b""
         if before is membership:
-            # A daemon takes a moment to say that it has it.
+            # A daemon takes a moment to report what it was sent.
             if now - sent_at < RESEND_HEARTBEATS * self._heartbeat_s:
                 return
         elif theirs is not None and theirs.revision is not None:
@@ -362,7 +365,7 @@ class ControlServer:
         return self._messages[membership.job]
 
     def _change(self, base: Membership | None, membership: Membership) -> bytes:
-        """What makes the published `membership` of `base`; empty when only the whole does."""
+        """Change from `base` to the published `membership`; empty when only the whole will do."""
         if base is None:
             return b""
         known, message = self._changes.get(membership.job, (None, b""))
@@ -379,7 +382,7 @@ class ControlServer:
 def _handler(
     connect: Callable[[Any, Any], AsyncIterator[bytes]],
 ) -> grpc.GenericRpcHandler[control_pb2.Heartbeat, bytes]:
-    """The service, whose answers are bytes already: one message goes to thousands."""
+    """Make the service's handler. Answers are bytes already: one message goes to thousands."""
     method = grpc.stream_stream_rpc_method_handler(
         connect, request_deserializer=control_pb2.Heartbeat.FromString
     )
@@ -387,7 +390,8 @@ def _handler(
 
 
 def _note_known(connection: _Connection, job: str, theirs: Membership | None) -> None:
-    """`theirs` may have been sent before what we sent arrived: then ours is what it has now."""
+    """Note `theirs` as what the daemon has, unless we sent a newer one: then `theirs` was sent
+    before ours arrived."""
     known = connection.known.get(job)
     if theirs is not None and (known is None or version(theirs) >= version(known)):
         connection.known[job] = theirs
