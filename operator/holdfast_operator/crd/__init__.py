@@ -1,4 +1,4 @@
-"""The `MoETrainingJob` resource as an API server gets it, and its reference, from the job's types.
+"""Generate the `MoETrainingJob` resource for API servers, and its reference, from the job's types.
 
 Nothing here runs in the operator: `python -m holdfast_operator.crd` writes the files that the
 repository holds, and `make check` compares them.

@@ -1,5 +1,5 @@
-"""`python -m holdfast_operator.crd` writes the resource; `--reference PAGE` the page with its
-reference written anew."""
+"""`python -m holdfast_operator.crd` prints the resource; with `--reference PAGE`, the page with its
+reference generated anew."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = "# Generated from core/holdfast_core/job_*.py by `make crds`; not edite
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes equal parts again instead of naming them (`&id001`)."""
+    """YAML dumper that repeats equal parts instead of naming them (`&id001`)."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -29,7 +29,7 @@ def definition_text() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write what is asked for; 2 when the arguments are not understood."""
+    """Print what is asked for; returns 2 when the arguments are invalid."""
     match arguments:
         case []:
             sys.stdout.write(definition_text())

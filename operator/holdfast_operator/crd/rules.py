@@ -1,7 +1,7 @@
-"""What must hold between fields of a job, in CEL, for the API server.
+"""Rules between the fields of a job, in CEL, for the API server.
 
-`holdfast_core.job.rules` says the same to a local run, in the same words. Where a message can name
-the numbers, it does.
+`holdfast_core.job.rules` holds the same rules for a local run, with the same messages. A message
+names the values wherever it can.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class CelRule:
     rule: str
     """CEL over `self` (and `oldSelf`), true when all is well."""
     says: str
-    """What is wrong; what to do. `%d` and `%s` stand for the values."""
+    """Message: what is wrong; what to do. `%d` and `%s` stand for the values."""
     values: tuple[str, ...] = ()
-    """CEL of each value. They are put in by `format`: the API server takes the text of a number
-    (`string(n)`) for endless, and refuses to join endless texts."""
+    """CEL of each value. `format` inserts them: the API server assumes that the text of a number
+    (`string(n)`) has no maximum length, and refuses to join such texts."""
     field: str = ""
-    """Path below the schema that holds the rule, such as `.parallelism`: what people are shown."""
+    """Path below the schema that holds the rule, such as `.parallelism`; shown to people."""
     forbidden: bool = False
     """Whether the value is well-formed but must not be set now."""
 
     def to_schema(self) -> dict[str, Any]:
-        """The entry; empty parts are left out."""
+        """Entry without its empty parts."""
         text = self.says.replace("\\", "\\\\").replace("'", "\\'")
         entry = {
             "rule": self.rule,
@@ -60,7 +60,7 @@ _DNS_NAME = CelRule(
 
 
 def _recompute(field: str) -> tuple[CelRule, ...]:
-    """Of the settings of one policy."""
+    """Rules for the settings of one policy."""
     policy = "self.snapshot.policy"
     asked = f"has({policy}.{field}) && {policy}.{field}.recompute"
     return (
@@ -83,7 +83,8 @@ def _recompute(field: str) -> tuple[CelRule, ...]:
 
 
 def _fixed(field: str) -> CelRule:
-    """All members must agree on it, and those that run have begun with what it was."""
+    """Rule against changing a field while the job runs: all members must agree on it, and running
+    ones began with its old value."""
     return CelRule(
         rule=f"oldSelf.suspend || self.{field} == oldSelf.{field}",
         says="cannot be changed while the job runs; set spec.suspend to true first",

@@ -1,7 +1,7 @@
-"""The schema of a `MoETrainingJob`, written from the types that read it.
+"""Schema of a `MoETrainingJob`, generated from the types that read it.
 
-Types, limits, defaults and descriptions come from `holdfast_core`; what must hold between fields
-from `rules`; the pod template from `template`.
+Types, limits, defaults and descriptions come from `holdfast_core`; rules between fields from
+`rules`; the pod template from `template`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def job_schema() -> dict[str, Any]:
         "properties": {
             "apiVersion": {"type": "string", "description": f"The version: {API_VERSION}."},
             "kind": {"type": "string", "description": f"The kind: {KIND}."},
-            # Without its name, rules could not say that they are about it.
+            # Without this property, rules could not refer to the job's name.
             "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": _value(inspect.type_info(Spec), "spec", defaults=True),
             "status": _value(inspect.type_info(JobStatus), "status", defaults=False),
@@ -110,8 +110,8 @@ def schema_at(schema: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def describe(kind: inspect.Type) -> str:
-    """What people are told about a field: its title or description and what more there is to say,
-    or else what the docstring of its Struct begins with."""
+    """Description of a field for people: its title or description, with any addition; without
+    either, the first paragraph of its Struct's docstring."""
     for part in _parts(kind):
         if isinstance(part, inspect.Metadata):
             extra = part.extra or {}
@@ -128,14 +128,14 @@ def _sentence(text: str) -> str:
 
 
 def _parts(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The members of a union but null, or the type itself."""
+    """Members of a union without null, or the type itself."""
     if isinstance(kind, inspect.UnionType):
         return tuple(part for part in kind.types if not isinstance(part, inspect.NoneType))
     return (kind,)
 
 
 def _value(kind: inspect.Type, path: str, *, defaults: bool) -> dict[str, Any]:
-    """The schema of one value, described."""
+    """Schema of one value, with its description."""
     description = describe(kind)
     schema: dict[str, Any] = {"description": description} if description else {}
     if path == TEMPLATE:
@@ -168,7 +168,7 @@ def _value(kind: inspect.Type, path: str, *, defaults: bool) -> dict[str, Any]:
 
 
 def _extensions(kind: inspect.Type) -> dict[str, Any]:
-    """What a type says to the API server alone."""
+    """Entries of a type that only the API server reads."""
     found: dict[str, Any] = {}
     for part in _parts(kind):
         if isinstance(part, inspect.Metadata):

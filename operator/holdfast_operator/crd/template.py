@@ -1,7 +1,7 @@
-"""The schema of `spec.trainer.template`: what Holdfast reads of it; the rest is Kubernetes' own.
+"""Schema of `spec.trainer.template`: the fields that Holdfast reads; the rest is Kubernetes' own.
 
-The whole schema of a pod would make the resource too big for `kubectl apply`. The operator has the
-API server judge the pod that it makes of the template.
+A pod's whole schema would make the resource too large for `kubectl apply`. The operator has the API
+server check the pod that it makes of the template.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ENV_NAME = "^[-._a-zA-Z][-._a-zA-Z0-9]*$"
 
 
 def template_schema(description: str) -> dict[str, Any]:
-    """The schema of a pod template, as far as it is ours."""
+    """Schema of a pod template, limited to the fields that Holdfast reads."""
     env = _open(
         "One variable.",
         ["name"],
@@ -58,7 +58,7 @@ def template_schema(description: str) -> dict[str, Any]:
 
 
 def _open(description: str, required: list[str], **properties: object) -> dict[str, Any]:
-    """An object that may have more than these properties."""
+    """Schema of an object that may have more than these properties."""
     schema: dict[str, Any] = {"type": "object", "description": description}
     if required:
         schema["required"] = required
