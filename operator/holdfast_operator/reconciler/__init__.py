@@ -1,1 +1,1 @@
-"""The reconciler: pure rules from what is observed to what must be done."""
+"""The reconciler: pure rules that derive what must be done from what is observed."""

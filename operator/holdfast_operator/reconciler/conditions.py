@@ -1,4 +1,4 @@
-"""The job's conditions, from what is observed and remembered. Pure; they decide nothing."""
+"""Derive the job's conditions from what is observed and remembered. Pure; decides nothing."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ INSECURE = Condition(
     message="daemons and the operator prove nothing to each other: whoever reaches them may read "
     "and change training state; set security.insecure to false in the chart's values",
 )
-"""Of every job of a cluster that does without identity; others do not have it."""
+"""Condition of every job in a cluster that runs without identity; other jobs do not have it."""
 
 UNSCHEDULABLE_SHOWN_S = 5.0
 """How long an agent may look for room before the job counts as not scheduled."""
 
 
 def newest_protected(observed: Observed) -> Generation | None:
-    """The newest generation that any daemon knows to be protected."""
+    """The newest generation that any daemon reports as protected."""
     views = (node.job for node in observed.nodes.values())
     return max((v.protected for v in views if v and v.protected), default=None)
 
 
 def newest_complete(observed: Observed, membership: Membership) -> Generation | None:
-    """The newest generation that every member's daemon is known to hold, or a newer one."""
+    """The newest generation such that every member's daemon holds it or a newer one; None while one
+    of them has reported none."""
     views = observed.views(membership)
     held = [view.complete for view in views if view is not None and view.complete is not None]
     return min(held) if len(held) == len(membership.members) else None
@@ -79,8 +80,8 @@ def conditions(
     waiting: str,
     locations: Locations = None,
 ) -> tuple[Condition, ...]:
-    """All conditions, in the order of `ConditionType`; those of a kind of job only for such jobs.
-    `waiting` says what the loop waits for."""
+    """Compute all conditions, in the order of `ConditionType`, without those that belong only to
+    other kinds of jobs. `waiting`: what the loop waits for."""
     refusal = unsupported(job, locations) if state.membership is None else None
     found = (
         _suspended(job, observed),
@@ -125,7 +126,8 @@ def _scheduled(
 
 
 def _without_room(observed: Observed, membership: Membership) -> str:
-    """The members whose agents cannot be scheduled, and what the scheduler says of the first."""
+    """Text about members whose agents cannot be scheduled, with the scheduler's message on the
+    first; empty when there are none."""
     agents = [agent_at(observed, place) for place in membership.members]
     waiting = [agent for agent in agents if agent is not None and is_unschedulable(agent)]
     if not waiting:
@@ -137,8 +139,8 @@ def _without_room(observed: Observed, membership: Membership) -> str:
 
 
 def unsupported(job: MoETrainingJob, locations: Locations = None) -> Condition | None:
-    """What the job asks for and this version cannot do, or nobody may; None when there is nothing.
-    Nothing is tried before the spec changes."""
+    """Condition of a job that asks for what this version cannot do, or for what is not allowed;
+    None for all others. Nothing is tried before the spec changes."""
     reason = "Unsupported"
     try:
         check_supported(job)
@@ -152,8 +154,8 @@ def unsupported(job: MoETrainingJob, locations: Locations = None) -> Condition |
 
 
 def refused(reason: str, message: str) -> tuple[Condition, ...]:
-    """The conditions of a job that cannot even be looked at, such as one whose document is not
-    valid: not scheduled, for this reason, and nothing else known."""
+    """Conditions of a job that cannot even be examined, such as one whose document is not valid:
+    not scheduled, for this reason, and nothing else known."""
     return (Condition(type=ConditionType.SCHEDULED, status=False, reason=reason, message=message),)
 
 
@@ -165,18 +167,18 @@ _PHASES = {
     ConditionType.RUNNING: Phase.RUNNING,
     ConditionType.SCHEDULED: Phase.STARTING,
 }
-"""The first of these conditions that holds gives a job its phase."""
+"""Phase for each condition: the first of these that is true gives the job its phase."""
 
 
 def phase(conditions: tuple[Condition, ...]) -> Phase:
-    """The state of the whole job; Waiting while its nodes are not assigned."""
+    """Phase of the whole job; Waiting while its nodes are not assigned."""
     true = {condition.type for condition in conditions if condition.status}
     return next((phase for kind, phase in _PHASES.items() if kind in true), Phase.WAITING)
 
 
 def _goes_on(state: ControlState, membership: Membership) -> bool:
-    """Whether training was seen running in this epoch and nothing is known to have stopped it; a
-    daemon that is silent does not (invariant 3)."""
+    """Whether training was seen running in this epoch and nothing is known to have stopped it. A
+    silent daemon does not stop it (invariant 3)."""
     return state.resumed_epoch == membership.epoch and state.no_replacement_since is None
 
 

@@ -1,10 +1,10 @@
-"""What a control loop that starts again takes over, as a document that adapters store.
+"""State that outlives a control loop, as a document that adapters store.
 
-Inside, times are monotonic; in the document they are seconds since the Unix epoch. An adapter keeps
-one pair of both clocks and gives it each time, so that equal states give equal documents. It stores
-the document before it carries out the actions of the look: a recovery that was stored and not
-published is then not counted twice (`Counters.counted_epoch`), and one that was published is never
-lost from the count. Pure.
+Inside, times are monotonic; in the document they are seconds since the Unix epoch. An adapter reads
+both clocks once and passes the same pair each time, so that equal states give equal documents. It
+stores the document before it carries out the actions of the look: a recovery that was stored but
+not published is then not counted twice (`Counters.counted_epoch`), and one that was published is
+never lost from the count. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.reconciler.last_failure import TrainerFailure
 
 TIME_DIGITS = 3
-"""Of a second, in the document."""
+"""Decimal places of seconds in the document."""
 
 
 class Outcome(StrEnum):
@@ -38,44 +38,47 @@ class Counters:
     epoch: int = 0
     """Highest epoch that was ever published or seen."""
     restarts: tuple[float, ...] = ()
-    """When the recoveries were that count towards the maximum, within the window."""
+    """Times of the recoveries within the window that count towards the maximum."""
     recoveries: int = 0
-    """All of them, whether they count or not."""
+    """Number of all recoveries, whether they count or not."""
     counted: int = 0
-    """Those that counted towards the maximum, ever."""
+    """Number of recoveries that have ever counted towards the maximum."""
     counted_epoch: int = 0
-    """Newest epoch whose recovery is in the numbers above. When it is newer than the membership's,
-    that epoch was decided and never published, and the next one is the same recovery."""
+    """Newest epoch whose recovery is in the numbers above. If it is newer than the membership's,
+    that epoch was decided but never published, and the next one is the same recovery."""
     renewed: frozenset[int] = frozenset()
-    """Members that came to memory without snapshots since all was last protected: until it is
+    """Members that got memory without snapshots since everything was last protected. Until it is
     again, their parity groups cannot bear another loss."""
     no_replacement_since: float | None = None
     noticed: frozenset[str] = frozenset()
-    """Nodes for whose notice of termination a copy in durable storage was asked for."""
+    """Nodes with a notice of termination, for which a copy in durable storage was requested."""
     saved: Generation | None = None
-    """Newest generation that a recovery must not fall behind to a fresh start from."""
+    """Newest generation that was protected (without redundancy: complete). Once there is one, no
+    recovery may start from nothing."""
     stored: Generation | None = None
-    """Newest copy in durable storage that a daemon has told of, and in `stored_in`, its URI."""
+    """Newest copy in durable storage that a daemon has reported; `stored_in` is the URI of that
+    storage."""
     stored_in: str = ""
     losses: JobLoss | None = None
-    """What recoveries have cost in tokens when all ranks last said so, if snapshots lack any."""
+    """Tokens that recoveries have cost, when all ranks last reported them; None before that, and
+    for jobs whose snapshots hold all experts."""
     failure: TrainerFailure | None = None
-    """The first of the newest epoch that had one."""
+    """First failure of a trainer in the newest epoch that had one."""
     stepped: bool = False
-    """Some rank has completed a step: the job's script can run."""
+    """Whether some rank has completed a step: then the job's script can run."""
     suspended: bool = False
     active_since: float | None = None
     """When the job began, or was last resumed; None while it is suspended."""
     ran: bool = False
-    """Training was seen running since then."""
+    """Whether training was seen running since `active_since`."""
     shape: str = ""
-    """The layout of the training world that the snapshots are of; empty while unknown."""
+    """Layout of the training world that the snapshots belong to; empty while unknown."""
     void_epoch: int = 0
-    """Memberships up to this epoch are of another shape, and not adopted."""
+    """Memberships up to this epoch have another shape, and are not adopted."""
     outcome: Outcome | None = None
     outcome_reason: str = ""
     outcome_word: str = ""
-    """The same in one word in CamelCase."""
+    """`outcome_reason` in one word in CamelCase."""
     ended_at: float | None = None
 
 
@@ -87,8 +90,8 @@ _GENERATIONS = ("saved", "stored")
 
 
 def to_document(counters: Counters, *, now: float, wall: float) -> dict[str, Any]:
-    """`counters` as plain values, without what has its default. `now` and `wall` are one moment on
-    both clocks."""
+    """Convert `counters` to plain values, without those at their default. `now` and `wall` are one
+    moment on both clocks."""
     counters = _on_clock(counters, wall - now)
     return {
         _NAMES.get(each.name, each.name): _plain(value)
@@ -98,8 +101,8 @@ def to_document(counters: Counters, *, now: float, wall: float) -> dict[str, Any
 
 
 def from_document(document: object, *, now: float, wall: float) -> Counters:
-    """The counters in a document; blank when it cannot be understood, since anybody may have
-    deleted or edited it. Unknown fields are ignored. `now` and `wall` are one moment on both
+    """Read the counters in a document; blank ones when it cannot be understood, since it may have
+    been edited or deleted. Unknown fields are ignored. `now` and `wall` are one moment on both
     clocks."""
     try:
         found = msgspec.convert(_with_generations(document), Counters)
@@ -109,7 +112,7 @@ def from_document(document: object, *, now: float, wall: float) -> Counters:
 
 
 def _on_clock(counters: Counters, ahead_s: float) -> Counters:
-    """The same on a clock that is `ahead_s` ahead of theirs."""
+    """Shift the times of `counters` to a clock that is `ahead_s` ahead."""
 
     def at(time: float | None) -> float | None:
         return None if time is None else time + ahead_s
@@ -138,7 +141,8 @@ def _plain(value: object) -> object:
 
 
 def _with_generations(document: object) -> object:
-    """`document` with the names of `Counters`, and generations as msgspec reads them."""
+    """Rename the fields of `document` as in `Counters`, and give generations the form that msgspec
+    reads."""
     if not isinstance(document, dict):
         return document
     fields_of = {written: name for name, written in _NAMES.items()}

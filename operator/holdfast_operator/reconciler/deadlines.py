@@ -1,6 +1,7 @@
 """How long a job may take, and how long it is kept after its end. Pure.
 
-Deadlines count from the first look at the job, or from its last resumption, as those of a Job do.
+Deadlines count from the first look at the job, or from its last resumption, as those of a
+Kubernetes Job do.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from holdfast_operator.reconciler.views import ControlState, DeleteJob
 
 
 def note_activity(look: Look, state: ControlState) -> Step:
-    """The job is not suspended: its deadlines run."""
+    """Start the deadlines of a job that is not suspended."""
     if state.active_since is not None:
         return Step(state)
     return Step(replace(state, active_since=look.now, ran=False))
 
 
 def fail_when_overdue(look: Look, state: ControlState) -> Step:
-    """Fail the job if a deadline is over."""
+    """Fail the job if a deadline has passed."""
     spec = look.job.spec
     assert state.active_since is not None
     active_s = look.now - state.active_since

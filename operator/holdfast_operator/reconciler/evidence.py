@@ -1,8 +1,8 @@
-"""From observations to causes: what has failed, in the words that events and conditions repeat.
+"""Derive causes from observations: what has failed, in the words of events and conditions.
 
 Level-triggered: a cause is read from the present state, never remembered. Publishing a new epoch
 makes evidence from the old one void, so that a cause leads to one recovery. This module must not
-decide what is done about a cause: that is for `recovering`.
+decide what is done about a cause: `recovering` does.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from holdfast_operator.reconciler.views import (
 )
 
 STARTING_S = 600.0
-"""Ranks that have not finished a first step in their epoch may load, compile and warm up for this
-long before their silence is a hang, however small `hangSeconds` is."""
+"""Least silence that counts as a hang while no rank has finished a first step in the epoch, however
+small `hangSeconds` is: ranks may load, compile and warm up for this long."""
 
 RETURN_S = 30.0
-"""How much longer a daemon is waited for that is being ended on purpose, or was seen starting, on a
-living node: moving its member would cost more than waiting for the memory that is still there."""
+"""Additional wait for a daemon that is being ended on purpose, or was seen starting, on a living
+node: moving its member would cost more than waiting for the memory that is still there."""
 
 DIAL_S = 10.0
-"""How much longer a daemon is waited for that this control loop has never heard, since it may have
-to notice that the last one is gone, and dial again."""
+"""Additional wait for a daemon that this control loop has never heard: the daemon may have to
+notice that the last control loop is gone, and dial again."""
 
 PATIENCE_S = 60.0
-"""How much longer a silent node is waited for that may still live, while its parity group could not
-rebuild what it holds: giving it up loses the generation that the job can go back to. After that the
-job has stood still for long enough, and starts from what is left, or fails and says why."""
+"""Additional wait for a silent node that may still live, while its parity group could not rebuild
+what it holds: giving it up loses the generation that the job can go back to. After this the job has
+stood still for long enough, and starts from what is left, or fails and gives the reason."""
 
 UNSCHEDULABLE_S = 30.0
-"""How long an agent may find no room on its node before another node is tried."""
+"""How long there may be no room for an agent on its node before another node is tried."""
 
 UNSCHEDULABLE = "Unschedulable"
-"""Why an agent waits for which the cluster finds no room: the word of Kubernetes' scheduler."""
+"""Reason of an agent for which the cluster finds no room: the word of Kubernetes' scheduler."""
 
 FOLLOWING_CODE = 1
 """Exit code of a rank that Python ended with a traceback, such as a broken connection to a peer."""
@@ -64,30 +64,32 @@ class Cause:
     """One failure, for one failure rule."""
 
     on: On
-    """What rules call it. `Any` for failures that have no name there, such as a lost rank."""
+    """Name of the failure in rules; `Any` for failures that have no name there, such as a lost
+    rank."""
     text: str
     member: int | None = None
     exit_code: int | None = None
     last_lines: str = ""
-    """What it wrote last, when it ended by itself."""
+    """Last lines that the rank or agent wrote, when it ended by itself."""
     node_lost: bool = False
-    """The member cannot go on where it lives now, and its memory there is lost."""
+    """Whether the member's memory on its node is lost, so that it cannot go on there as it is."""
     evicted: bool = False
-    """The member cannot go on where it lives now, though its memory is there: the node takes no
-    agent."""
+    """Whether the member's node takes no agent, so that the member cannot go on there, although its
+    memory is there."""
     voluntary: bool = False
-    """The member works, or has nothing to lose: only worth a recovery if it finds a better node."""
+    """Whether the member works, or has nothing to lose: a recovery is worth it only if it finds a
+    better node."""
     awaits_code: bool = False
-    """The agent may still tell with what code the rank exited."""
+    """Whether the agent may still report the rank's exit code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What speaks for a recovery, and who must be heard first."""
+    """Causes of a recovery, and the daemons that must be heard before it begins."""
 
     causes: tuple[Cause, ...]
     suspects: tuple[str, ...]
-    """Members' nodes that are silent, but not for long enough to be lost."""
+    """Members' nodes that are silent, but not yet long enough to be lost."""
     groups: ParityGroups
 
 
@@ -98,7 +100,7 @@ def gather(
     state: ControlState,
     now: float,
 ) -> Evidence:
-    """Everything that is wrong with the training world of `membership` now."""
+    """Find everything that is wrong with the training world of `membership` now."""
     causes: list[Cause] = []
     suspects: list[str] = []
     groups = ParityGroups(job, membership, observed, state, now)
@@ -119,9 +121,9 @@ def gather(
 
 
 def principal(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    """The causes without those that the others explain. When a node is lost or taken away, ranks
-    elsewhere die of it: they vanish, exit with a traceback (code 1) or are aborted (codes from 128
-    on). When a rank died of something else, code 1 and ranks without a code are its consequence."""
+    """Drop the causes that others explain. When a node is lost or taken away, ranks elsewhere die
+    as a result: they vanish, exit with a traceback (code 1) or are aborted (codes from 128 on).
+    When a rank died of something else, code 1 and ranks without a code are its consequence."""
     found = tuple(causes)
     if any(c.on in (On.NODE_LOST, On.DISRUPTION) and not c.voluntary for c in found):
         return tuple(c for c in found if not _follows_a_loss(c))
@@ -166,7 +168,7 @@ def _member_causes(
     state: ControlState,
     now: float,
 ) -> Iterator[Cause]:
-    """What is wrong with a member whose daemon is there."""
+    """Find what is wrong with a member whose daemon is reachable."""
     agent, node = agent_at(observed, place), node_of(observed, place)
     ran = state.resumed_epoch == membership.epoch
     if agent is not None and is_left_over(agent, state, membership):
@@ -187,7 +189,7 @@ def _member_causes(
     elif failures:
         yield from failures
     elif agent is None and ran:
-        # It took ranks with it that had closed their sessions, and are needed by the others.
+        # Ranks that had closed their sessions ended with it, and the others need them.
         text = f"the agent of member {place.index} has vanished"
         yield Cause(on=On.ANY, text=text, member=place.index)
     else:
@@ -197,9 +199,9 @@ def _member_causes(
 
 
 def is_left_over(agent: AgentView, state: ControlState, membership: Membership) -> bool:
-    """Whether an agent may have failed in an earlier epoch: its daemon tells of the ranks before
-    the agent's own end is known, and a control loop that starts again does not know when it was.
-    What it took with it in this epoch is known to its daemon."""
+    """Whether an agent may have failed in an earlier epoch: its daemon reports the ranks before the
+    agent's own end is known, and a restarted control loop cannot find out when that was. If it took
+    ranks with it in this epoch, its daemon reports them."""
     if agent.state is not AgentState.EXITED or agent.exit_code == 0:
         return False
     if state.resumed_epoch == membership.epoch:
@@ -208,8 +210,8 @@ def is_left_over(agent: AgentView, state: ControlState, membership: Membership) 
 
 
 def _is_taken_away(agent: AgentView, worked: bool) -> bool:
-    """Whether the cluster ends the agent, and training with it. One that is ending already was the
-    one at work only if there was work: else it is the last epoch's, told to stop."""
+    """Whether the cluster ends the agent, and training with it. An agent that is already ending was
+    at work only if there was work: otherwise it belongs to the last epoch, and was told to stop."""
     if not agent.disruption or agent.state is AgentState.STARTING:
         return False
     if agent.state is AgentState.EXITED:
@@ -234,7 +236,8 @@ def _failures(place: MemberPlace, view: JobView | None, agent: AgentView | None)
 def _rank_failures(
     place: MemberPlace, view: JobView | None, agent: AgentView | None
 ) -> Iterator[Cause]:
-    """An agent tells the code of the first of its workers that failed, and ends the others."""
+    """Find failed or lost ranks. An agent reports the exit code of the first worker that failed,
+    and ends the others."""
     if view is None:
         return
     exits = [(rank, rank.exit_code) for rank in view.ranks if rank.exit_code]
@@ -283,8 +286,8 @@ def is_unschedulable(agent: AgentView) -> bool:
 def _contradiction(
     membership: Membership, place: MemberPlace, view: JobView | None, strange: dict[int, bool]
 ) -> Iterator[Cause]:
-    """Two memberships of one epoch. `strange` holds, by `id`, which objects were compared before:
-    what thousands of daemons report is mostly one object, and long."""
+    """Find a daemon that holds another membership of the same epoch. `strange` caches comparisons
+    by `id`: thousands of daemons mostly report one object, and it is long."""
     theirs = None if view is None else view.membership
     if theirs is None:
         return
@@ -307,8 +310,9 @@ def _differ(theirs: Membership, ours: Membership) -> bool:
 def _hang(
     job: MoETrainingJob, membership: Membership, observed: Observed, state: ControlState
 ) -> Iterator[Cause]:
-    """No rank has made progress for too long. Ranks wait for each other in collectives, so one
-    that hangs stops all; those that are a step behind, or idle for longest, are named."""
+    """Find out whether no rank has made progress for too long. Ranks wait for each other in
+    collectives, so one that hangs stops all; those that are a step behind, or idle for longest, are
+    named."""
     ranks = [r for r in ranks_in(observed, membership) if r.state.at_work]
     if not ranks:
         return

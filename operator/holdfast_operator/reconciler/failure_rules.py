@@ -1,6 +1,6 @@
-"""Which failure rule a cause meets, and what happens to a cause that no rule matches. Pure.
+"""Which failure rule applies to a cause, and what happens to a cause that no rule matches. Pure.
 
-The first rule that matches wins. Causes are called by what rules say after `when`:
+The first rule that matches wins. Causes have the names that rules give after `when`:
 
 - `NodeLost`: the daemon is silent for too long, the node is gone, or its memory is.
 - `Disruption`: the cluster took the pod away (preemption, eviction, taint, deletion with its node),
@@ -8,18 +8,18 @@ The first rule that matches wins. Causes are called by what rules say after `whe
 - `Hang`: no rank makes progress.
 - `ExitCode`: a worker failed with a code that its agent has seen, or the agent itself did. A worker
   that died of signal n has code 128 + n: out of memory is 137.
-- Everything else has no name and is met by `Any` alone: a rank that is lost without a code, an
-  agent that waits. A pod that somebody deleted is among them, and counts: it cannot be told from a
+- Everything else has no name, and only `Any` matches it: a rank that is lost without a code, an
+  agent that waits. A pod that a person deleted is among them, and counts: it cannot be told from a
   crash, and something that deletes pods again and again must come to an end, as it does for a Job.
 
-The default rules end with `Any`, so that by default every exit code is restarted in place and
-counts: a Python traceback (code 1) may be a bug, or a lost connection. Without a rule that matches
-an exit code, codes 1 to 127 are permanent and fail the job, except those below; codes from 128 on
-(signals) are restarted in place. Any other cause without a rule is restarted in place (its node
-replaced if that is lost), and counts.
+The default rules end with `Any`, so that by default every exit code leads to a restart in place
+that counts: a Python traceback (code 1) may be a bug, or a lost connection. Without a rule that
+matches an exit code, codes 1 to 127 are permanent and fail the job, except those in `RETRYABLE`;
+codes from 128 on (signals) lead to a restart in place. So does any other cause without a rule (its
+node is replaced if that is lost), and it counts.
 
-Code 1 is also what ranks exit with when another one dies. A rule that fails the job on it is met
-only where nothing else explains it (`reconciler.evidence.principal`).
+Ranks also exit with code 1 when another one dies. A rule that fails the job on it applies only
+where nothing else explains it (`reconciler.evidence.principal`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from holdfast_core.job.parsing import FailureAction, FailureRule, MoETrainingJob
 from holdfast_operator.reconciler.evidence import Cause
 
 RETRYABLE = frozenset({42, 69, 75})
-"""Codes below 128 that ask for a restart: 42 by convention of ours; 69 and 75 (EX_UNAVAILABLE,
-EX_TEMPFAIL) are what agents exit with when their daemon stayed away, or the job ended for them."""
+"""Codes below 128 that ask for a restart. 42 is Holdfast's own convention; agents exit with 69 and
+75 (EX_UNAVAILABLE, EX_TEMPFAIL) when their daemon stayed away, or the job ended for them."""
 
 SIGNALS = 128
-"""Codes above are 128 + the signal."""
+"""Codes above this are 128 + the signal."""
 
 
 def rule_for(job: MoETrainingJob, cause: Cause) -> FailureRule:
-    """The first rule that matches, or what stands for it when none does."""
+    """Find the first rule that matches, or the default when none does."""
     for rule in job.spec.failure_policy.rules:
         matches_code = rule.on is On.EXIT_CODE and cause.exit_code in rule.values
         if rule.on is On.ANY or matches_code or (rule.on is cause.on and not rule.values):
@@ -47,12 +47,12 @@ def rule_for(job: MoETrainingJob, cause: Cause) -> FailureRule:
 
 
 def is_permanent(code: int | None) -> bool:
-    """Whether an exit code alone says that trying again is useless; None is unknown."""
+    """Whether an exit code alone shows that trying again is useless; None is unknown."""
     return code is not None and 0 < code < SIGNALS and code not in RETRYABLE
 
 
 def tell_codes_apart(job: MoETrainingJob) -> bool:
-    """Whether it matters with what code a rank exited: then its code is waited for."""
+    """Whether the exit code of a rank can change what is done: then the code is waited for."""
     rules = job.spec.failure_policy.rules
     general = next((rule for rule in rules if rule.on is On.ANY), None)
     if general is None:

@@ -1,4 +1,4 @@
-"""What an observation says of one member, node or rank. Pure; it judges nothing."""
+"""Look up a member, node or rank in an observation. Pure; judges nothing."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from holdfast_operator.reconciler.views import (
 )
 
 SUSPECT_AFTER_HEARTBEATS = 2.5
-"""A daemon that is this late is waited for: nothing that needs it is begun."""
+"""Heartbeats of silence after which a daemon is suspect: it is waited for, and nothing that needs
+it is begun."""
 
 _rank_number = attrgetter("rank")
 
 
 def node_of(observed: Observed, place: MemberPlace) -> NodeView:
-    """The node that a member lives on; one that was never seen is not connected."""
+    """Node that a member lives on; one that was never seen is not connected."""
     return observed.nodes.get(place.node) or NodeView(name=place.node)
 
 
 def silent_s(node: NodeView, state: ControlState, now: float) -> float:
-    """How long the node's daemon was not heard while the loop was listening."""
+    """Seconds for which the node's daemon was not heard while the loop was listening."""
     return now - max(node.heard_at, state.attentive_since)
 
 
 def is_reachable(job: MoETrainingJob, node: NodeView, state: ControlState, now: float) -> bool:
-    """Whether the node's daemon is there to work with."""
+    """Whether the node's daemon is connected, and not late."""
     late_s = SUSPECT_AFTER_HEARTBEATS * job.spec.failure_policy.detection.heartbeat_seconds
     return node.connected and silent_s(node, state, now) < late_s
 
 
 def detection_s(job: MoETrainingJob) -> float:
-    """How long a daemon may be silent before its node counts as lost."""
+    """Seconds that a daemon may be silent before its node counts as lost."""
     detection = job.spec.failure_policy.detection
     return detection.heartbeat_seconds * detection.missed_heartbeats
 
 
 def ranks_in(observed: Observed, membership: Membership) -> list[RankView]:
-    """The ranks that the members' daemons know in the membership's epoch, ascending."""
+    """Ranks that the members' daemons report in the membership's epoch, ascending."""
     views = observed.views(membership)
     return sorted((r for view in views if view for r in view.ranks), key=_rank_number)
 
 
 def agent_at(observed: Observed, place: MemberPlace) -> AgentView | None:
-    """The member's agent where it belongs."""
+    """Agent of the member on the member's node; None when there is none."""
     return observed.agent(place.index, place.node)

@@ -1,11 +1,11 @@
-"""What recoveries cost a job whose snapshots leave experts out: followed, judged, told. Pure.
+"""What recoveries cost a job whose snapshots leave experts out. Pure.
 
-Daemons send sums by layer of their ranks' tokens (`holdfast_core.experts.loss_reports`); here those
-of all ranks become the job's figures, and only here can they. They are judged only when every rank
-has spoken in this epoch: until then, such as during a recovery, what was known before stands, so
-that neither the condition nor its event depends on who reports first.
+Daemons report sums by layer of their ranks' tokens (`holdfast_core.experts.loss_reports`). Only
+here do the reports of all ranks become the job's figures, and only when every rank has reported in
+this epoch: until then, such as during a recovery, the earlier figures stand, so that neither the
+condition nor its event depends on which rank reports first.
 
-It decides nothing: how many experts a snapshot holds is for the trainers to say.
+This module must not decide how many experts a snapshot holds: trainers do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def leaves_experts_out(job: MoETrainingJob) -> bool:
 
 
 def note_losses(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Remember the job's figures, and tell once when they pass the limit."""
+    """Remember the job's figures, and emit one event when they pass the limit."""
     if not leaves_experts_out(look.job):
         return Step(state)
     found, known = job_loss(look.observed, membership), state.losses
@@ -45,7 +45,7 @@ def note_losses(look: Look, state: ControlState, membership: Membership) -> Step
 
 
 def job_loss(observed: Observed, membership: Membership) -> JobLoss | None:
-    """The figures of all ranks together; None while one of them has not reported."""
+    """Figures of all ranks together; None while one of them has not reported."""
     views = observed.views(membership)
     report = merged(view.loss for view in views if view is not None and view.loss is not None)
     if report is None or report.ranks != membership.world_size:

@@ -1,9 +1,9 @@
-"""A node that will be taken away soon: what is in memory there goes to durable storage first. Pure.
+"""Copies to durable storage from nodes that will be taken away soon. Pure.
 
-A notice leaves a minute or two. A spare takes the member over in that time, if there is one
-(`recovering`), and parity bears the loss, if it comes alone. But notices often come to many nodes
+A notice leaves a minute or two. In that time a spare takes over the member, if there is one
+(`recovering`), and parity can bear a loss that comes alone. But notices often come to many nodes
 together, for one reason, and then neither is enough: so the newest protected generation is copied
-at once, whatever else is done. One request for each notice: daemons go on trying by themselves.
+at once, whatever else is done. Each notice leads to one request: daemons keep trying by themselves.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from holdfast_operator.reconciler.views import (
 
 
 def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> Step:
-    """Ask for a copy for each notice that is new. Followed when all else is decided: a request that
-    came before the next epoch would be one for a generation of the epoch that has ended.
+    """Ask for a copy for each new notice. This comes after all other rules: a request before the
+    next epoch would be for a generation of the epoch that has ended.
 
     Args:
         before: the membership before this look, since a member with a notice may have moved.
@@ -44,7 +44,7 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
 
 
 def asked_because(state: ControlState) -> str:
-    """Why a copy was asked for, as an addition to a condition; empty when nobody did."""
+    """Why a copy was requested, as an addition to a condition; empty when none was."""
     if not state.noticed:
         return ""
     return f"; a copy was asked for since notice was given for {listed(sorted(state.noticed))}"
@@ -53,8 +53,8 @@ def asked_because(state: ControlState) -> str:
 def _notices(
     observed: Observed, membership: Membership, state: ControlState
 ) -> Iterator[tuple[str, str]]:
-    """(node, what will happen to it) of members' nodes, and of those that members have just left:
-    the same notice is not a new one later."""
+    """Yield (node, what will happen to it) for members' nodes, and for those that members have just
+    left: the same notice is not a new one later."""
     members = {place.node: place.index for place in membership.members}
     for name in members.keys() | state.noticed:
         node = observed.nodes.get(name)

@@ -1,6 +1,6 @@
 """Which node a member lives on: the first placement, the choice of a spare, addresses.
 
-Pure. Ties break by name, so that a control loop that starts again decides the same.
+Pure. Ties break by name, so that a restarted control loop decides the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundan
 from holdfast_operator.reconciler.views import NodeView
 
 BYTES_MAX = 1 << 60
-"""More than any node has or fetches in a second, and little enough for the messages; a larger limit
-is none."""
+"""Upper limit of amounts in a membership: more bytes than any node has or fetches in a second, and
+few enough for the messages. A larger setting is no limit."""
 
 
 def place_on(index: int, node: NodeView) -> MemberPlace:
@@ -67,8 +67,8 @@ def choose_spare(
     spares: Iterable[NodeView],
     settled: Mapping[int, MemberPlace],
 ) -> NodeView | None:
-    """The spare to replace `member`'s node: one outside the failure domains of its parity group if
-    there is one, then the first by name. `settled` are the members that keep a place."""
+    """Choose the spare that replaces `member`'s node: one outside the failure domains of its parity
+    group if there is one, then the first by name. `settled` holds the members that keep a place."""
     taken = {
         settled[other].domain or settled[other].node
         for other in membership.group_of(member)
@@ -79,8 +79,9 @@ def choose_spare(
 
 
 def refreshed(membership: Membership, nodes: Mapping[str, NodeView]) -> Membership:
-    """`membership` with the addresses that its daemons have now: the same object when none changed,
-    else the next revision. Only a daemon on the same memory may move its address so."""
+    """Update the addresses of daemons that have moved: returns the same object when none has,
+    otherwise the next revision. A daemon may move in this way only if it still has the same
+    memory."""
     members = tuple(
         place_on(place.index, node)
         if (node := nodes.get(place.node)) is not None

@@ -1,8 +1,8 @@
 """Which members could be rebuilt from their parity groups if they were lost now. Pure.
 
-A parity group bears the loss of as many members as its redundancy is made for. While so many are
-away, or their new memory is not filled yet, the loss of another one would lose the generation that
-the job could go back to. So nobody may be given up in that time whose memory may still be there.
+A parity group bears the loss of as many members as its redundancy allows. While that many are away,
+or their new memory is not filled yet, another loss would cost the generation that the job could go
+back to. During that time no member may be given up whose memory may still be there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast_operator.reconciler.views import ControlState, JobView, Observed
 
 
 class ParityGroups:
-    """The parity groups of a membership, as they stand at one look."""
+    """Parity groups of a membership, as they stand at one look."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ParityGroups:
         self._state, self._now = state, now
 
     def bear_loss_of(self, member: int) -> bool:
-        """Whether nothing would be lost with the memory of `member`."""
+        """Whether losing the memory of `member` would lose nothing."""
         if self._state.saved is None:
             return True
         group = self._group_of[member]
@@ -40,7 +40,7 @@ class ParityGroups:
         return code is not None and weak < code.rows
 
     def give_up(self, member: int) -> None:
-        """From now on `member` counts as one whose memory is new."""
+        """Count `member` as one whose memory is new from now on."""
         self._weak.add(member)
 
     @property
@@ -54,7 +54,8 @@ class ParityGroups:
 
     @cached_property
     def _weak(self) -> set[int]:
-        """Members whose memory is away or not filled. Most looks do not ask."""
+        """Members whose memory is away or not filled. Computed on demand: most looks do not need
+        it."""
         views = self._observed.views(self._membership)
         return {
             place.index

@@ -1,4 +1,4 @@
-"""What protection takes of the network, of a whole job: from the words of its daemons. Pure."""
+"""Network traffic of protection for a whole job, from the reports of its daemons. Pure."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_operator.reconciler.views import Observed
 
 DIGITS = 2
-"""Significant ones: a status that differs in more would be written all the time."""
+"""Significant digits of a rate: with more of them, the status would change all the time."""
 
 NOTHING_BYTES_S = 1000.0
-"""Less is shown as nothing: daemons show a rate that fades."""
+"""Rates below this become 0: what daemons report fades slowly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProtectionTraffic:
-    """Bytes a second that nodes fetched from each other for parity of late, rounded."""
+    """Recent traffic between nodes for parity, in bytes a second, rounded."""
 
     node_bytes_s: int
-    """Of the busiest node."""
+    """Bytes a second that the busiest node fetched."""
     bytes_s: int
-    """Of all nodes."""
+    """Bytes a second that all nodes together fetched."""
     limit_bytes_s: int
-    """What the job lets each node fetch; 0: no limit."""
+    """Bytes a second that the job lets each node fetch; 0: no limit."""
 
 
 def traffic_of(observed: Observed, membership: Membership | None) -> ProtectionTraffic | None:
-    """The traffic of a job; None where it has no redundancy or is not placed."""
+    """Traffic of a job; None for one that has no redundancy or is not placed."""
     if membership is None or membership.redundancy is Redundancy.NONE:
         return None
     rates = [view.protection_bytes_s for view in observed.views(membership) if view is not None]
@@ -40,7 +40,7 @@ def traffic_of(observed: Observed, membership: Membership | None) -> ProtectionT
 
 
 def traffic_text(traffic: ProtectionTraffic) -> str:
-    """The traffic in a sentence."""
+    """Traffic in one sentence."""
     text = (
         f"protection fetches {format_rate(traffic.bytes_s)} over all nodes, "
         f"{format_rate(traffic.node_bytes_s)} into the busiest one"

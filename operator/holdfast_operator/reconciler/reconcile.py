@@ -1,35 +1,37 @@
 """The reconciler: from what is observed to what must be done, without I/O and without a clock.
 
-One reconciler for every adapter. It is level-triggered: it may be called at any time, as often as
-one likes, and after losing its memory; `ControlState` comes back from the daemons' heartbeats
-(invariant 6). It must not know what an agent or a node is made of.
+One reconciler serves every adapter. It is level-triggered: it may be called at any time, any number
+of times, and after it has lost its memory, since epoch and membership come back from the daemons'
+heartbeats (invariant 6). It must not depend on what an agent or a node is made of.
 
-Each rule is given the look and the state that the rule before led to, and returns a step: a state,
-actions, events, and perhaps what is waited for, which ends the look (`draft`). What the rules hold
-to:
+Each rule is given the look and the state that the rule before returned. It returns a step: a state,
+actions, events, and perhaps a text on what is waited for, which ends the look (`steps`). The rules
+keep to this:
 
-1. A recovery publishes a new epoch, one more than every epoch ever seen. Nothing else does, but the
-   first placement and the end of a suspension. Addresses alone change the revision. An epoch that
-   is known but not confirmed by all its daemons is published again as it is.
+1. A recovery publishes a new epoch, one more than every epoch ever seen. So do the first placement
+   and the end of a suspension, and nothing else but what rule 5 names. A change of addresses alone
+   raises the revision. An epoch that is known but not confirmed by all its daemons is published
+   again unchanged.
 2. While a member's daemon is silent, but not long enough to be lost, nothing is begun: an epoch
-   needs all its daemons, and what else failed is handled together with the loss. A node that may
-   still live is waited for longer while its parity group could not bear its loss (`protection`).
-3. Rank lost, agent failed, hang: the same members begin a new epoch where they are. Node lost: a
-   spare takes its place; without one the job waits, then fails. A member that the cluster evicts,
-   or finds no room for, moves to a spare while its parity group can rebuild it (`replacing`).
-4. Failure rules: the first that matches a cause gives its action (`rules`). A lost node cannot be
-   restarted in place, so it is replaced unless the rule says Fail. An epoch that fails before it
-   ran is not followed by the next at once. A job that fails alike before its first step, again and
-   again, has failed (`reconciler.trainer_failures`).
+   needs all its daemons, and other failures are handled together with the loss. A node that may
+   still live gets more time while its parity group could not bear its loss (`protection`).
+3. After a lost rank, a failed agent or a hang, the same members begin a new epoch where they are.
+   When a node is lost, a spare takes its place; without one the job waits, then fails. A member
+   that the cluster evicts, or finds no room for, moves to a spare while its parity group can
+   rebuild it (`replacing`).
+4. Failure rules: the first that matches a cause gives its action (`failure_rules`). A lost node
+   cannot be restarted in place, so it is replaced unless the rule says Fail. After an epoch that
+   failed before it ran, the next one does not begin at once. A job that fails alike before its
+   first step, again and again, has failed (`trainer_failures`).
 5. A job does not start again from nothing once a generation was protected (without redundancy:
    complete). If no recovery line is left, in memory or in durable storage, it fails. Before that
-   point a fresh start loses no promise, and happens; so it does when a person has changed the shape
-   of a suspended job (`suspending`). An epoch that does not come after those in storage is followed
-   by one that does (`persisted`).
-6. For each notice that a member's node will be taken away, a copy in durable storage is asked for,
+   point a fresh start breaks no promise, and happens; so it does when a person has changed the
+   shape of a suspended job (`suspending`). An epoch that does not come after those in storage is
+   followed by one that does (`stored_copies`).
+6. For each notice that a member's node will be taken away, a copy in durable storage is requested,
    whatever else is done about it (`notices`).
-7. An ended job, well or not, frees its memory in the daemons, and is deleted when its time is over
-   (`deadlines`).
+7. A job that has ended, well or not, frees its memory in the daemons, and is deleted when its time
+   is over (`deadlines`).
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def reconcile(
     now: float,
     locations: Locations = None,
 ) -> Decision:
-    """What to do now, and the state to be given the next time. `locations`: where the job may
+    """Decide what to do now, and the state to pass in the next time. `locations`: where the job may
     persist to."""
     look = Look(job=job, observed=observed, now=now, locations=locations)
     step = _follow_rules(look, look.begin(state))
@@ -119,7 +121,7 @@ def _follow_rules(look: Look, state: ControlState) -> Step:
 
 
 def _clear_away(look: Look, state: ControlState) -> Step:
-    """Free what an ended job still has."""
+    """Free what an ended job still holds."""
     if state.outcome is None:
         return Step(state)
     step = stop(look, state, look.observed.agents)
@@ -129,7 +131,7 @@ def _clear_away(look: Look, state: ControlState) -> Step:
 
 
 def _adopt(look: Look, state: ControlState) -> Step:
-    """Take the newest membership that any daemon reports, when it is newer than ours."""
+    """Adopt the newest membership that any daemon reports, when it is newer than ours."""
     known = state.membership
     views = (node.job for node in look.observed.nodes.values())
     seen = [view.membership for view in views if view is not None and view.membership]
@@ -146,7 +148,7 @@ def _adopt(look: Look, state: ControlState) -> Step:
 
 
 def _place(look: Look, state: ControlState) -> Step:
-    """The first placement, once there are enough daemons."""
+    """Place the members for the first time, once there are enough daemons."""
     if state.membership is not None:
         return Step(state)
     rules = (fail_when_overdue, _refuse, free_earlier_shape, _choose_nodes)
@@ -154,13 +156,13 @@ def _place(look: Look, state: ControlState) -> Step:
 
 
 def _refuse(look: Look, state: ControlState) -> Step:
-    """Wait while the job asks for what cannot be done."""
+    """Wait while the job asks for something that cannot be done."""
     refusal = judge.unsupported(look.job, look.locations)
     return Step(state, waiting=None if refusal is None else refusal.message)
 
 
 def _choose_nodes(look: Look, state: ControlState) -> Step:
-    """Form the first membership. Daemons get time to be seen, since one of them may know the job
+    """Form the first membership. Daemons get time to dial in, since one of them may hold the job
     already."""
     nodes, ready = look.observed.nodes.values(), look.candidates(state)
     names = {node.name for node in ready}
@@ -184,7 +186,7 @@ def _choose_nodes(look: Look, state: ControlState) -> Step:
 
 
 def _missing(look: Look, absent: list[str]) -> str:
-    """What keeps the other nodes from taking a member, in brackets; empty without other nodes."""
+    """Text on why the other nodes take no member, in brackets; empty without other nodes."""
     nodes = look.observed.nodes.values()
     closed = sorted(node.name for node in nodes if not node.schedulable and not node.gone)
     reasons = [f"waiting for {listed(absent)}"] if absent else []
@@ -199,7 +201,7 @@ def _complete(look: Look, state: ControlState, membership: Membership) -> Step:
 
 
 def _note_silence(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Tell which daemons have fallen silent, and which are back."""
+    """Emit an event for each daemon that has fallen silent or is back."""
     if state.confirmed_epoch != membership.epoch:
         return Step(state)  # the loop has just begun to listen
     silent = frozenset(
@@ -223,7 +225,8 @@ def _note_silence(look: Look, state: ControlState, membership: Membership) -> St
 
 
 def _note_progress(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Remember what daemons report of the epoch: who is in it, its line, what is safe."""
+    """Remember the progress that daemons report of the epoch: who is in it, its line, what is
+    safe."""
     views = look.observed.views(membership)
     known = [view for view in views if view is not None]
     line = _line_of(look, membership)
@@ -248,13 +251,13 @@ def _note_progress(look: Look, state: ControlState, membership: Membership) -> S
 
 
 def _line_of(look: Look, membership: Membership) -> Line | None:
-    """The recovery line of the epoch, once a daemon knows it."""
+    """Recovery line of the epoch, once a daemon reports it."""
     views = look.observed.views(membership)
     return next((v.line for v in views if v is not None and v.line is not None), None)
 
 
 def _note_resumption(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Tell once in each epoch that training runs."""
+    """Emit one event in each epoch, when training runs."""
     if state.resumed_epoch >= membership.epoch:
         return Step(state)
     if not judge.training_runs(look.observed, membership):
@@ -284,7 +287,7 @@ def _fail_when_overdue(look: Look, state: ControlState, _: Membership) -> Step:
 
 
 def _fail_without_line(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Rule 5: fail when an epoch would start from nothing although there was something."""
+    """Rule 5: fail when an epoch would start from nothing although a generation was safe."""
     line, saved = _line_of(look, membership), state.saved
     if line is None or line.generation is not None or saved is None:
         return Step(state)
@@ -302,7 +305,8 @@ def _fail_without_line(look: Look, state: ControlState, membership: Membership) 
 
 
 def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Nothing failed: addresses, and agents that are missing or out of place."""
+    """Tend a job in which nothing failed: its addresses, and agents that are missing or out of
+    place."""
     if state.confirmed_epoch != membership.epoch:
         # The control loop that published it may have died before it reached them all.
         text = f"waiting until all daemons are in epoch {membership.epoch}"
@@ -333,7 +337,7 @@ def _stop_strays(
     if not left:
         return step
     step = step.then(stop(look, state, [a for a in left if (a.member, a.node) in homes]))
-    # The next of theirs that fails has failed in this epoch.
+    # The next agent of these members that fails has failed in this epoch.
     carried = state.carried.difference(agent.member for agent in left)
     return replace(step, state=replace(state, began_at=look.now, carried=carried))
 
@@ -363,4 +367,4 @@ _RULES = (
     recover,
     _tend,
 )
-"""What is done about a job that has its places, in order."""
+"""Rules for a job whose members have their places, in order."""

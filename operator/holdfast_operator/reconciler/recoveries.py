@@ -1,6 +1,6 @@
-"""The story of each recovery: what was lost, what was restored from where, how long it took.
+"""History of recoveries: what was lost, what was restored from where, how long it took.
 
-Pure: fed with what the control loop saw and decided. Only for people; nothing depends on it.
+Pure: it follows what the control loop saw and decided. For people only; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,30 @@ class Recovery:
     cause: str
     decided_at: float
     step_before: int
-    """Newest step that any rank had reported."""
+    """Newest step that any rank had reported before the recovery."""
     resumed_at: float | None = None
-    """All ranks were restored and at work."""
+    """When all ranks were restored and at work."""
     restored_step: int | None = None
-    """0 for a fresh start."""
+    """Step that was restored; 0 for a fresh start."""
     lost_steps: int | None = None
     sources: tuple[tuple[int, RestoreSource], ...] = ()
-    """(rank, where its bytes came from)."""
+    """Each rank, and the source of its state."""
     advanced_at: float | None = None
-    """The first step after it was completed."""
+    """When the first step after the restored one was completed."""
 
     @property
     def source(self) -> RestoreSource:
-        """Where state came from, all ranks together: storage or parity if it was needed for
-        any."""
+        """Source of the state of all ranks together: storage or parity if any rank needed it."""
         kinds = {source for _, source in self.sources}
         return next((kind for kind in _FARTHEST_FIRST if kind in kinds), RestoreSource.UNKNOWN)
 
 
 RECOVERIES_MAX = 1000
-"""Recoveries that are remembered, and shown in the status; older ones are forgotten."""
+"""Recoveries that are remembered, and shown in the status; older ones are dropped."""
 
 
 class Recoveries:
-    """All recoveries of a run, as far as this control loop saw them. Times are the caller's."""
+    """Newest recoveries of a run, as far as this control loop saw them. Times are the caller's."""
 
     def __init__(self) -> None:
         self.all: list[Recovery] = []
@@ -60,7 +59,7 @@ class Recoveries:
         self._count: int | None = None
 
     def follow(self, observed: Observed, decision: Decision, time: float) -> None:
-        """Take in one look of the reconciler."""
+        """Add one look of the reconciler."""
         state = decision.state
         membership = state.membership
         began = self._count is not None and state.recoveries > self._count

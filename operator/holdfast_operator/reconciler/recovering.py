@@ -1,4 +1,4 @@
-"""What is done about failures: failure rules, replacement, restart, the next epoch.
+"""Handling of failures: failure rules, replacement, restart, the next epoch.
 
 Pure. Rules 1 to 4 of `reconcile`, which calls `recover` at every look.
 """
@@ -35,25 +35,25 @@ from holdfast_operator.reconciler.views import (
 )
 
 NO_REPLACEMENT_S = 300.0
-"""How long a job waits for a node to replace a lost one when no rule says."""
+"""How long a job waits for a node to replace a lost one when no rule sets the time."""
 
 FORMING_S, FORMING_S_MAX = 1.0, 5.0
-"""An epoch in which training was never seen running is not ended before it is this old; doubled
-with each such epoch in a row."""
+"""Least age at which an epoch is given up in which training was never seen running, and the maximum
+of that age: it doubles with each such epoch in a row."""
 
 EXIT_CODE_S = 0.5
-"""How long a lost rank's exit code is waited for when failure rules ask for it: agents look after
+"""How long a lost rank's exit code is waited for when failure rules depend on it: agents look after
 their workers ten times a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """What has failed in an epoch, and what is to be done about it."""
+    """Failures of one epoch, and what is to be done about them."""
 
     membership: Membership
     causes: tuple[Cause, ...]
     rules: tuple[FailureRule, ...]
-    """The failure rule that each cause meets."""
+    """Failure rule that applies to each cause."""
     moves: Moves
 
     @property
@@ -82,7 +82,7 @@ def _note_failure(_: Look, state: ControlState, case: _Case) -> Step:
 
 
 def _await_codes(look: Look, state: ControlState, case: _Case) -> Step:
-    """Wait for the exit codes that failure rules ask for."""
+    """Wait for the exit codes that failure rules depend on."""
     if not any(cause.awaits_code for cause in case.causes) or not tell_codes_apart(look.job):
         return Step(state)
     since = look.now if state.codes_awaited_since is None else state.codes_awaited_since
@@ -93,7 +93,7 @@ def _await_codes(look: Look, state: ControlState, case: _Case) -> Step:
 
 
 def _fail_by_rule(look: Look, state: ControlState, case: _Case) -> Step:
-    """Fail the job where a failure rule says so."""
+    """Fail the job if a failure rule says so."""
     for cause, rule in zip(case.causes, case.rules, strict=True):
         if rule.action in (RuleAction.FAIL, RuleAction.SHRINK):
             what = "is not supported yet" if rule.action is RuleAction.SHRINK else "applies"
@@ -104,9 +104,9 @@ def _fail_by_rule(look: Look, state: ControlState, case: _Case) -> Step:
 
 
 def _pause(look: Look, state: ControlState, case: _Case) -> Step:
-    """Wait before the next epoch. An epoch that failed before it ran will often fail again, on one
-    member after the other: what fails together is then handled together, and a trainer that cannot
-    start does not use up its restarts at once."""
+    """Wait before the next epoch. An epoch that failed before it ran often fails again, on one
+    member after the other: waiting lets these failures be handled together, and a trainer that
+    cannot start does not use up its restarts at once."""
     ran = state.resumed_epoch == case.membership.epoch
     if ran or any(cause.node_lost for cause in case.causes):
         return Step(state)
@@ -132,8 +132,8 @@ def _fail_alike(look: Look, state: ControlState, case: _Case) -> Step:
 
 
 def _count(look: Look, state: ControlState, case: _Case) -> Step:
-    """Count the recovery; end the job when there were too many. A recovery whose epoch was decided
-    by a control loop that died before it could publish it is counted already."""
+    """Count the recovery; end the job when there were too many. A recovery is counted already if
+    its epoch was decided by a control loop that died before it could publish it."""
     policy = look.job.spec.failure_policy
     window_s = policy.restart_window_seconds
     recent = tuple(at for at in state.restarts if look.now - at < window_s)
@@ -162,7 +162,7 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
 
 
 def _begin(look: Look, state: ControlState, case: _Case) -> Step:
-    """Begin the next epoch, and say why."""
+    """Begin the next epoch, and emit an event with the reason."""
     step = begin_epoch(look, state, case.membership, case.moves, case.causes)
     how = case.moves.in_words(case.membership) or "restart in place"
     text = f"{case.text}; {how} in epoch {step.state.epoch}"
@@ -179,11 +179,11 @@ _RULES = (
     _count,
     _begin,
 )
-"""What is done about a case, in order."""
+"""Rules for a case, in order."""
 
 
 def waits_for(evidence: Evidence) -> str:
-    """What is waited for while daemons are silent."""
+    """Text on the silent daemons that are waited for."""
     return f"waiting for the daemon on {listed(evidence.suspects)}"
 
 
@@ -197,7 +197,7 @@ def in_words(causes: Sequence[Cause]) -> str:
 def _worthwhile(
     causes: tuple[Cause, ...], rules: list[FailureRule], moves: Moves
 ) -> tuple[tuple[Cause, ...], list[FailureRule]]:
-    """Without those that would only move a member, and found no node for it."""
+    """Drop the causes that call only for a move, and whose members found no node."""
     kept = [
         (cause, rule)
         for cause, rule in zip(causes, rules, strict=True)
@@ -213,7 +213,7 @@ def await_replacement(
     unplaced: list[int],
     why: str = "no spare is left",
 ) -> Step:
-    """Wait until members can get a node, and fail when that takes too long."""
+    """Wait until members can get a node; fail when that takes too long."""
     step, since = Step(state), state.no_replacement_since
     if since is None:
         since = look.now
@@ -256,9 +256,10 @@ def begin_epoch(
     for cause in causes:
         if cause.node_lost and cause.member in away:
             step = step.act(FenceNode(node=away[cause.member]))
-    # Agents that have ended go before the epoch, since their exits speak against any epoch; what
-    # their ranks left is known to their daemons. All others go after it: a control loop that dies
-    # in between leaves an epoch to be finished, or the evidence to begin it.
+    # Agents that have ended are stopped before the epoch is published, since their exits count
+    # against any epoch; their daemons report what their ranks left. All others are stopped after
+    # it: a control loop that dies in between leaves an epoch to be finished, or the evidence to
+    # begin it.
     ended = [a for a in agents if away.get(a.member) != a.node and _ends(a)]
     step = step.then(stop(look, step.state, ended))
     step = step.then(publish_next(look, step.state, membership, moves.to))

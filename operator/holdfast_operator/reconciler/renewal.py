@@ -1,8 +1,9 @@
 """Which daemons may be replaced by a newer version now, and why others wait. Pure.
 
 A daemon that is replaced is away for some seconds. Its memory stays, but meanwhile its parity
-groups protect no new snapshot, and bear one loss less. So of each group only one is away at a time,
-and no group of a job that has something to lose and could not bear the loss of a member.
+groups protect no new snapshot, and bear one loss less. So only one daemon of each group is away at
+a time, and none of a group that could not bear the loss of a member, if its job has something to
+lose.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import Condition, ConditionType, ControlState, Observed
 
 AT_ONCE_MAX = 32
-"""Daemons that are replaced at the same time, however many groups there are: nodes pull images."""
+"""Daemons that are replaced at the same time, however many groups there are: their nodes pull
+images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonStand:
-    """The pod of one node's daemon."""
+    """State of the pod of one node's daemon."""
 
     outdated: bool
-    """Another version than it would get now."""
+    """Whether it runs another version than it would get now."""
     serves: bool
-    """It is ready, and nobody ends it."""
+    """Whether it is ready, and not being ended."""
     begun: bool = True
-    """Its process has started up. One that never did, because it crashes or its image cannot be
-    pulled, serves nobody who could miss it."""
+    """Whether its process has started up. A daemon that never did, because it crashes or its image
+    cannot be pulled, serves no member that could miss it."""
     ending: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStand:
-    """What one job has to say."""
+    """What one job requires of the replacement of its daemons."""
 
     key: str
     groups: tuple[tuple[str, ...], ...]
@@ -49,17 +51,17 @@ class JobStand:
     weak: frozenset[str] = frozenset()
     """Nodes whose memory is away, or not filled yet."""
     protected: Generation | None = None
-    """The newest generation; None where no newer one is to come soon."""
+    """Newest protected generation; None when no newer one will come soon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewal:
-    """What to do now."""
+    """Decision on all daemons."""
 
     renew: tuple[str, ...] = ()
     """Nodes whose daemons are to be replaced."""
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """Node → why its daemon, of an older version, has to wait."""
+    """Node → why its outdated daemon has to wait."""
     outdated: frozenset[str] = frozenset()
     total: int = 0
 
@@ -69,10 +71,10 @@ class Renewal:
 
 
 def choose(daemons: Mapping[str, DaemonStand], jobs: Iterable[JobStand]) -> Renewal:
-    """Decide, of all daemons by node.
+    """Choose the daemons to replace, from all daemons by node.
 
-    The first daemon of a new version is alone, until it serves: a version that does not start takes
-    down one.
+    The first daemon of a new version is replaced alone, and the others wait until it serves: a
+    version that does not start takes down one.
     """
     outdated = [node for node, stand in sorted(daemons.items()) if stand.outdated]
     concerns: dict[str, list[tuple[JobStand, tuple[str, ...]]]] = defaultdict(list)
@@ -138,10 +140,10 @@ def _objection(
 def stand_of(
     job: MoETrainingJob, state: ControlState, observed: Observed, now: float
 ) -> JobStand | None:
-    """What the job has to say; None when it has no members, or has ended.
+    """Requirements of the job; None when it has no members, or has ended.
 
     Args:
-        observed: every member's node, with what its daemon last said.
+        observed: every member's node, with the last report of its daemon.
     """
     membership = state.membership
     if membership is None or state.outcome is not None:
@@ -174,7 +176,7 @@ def stand_of(
 
 
 def outdated_condition(renewal: Renewal, nodes: Iterable[str]) -> Condition | None:
-    """The condition of a job with members on `nodes`; None when their daemons are all new."""
+    """Condition of a job with members on `nodes`; None when all their daemons are up to date."""
     old = sorted(renewal.outdated.intersection(nodes)) if renewal.outdated else []
     if not old:
         return None

@@ -1,8 +1,8 @@
 """Which members of the next epoch live on another node, and which must but cannot. Pure.
 
 A member whose memory is lost takes whatever spare there is. One whose memory is still there leaves
-it behind, and must be rebuilt from its parity group: so of each group at most one moves at a time,
-and only while the group could bear the loss (`protection`).
+it behind, and must be rebuilt from its parity group: so members of a group move only while the
+group could bear the loss of all that are away (`protection`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from holdfast_operator.reconciler.views import ControlState, NodeView
 
 @dataclass(slots=True)
 class Moves:
-    """Who goes where."""
+    """Moves of members to other nodes."""
 
     to: dict[int, NodeView] = field(default_factory=dict)
-    """Member → the node that it lives on in the next epoch; its own when only the memory is new."""
+    """Member → its node in the next epoch; its present node when only the memory is new."""
     unplaced: list[int] = field(default_factory=list)
     """Members that cannot go on where they are, and for which there is no node."""
     held: list[int] = field(default_factory=list)
-    """Members that cannot go on where they are, and whose memory may not be left behind yet."""
+    """Members that cannot go on where they are, but whose memory must not be left behind yet."""
 
     def away(self, membership: Membership) -> dict[int, str]:
         """Member → the node that it leaves."""
@@ -41,7 +41,7 @@ class Moves:
         }
 
     def in_words(self, membership: Membership) -> str:
-        """Who takes over what; empty for nobody."""
+        """Text on which node takes over which member; empty when nothing moves."""
         away = self.away(membership)
         if len(away) == 1:
             return f"spare {self.to[next(iter(away))].name} takes over"
@@ -101,7 +101,7 @@ def replacements(
     rules: list[FailureRule],
     groups: ParityGroups,
 ) -> Moves:
-    """Where members go for whom a cause or its rule asks for another node."""
+    """Find nodes for members when a cause or its rule asks for another one."""
     mover = _Mover(look, state, membership, causes, groups)
     ordered = sorted(zip(causes, rules, strict=True), key=lambda pair: _urgency(pair[0]))
     done: set[int] = set()
@@ -116,5 +116,5 @@ def replacements(
 
 
 def _urgency(cause: Cause) -> tuple[bool, bool, bool]:
-    """Those that have no place come first, so that they get the spares."""
+    """Sort key: members that have no place come first, so that they get the spares."""
     return (not cause.node_lost, not cause.evicted, cause.voluntary)

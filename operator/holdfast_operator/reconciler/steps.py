@@ -1,7 +1,8 @@
-"""What all rules of the reconciler share: the look that they are given, the step that they return.
+"""The look that all rules of the reconciler are given, and the step that they return.
 
-Pure, like the rules themselves. A rule is given the look and the state that the rule before led to,
-and returns a `Step`; `fold` follows rules one after the other until one of them ends the look.
+Pure, like the rules themselves. A rule is given the look and the state that the rule before
+returned, and returns a `Step`; `fold` applies rules one after the other until one of them ends the
+look.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from holdfast_operator.reconciler.views import (
 )
 
 INATTENTIVE_HEARTBEATS = 2.0
-"""A longer pause between two looks makes silence from before it prove nothing."""
+"""Pause between two looks, in heartbeats, beyond which silence from before proves nothing."""
 
 _Given = TypeVarTuple("_Given")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What every rule sees at one look, and none changes."""
+    """Input of every rule at one look; no rule changes it."""
 
     job: MoETrainingJob
     observed: Observed
@@ -58,7 +59,7 @@ class Look:
     """Where the job may persist to."""
 
     def begin(self, state: ControlState) -> ControlState:
-        """The state that the first rule is given."""
+        """State that the first rule is given."""
         heartbeat_s = self.job.spec.failure_policy.detection.heartbeat_seconds
         attentive = self.now - state.looked_at <= INATTENTIVE_HEARTBEATS * heartbeat_s
         views = (node.job for node in self.observed.nodes.values())
@@ -89,7 +90,7 @@ class Look:
         return silent_s(node, state, self.now) >= detection_s(self.job)
 
     def storage_refusal(self) -> str:
-        """Why the job may not persist to where it says now; empty when it may."""
+        """Why the job may not persist to the location in its spec; empty when it may."""
         try:
             check_storage(self.job, self.locations)
         except InvalidJobError as error:
@@ -99,17 +100,17 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What follows from a rule."""
+    """Result of a rule."""
 
     state: ControlState
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
     waiting: str | None = None
-    """None leads on to the next rule. A text ends the look: what is waited for, empty when that is
-    nothing."""
+    """None leads on to the next rule. A text ends the look: what is waited for, or empty when that
+    is nothing."""
 
     def then(self, following: Step) -> Step:
-        """This step and `following`, which began from this one's state."""
+        """This step followed by `following`, which began from this one's state."""
         return replace(
             self.act(*following.actions),
             state=following.state,
@@ -118,17 +119,17 @@ class Step:
         )
 
     def act(self, *actions: Action) -> Step:
-        """The step with more actions; a node is fenced once."""
+        """This step with more actions; a node is fenced once."""
         new = (a for a in actions if not (isinstance(a, FenceNode) and a in self.actions))
         return replace(self, actions=(*self.actions, *new))
 
     def tell(self, reason: EventReason, message: str, *, warning: bool = False) -> Step:
-        """The step with one more event."""
+        """This step with one more event."""
         event = Event(reason=reason, message=message, warning=warning)
         return replace(self, events=(*self.events, event))
 
     def wait(self, text: str = "") -> Step:
-        """The step as one that ends the look."""
+        """This step as one that ends the look."""
         return replace(self, waiting=text)
 
 
@@ -138,8 +139,8 @@ def fold(
     state: ControlState,
     *given: *_Given,
 ) -> Step:
-    """The steps of `rules` as one: each begins where the one before led, until one ends the
-    look."""
+    """Combine the steps of `rules`: each begins with the state that the one before returned, until
+    one ends the look."""
     step = Step(state)
     for rule in rules:
         step = step.then(rule(look, step.state, *given))
@@ -149,7 +150,7 @@ def fold(
 
 
 def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: str = "") -> Step:
-    """The job has ended because of `reason`; `word` is the same in one word."""
+    """End the job because of `reason`; `word` is the same in one word."""
     well = outcome is Outcome.COMPLETE
     ended = replace(
         state,
@@ -167,7 +168,7 @@ def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: st
 
 
 def stop(look: Look, state: ControlState, agents: Iterable[AgentView]) -> Step:
-    """Stop agents; nobody ends those on a lost node, so it is fenced until they are gone."""
+    """Stop agents. Nothing can end those on a lost node, so it is fenced until they are gone."""
     stopped = list(agents)
     names = sorted({agent.node for agent in stopped})
     return Step(
@@ -216,8 +217,8 @@ def _put_into(state: ControlState, uri: str) -> str:
 def publish_next(
     look: Look, state: ControlState, membership: Membership, moved: dict[int, NodeView]
 ) -> Step:
-    """Publish the next epoch, with `moved` members on new nodes and all others where their
-    daemons say that they are now."""
+    """Publish the next epoch, with `moved` members on new nodes and all others where their daemons
+    report that they are now."""
     places = {
         place.index: moved.get(place.index) or node_of(look.observed, place)
         for place in membership.members
@@ -238,8 +239,8 @@ def publish_next(
 
 
 def _tier(look: Look, state: ControlState, membership: Membership) -> Tier | None:
-    """As the job says now, where it may. The copy that it was to begin from counts until it has
-    begun."""
+    """Durable tier that the job asks for now, if that is allowed, or else the present one. The copy
+    to restore from is kept until the job has begun from it."""
     tier, known = tier_of(look.job.spec.persistence, look.job.spec.restore), membership.tier
     if look.storage_refusal():
         return known

@@ -1,7 +1,7 @@
 """What durable storage changes for the control loop. Pure.
 
-Daemons look into storage and decide what to load; nothing of it is done here. But two words of
-theirs matter: that an earlier run of the same name left generations of later epochs there, which
+Daemons look into storage and decide what to load; the control loop does neither. But it needs two
+of their reports: that an earlier run of the same name left generations of later epochs there, which
 the job has to pass before it may begin, and that storage cannot be read, which people should see.
 """
 
@@ -26,9 +26,8 @@ from holdfast_operator.reconciler.views import (
 
 
 def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Begin the epoch after those that storage knows, if this one is not: generations are ordered
-    by epoch, and what comes next must be newer than every copy. Nothing has failed, so nothing is
-    counted."""
+    """Begin the epoch after those in storage, if this one is not: generations are ordered by epoch,
+    and the next must be newer than every copy. Nothing has failed, so nothing is counted."""
     views = look.observed.views(membership)
     stored = max((view.stored_epoch for view in views if view is not None), default=0)
     if stored < membership.epoch:
@@ -44,9 +43,9 @@ def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) 
 
 
 def note_copies(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Remember the newest copy and where it is, so that storage without any is known for the wrong
-    one (`holdfast_core.durable.choice`). A copy that is not newer may be in the storage of
-    before."""
+    """Remember the newest copy and where it is, so that storage without any copy is recognized as
+    the wrong one (`holdfast_core.durable.choice`). A copy that is not newer may be in the previous
+    storage."""
     if membership.tier is None:
         return Step(state)
     views = look.observed.views(membership)
@@ -60,8 +59,9 @@ def note_copies(look: Look, state: ControlState, membership: Membership) -> Step
 def storage_conditions(
     observed: Observed, state: ControlState, refusal: str = ""
 ) -> tuple[Condition, ...]:
-    """Whether copies can be read, and whether the newest could be written; nothing for jobs without
-    durable storage. `refusal`: why the job may not persist to where its document says."""
+    """Conditions on whether copies can be read, and whether the newest could be written; none for
+    jobs without durable storage. `refusal`: why the job may not persist to the location in its
+    document."""
     membership = state.membership
     if membership is None:
         return ()
@@ -98,8 +98,8 @@ def _not_allowed(message: str) -> Condition:
 
 
 def _reachable(views: Sequence[JobView], tier: Tier) -> Condition:
-    """Before a copy is needed nobody reads any: then it says only that nothing is known to be
-    wrong."""
+    """Condition on reading copies. Daemons read none before one is needed: until then, true means
+    only that no problem is known."""
     kind = ConditionType.STORAGE_REACHABLE
     problem = next((view.storage_problem for view in views if view.storage_problem), "")
     if problem:

@@ -1,8 +1,8 @@
-"""Holding a job back, and letting it go on. Pure.
+"""Suspend a job, and resume it. Pure.
 
 A suspended job has no agents; daemons keep its snapshots, so that it goes on where it was. If its
-shape was changed meanwhile, no snapshot fits the new training world: they are freed, the members
-are placed anew, and training begins from the beginning. The user has asked for that; a failure
+shape was changed meanwhile, no snapshot fits the new training world: snapshots are freed, members
+are placed anew, and training starts from the beginning. The user has asked for that; a failure
 never leads there (rule 5 of `reconcile`).
 """
 
@@ -32,7 +32,7 @@ from holdfast_operator.reconciler.views import (
 
 
 def shape_of(job: MoETrainingJob) -> str:
-    """All that the layout of snapshots and parity follows from, in words."""
+    """Everything that determines the layout of snapshots and parity, in words."""
     spec = job.spec
     p = spec.parallelism
     is_grouped = spec.redundancy.raim5 is not None or spec.redundancy.losses > 1
@@ -58,7 +58,7 @@ def suspend(look: Look, state: ControlState) -> Step:
 
 def resume(look: Look, state: ControlState, membership: Membership) -> Step:
     """Begin the next epoch of a job that was suspended, on the nodes that are there. Nothing has
-    failed, so that nothing is counted."""
+    failed, so nothing is counted."""
     if not state.suspended:
         return Step(state)
     return fold((_fail_when_overdue, _forget_snapshots, _begin_again), look, state, membership)
@@ -125,7 +125,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
 
 
 def free_earlier_shape(look: Look, state: ControlState) -> Step:
-    """Have daemons free what they hold of an earlier shape; waits for those that have not yet."""
+    """Have daemons free what they hold of an earlier shape; wait for those that have not yet."""
     names = sorted(
         node.name
         for node in look.observed.nodes.values()

@@ -10,7 +10,7 @@ NAMED_MAX = 8
 
 
 def listed(items: Iterable[object]) -> str:
-    """`a, b, c`; of a long list the beginning, and how many more there are."""
+    """`a, b, c`; for a long list its beginning, and how many more there are."""
     names = [str(item) for item in items]
     if len(names) <= NAMED_MAX:
         return ", ".join(names)

@@ -1,10 +1,10 @@
-"""What trainers wrote before they failed, and scripts that fail alike before their first step.
+"""Last lines of failed trainers, and scripts that fail alike before their first step.
 
-A failure whose cause lies in the script comes back in every restart: an import that is missing, a
-wrong argument. Until the job has completed a step nothing shows that its script can run at all, so
-the same end three times in a row is an error of the job, not a fault to recover from. What is
-alike shows in the last line: an exit code alone says too little. A rule on the exit code in
-`failurePolicy.rules` says otherwise. Pure.
+A failure whose cause is in the script comes back in every restart: a missing import, a wrong
+argument. Until the job has completed a step, nothing shows that its script can run at all, so the
+same end three times in a row is an error of the job, not a fault to recover from. Ends are alike
+when both exit code and last line are: an exit code alone is too little. A rule on the exit code in
+`failurePolicy.rules` overrides this. Pure.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from holdfast_operator.reconciler.views import (
 )
 
 ALIKE_MAX = 3
-"""Epochs in a row that end alike before the job's first step, until the job has failed."""
+"""Epochs in a row that must end alike before the job's first step for the job to have failed."""
 TOLD_CHARACTERS_MAX = 700
-"""Of last lines in an event or a reason, which Kubernetes cuts at 1024; the status has them all."""
+"""Characters of last lines in an event or a reason, which Kubernetes cuts at 1024; the status has
+them all."""
 
 
 def note_first_step(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Remember that the job's script has run."""
+    """Remember whether the job has completed a step."""
     start = state.started_from
     if state.stepped or start is None:
         return Step(state)
@@ -43,7 +44,7 @@ def note_first_step(look: Look, state: ControlState, membership: Membership) -> 
 
 def note_failure(state: ControlState, membership: Membership, causes: Sequence[Cause]) -> Step:
     """Remember the rank or agent whose failure was seen first in this epoch, while it is still a
-    cause, and tell what it wrote when that is news."""
+    cause; emit an event with its last lines when they are new."""
     cause, before = _telling(causes), state.failure
     if cause is None:
         return Step(state)
@@ -71,11 +72,11 @@ def note_failure(state: ControlState, membership: Membership, causes: Sequence[C
 def fail_alike(
     look: Look, state: ControlState, membership: Membership, rules: Sequence[FailureRule]
 ) -> Step:
-    """End a job whose script has ended alike too often before its first step."""
+    """End a job whose script has failed alike too often before its first step."""
     failure = state.failure
     if failure is None:
         return Step(state)
-    if failure.epoch != membership.epoch:  # this one ended by something else
+    if failure.epoch != membership.epoch:  # this one ended for another reason
         return Step(replace(state, failure=replace(failure, times=0)))
     if state.stepped or failure.times < ALIKE_MAX or not failure.last_lines:
         return Step(state)
@@ -90,14 +91,14 @@ def fail_alike(
 
 
 def with_last_lines(text: str, lines: str) -> str:
-    """What failed, and below it what it wrote last."""
+    """`text`, and below it the last lines of what failed."""
     if len(lines) > TOLD_CHARACTERS_MAX:
         lines = lines[-TOLD_CHARACTERS_MAX:].partition("\n")[2] or lines[-TOLD_CHARACTERS_MAX:]
     return f"{text}; it wrote last:\n{lines}" if lines else text
 
 
 def _telling(causes: Sequence[Cause]) -> Cause | None:
-    """The failure that says most: of those that ended by themselves, one with last lines."""
+    """The most informative failure: of those that ended by themselves, one with last lines."""
     exits = [cause for cause in causes if cause.on is On.EXIT_CODE]
     return next((cause for cause in exits if cause.last_lines), exits[0] if exits else None)
 

@@ -1,8 +1,9 @@
-"""Tells once that a job trains unprotected for a reason that somebody has to remove. Pure.
+"""Emit one event when a job trains unprotected for a reason that a person has to remove. Pure.
 
 Either replicas have diverged, which the ranks find out (`holdfast._saving.comparing`), or a daemon
-has no room for a rank's snapshots. Their words come with the daemons' heartbeats, as what keeps the
-job from being protected."""
+has no room for a rank's snapshots. Daemons report both in their heartbeats, as the problem that
+keeps the job from being protected.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ _WORDS = {
     EventReason.REPLICAS_DIVERGED: ReplicasDivergedError.words,
     EventReason.SNAPSHOTS_REFUSED: MemoryBudgetError.words,
 }
-"""Reason of the event → words by which the problem is known."""
+"""Reason of the event → words by which the problem is recognized."""
 
 
 def note_unprotected(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Tell each reason when daemons begin to say it. Until nothing keeps the job from being
-    protected, it is the same one, whatever else they say meanwhile."""
+    """Emit an event for each reason when daemons begin to report it. Until no problem keeps the job
+    from being protected, it is the same one, whatever else they report meanwhile."""
     views = look.observed.views(membership)
     problems = [view.problem for view in views if view is not None and view.problem]
     found = {

@@ -1,4 +1,4 @@
-"""Which of two memberships of a job is newer, and which one a daemon means that leaves it out."""
+"""Which of two memberships of a job is newer, and which one a daemon's report leaves out."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from holdfast_operator.reconciler.views import JobView
 
 
 def version(membership: Membership) -> tuple[int, int]:
-    """What tells which of two memberships of a job is newer."""
+    """Sort key of the memberships of a job: a newer one is greater."""
     return membership.epoch, membership.revision
 
 
 def is_newer(ours: Membership, theirs: JobView | None) -> bool:
-    """Whether a daemon that says `theirs` has an older membership, or none."""
+    """Whether a daemon that reports `theirs` has an older membership than `ours`, or none."""
     if theirs is None or theirs.membership is None:
         return True
     return version(theirs.membership) < version(ours)
 
 
 def completed(view: JobView, before: JobView | None, known: Membership | None) -> JobView:
-    """A daemon leaves out the membership that it has when it has passed on this stream."""
+    """Add the membership that `view` leaves out: a daemon does not repeat one that has passed on
+    this stream."""
     if view.membership is not None:
         return view
     if known is not None and (known.epoch, known.revision) == (view.epoch, view.revision):

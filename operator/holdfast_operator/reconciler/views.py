@@ -1,12 +1,12 @@
-"""What the reconciler sees, remembers and decides, as frozen values.
+"""Frozen values that the reconciler sees, remembers and decides.
 
 One vocabulary for every adapter: in a local run an agent is a process and a node is a directory, in
-Kubernetes they are a pod and a node. Nothing here knows which. All times are seconds of one
+Kubernetes they are a pod and a node. Nothing here depends on which. All times are seconds of one
 monotonic clock, the same that `reconcile` is given as `now`.
 
-What every heartbeat and every look make anew for each of thousands of nodes is a msgspec.Struct,
-which is made and copied many times faster than a dataclass, and none of the garbage collector's
-business: these values are never part of a cycle.
+Values that every heartbeat and every look make anew for each of thousands of nodes are
+msgspec.Structs. These are made and copied many times faster than dataclasses, and the garbage
+collector ignores them: they are never part of a cycle.
 """
 
 from __future__ import annotations
@@ -28,50 +28,51 @@ NEVER = float("-inf")
 
 
 class RankView(Struct, frozen=True, kw_only=True, gc=False):
-    """A rank as its daemon describes it."""
+    """A rank as its daemon reports it."""
 
     rank: int
     state: RankHealth = RankHealth.OFFLINE
     step: int = 0
     """Newest step that the SDK reported."""
     idle_s: float = 0.0
-    """Since the last sign of progress."""
+    """Seconds since the last sign of progress."""
     pid: int = 0
     lost: bool = False
-    """Its session ended without being closed, in the epoch of the `JobView`."""
+    """Whether its session ended without being closed, in the epoch of the `JobView`."""
     restored: Generation | None = None
     restored_from: RestoreSource = RestoreSource.UNKNOWN
     exit_code: int | None = None
-    """Its worker failed in the epoch of the `JobView`, as the agent saw it; 128 + n for signal n.
-    Arrives a moment after `lost`, and not at all when the agent is lost too."""
+    """Code with which its worker failed in the epoch of the `JobView`, as the agent saw it; 128 + n
+    for signal n. Arrives a moment after `lost`, and not at all when the agent is lost too."""
     last_lines: str = ""
-    """Of what that worker wrote to stderr; empty when there are none or nobody kept them."""
+    """Last lines that the worker wrote to stderr; empty when there are none or they were not
+    kept."""
 
 
 class JobView(Struct, frozen=True, kw_only=True, gc=False):
-    """What one daemon knows of the job."""
+    """One daemon's report of the job."""
 
     epoch: int = 0
     membership: Membership | None = None
     revision: int | None = None
-    """Of its membership; None when its daemon says it only with the membership itself."""
+    """Revision of its membership; None when its daemon sends it only with the membership itself."""
     verified: bool = False
     line: Line | None = None
     protected: Generation | None = None
     complete: Generation | None = None
-    """Newest that all ranks of this daemon have committed."""
+    """Newest generation that all ranks of this daemon have committed."""
     ranks: tuple[RankView, ...] = ()
     agent_waiting: bool = False
-    """The node's agent waits for an epoch newer than `epoch`."""
+    """Whether the node's agent waits for an epoch newer than `epoch`."""
     rebuilding: bool = False
     loading: bool = False
-    """Some rank's snapshot is being loaded from storage."""
+    """Whether some rank's snapshot is being loaded from storage."""
     storage_problem: str = ""
     """Why nothing can be loaded from storage, in words; empty when all is well."""
     stored_epoch: int = 0
     """An epoch of an earlier run in storage, which the job's epoch has to pass; 0: none."""
     persisted: Generation | None = None
-    """The newest whole copy in storage that it has heard of."""
+    """The newest whole copy in storage that the daemon has learned of."""
     persist_failure: str = ""
     """Why the newest copy was given up; empty after a success."""
     problem: str = ""
@@ -81,10 +82,10 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     arena_bytes: int = 0
     parity_bytes: int = 0
     protection_bytes_s: float = 0.0
-    """Fetched from other nodes for parity of late, a second."""
+    """Bytes a second recently fetched from other nodes for parity."""
     loss: LossReport | None = None
-    """Of its ranks that have a session in this epoch; None where snapshots hold all experts, or
-    nobody has said so yet."""
+    """Losses of its ranks that have a session in this epoch; None when snapshots hold all experts,
+    or no rank has reported yet."""
 
 
 class NodeView(Struct, frozen=True, kw_only=True, gc=False):
@@ -92,14 +93,14 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
 
     name: str
     connected: bool = False
-    """The daemon's Control stream is open."""
+    """Whether the daemon's Control stream is open."""
     heard_at: float = NEVER
     """When the daemon's last heartbeat arrived."""
     gone: bool = False
-    """The adapter knows that the node is not coming back."""
+    """Whether the adapter has found that the node is not coming back."""
     returning: bool = False
-    """The adapter sees the node alive, and its daemon being ended on purpose, or started since its
-    last heartbeat."""
+    """Whether the adapter sees the node alive, and its daemon being ended on purpose, or started
+    since its last heartbeat."""
     memory_id: str = ""
     incarnation: int = 0
     peer_address: str = ""
@@ -112,13 +113,13 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     """Whether it takes new agents; false for a node that is cordoned. What runs there stays."""
     disruption: str = ""
     """Why the node will be taken away soon, in words, such as a spot node's termination notice;
-    empty when nobody said so."""
+    empty without any notice."""
     job: JobView | None = None
     """None when the daemon holds nothing of the job."""
 
 
 class AgentState(StrEnum):
-    """An agent that is nowhere in the observation is absent."""
+    """State of an agent. One that is nowhere in the observation is absent."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -128,20 +129,20 @@ class AgentState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentView:
-    """The process (pod) that runs a member's ranks. While a member moves there may be two."""
+    """Process (pod) that runs a member's ranks. While a member moves there may be two."""
 
     member: int
     node: str
     state: AgentState
     exit_code: int | None = None
     reason: str = ""
-    """Why it waits or ended, in one word in CamelCase, and `message`, the same in a sentence."""
+    """Why it waits or ended, in one word in CamelCase; `message` is the same in a sentence."""
     message: str = ""
     disruption: str = ""
-    """Why the cluster took it away, as the reason of a pod's DisruptionTarget condition; empty
-    when nobody did."""
+    """Why the cluster took it away, as the reason of a pod's DisruptionTarget condition; empty when
+    it did not."""
     last_lines: str = ""
-    """What it wrote last, of an agent that failed itself."""
+    """Last lines that the agent wrote, if it failed itself."""
 
     @property
     def why(self) -> str:
@@ -151,8 +152,8 @@ class AgentView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Everything that is known now. A node that is missing was not seen yet. All agents are there:
-    an adapter that has not listed them yet must not look."""
+    """Everything that is known now. A missing node was not seen yet. All agents are there: an
+    adapter that has not listed them yet must not look."""
 
     nodes: Mapping[str, NodeView]
     agents: tuple[AgentView, ...] = ()
@@ -172,13 +173,13 @@ class Observed:
         return self._by_home.get((member, node))
 
     def views(self, membership: Membership) -> tuple[JobView | None, ...]:
-        """What each member's daemon says of the job; None while it is in another epoch. Found once:
-        there may be thousands, and a look asks for them again and again."""
+        """Report of each member's daemon on the job; None while the daemon is in another epoch.
+        Computed once: there may be thousands, and a look asks for them again and again."""
         key = id(membership)
         if key not in self._views:
             epoch, jobs = membership.epoch, (self._job_on(p.node) for p in membership.members)
             views = tuple(job if job is not None and job.epoch == epoch else None for job in jobs)
-            self._views[key] = (membership, views)  # kept with it, so that the id stays its own
+            self._views[key] = (membership, views)  # keeps it alive, so that its id is not reused
         return self._views[key][1]
 
     def _job_on(self, node: str) -> JobView | None:
@@ -188,7 +189,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishMembership:
-    """Send to every daemon of the membership, and to every daemon that knows an older one."""
+    """Send the membership to every daemon in it, and to every daemon that has an older one."""
 
     membership: Membership
 
@@ -212,7 +213,8 @@ class StopAgent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FenceNode:
-    """Make sure that nothing of the job runs on the node any more, as far as it can be reached."""
+    """Make sure that nothing of the job runs on the node any more, as far as the node can be
+    reached."""
 
     node: str
 
@@ -229,21 +231,21 @@ class PersistNow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Succeed:
-    """The job has ended well."""
+    """Mark the job as one that has ended well."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fail:
-    """The job has ended for a reason that it cannot recover from."""
+    """Mark the job as one that has ended for a reason that it cannot recover from."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeleteJob:
-    """The job has ended, and was kept for as long as `ttlSecondsAfterFinished` says."""
+    """Delete the job: it ended at least `ttlSecondsAfterFinished` ago."""
 
 
 Action = (
@@ -296,7 +298,7 @@ class Condition:
 
 
 class EventReason(StrEnum):
-    """What events of the control loop say, in one word; adapters tell of more."""
+    """Reasons of the control loop's events, in one word; adapters add more."""
 
     ADOPTED = "Adopted"
     SCHEDULED = "Scheduled"
@@ -332,49 +334,51 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlState(Counters):
-    """What the control loop remembers between two looks.
+    """State of the control loop between two looks.
 
-    Membership and epoch come back from the daemons' heartbeats. What else matters to a control loop
-    that starts again are the counters; without them too the job goes on, but counts and deadlines
-    begin anew, and a job that ended may begin again.
+    Membership and epoch come back from the daemons' heartbeats. What else matters to a restarted
+    control loop are the counters; without them too the job goes on, but counts and deadlines begin
+    anew, and a job that ended may begin again.
     """
 
     attentive_since: float = NEVER
-    """Since when the loop looks without long pauses: silence from before it proves nothing."""
+    """When the loop began to look without long pauses: silence from before it proves nothing."""
     looked_at: float = NEVER
     membership: Membership | None = None
     confirmed_epoch: int = 0
-    """Newest epoch that was published from here, or that all its members have reported: before
-    that, a membership learned from a heartbeat may be an old one, and no agent is touched."""
+    """Newest epoch that was published from here, or that all its members have reported. Until an
+    epoch is confirmed, its membership may be an old one from a heartbeat, and no agent is
+    touched."""
     began_at: float = NEVER
-    """When the current epoch was published from here."""
+    """When the current epoch was published from here, or agents left over from an earlier one were
+    last stopped."""
     fruitless: int = 0
     """Epochs in a row that ended before training was seen running in them."""
     codes_awaited_since: float | None = None
-    """Since when a rank is lost whose exit code the failure rules ask for."""
+    """When a rank was first seen lost whose exit code the failure rules depend on."""
     unfit: frozenset[str] = frozenset()
     """Nodes on which an agent could not be scheduled since training last ran."""
     silent: frozenset[str] = frozenset()
-    """Members' nodes whose silence was told."""
+    """Members' nodes whose silence was reported by an event."""
     carried: frozenset[int] = frozenset()
     """Members whose agents were at work before the current epoch was published, and are still the
-    same: until training runs, the end of one of them is a part of what ended the last epoch."""
+    same: until training runs, the end of one of them is part of what ended the last epoch."""
     resumed_epoch: int = 0
-    """Newest epoch whose training was seen running, and told."""
+    """Newest epoch in which training was seen running."""
     started_from: int | None = None
     """Step that the current epoch started from, once known."""
     unprotected: frozenset[str] = frozenset()
-    """Reasons why nothing is protected, of those that were told (`unprotected`)."""
+    """Reasons for which `unprotected` has emitted events."""
 
     @classmethod
     def remembering(cls, counters: Counters) -> ControlState:
-        """The state of a control loop that starts again."""
+        """State of a restarted control loop."""
         return cls(**{each.name: getattr(counters, each.name) for each in fields(Counters)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What to do, in order, and why."""
+    """Actions to carry out, in order, and why."""
 
     state: ControlState
     actions: tuple[Action, ...] = ()
