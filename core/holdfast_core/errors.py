@@ -38,7 +38,7 @@ class VersionMismatchError(ProtocolError):
 
 
 class UnknownSessionError(ProtocolError):
-    """The daemon does not know this session, usually because it restarted: open a new one."""
+    """The daemon has no such session, usually because it restarted: open a new one."""
 
     code = "unknown_session"
 
@@ -50,7 +50,7 @@ class StaleEpochError(HoldfastError):
 
 
 class RankInUseError(HoldfastError):
-    """Another living process holds this rank's arena."""
+    """Another live process holds this rank's arena."""
 
     code = "rank_in_use"
 
@@ -69,7 +69,7 @@ class MemoryBudgetError(HoldfastError):
 
     code = "memory_budget"
     words = "trains unprotected, without memory for snapshots"
-    """In each daemon's word on a rank that has no session because of it."""
+    """Phrase in a daemon's message about a rank that has no session because of this error."""
 
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(message)
@@ -130,7 +130,7 @@ class ReplicasDivergedError(HoldfastError):
 
     code = "replicas_diverged"
     words = "are replicas and no longer equal"
-    """In every such message."""
+    """Phrase that every such message contains."""
 
 
 class LayoutMismatchError(HoldfastError):

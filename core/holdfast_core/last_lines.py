@@ -1,10 +1,9 @@
 """The last lines of what a process wrote before it failed, fit to be shown to people.
 
-Whoever reads a job's status wants to know why its script ends, and sees the end of a traceback
-there. The text comes from a trainer, so that it may hold anything: it is cut to a bounded size,
-loses what would steer a terminal, and secrets that it shows are replaced by `***`. What a secret
-looks like is a guess: values of variables with telling names, and the forms that well-known keys
-have. Pure.
+A job's status shows why its script ended: most often, the end of a traceback. The text comes from a
+trainer and may hold anything, so it is cut to a bounded size, stripped of terminal control
+sequences, and its secrets are replaced by `***`. What a secret looks like is a guess: values of
+variables with telling names, and the forms of well-known keys. Pure.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ import re
 from collections.abc import Iterable, Mapping
 
 LINES_MAX = 20
-"""Lines that are kept, the last ones."""
+"""Number of lines that are kept, from the end."""
 CHARACTERS_MAX = 2000
-"""Characters that are kept of them, the last ones."""
+"""Number of characters that are kept of those lines, from the end."""
 WINDOW_BYTES = 16_384
-"""Of the output's end that is looked at: more than is kept, so that no secret is cut in two."""
+"""Bytes of the output's end that are examined: more than is kept, so that no secret is cut in
+two."""
 SECRET_CHARACTERS_MIN = 6
-"""Shorter values of variables hide nothing, and would be found in every other word."""
+"""Length from which the value of a variable is hidden; shorter ones protect nothing and would match
+inside ordinary words."""
 HIDDEN = "***"
 
 _STEERING = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.")
@@ -48,7 +49,7 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def secrets_among(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of environment variables whose names say that they are secret."""
+    """Values of environment variables whose names suggest that they are secret."""
     return tuple(
         value
         for name, value in variables.items()
@@ -58,7 +59,7 @@ def secrets_among(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 def last_lines(text: str, secrets: Iterable[str] = ()) -> str:
     """The end of `text`: at most `LINES_MAX` lines and `CHARACTERS_MAX` characters of printable
-    text, in which `secrets` and whatever looks like one are replaced."""
+    text, in which `secrets`, and anything that looks like one, are replaced."""
     text = _printable(text[-WINDOW_BYTES:])
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -69,7 +70,7 @@ def last_lines(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def decoded_end(data: bytes) -> str:
-    """The end of an output as text; a first line that the window cuts is left out."""
+    """The end of an output as text, without a first line that the window cuts."""
     if len(data) > WINDOW_BYTES:
         data = data[-WINDOW_BYTES:]
         data = data[data.find(b"\n") + 1 :]
@@ -77,12 +78,12 @@ def decoded_end(data: bytes) -> str:
 
 
 def essence_of(lines: str) -> str:
-    """What two failures of one kind have in common: the last line, without its numbers."""
+    """What two failures of one kind have in common: the last line, with its numbers masked."""
     return _VARYING.sub("#", lines.rpartition("\n")[2]).strip()
 
 
 def _printable(text: str) -> str:
-    """Without what steers a terminal; of a line that was written over, what it showed last."""
+    """`text` without terminal control sequences; of an overwritten line, what it showed last."""
     lines = (_STEERING.sub("", line).rstrip("\r") for line in text.split("\n"))
     shown = (line.rpartition("\r")[2].expandtabs(4) for line in lines)
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in shown)

@@ -1,6 +1,6 @@
-"""What a metric is, as data: the form of the lists that daemon and operator expose.
+"""Definitions of metrics, as data: the form of the lists that daemon and operator expose.
 
-Collectors, documentation and dashboards are made from such lists, so that they cannot disagree.
+Collectors, documentation and dashboards are made from these lists, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from holdfast_core.errors import InvalidJobError
 
 
 class MetricType(StrEnum):
-    """What is done with a metric's values."""
+    """Kind of a metric, as in Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -24,18 +24,18 @@ class Definition:
     """One metric, as data."""
 
     name: str
-    """Without the prefix; a counter's exposition adds `_total`."""
+    """Name without the prefix; the exposition adds `_total` to a counter's."""
     type: MetricType
     help: str
     unit: str = ""
     """`bytes`, `seconds`, or nothing for a plain count."""
     labels: tuple[str, ...] = ()
     values: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(label, the values it may take) for labels whose values are known beforehand."""
+    """(label, its possible values) for labels whose values are known beforehand."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, in `unit`."""
     prefix: str = "holdfast_"
-    """Of the part of Holdfast that exposes it."""
+    """Prefix of the part of Holdfast that exposes the metric."""
 
     def __post_init__(self) -> None:
         if self.unit and not self.name.endswith(f"_{self.unit}"):
@@ -48,6 +48,6 @@ class Definition:
 
     @property
     def exposed_name(self) -> str:
-        """The name in the exposition."""
+        """Name under which the metric is exposed."""
         suffix = "_total" if self.type is MetricType.COUNTER else ""
         return f"{self.prefix}{self.name}{suffix}"

@@ -39,14 +39,14 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_rate(bytes_s: float) -> str:
-    """Bytes a second in MB/s, or in GB/s from there on: `0.4 MB/s`, `12 MB/s`, `1.3 GB/s`."""
+    """`bytes_s` in MB/s, or in GB/s from 1 GB/s on: `0.4 MB/s`, `12 MB/s`, `1.3 GB/s`."""
     if bytes_s >= 1e9:
         return f"{bytes_s / 1e9:.1f} GB/s"
     return f"{bytes_s / 1e6:.{0 if bytes_s >= 9.95e6 or bytes_s < 5e4 else 1}f} MB/s"
 
 
 def format_portion(portion: float) -> str:
-    """A portion as a percentage of two digits: `12%`, `0.48%`, `<0.001%`."""
+    """`portion` as a percentage with two significant digits: `12%`, `0.48%`, `<0.001%`."""
     percent = 100 * portion
     if percent == 0:
         return "0%"

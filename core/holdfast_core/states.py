@@ -1,7 +1,7 @@
-"""States that daemons, the control loop and trainers name to each other.
+"""States that daemons, the control loop and trainers report to each other.
 
-Their values travel between processes and stand in status files, metrics and the catalogue: a member
-may be renamed, its value may not.
+Their values travel between processes and are stored in status files, metrics and the catalogue: a
+member may be renamed, its value may not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class RankHealth(StrEnum):
-    """What a rank does, in the words of REFT §4.2."""
+    """What a rank is doing, in the terms of REFT §4.2."""
 
     HEALTHY = "HEALTHY"
     SNAPSHOTTING = "SNAPSHOTTING"
@@ -25,7 +25,7 @@ class RankHealth(StrEnum):
 
     @classmethod
     def of(cls, word: str) -> RankHealth:
-        """The state that `word` names; OFFLINE for a word that this version does not know."""
+        """The state that `word` names; OFFLINE for an unknown word."""
         try:
             return cls(word)
         except ValueError:
@@ -36,16 +36,16 @@ class RestoreSource(StrEnum):
     """Where the bytes of a restore came from."""
 
     UNKNOWN = ""
-    """Nobody has reported it yet."""
+    """No source has been reported yet, or one that this version does not define."""
     NONE = "none"
-    """Nowhere: training began from the beginning."""
+    """No source: training started from the beginning."""
     LOCAL = "local"
     PARITY = "parity"
     STORAGE = "storage"
 
     @classmethod
     def of(cls, word: str) -> RestoreSource:
-        """The source that `word` names; UNKNOWN for a word that this version does not know."""
+        """The source that `word` names; UNKNOWN for an unknown word."""
         try:
             return cls(word)
         except ValueError:
@@ -53,14 +53,14 @@ class RestoreSource(StrEnum):
 
 
 class RestorePhase(StrEnum):
-    """How far a restore is."""
+    """Stage that a restore has reached."""
 
     UNKNOWN = ""
-    """The daemon names a phase that this version does not know."""
+    """Phase that this version does not define."""
     INVENTORIES = "inventories"
     """Daemons verify what they hold."""
     STORAGE = "storage"
-    """Durable storage is asked what it holds."""
+    """Daemons wait for the list of sets in durable storage."""
     LOAD = "load"
     """The rank's snapshot is read from durable storage."""
     REBUILD = "rebuild"
@@ -69,12 +69,12 @@ class RestorePhase(StrEnum):
 
     @property
     def waits_for_storage(self) -> bool:
-        """Whether only durable storage can bring the restore on."""
+        """Whether the restore waits for durable storage alone."""
         return self in (RestorePhase.STORAGE, RestorePhase.LOAD)
 
     @classmethod
     def of(cls, word: str) -> RestorePhase:
-        """The phase that `word` names; UNKNOWN for a word that this version does not know."""
+        """The phase that `word` names; UNKNOWN for an unknown word."""
         try:
             return cls(word)
         except ValueError:
@@ -83,12 +83,12 @@ class RestorePhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreProgress:
-    """What a daemon reports of a restore that a trainer waits for."""
+    """Progress of a restore that a trainer waits for, as the daemon reports it."""
 
     phase: RestorePhase
     done: int = 0
     total: int = 0
-    """Daemons in `inventories`, bytes in `load`."""
+    """Number of daemons in `inventories`, of bytes in `load`."""
     detail: str = ""
 
     def __str__(self) -> str:

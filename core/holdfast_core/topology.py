@@ -18,13 +18,13 @@ _CANONICAL = re.compile(r"dp([0-9]+)·ep([0-9]+)·tp([0-9]+)·pp([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands in each direction of parallelism."""
+    """A rank's position in each dimension of parallelism."""
 
     dp: int
     tp: int
     pp: int
     ep: int
-    """Which share of the experts the rank holds: dp % degree of expert parallelism."""
+    """Index of the share of the experts that the rank holds: dp % degree of expert parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class Topology:
         return self.dp * self.tp * self.pp
 
     def check_world(self, world_size: int) -> None:
-        """Refuse a training world of another size than the topology describes.
+        """Refuse a training world whose size is not the topology's.
 
         Raises:
             InvalidJobError: when `world_size` is not dp · tp · pp.
@@ -94,7 +94,7 @@ class Topology:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands.
+        """Position of `rank` in each dimension of parallelism.
 
         Raises:
             InvalidJobError: when there is no such rank in the topology.
