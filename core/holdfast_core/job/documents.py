@@ -1,8 +1,8 @@
-"""From plain mappings to msgspec Structs, with every problem named at once.
+"""Conversion of plain mappings to msgspec Structs, with every problem reported at once.
 
-msgspec stops at the first problem and does not say what to do about it; people who write a document
-by hand want all of them, each with the path, the value, what is wrong and what to do. Reading YAML
-or JSON is the caller's; what the values mean together is the caller's, too.
+msgspec stops at the first problem and does not suggest a fix; people who write a document by hand
+want all of them, each with the path, the value, what is wrong and what to do. Reading YAML or JSON
+is left to the caller, and so is what the values mean together.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import msgspec
 from holdfast_core.errors import InvalidJobError
 
 DEPTH_MAX = 64
-"""Lists and mappings within each other. A pod's template has about ten levels."""
+"""Most levels of nested lists and mappings. A pod's template has about ten."""
 
 
 VALUES_MAX = 100_000
-"""Values of a document, counted wherever they appear: one that appears a thousand times is a
-thousand. A job of thousands of nodes has some hundred."""
+"""Most values of a document, counted wherever they appear: one that appears a thousand times counts
+a thousand times. A job of thousands of nodes has a few hundred."""
 
 
 _INTEGERS = range(-(2**63), 2**64)
 
 
 def check_plain(document: object) -> None:
-    """Refuse a document that holds what no field can be.
+    """Refuse a document with values that no field can have.
 
     Raises:
         InvalidJobError: for the first value that is found, with its path.
@@ -79,7 +79,7 @@ def _parts(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 YEAR_S = 365 * 86400
-"""The longest time that a document may ask for."""
+"""Longest time that a document may ask for: a year."""
 
 
 _SHOWN_CHARACTERS = 60
@@ -104,9 +104,9 @@ class Problem:
     """One thing that is wrong with a document."""
 
     path: str
-    """Where: `spec.failurePolicy.rules[0].values`."""
+    """Path to the value: `spec.failurePolicy.rules[0].values`."""
     value: object
-    """What is there; `MISSING` when nothing is."""
+    """Value that was found; `MISSING` when there is none."""
     wrong: str
     fix: str
 
@@ -126,11 +126,11 @@ MISSING = _Missing.MISSING
 def convert(
     kind: type[_StructT], value: object, path: str, problems: list[Problem]
 ) -> _StructT | None:
-    """`value` as a `kind`, or None after its problems were added to `problems`.
+    """`value` as a `kind`, or None when it has problems, which are added to `problems`.
 
     Fields that are Structs, optional Structs or tuples of Structs are converted in the same way.
-    Other fields are left to msgspec; the `Meta` of their type says what to do: `description` is
-    what the field is, and the first of `examples` is shown.
+    Other fields are left to msgspec; the fix that a problem suggests comes from the `Meta` of their
+    type: its `description`, and the first of its `examples`.
     """
     if not isinstance(value, Mapping):
         problems.append(
@@ -172,7 +172,7 @@ def refuse(verdict: str, problems: list[Problem]) -> None:
     """Raise one error with a line for each problem after `verdict`, such as "job a is not valid".
 
     Raises:
-        InvalidJobError: when there is any.
+        InvalidJobError: when there are problems.
     """
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -205,7 +205,7 @@ def _convert_field(kind: Any, value: object, path: str, problems: list[Problem])
 
 
 def _struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, bool]:
-    """The Struct type in `S`, `S | None` or `tuple[S, ...]`, and whether it is the last."""
+    """The Struct type in `S`, `S | None` or `tuple[S, ...]`, and whether it is in a tuple."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind, False
     arguments = typing.get_args(kind)
@@ -231,7 +231,7 @@ def _reword(error: msgspec.ValidationError) -> str:
 
 
 def _metas(kind: Any) -> list[msgspec.Meta]:
-    """What is said about a field: on its type, or on the part of a union that says it."""
+    """The `Meta` of a field: on its type, or on the part of a union that has it."""
     found = getattr(kind, "__metadata__", None)
     if found is None and typing.get_origin(kind) in (typing.Union, types.UnionType):
         found = [meta for part in typing.get_args(kind) for meta in _metas(part)]

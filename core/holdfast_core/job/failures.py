@@ -1,4 +1,4 @@
-"""What a `MoETrainingJob` may say about failures: when something is lost, and what is done then."""
+"""The part of a `MoETrainingJob` about failures: what counts as lost, and what is done then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast_core.job.documents import YEAR_S, Document
 
 
 class On(StrEnum):
-    """What a failure rule applies to."""
+    """Kind of failure that a rule applies to."""
 
     EXIT_CODE = "ExitCode"
     HANG = "Hang"
@@ -22,7 +22,7 @@ class On(StrEnum):
 
 
 class FailureAction(StrEnum):
-    """What is done about a failure."""
+    """Response to a failure."""
 
     RESTART_IN_PLACE = "RestartInPlace"
     REPLACE_NODE = "ReplaceNode"
@@ -83,7 +83,7 @@ class FailureRule(Document, frozen=True, kw_only=True):
             },
         ),
     ] = field(name="when")
-    """`on` in a document would be read as `true`: kubectl and PyYAML speak YAML 1.1."""
+    """A key `on` would be read as `true`: kubectl and PyYAML use YAML 1.1."""
     action: Annotated[
         FailureAction,
         Meta(

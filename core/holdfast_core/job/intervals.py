@@ -1,5 +1,5 @@
-"""What a `MoETrainingJob` may say about how often snapshots are taken, and how often it expects to
-need one."""
+"""The part of a `MoETrainingJob` about how often snapshots are taken, and how often one is expected
+to be needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Meta
 from holdfast_core.job.documents import Document
 
 AUTO = "auto"
-"""In place of a number of steps: the trainer finds it out."""
+"""Value in place of a number of steps: the trainer finds the interval."""
 
 
 _MeanDays = Annotated[float, Meta(gt=0, le=1_000_000)]
@@ -55,10 +55,10 @@ class StepInterval(Document, frozen=True, kw_only=True):
 
     @property
     def auto(self) -> bool:
-        """Whether the trainer finds the interval out."""
+        """Whether the trainer finds the interval."""
         return self.steps == AUTO
 
     @property
     def least_steps(self) -> int:
-        """The fewest steps from snapshot to snapshot that the job lets a plan choose."""
+        """Fewest steps from snapshot to snapshot that a plan may choose for the job."""
         return self.steps if isinstance(self.steps, int) else 1

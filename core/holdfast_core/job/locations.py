@@ -1,10 +1,10 @@
-"""Where copies may lie: the form of a URI, and the list of locations that a platform team allows.
+"""Places for copies: the form of a URI, and the list of locations that a platform team allows.
 
-Daemons reach storage with rights that no job has by itself. So a job's URI is held against a list,
-by the control loop before the job is placed and by each daemon before it opens anything. What is
-compared is what will be opened: a URI that could be read in two ways (percent-encoding, `..`, empty
-parts, chains of file systems, a scheme in capitals) is refused, never corrected. Pure: links of a
-file system are the business of who opens it.
+Daemons reach storage with rights that no job has by itself. So a job's URI is checked against a
+list, by the control loop before the job is placed and by each daemon before it opens anything. What
+is compared is what will be opened: a URI that could be read in two ways (percent-encoding, `..`,
+empty parts, chains of file systems, a scheme in capitals) is refused, never corrected. Pure: links
+of a file system are checked where it is opened.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SCHEMES = ("s3", "gs", "abfs")
 """Kinds of object storage, besides paths. Their URIs name a bucket, never a host."""
 
 NAMESPACE = "{namespace}"
-"""Stands for the namespace of the job in a location's prefix."""
+"""Placeholder for the job's namespace in a location's prefix."""
 
 _BUCKET = "[A-Za-z0-9][-A-Za-z0-9._]*"
 _PART = "[-A-Za-z0-9._~=+,:@ ]+"
 URI_PATTERN = f"((file://)?(/{_PART})+|({'|'.join(SCHEMES)})://{_BUCKET}(/{_PART})*)/?"
-"""What a URI looks like, for Python and RE2; parts that are dots and `::` are refused besides."""
+"""Pattern of a URI, for Python and RE2; parts that are dots, and `::`, are refused separately."""
 
 NOT_A_PLACE = "not a place for copies"
 HOW_TO_WRITE_A_PLACE = (
@@ -44,12 +44,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoragePlace:
-    """What a URI names."""
+    """Place that a URI names."""
 
     scheme: str
-    """`file`, or one of `SCHEMES`."""
+    """Scheme: `file`, or one of `SCHEMES`."""
     bucket: str
-    """Empty for `file`."""
+    """Name of the bucket; empty for `file`."""
     parts: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -85,13 +85,12 @@ class StorageLocation(Document, frozen=True, kw_only=True):
     ] = ""
 
     def place(self, namespace: str) -> StoragePlace:
-        """What the prefix is for jobs of `namespace`."""
+        """The place that the prefix names for jobs of `namespace`."""
         return parse_place(self.prefix.replace(NAMESPACE, namespace))
 
     @property
     def fixed(self) -> StoragePlace:
-        """The part that is the same for all namespaces, which nobody but the platform team
-        makes."""
+        """The part that is the same for all namespaces; only the platform team creates it."""
         whole = self.place("x")
         written = self.prefix.rpartition("://")[2].split("/")[1 : len(whole.parts) + 1]
         parts = tuple(takewhile(lambda part: NAMESPACE not in part, written))
@@ -99,7 +98,7 @@ class StorageLocation(Document, frozen=True, kw_only=True):
 
 
 def is_place(uri: str) -> bool:
-    """Whether `uri` names one place, in one way."""
+    """Whether `uri` names one place, in one way only."""
     return (
         re.fullmatch(URI_PATTERN, uri) is not None
         and "::" not in uri
@@ -124,7 +123,7 @@ def read_location(text: str) -> StorageLocation:
     """A location from JSON: `{"prefix": "s3://copies/{namespace}", "namespaces": ["team-a"]}`.
 
     Raises:
-        InvalidJobError: it is no location.
+        InvalidJobError: it is not a valid location.
     """
     verdict = f"the storage location {text[:200]!r} is not valid"
     try:
@@ -143,17 +142,17 @@ def read_location(text: str) -> StorageLocation:
 
 
 Locations = Sequence[StorageLocation] | None
-"""Those that jobs may persist to; None where there is no list, on a person's own machine."""
+"""Locations that jobs may persist to; None where there is no list, as in a local run."""
 
 
 def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> StorageLocation:
     """The first of `locations` that lets `job` persist to `uri`.
 
     Args:
-        job: its key, `namespace.name`.
+        job: the job's key, `namespace.name`.
 
     Raises:
-        InvalidJobError: none does; it names those that the job may use.
+        InvalidJobError: none does; the message names those that the job may use.
     """
     place, namespace = parse_place(uri), job.partition(".")[0]
     if not _LABEL.fullmatch(namespace):

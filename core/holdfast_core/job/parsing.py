@@ -1,9 +1,9 @@
-"""From a `MoETrainingJob` document to a job that holds together, or one error with every problem.
+"""A `MoETrainingJob` document, parsed to a consistent job or refused with every problem at once.
 
-`parse_job` checks what follows from the document alone; whether nodes, labels and memory are there
-is for those to say who see them. `check_supported` names what this version accepts in a document
-but cannot do yet; `check_local` and `ignored_locally` say what a document cannot have, and what
-means nothing, without Kubernetes. Reading YAML is the caller's.
+`parse_job` checks what follows from the document alone; nodes, labels and memory are checked by the
+components that see them. `check_supported` refuses what this version accepts in a document but
+cannot do yet; `check_local` refuses what must not run without Kubernetes, and `ignored_locally`
+lists what has no effect there. Reading YAML is left to the caller.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ __all__ = [
 ]
 
 MAX_NAME_CHARACTERS = 52
-"""Names of pods are the job's name and a suffix of up to 11 characters; 63 is their limit."""
+"""Longest name of a job: the name of a pod adds a suffix of up to 11 characters, and 63 is its
+limit."""
 
 MAX_NAMESPACE_CHARACTERS = 63
 
@@ -79,19 +80,19 @@ _SERVER_METADATA = frozenset(
         "selfLink",
     }
 )
-"""What an API server adds to metadata; of no meaning for the job."""
+"""Metadata that an API server adds; of no meaning for the job."""
 
 
 def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
     """The job that `document` describes.
 
-    `document` holds plain values, as a YAML or JSON reader gives them. What an API server adds
-    (`status`, server-side metadata) is ignored; everything else that is not known is refused.
+    `document` holds plain values, as a YAML or JSON reader returns them. What an API server adds
+    (`status`, server-side metadata) is ignored; every other unknown field is refused.
 
     Raises:
-        InvalidJobError: with one line for each problem: path, value, what is wrong, what to do. A
-            document that is made of other things than plain values (`check_plain`) has that alone.
-            What must hold between fields of the spec is looked at once each of them is valid.
+        InvalidJobError: with one line for each problem: path, value, what is wrong, what to do. If
+            the document holds anything but plain values (`check_plain`), that alone is reported.
+            Rules between fields of the spec are checked once each of them is valid.
     """
     if not isinstance(document, Mapping):
         raise InvalidJobError(
@@ -120,7 +121,7 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
 
 
 def check_supported(job: MoETrainingJob) -> None:
-    """Refuse what the document may say but this version of Holdfast cannot do.
+    """Refuse what a document may ask for but this version of Holdfast cannot do.
 
     Raises:
         InvalidJobError: with one line for each feature.
@@ -158,7 +159,7 @@ def check_storage(job: MoETrainingJob, locations: Locations) -> None:
     """Refuse storage outside the locations that the platform team allows.
 
     Raises:
-        InvalidJobError: it names those that the job may use.
+        InvalidJobError: it is outside; the message names the locations that the job may use.
     """
     if job.spec.persistence is not None and locations is not None:
         location_of(job.spec.persistence.uri, job.key, locations)
@@ -184,7 +185,7 @@ def check_local(job: MoETrainingJob) -> None:
 
 
 def ignored_locally(job: MoETrainingJob) -> tuple[str, ...]:
-    """What the document asks for that means nothing without Kubernetes, a sentence each."""
+    """One sentence for each field whose value has no effect without Kubernetes."""
     spec = job.spec
     notes = []
     if spec.scheduling.gang is not Gang.NONE:
@@ -201,7 +202,8 @@ def ignored_locally(job: MoETrainingJob) -> tuple[str, ...]:
 
 
 def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
-    """Another kind of document is not worth a list of unknown fields."""
+    """Problems of `apiVersion` and `kind`: in a document of another kind, unknown fields are not
+    worth listing."""
     for key, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         found = document.get(key, MISSING)
         if found != expected:

@@ -1,4 +1,4 @@
-"""What a `MoETrainingJob` may say about durable storage: where, how often, where from."""
+"""The part of a `MoETrainingJob` about durable storage: where, how often, where from."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class RestoreSpec(Document, frozen=True, kw_only=True):
 def persistence_problems(
     persistence: Persistence | None, restore: RestoreSpec, policy: Policy
 ) -> Iterator[Problem]:
-    """What is wrong with these, each of whose fields is valid by itself."""
+    """Problems of these sections, each of whose fields is valid by itself."""
     source = restore.source
     if source != LATEST and not re.fullmatch(GENERATION_PATTERN, source):
         yield Problem(
@@ -161,8 +161,8 @@ def persistence_problems(
 
 
 def _expert_problems(experts: int | None, policy: Policy) -> Iterator[Problem]:
-    """PEC §3.2: what was not captured cannot be persisted, and what a recovery loses by it is
-    counted only where a policy counts tokens."""
+    """Problems of `spec.persistence.experts` (PEC §3.2): what was not captured cannot be persisted,
+    and what a recovery loses by it is counted only where a policy counts tokens."""
     if experts is None:
         return
     if policy.type is not PolicyType.PARTIAL_EXPERTS:
@@ -184,7 +184,7 @@ def _expert_problems(experts: int | None, policy: Policy) -> Iterator[Problem]:
 
 
 def tier_of(persistence: Persistence | None, restore: RestoreSpec) -> Tier | None:
-    """What daemons are told; None without persistence."""
+    """The tier that daemons work with; None without persistence."""
     if persistence is None:
         return None
     interval = persistence.interval

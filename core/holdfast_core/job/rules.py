@@ -1,7 +1,7 @@
-"""What must hold between the fields of a job's spec, beyond their types.
+"""Rules between the fields of a job's spec, beyond their types.
 
-The schema of the API server says the same in its own language (`holdfast_operator.crd`), in the
-same words; `tests/cluster/invalid_jobs.py` holds both to it.
+The schema of the API server has the same rules in its own language (`holdfast_operator.crd`), with
+the same messages; `tests/cluster/invalid_jobs.py` lists documents that both must refuse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MANAGER = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._~A-Za-z0-9]+")
 
 
 def spec_problems(spec: Spec) -> Iterator[Problem]:
-    """What is wrong with `spec`, each of whose fields is valid by itself."""
+    """Problems of `spec`, each of whose fields is valid by itself."""
     if not _MANAGER.fullmatch(spec.managed_by):
         yield Problem(
             path="spec.managedBy",

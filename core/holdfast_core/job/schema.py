@@ -1,9 +1,9 @@
-"""What a `MoETrainingJob` document may say: its fields, their types and their defaults.
+"""The fields of a `MoETrainingJob` document, their types and their defaults.
 
-One form for Kubernetes and for a local run; the schema that an API server gets and the reference
-are written from these types. Defaults are those of a small job; what a field means is its
-description, which is also what people are told when they get it wrong. What must hold between
-fields is checked by `holdfast_core.job.parsing.parse_job`: make jobs with it.
+Kubernetes and a local run share one form; the schema that an API server gets and the reference are
+generated from these types. Defaults are those of a small job. A field's description explains it and
+is shown when its value is wrong. Rules between fields are checked by
+`holdfast_core.job.parsing.parse_job`: make jobs with it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from holdfast_core.topology import Topology
 API_VERSION = "holdfast.dev/v1alpha1"
 KIND = "MoETrainingJob"
 MANAGER = "holdfast.dev/operator"
-"""Who carries out a job that does not say otherwise."""
+"""Controller of a job that does not name another."""
 
 _NodeCount = Annotated[int, Meta(ge=1, le=100_000)]
 _Degree = Annotated[int, Meta(ge=1, le=1_000_000)]
-"""Three of them multiplied stay below 2**63."""
+"""Degree of parallelism; the product of three stays below 2**63."""
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 _Deadline = Annotated[int, Meta(ge=1, le=YEAR_S)]
 
 
 class Gang(StrEnum):
-    """Who sees to it that all pods of a job are placed together, or none."""
+    """Mechanism that places all pods of a job together, or none."""
 
     NONE = "None"
     KUEUE_POD_GROUP = "KueuePodGroup"
@@ -296,7 +296,7 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the trainer is told in its environment besides where its daemon is."""
+        """Environment variables of the trainer, except those that locate its daemon."""
         snapshot = self.spec.snapshot
         found = {"HOLDFAST_JOB": self.key}
         if snapshot.policy.type is not PolicyType.FULL:
@@ -310,9 +310,9 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
 
     @property
     def recoveries_per_day(self) -> float:
-        """How often the job is expected to go back to a snapshot in memory; above 0."""
+        """Expected returns of the job to a snapshot in memory, per day; above 0."""
         interval = self.spec.snapshot.interval
-        return recoveries_per_s(  # of rates a day
+        return recoveries_per_s(  # with rates per day
             self.spec.nodes,
             node_losses_per_s=1 / interval.node_mtbf_days,
             process_failures_per_s=1 / interval.process_mtbf_days,

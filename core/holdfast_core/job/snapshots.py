@@ -1,4 +1,4 @@
-"""What a `MoETrainingJob` may say about its snapshots: what they hold, how often, how kept."""
+"""The part of a `MoETrainingJob` about snapshots: what they hold, how often, how they are kept."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from holdfast_core.snapshots.membership import Redundancy
 
 DEFAULT_GROUP_SIZE = 4
 DEFAULT_LARGE_GROUP_SIZE = 8
-"""With RAIM6, which keeps 2 / (n - 2) of a snapshot: a third with 8, as RAIM5 does with 4."""
+"""Default with RAIM6, which keeps 2 / (n - 2) of a snapshot: a third with 8, as RAIM5 does with
+4."""
 
 BANDWIDTH_BYTES_S_MIN = 10_000_000
-"""The least limit of protection: with less, a group of many members reads so slowly from each that
-they take the connection for dead (`holdfast_daemon.transport.server.STALL_S`)."""
+"""Least limit of protection: with less, a group of many members reads so slowly from each that the
+connections are taken for dead (`holdfast_daemon.transport.server.STALL_S`)."""
 
 COMPARE_REPLICAS_EVERY = 10
-"""Snapshots from one comparison of replicas to the next, when a job does not say."""
+"""Default number of snapshots from one comparison of replicas to the next."""
 
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
@@ -38,7 +39,7 @@ class PolicyType(StrEnum):
 
 
 class ExpertChoice(StrEnum):
-    """Which experts of a layer go first."""
+    """Order in which the experts of a layer are captured."""
 
     SEQUENTIAL = "Sequential"
     LOAD_AWARE = "LoadAware"

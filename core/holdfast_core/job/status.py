@@ -1,7 +1,7 @@
-"""What the operator writes into the status of a `MoETrainingJob`, for people and for itself.
+"""The status of a `MoETrainingJob`, which the operator writes for people and for itself.
 
 Every field may be missing: a new job has none. The schema that an API server gets and the reference
-are written from these types.
+are generated from these types.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Phase(StrEnum):
 
 
 ENDED = (Phase.COMPLETE, Phase.FAILED)
-"""The phases that a job does not leave."""
+"""Phases that a job does not leave."""
 
 
 class ConditionStatus(StrEnum):
@@ -210,7 +210,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
             tuple[MemberStatus, ...],
             Meta(
                 extra={"title": "The members and where they live."},
-                # Of a map, the API server would keep a manager for each field of thousands.
+                # For a map, the API server would record a manager of each of thousands of fields.
                 extra_json_schema={"x-kubernetes-list-type": "atomic"},
             ),
         ]

@@ -15,7 +15,7 @@ _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 
 def template_problems(template: object) -> Iterator[Problem]:
-    """What is wrong with `spec.trainer.template`; its absence is not for here."""
+    """Problems of `spec.trainer.template`; its absence is reported elsewhere."""
     if not isinstance(template, Mapping):
         return
     path = "spec.trainer.template.spec.containers"
