@@ -1,1 +1,1 @@
-"""What is captured: units, layouts and shards; generations, manifests and reports of them."""
+"""What is captured (units, layouts, shards), and how it is named, stored and reported."""

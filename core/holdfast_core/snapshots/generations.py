@@ -1,4 +1,4 @@
-"""Generations: the names of snapshots, and the line that a job goes on from."""
+"""Generations: the names of snapshots, and the line from which a job resumes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Generation:
     """The snapshots of all ranks for one step, captured in one epoch.
 
     The epoch is part of the identity because a step that is executed again after a recovery belongs
-    to another timeline: bytes of the two must never be mixed. Order is by epoch, then step: what is
-    captured after a recovery is newer than everything that was captured before it.
+    to another timeline: bytes of the two must never be mixed. Order is by epoch, then step:
+    anything captured after a recovery is newer than everything captured before it.
     """
 
     epoch: int
@@ -34,4 +34,4 @@ class Line:
     generation: Generation | None
     reason: str = field(compare=False)
     stored: bool = field(default=False, compare=False)
-    """Memory had no line: the generation was loaded from storage."""
+    """True when memory had no line and the generation was loaded from storage."""

@@ -1,4 +1,4 @@
-"""How one rank's captured tensors lie in a slot of its arena.
+"""How one rank's captured tensors are arranged in a slot of its arena.
 
 A layout is negotiated once, when a session opens, and is identified by the hash of its content: two
 snapshots with the same layout id can be read with the same offsets. A state that grows or changes
@@ -16,22 +16,24 @@ import xxhash
 from holdfast_core.errors import CorruptError, InvalidJobError, LayoutMismatchError
 from holdfast_core.snapshots.manifests import Manifest
 
-# Decoders are made when a module is imported: two threads that decode a type for the first time at
-# once crash the process (msgspec 0.22; tests/unit/core/snapshots/test_first_decoding.py).
+# Decoders are made at import: if two threads decode a type for the first time at once, the process
+# crashes (msgspec 0.22; tests/unit/core/snapshots/test_first_decoding.py).
 _MANIFEST = msgspec.json.Decoder(Manifest)
 
 PIECE_BYTES = 256 * 1024
-"""Grid of the checksums. Measured: a copy and an xxh3 of pieces of this size on two threads run at
-the speed of a plain memcpy, because the piece is still in the L2 cache when it is hashed."""
+"""Grid of the checksums. Measured: copying and hashing (xxh3) pieces of this size on two threads is
+as fast as a plain memcpy, because a piece is still in the L2 cache when it is hashed."""
 
 SLOTS_PER_ARENA = 3
-"""One being written, one committed and being protected, one protected (REFT §4.2, PEC §3.2)."""
+"""Slots of an arena: one being written, one committed and being protected, one protected (REFT
+§4.2, PEC §3.2)."""
 
 PIECES_MAX = 1 << 22
-"""Of one slot: a terabyte in pieces of 256 KiB. A manifest has eight bytes for each."""
+"""Most pieces of one slot: a terabyte in pieces of 256 KiB. A manifest has eight bytes for each."""
 
 SLOT_BYTES_MAX = 1 << 60
-"""More than any node has, and little enough that a file of three slots can be described."""
+"""Most bytes of one slot: more than any node has, and few enough that a file of three slots can be
+described."""
 
 INT64_MAX = 2**63 - 1
 TENSOR_ALIGNMENT = 64
@@ -39,24 +41,24 @@ PAGE_BYTES = 4096
 
 
 class TensorRole(StrEnum):
-    """What a tensor is to its unit."""
+    """Role of a tensor in its unit."""
 
     COMPUTE = "compute"
     MASTER = "master"
     OPTIMIZER = "optimizer"
     BUFFER = "buffer"
     GRADIENT = "gradient"
-    """What the optimizer's last step used; no part of the state
+    """Gradient that the optimizer's last step used; not part of the state
     (`holdfast_core.experts.recompute`)."""
     RECIPE = "recipe"
-    """How the state followed from it."""
+    """Recipe by which the state followed from the gradient."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One byte range of one tensor of one unit, and where it lies in the slot.
 
-    The fields that have defaults serve loading into another parallelism. They are encoded only when
-    they say something, so that layouts that do not need them keep their identity.
+    The fields with defaults serve loading into another parallelism. They are encoded only when set,
+    so that layouts that do not need them keep their identity.
     """
 
     unit: str
@@ -66,7 +68,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `blocks.3.attn.qkv.weight:exp_avg` for an optimizer state of it."""
     role: TensorRole
     dtype: str
-    """As torch prints it without the prefix: `bfloat16`, `float32`, `int64`."""
+    """Name of the dtype without torch's prefix: `bfloat16`, `float32`, `int64`."""
     shape: tuple[int, ...]
     """Shape of the whole local tensor (the expert's slice for stacked expert weights)."""
     start: int
@@ -75,20 +77,20 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: int
     """First byte of the range within the slot."""
     global_shape: tuple[int, ...] = ()
-    """Of a tensor that is distributed over a device mesh: the shape of the whole, of which the
-    local tensor (`shape`) is a box. Empty for plain tensors."""
+    """Shape of the whole tensor, of which the local tensor (`shape`) is a box, where it is
+    distributed over a device mesh. Empty for plain tensors."""
     global_offsets: tuple[int, ...] = ()
     """Index of the local tensor's first element in the whole; as long as `global_shape`."""
     own: bool = False
-    """Other ranks may hold other tensors under this name, and nothing says what they are parts of:
-    a sharded optimizer's flat state, a parameter that only an optimizer knows."""
+    """Whether other ranks may hold other tensors under this name without a record of what they are
+    parts of: a sharded optimizer's flat state, a parameter that only an optimizer has."""
     param_group: int = 0
-    """Of a parameter: its parameter group, counted over all optimizers; -1 when it is in none."""
+    """Parameter group of a parameter, counted over all optimizers; -1 when it is in none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where everything lies in a slot of one rank's arena."""
+    """Position of everything in a slot of one rank's arena."""
 
     rank: int
     world_size: int
@@ -99,8 +101,8 @@ class Layout:
     extras_capacity: int
     piece_bytes: int = PIECE_BYTES
     largest_slot_bytes: int = 0
-    """Size of the largest slot of any rank of the job, set by the daemon when the session opens:
-    whoever rebuilds this rank elsewhere knows from it how much parity it will have to hold."""
+    """Size of the largest slot of any rank of the job, set by the daemon when the session opens. A
+    daemon that rebuilds this rank elsewhere reserves memory for parity by it."""
 
     @property
     def slot_bytes(self) -> int:
@@ -136,7 +138,7 @@ def decode_layout(data: bytes) -> Layout:
     Raises:
         CorruptError: when the bytes are not a layout.
         LayoutMismatchError: when its ranges overlap or leave the slot, or the slot is larger, or
-            cut into more pieces, than can be.
+            cut into more pieces, than allowed.
     """
     try:
         layout = _LAYOUT.decode(data)
@@ -188,7 +190,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
     Raises:
         CorruptError: when the bytes do not match their checksum or are not a manifest, or one of
-            its numbers is none that anything else could carry.
+            its numbers is not in 0..2**63 - 1.
     """
     head, _, body = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(body).encode() != head:
@@ -197,7 +199,7 @@ def decode_manifest(data: bytes) -> Manifest:
         manifest = _MANIFEST.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidJobError) as error:
         raise CorruptError(f"manifest cannot be read: {error}") from error
-    # JSON has numbers of any length, and files are named after some of these.
+    # Numbers in JSON have any length, and files are named after some of these.
     numbers = (
         manifest.rank,
         manifest.world_size,

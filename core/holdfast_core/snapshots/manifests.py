@@ -10,15 +10,15 @@ from holdfast_core.snapshots.generations import Generation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertVersion:
-    """A captured version of an expert, as one rank knows it."""
+    """A captured version of an expert, as recorded by one rank."""
 
     unit: str
     """`str(UnitKey)`."""
     generation: Generation
     number: int
-    """Of the snapshot in the job's life, from 0."""
+    """Number of the snapshot in the job's life, from 0."""
     tokens: int
-    """That the rank had routed to the expert when it was captured."""
+    """Tokens that the rank had routed to the expert when it was captured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +44,11 @@ class Manifest:
     nan_units: tuple[str, ...] = ()
     """Units that held a NaN when they were captured (captured faithfully, counted)."""
     experts: tuple[ExpertVersion, ...] = ()
-    """Where snapshots leave experts out: the version of each expert that the snapshot holds, and of
-    the experts of other ranks the newest that this rank knows."""
+    """Versions of experts, where snapshots leave some out: for each expert in the snapshot the
+    version that it holds, and for each expert of other ranks the newest that this rank knows."""
     older: tuple[ExpertVersion, ...] = ()
-    """Of a snapshot from durable storage: versions that other ranks may have been given, older than
-    those in `experts`. They say what this rank's tokens lost by that."""
+    """Versions older than those in `experts` that other ranks may have restored; only for a
+    snapshot from durable storage. They determine what this rank's tokens lost by it."""
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 1 or self.payload_bytes < 0:
@@ -89,12 +89,12 @@ class ParityEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """What one daemon holds for one job, as it says itself. The truth (invariant 6)."""
+    """What one daemon holds for one job, as that daemon reports it: the truth (invariant 6)."""
 
     snapshots: tuple[SnapshotEntry, ...] = ()
     parities: tuple[ParityEntry, ...] = ()
     writing: tuple[tuple[int, Generation], ...] = ()
     """(rank, generation) of granted slots that are not sealed yet."""
     passed: tuple[tuple[int, Generation], ...] = ()
-    """(rank, newest generation that the rank has asked to save): a generation up to this one that
-    is neither held nor being written will never be completed by that rank."""
+    """(rank, newest generation that the rank has asked to save): the rank will never complete a
+    generation up to this one that is neither held nor being written."""

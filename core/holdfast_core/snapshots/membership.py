@@ -1,4 +1,4 @@
-"""The membership of an epoch: who takes part in a job, and how its snapshots are kept."""
+"""The membership of an epoch: which members a job has, and how its snapshots are kept."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Redundancy(StrEnum):
 
     NONE = "None"
     RAIM5 = "RAIM5"
-    """One lost node of each parity group."""
+    """Protection against one lost node of each parity group."""
     RAIM6 = "RAIM6"
-    """Any two lost nodes of each parity group."""
+    """Protection against any two lost nodes of each parity group."""
     REPLICATION = "Replication"
-    """As many lost nodes of each parity group as there are replicas."""
+    """Protection against as many lost nodes of each parity group as there are replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberPlace:
-    """Where a member lives in an epoch."""
+    """Place of a member in an epoch."""
 
     index: int
     node: str
@@ -39,34 +39,34 @@ class MemberPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tier:
-    """Where and how often a job's generations are persisted, and where it begins."""
+    """Where and how often a job's generations are persisted, and which copy the job begins from."""
 
     uri: str
-    """A directory of any kind that fsspec reaches: `file:///…`, `s3://bucket/prefix`. The job's
-    sets lie in a directory of its own below it."""
+    """Directory of any kind that fsspec reaches: `file:///…`, `s3://bucket/prefix`. The job's sets
+    are in a directory of their own below it."""
     every_steps: int = 0
     """Steps from copy to copy; 0: not by steps."""
     every_s: float = 0.0
-    """Seconds from copy to copy; 0: not by time. Without steps and time, as REFT appendix A
-    computes it from what copies cost and how often memory was lost."""
+    """Seconds from copy to copy; 0: not by time. Where both are 0, the interval of REFT appendix A
+    applies, computed from what copies cost and how often memory was lost."""
     keep: int = 3
-    """Newest copies to keep."""
+    """Number of newest copies to keep."""
     keep_every: int = 0
-    """Besides, copies whose step is a multiple of this are kept for good; 0: none."""
+    """Copies whose step is a multiple of this are kept for good as well; 0: none."""
     bytes_per_s: int = 0
-    """What one daemon may write in a second; 0: as fast as it can."""
+    """Bytes that one daemon may write in a second; 0: no limit."""
     experts: int = 0
-    """Of each layer, the experts that a copy holds anew; 0: all."""
+    """Experts of each layer that a copy holds anew; 0: all."""
     restore_from: str = ""
     """`epoch.step` of the copy that a job without generations in memory begins from; empty: the
-    newest whole one."""
+    newest complete one."""
     persisted: str = ""
-    """`epoch.step` of a copy that the control loop knows was put there; empty: it knows of none."""
+    """`epoch.step` of a copy that the control loop knows to be there; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """Who takes part in a job in one epoch, and where.
+    """Members of a job in one epoch, and their places.
 
     `revision` grows when only addresses change (a daemon came back on another port): that needs no
     fencing, because the memory behind the address is the same.
@@ -82,13 +82,14 @@ class Membership:
     unless the number of members changes, because parity in memory was made for them."""
     redundancy: Redundancy = Redundancy.RAIM5
     replicas: int = 1
-    """Members of its group that keep a rank's whole payload; only with Replication."""
+    """Number of group members that keep a copy of a rank's whole payload; only with Replication."""
     tier: Tier | None = None
-    """None: generations are in memory only."""
+    """Durable tier; None where generations are in memory only."""
     memory_bytes: int = 0
-    """What the job may take on each node, arenas and parity; 0: all that the daemon may use."""
+    """Bytes that the job may take on each node, for arenas and parity; 0: all that the daemon may
+    use."""
     protection_bytes_s: int = 0
-    """What each node may fetch for parity of new generations in a second; 0: no limit."""
+    """Bytes that each node may fetch in a second for parity of new generations; 0: no limit."""
 
     def __post_init__(self) -> None:
         indices = [place.index for place in self.members]
@@ -117,7 +118,7 @@ class Membership:
 
     def position(self, member: int) -> int:
         """The member's place in the order of members: its node rank in the training world."""
-        # Members are 0, 1, 2 … unless the job has shrunk, and engines ask this all the time.
+        # Members are 0, 1, 2 … unless the job has shrunk, and engines look this up all the time.
         if 0 <= member < len(self.members) and self.members[member].index == member:
             return member
         for position, place in enumerate(self.members):
@@ -141,7 +142,7 @@ class Membership:
         return row * self.nproc_per_node + lane
 
     def lane_and_row(self, parity_lane: int) -> tuple[int, int]:
-        """What `parity_lane` joined."""
+        """The lane and the row that `parity_lane` combined."""
         row, lane = divmod(parity_lane, self.nproc_per_node)
         return lane, row
 

@@ -1,17 +1,17 @@
 """Where the pieces of a snapshot lie: in its own slot, or where an older snapshot left them.
 
 A snapshot that captures only some of its units carries the other pieces over: its manifest lists
-all of them, and `places` says for each in which slot of the arena its bytes lie, always at the
-piece's own offset. So every piece has three places, as every rank has three slots, and an unchanged
-one is never copied. (PEC §3.1 and MoEtion §4.1 save some of the experts; the others are restored as
-they were when they were last saved.)
+all of them, and `places` names for each the slot of the arena that holds its bytes, always at the
+piece's own offset. A rank has three slots, so a piece has three possible places, and an unchanged
+piece is never copied. (PEC §3.1 and MoEtion §4.1 save some of the experts; the others are restored
+as they were when they were last saved.)
 
-Places say where bytes are on this node, not what they are, so they are no part of the manifest: a
-snapshot that was rebuilt elsewhere lies there in one slot and is still the same snapshot.
+Places describe where bytes are on this node, not what they are, so they are not part of the
+manifest: a snapshot that was rebuilt elsewhere is in one slot there and is still the same snapshot.
 
-`places` is one byte per piece, the number of a slot; empty when all pieces lie in the snapshot's
-own slot. A bit map of pieces has one bit for each, the lowest bit of the first byte first; bits
-beyond its end are 0.
+`places` is one byte per piece, the number of a slot; it is empty when all pieces are in the
+snapshot's own slot. A bit map of pieces has one bit for each, beginning with the lowest bit of the
+first byte; bits beyond its end are 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pieces [first, end) that follow each other in one slot."""
+    """Consecutive pieces [first, end) in one slot."""
 
     slot: int
     first: int
@@ -70,8 +70,8 @@ def choose(
 ) -> bytes:
     """The places for a snapshot of `pieces` pieces in `slot`.
 
-    What is written goes where no other snapshot has its bytes: a slot is always left, because there
-    are at most two others. What is unchanged stays where `base` has it.
+    A written piece goes to a slot in which no other snapshot has it: one is always left, because
+    there are at most two others. An unchanged piece stays where `base` has it.
 
     Args:
         others: every other snapshot of the arena that exists, or that is being written.
@@ -97,7 +97,7 @@ def merge_digests(written: bytes, base: bytes, unchanged: bytes) -> bytes:
     """The digests of a snapshot: those of `base` where a piece is unchanged, else `written`'s.
 
     Raises:
-        CorruptError: an unchanged piece is not in `base`, or `written` is no list of digests.
+        CorruptError: an unchanged piece is not in `base`, or `written` is not a list of digests.
     """
     pieces, rest = divmod(len(written), DIGEST_BYTES)
     if rest:
@@ -128,13 +128,13 @@ def bit_map(pieces: Iterable[int], count: int) -> bytes:
 
 
 def packed(flags: npt.NDArray[np.bool_]) -> bytes:
-    """The bit map of the pieces' flags."""
+    """`flags`, one for each piece, as a bit map."""
     return np.packbits(flags, bitorder="little").tobytes()
 
 
 def encode_places(places: bytes) -> bytes:
-    """What follows the manifest in its file: nothing, or a newline, the xxh3-64 of the places in 16
-    hex digits, a newline and the places, none of which is a newline."""
+    """The part of a manifest's file after the manifest: nothing, or a newline, the xxh3-64 of the
+    places in 16 hex digits, a newline and the places, none of which is a newline."""
     if not places:
         return b""
     return b"\n" + xxhash.xxh3_64_hexdigest(places).encode() + b"\n" + places
@@ -144,7 +144,7 @@ def split_places(data: bytes) -> tuple[bytes, bytes]:
     """(encoded manifest, places) of a manifest's file.
 
     Raises:
-        CorruptError: the places do not match their checksum or are no places.
+        CorruptError: the places do not match their checksum or do not name slots.
     """
     head, _, rest = data.partition(b"\n")
     body, marker, trailer = rest.partition(b"\n")

@@ -1,4 +1,4 @@
-"""What daemons of a job report to their leader, and what the leader directs."""
+"""Reports of a job's daemons to their leader, and the leader's directives."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from holdfast_core.snapshots.stored import FailedLoad, PersistOrder, RankFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """A daemon's periodic word to its leader and its parity group. Newest wins, so loss, delay and
-    reordering of reports are harmless."""
+    """A daemon's periodic report to its leader and its parity group. The newest wins, so loss,
+    delay and reordering of reports are harmless."""
 
     job: str
     epoch: int
@@ -21,24 +21,27 @@ class MemberReport:
     """Grows with every start of the daemon on this memory."""
     sequence: int
     verified: bool
-    """False until everything the inventory lists was verified after the epoch began."""
+    """Whether everything that the inventory lists has been verified since the epoch began."""
     inventory: Inventory
     line: Line | None = None
-    """The line this daemon was told in this epoch: a leader that restarted keeps its word."""
+    """Recovery line that the leader announced to this daemon in this epoch. A leader that restarts
+    keeps to it."""
     retained: Generation | None = None
-    """What this daemon was told to retain in this epoch, for the same reason."""
+    """Generation to retain that the leader announced in this epoch, for the same reason."""
     persist: PersistOrder | None = None
-    """The newest order that it heard in this epoch, for the same reason. What follows is of it."""
+    """Newest persist order that this daemon received in this epoch, for the same reason.
+    `persisted` and `persist_failure` refer to it."""
     persisted: tuple[RankFile, ...] = ()
-    """Its ranks' files that are in storage."""
+    """Files of the daemon's ranks that are in storage."""
     persist_failure: str = ""
-    """Why it cannot write the others; empty when it can."""
+    """Reason why it cannot write the remaining files; empty when it can."""
     stored: Generation | None = None
-    """The newest complete set in storage that it has heard of, in any epoch."""
+    """Newest complete set in storage that was announced to this daemon, of any epoch."""
     wanted: Generation | None = None
-    """It asks that this generation, or a newer one, be persisted soon."""
+    """Request to persist this generation, or a newer one, soon."""
     unloadable: tuple[FailedLoad, ...] = ()
-    """What it could not load from storage lately, because the bytes there are not right."""
+    """Snapshots that it recently failed to load from storage, because the bytes there are not
+    right."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -47,27 +50,27 @@ class MemberReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Directive:
-    """The leader's word to all members. Every field only ever grows within an epoch, so directives
-    can be lost, repeated and reordered."""
+    """The leader's directive to all members. Within an epoch every field but `load` only ever
+    grows, so directives can be lost, repeated and reordered."""
 
     job: str
     epoch: int
     line: Line | None = None
-    """None while undecided."""
+    """Recovery line; None while undecided."""
     protected: Generation | None = None
     """The newest generation that survives the loss of as many nodes per parity group as the job's
     redundancy is made for."""
     retained: Generation | None = None
-    """Generations older than this one may be freed."""
+    """Oldest generation to keep; older ones may be freed."""
     dead: tuple[Generation, ...] = ()
     """Generations that some rank will never complete; their slots may be reused."""
     rendezvous: str = ""
-    """`host:port` of the training world's store, from the member that serves it."""
+    """`host:port` of the training world's store, announced by the member that serves it."""
     persist: PersistOrder | None = None
-    """What is being written to the durable tier, or was last."""
+    """Persist order that is being carried out, or was carried out last."""
     persisted: Generation | None = None
     """The newest generation of which the durable tier has a complete set."""
     load: Generation | None = None
-    """Before there is a line: memory has none, and every daemon is to load its ranks' snapshots of
-    this generation from storage. It changes when they cannot be used. Once all are in memory, the
-    line is this generation."""
+    """Generation whose snapshots every daemon is to load from storage for its ranks, while there is
+    no line because memory has none. It changes when they cannot be used. Once all are in memory, it
+    becomes the line."""

@@ -5,7 +5,7 @@ divides the work: equally in order (EDPS), or adaptively, the largest item to th
 (ADPS, PEC §3.2). The plan is a pure function of sizes and topology: every rank computes the same
 one, without a collective.
 
-This module says which ranges; the SDK copies them. It does not check that replicas hold equal
+This module chooses the ranges; the SDK copies them. It does not check that replicas hold equal
 bytes, only that they declare equal tensors.
 """
 
@@ -23,11 +23,11 @@ from holdfast_core.snapshots.units import TensorSize, UnitKey
 from holdfast_core.topology import Topology
 
 MIN_SPLIT_BYTES = 1024 * 1024
-"""Ranges smaller than this cost more in bookkeeping than they gain in balance."""
+"""Least size of a range: smaller ones cost more in bookkeeping than they gain in balance."""
 
 SPLITS_PER_RANK = 32
-"""Unless told otherwise, a tensor is cut where it exceeds 1/32 of a rank's equal share, which
-bounds the imbalance by about 3 % at the cost of few ranges."""
+"""Ranges in a rank's equal share: by default, a tensor longer than 1/32 of it is cut, which bounds
+the imbalance by about 3 % at the cost of few ranges."""
 
 
 class ShardStrategy(StrEnum):
@@ -40,7 +40,7 @@ class ShardStrategy(StrEnum):
 
 
 class Grain(StrEnum):
-    """What may be captured by different ranks."""
+    """Smallest portion of the state that one rank captures alone."""
 
     UNIT = "unit"
     """Whole modules, as in PEC §3.2: all tensors of a unit stay together."""
@@ -60,10 +60,10 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardItem:
-    """What is assigned as a whole: one or more shards that stay together."""
+    """Item of the assignment: one or more shards that stay together."""
 
     name: str
-    """Breaks ties between items of equal size; unique among the items of a group."""
+    """Name that breaks ties between items of equal size; unique among the items of a group."""
     shards: tuple[Shard, ...]
 
     @property
@@ -105,15 +105,15 @@ def plan_shards(
     """Divide the capture of all tensors so that each byte is captured once in its replica group.
 
     Experts are shared by the expert replicas and everything else by the dense replicas; private
-    tensors stay with their rank. What is fixed or narrower is placed first, so that the adaptive
-    strategy fills the gaps that private tensors and experts leave (PEC §3.2).
+    tensors stay with their rank. Private tensors are placed first, then experts, so that the
+    adaptive strategy fills the gaps that they leave (PEC §3.2).
 
     Args:
         tensors_by_rank: for each rank the tensors it holds, in any order. A subset of the world
-            will do when it has all dense replicas of each of its ranks.
+            is enough if it has all dense replicas of each of its ranks.
         topology: which ranks are replicas.
-        expert_grain: of experts; `Grain.UNIT` where they are captured at different times, so that
-            none is torn between replicas. By default `grain`.
+        expert_grain: grain of experts; `Grain.UNIT` where they are captured at different times, so
+            that none is split between replicas. By default `grain`.
         split_bytes: with `Grain.RANGE`, tensors longer than this are cut into ranges of at most
             this many bytes, rounded up to 64; by default 1/32 of an equal share of the group.
 
@@ -155,8 +155,8 @@ def plan_shards(
 def edps(items: Sequence[ShardItem], ranks: Sequence[int]) -> dict[int, tuple[ShardItem, ...]]:
     """Equal data-parallel sharding (REFT §4.1, EDPS of PEC §3.2): consecutive runs of equal bytes.
 
-    An item goes to the rank whose equal share holds its middle, so that a rank gets less than one
-    (longest) item beyond its share.
+    An item goes to the rank whose equal share holds its middle, so a rank exceeds its share by less
+    than the longest item.
     """
     total = sum(item.nbytes for item in items)
     assigned: dict[int, list[ShardItem]] = {rank: [] for rank in ranks}
@@ -172,9 +172,9 @@ def edps(items: Sequence[ShardItem], ranks: Sequence[int]) -> dict[int, tuple[Sh
 def adps(items: Sequence[ShardItem], loads: Mapping[int, int]) -> dict[int, tuple[ShardItem, ...]]:
     """Adaptive data-parallel sharding (PEC §3.2): the largest item to the least loaded rank.
 
-    Ties break by the item's name, then by rank. No rank ends above both its given load and
-    T / m + (1 - 1 / m) · L, for m ranks, the total T of given loads and items, and the longest
-    item L: whoever received the last item had the least load before it.
+    Ties break by the item's name, then by rank. No rank ends above both its given load and T / m +
+    (1 - 1 / m) · L, for m ranks, the total T of given loads and items, and the longest item L: the
+    rank that received the last item had the least load before it.
 
     Args:
         loads: for each rank of the group the bytes that it captures anyway.
@@ -191,7 +191,7 @@ def adps(items: Sequence[ShardItem], loads: Mapping[int, int]) -> dict[int, tupl
 def items_of(
     tensors: Sequence[TensorSize], ranks: int, *, grain: Grain, split_bytes: int | None = None
 ) -> tuple[ShardItem, ...]:
-    """What can be assigned, in order of unit and tensor. See `plan_shards` for the arguments."""
+    """The items to assign, in order of unit and tensor. See `plan_shards` for the arguments."""
     ordered = sorted(tensors, key=lambda tensor: (tensor.unit, tensor.tensor))
     if grain is Grain.UNIT:
         return tuple(

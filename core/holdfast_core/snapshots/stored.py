@@ -1,4 +1,4 @@
-"""What is known of a job's copies in the durable tier, and how daemons are told to make one."""
+"""A job's copies in the durable tier, and the order to make one."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ class StoredUnit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFile:
-    """What a set's manifest says of one rank's file: where it is and how to know that it is it."""
+    """One rank's file as a set's manifest lists it: where it is, and how to recognise it."""
 
     rank: int
     file: str
-    """Name within the set."""
+    """Name of the file within the set."""
     bytes: int
-    """Of the whole file: header and payload."""
+    """Bytes of the whole file: header and payload."""
     header_bytes: int
-    """Of the header with its length before it: where the payload begins."""
+    """Bytes of the header and of the length before it: the payload begins there."""
     header_xxh3: int
     """xxh3-64 of the first `header_bytes` bytes. The header holds the digests of all pieces, so
-    this one number stands for every byte of the file."""
+    this one number covers every byte of the file."""
     payload_bytes: int
     layout_id: str
     manifest_digest: int
     units: tuple[StoredUnit, ...] = ()
-    """The experts that copies may leave out, by name; none where every file holds all."""
+    """Experts that copies may leave out, sorted by name; empty where every file holds all."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class PersistOrder:
-    """The leader's order to write a generation to the durable tier. Of two, the greater counts."""
+    """The leader's order to write a generation to the durable tier. Of two orders, the greater
+    counts."""
 
     number: int
-    """Grows by one with each order of an epoch; so does it when a generation is tried again."""
+    """Number of the order: grows by one with each order of an epoch, also when a generation is
+    tried again."""
     ended: bool
-    """The set is complete, or was given up: nobody writes for it any more."""
+    """Whether the set is complete or was given up: no daemon writes to it any more."""
     generation: Generation
 
 

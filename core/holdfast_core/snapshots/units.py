@@ -1,7 +1,7 @@
 """Units: the smallest pieces of training state that can be captured alone, and their tensors.
 
 A unit is one expert of one layer, one gate, one layer's non-expert part, the embeddings, the head,
-or whatever else the model holds. Its name is what people see in messages and what layouts store.
+or whatever else the model holds. Its name appears in messages and in layouts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.layouts import TensorRole
 
 KEYS_REMEMBERED = 1 << 14
-"""Each snapshot names the same experts again."""
+"""Parsed keys that are cached: each snapshot names the same experts again."""
 
 _TEXT = re.compile(r"layer([0-9]{1,9})/(?:expert([0-9]{1,9})|gate|dense)|embedding|head|other")
 
 
 class UnitKind(StrEnum):
-    """What a unit is to the model."""
+    """Kind of a unit in the model."""
 
     EXPERT = "expert"
     GATE = "gate"
@@ -106,14 +106,14 @@ class UnitKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSize:
-    """One tensor of a unit as a rank holds it: what planning needs to know of it."""
+    """One tensor of a unit as a rank holds it, as far as planning needs it."""
 
     unit: UnitKey
     tensor: str
-    """Unique in the whole model; see `snapshots.layouts.Entry.tensor`."""
+    """Name that is unique in the whole model; see `snapshots.layouts.Entry.tensor`."""
     role: TensorRole
     dtype: str
-    """As torch prints it without the prefix: `bfloat16`, `float32`."""
+    """Name of the dtype without torch's prefix: `bfloat16`, `float32`."""
     shape: tuple[int, ...]
     """Shape of the whole local tensor (the expert's slice for stacked expert weights)."""
     nbytes: int
