@@ -1,22 +1,23 @@
-"""Which saves are taken when a job leaves its interval to what is measured (REFT appendix A).
+"""Which saves are taken when a job's interval is left to measurements (REFT appendix A).
 
-All ranks have to take the same saves, or no generation is whole; and what they measure differs. So
-they agree on the interval, and on when it begins, without waiting for each other:
+All ranks must take the same saves, or no generation is whole; but what they measure differs. So
+they agree on the interval, and on the call from which it applies, without waiting for each other:
 
-- They state what they measured at the same call of `save`, which follows from what they agreed on
-  before, and each computes the same interval from all statements.
-- It begins so many calls later, whether or not a rank has heard of it by then. A rank that has not
-  takes no save until it has. It then looks at the calls that it let pass, so that it has counted as
-  many as the others: what it missed is skipped, as a save is that found no slot.
+- All ranks state what they measured at the same call of `save`, which follows from what they
+  agreed on before, and each computes the same interval from all statements.
+- The interval applies a fixed number of calls later, whether or not a rank has received the
+  statements by then. A rank that has not takes no save until it has. It then goes through the calls
+  that it let pass, so that it counts as many as the others: a save that it missed is skipped, like
+  a save that finds no slot.
 
-So no rank ever takes a save that the others do not. Snapshots are due where the number of steps
-passes a multiple of the interval, so that nothing depends on when a rank heard of it.
+So no rank ever takes a save that is not due on the others. Snapshots are due where the number of
+steps passes a multiple of the interval, so that nothing depends on when a rank received it.
 
-The optimum is flat: half the best interval costs a quarter more, and a tenth less costs half a
-percent. So an interval that is nearly right is kept, and each time it is, twice as many snapshots
-pass until ranks state again.
+The optimum is flat: half the best interval costs a quarter more, and one that is a tenth too short
+costs half a percent. So an interval that is nearly right is kept, and each time it is, twice as
+many snapshots pass before ranks state their costs again.
 
-Nothing here talks or measures; the trainer SDK does.
+This module neither communicates nor measures; the trainer SDK does both.
 """
 
 from __future__ import annotations
@@ -33,36 +34,38 @@ from holdfast_core.protection.intervals import STEPS_MAX, interval_steps
 DAY_S = 86400.0
 
 MEASURED = 8
-"""Snapshots that are measured for a statement."""
+"""Snapshots that are measured for one statement."""
 WARMING_UP = 2
-"""Snapshots more before the first statement: one opens the session, one is not over by then."""
+"""Additional snapshots before the first statement: one opens the session, one is not over by
+then."""
 LEAD_CALLS = 4
-"""Calls of `save` from a statement to the first one that it decides."""
+"""Calls of `save` from a statement to the first call that it decides."""
 MEASURED_MAX = 1024
-"""The most snapshots from one interval to the next statement."""
+"""Most snapshots from one interval to the next statement."""
 KEPT_WITHIN = 0.2
-"""An interval is kept that differs from the best by less than so much of it."""
+"""Relative difference from the best interval below which the current one is kept."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank states: means of its newest snapshots; 0 where it has not measured."""
+    """Costs that one rank states: averages over its newest snapshots; 0 where it has not
+    measured."""
 
     call: int
-    """Of `save`, from 0, at which it states this."""
+    """Number of the call of `save`, from 0, at which the rank states this."""
     step: int
-    """Of that call."""
+    """Training step of that call."""
     step_s: float
-    """A step, less what it waited for a snapshot."""
+    """Duration of a step, less what it waited for a snapshot."""
     blocked_s: float
-    """What training waited for one snapshot, in `save` and before the next change of tensors:
+    """Time that training waited for one snapshot, in `save` and before the next change of tensors:
     O_save of REFT appendix A, eq. 8, measured instead of derived."""
     protect_s: float
-    """From the end of a snapshot's copy until it was protected."""
+    """Time from the end of a snapshot's copy until it was protected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalDecision:
-    """An interval, and why."""
+    """An interval, and the reason for it."""
 
     steps: int
     reason: str
@@ -72,16 +75,16 @@ def decide_interval(
     said: Sequence[Costs], *, recoveries_per_day: float, current: int
 ) -> IntervalDecision:
     """The interval that loses the least time (REFT appendix A, eq. 9); `current` where that is
-    nearly as good, or a rank has measured nothing.
+    nearly as good, or where a rank has measured nothing.
 
-    What the slowest rank waits for, all wait for: the longest waits count. A rank that waits for a
-    slower one has a longer step than it needs itself: the shortest step counts.
+    All ranks wait for the slowest: the longest waits count. A rank that waits for a slower one
+    measures a longer step than it needs itself: the shortest step counts.
 
     Args:
-        said: of all ranks, in any order.
+        said: the statements of all ranks, in any order.
 
     Raises:
-        ProtocolError: when ranks speak of different calls.
+        ProtocolError: when the statements are of different calls.
     """
     calls = sorted({(one.call, one.step) for one in said})
     if len(calls) != 1:
@@ -111,31 +114,32 @@ def decide_interval(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
-    """What a call of `save` means."""
+    """Outcome of a call of `save`."""
 
     due: bool = False
     """Whether this call's snapshot is to be taken."""
     undecided: bool = False
-    """Not known yet, so that it is not taken."""
+    """Whether it is not known yet if the snapshot is due; then it is not taken."""
     missed: tuple[int, ...] = ()
-    """Steps of earlier calls, undecided then, whose snapshots turn out to have been due."""
+    """Steps of earlier, then undecided calls whose snapshots turn out to have been due."""
     states: tuple[int, int] | None = None
-    """(call, step) for which this rank is to state its costs now; None for no statement."""
+    """(call, step) for which this rank must state its costs now; None for no statement."""
 
 
 class IntervalSchedule:
-    """One rank's part: which calls of `save` are due. Equal on all ranks, as far as they know."""
+    """One rank's schedule: which calls of `save` are due. All ranks have the same, as far as they
+    have received the others' statements."""
 
     def __init__(self) -> None:
         self.steps = 1
-        """The interval in force: at first every call, to measure."""
+        """Interval in force; at first every call, to measure."""
         self._calls = 0
         self._passed: int | None = None
         """Step of the newest call that was decided."""
         self._undecided: deque[tuple[int, int]] = deque()
-        """(call, step) of those that were not."""
+        """(call, step) of the calls that are still undecided."""
         self._stated: int | None = None
-        """The call of the newest statement, while nothing was heard of it."""
+        """Call of the newest statement, until its outcome is received."""
         self._next: tuple[int, int] | None = None
         """(call, steps): the interval that begins there."""
         self._until_statement = WARMING_UP + MEASURED
@@ -144,7 +148,7 @@ class IntervalSchedule:
         self._failed = False
 
     def called(self, step: int) -> Called:
-        """`save` was called."""
+        """Record a call of `save`."""
         self._undecided.append((self._calls, step))
         self._calls += 1
         newest, missed, due, states = self._calls - 1, [], False, None
@@ -162,7 +166,7 @@ class IntervalSchedule:
         return Called(due=due, undecided=bool(self._undecided), missed=tuple(missed), states=states)
 
     def heard(self, decision: IntervalDecision) -> None:
-        """All ranks' newest statements led to this."""
+        """Record the decision that followed from all ranks' newest statements."""
         assert self._stated is not None
         kept = decision.steps == self.steps
         self._pause = min(2 * self._pause, MEASURED_MAX) if kept else MEASURED
@@ -170,14 +174,14 @@ class IntervalSchedule:
         self._stated = None
 
     def failed(self) -> None:
-        """Ranks cannot hear of each other any more: every call is due from where the next interval
-        would have begun, as on the other ranks, which cannot hear of each other either."""
+        """Record that ranks can no longer exchange statements: every call is due from where the
+        next interval would have begun, as on the other ranks, which cannot exchange them either."""
         assert self._stated is not None
         self._next = (self._stated + LEAD_CALLS, 1)
         self._stated, self._failed = None, True
 
     def _known(self, call: int) -> bool:
-        """Whether the interval in force at `call` is."""
+        """Whether the interval in force at `call` is known."""
         return self._stated is None or call < self._stated + LEAD_CALLS
 
     def _is_due(self, call: int, step: int) -> bool:

@@ -1,8 +1,8 @@
-"""What a job's snapshots will take of each node's memory, before anything is allocated.
+"""The memory that a job's snapshots will take on each node, before anything is allocated.
 
 Invariant 5: memory is bounded and known beforehand. The daemon that allocates and the plan that
-people read use the same numbers from here. Small files beside them (layouts, manifests) are not
-counted; they are far below the 2 % that a prediction may be off.
+people read take their numbers from here. Small files beside the snapshots (layouts, manifests) are
+not counted; they are far below the 2 % that a prediction may be off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast_core.snapshots.membership import Redundancy
 
 PARITY_SLOTS = 2
 """Parity blocks of a parity lane: one protects the newest protected generation while the other is
-made."""
+built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +49,8 @@ def parity_block_bytes(
     and row of the code, twice (`PARITY_SLOTS`).
 
     Args:
-        largest_slot_bytes: of all ranks of the job.
-        code: of the member's parity group; None without redundancy.
+        largest_slot_bytes: the largest slot of all ranks of the job.
+        code: the code of the member's parity group; None without redundancy.
     """
     if code is None:
         return 0

@@ -16,13 +16,13 @@ are on one member: the loss of a member costs every stripe at most one part, and
 Row r is the sum of g^(r j) · chunk j over the stripe, in GF(2^8): row 0 is the XOR of the chunks,
 and so is every row of a replica. Unequal members are zero-extended, which costs nothing.
 
-Bytes that are multiplied are not elements of the field one by one: bit b of an element lies in the
-b-th eighth of a piece, so that eight eighths of a piece hold its elements side by side. Then a
-multiplication is a few XORs of eighths (see `protection.galois.bit_matrix`), as fast as XOR is.
-Therefore a block of a code that multiplies is whole pieces long. docs/decisions says what that is
-worth.
+Where a code multiplies, a byte is not an element of the field: bit b of an element is in the b-th
+eighth of a piece, so that the eight eighths of a piece hold its elements side by side. Then a
+multiplication is a few XORs of eighths (see `protection.galois.bit_matrix`), about as fast as XOR.
+Therefore a block of a code that multiplies is whole pieces long. docs/decisions/0017 has the
+measurements.
 
-This module only says which ranges; `holdfast_daemon.parity.build` moves and combines the bytes.
+This module only chooses the ranges; `holdfast_daemon.parity.build` moves and combines the bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Contribution:
     chunk: int
     range: Range
     factor: int = 1
-    """What it is multiplied by."""
+    """Factor that the range is multiplied by."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -72,7 +72,7 @@ class ChunkRecovery:
 
     chunk: int
     range: Range
-    """Where the chunk lies in the lost member's payload."""
+    """Position of the chunk in the lost member's payload."""
     blocks: tuple[tuple[BlockId, int], ...]
     """(block, factor)."""
     others: tuple[Contribution, ...]
@@ -116,7 +116,7 @@ class Code:
         return (block.owner - block.row) % self.n
 
     def members_of(self, stripe: int) -> tuple[tuple[int, int], ...]:
-        """(position, chunk) of what a stripe's blocks are made of, by position."""
+        """(position, chunk) of each chunk in a stripe, by position."""
         return tuple(sorted(((stripe - j - 1) % self.n, j) for j in range(self.chunks)))
 
     def blocks_of(self, stripe: int) -> tuple[BlockId, ...]:
@@ -130,7 +130,8 @@ class Code:
     def chunk_bytes(self, payload_bytes: int, piece_bytes: int) -> int:
         """Size of each chunk of a payload, in whole pieces (the last may be short).
 
-        Whole pieces, so that whoever receives a chunk can verify it with the manifest's digests.
+        Chunks are whole pieces, so that the receiver of one can verify it with the manifest's
+        digests.
         """
         return round_up(-(-payload_bytes // self.chunks), piece_bytes)
 
@@ -143,7 +144,7 @@ class Code:
     def contributions(
         self, block: BlockId, payload_bytes: Mapping[int, int], piece_bytes: int
     ) -> tuple[Contribution, ...]:
-        """The ranges that go into a block, with what each is multiplied by.
+        """The ranges that go into a block, each with its factor.
 
         `payload_bytes[i]` is the payload size of the member at position i, for all sources.
         """
@@ -181,8 +182,8 @@ class Code:
         """How to rebuild the payload of the member at `lost` from the others, chunk by chunk.
 
         Args:
-            payload_bytes: Of `lost`, and of every member whose payload is there.
-            blocks: What is there.
+            payload_bytes: sizes of the payload at `lost` and of every payload that is present.
+            blocks: the parity blocks that are present.
 
         Raises:
             CorruptError: more is gone than the code can make up for.
@@ -219,7 +220,7 @@ class Code:
     def _solution(
         self, lost: int, chunk: int, present: Set[int], blocks: Set[BlockId]
     ) -> tuple[tuple[BlockId, int], ...] | None:
-        """The blocks that a chunk follows from, with their factors: as few as there are chunks
+        """The blocks that a chunk follows from, with their factors: as many as there are chunks
         missing, the first rows first; None when there are too few."""
         stripe = self.stripe_of(lost, chunk)
         gone = [j for p, j in self.members_of(stripe) if p not in present and p != lost]
@@ -227,7 +228,7 @@ class Code:
         if not gone and there:
             return ((there[0], inverse(power(there[0].row * chunk))),)
         if len(gone) == 1 and len(there) == 2:
-            # Of  x + y = P  and  g^chunk x + g^other y = Q, the x.
+            # Solve  x + y = P  and  g^chunk x + g^other y = Q  for x.
             (first, second), other = there, gone[0]
             a, b = power(first.row * other), power(second.row * other)
             divisor = multiply(power(first.row * chunk), b) ^ multiply(power(second.row * chunk), a)

@@ -1,9 +1,9 @@
-"""The field of 256 elements that codes with more than one block for a chunk calculate in.
+"""Arithmetic in the field of 256 elements, for codes with several chunks and several rows.
 
 GF(2^8) with the polynomial x^8 + x^4 + x^3 + x^2 + 1 and the generator 2, as in RAID 6. Addition is
-XOR. Multiplication by a constant is linear over bits, so that it can be written as which bits of a
-product are the XOR of which bits of the other factor (`bit_matrix`): whoever has bytes to multiply
-needs no multiplication and no table, only XOR.
+XOR. Multiplication by a constant is linear over bits: each bit of the product is the XOR of some
+bits of the other factor (`bit_matrix`). So multiplying bytes takes no multiplication and no table,
+only XOR.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 ORDER = 255
-"""Powers of the generator that differ."""
+"""Number of different powers of the generator."""
 
 _POLYNOMIAL = 0x11D
 
@@ -52,7 +52,7 @@ def inverse(a: int) -> int:
 
 @cache
 def bit_matrix(factor: int) -> tuple[tuple[int, ...], ...]:
-    """Of each bit of factor · x, the bits of x that it is the XOR of; bit 0 is the lowest."""
+    """For each bit of factor · x, the bits of x that it is the XOR of; bit 0 is the lowest."""
     columns = [multiply(factor, 1 << bit) for bit in range(8)]
     return tuple(
         tuple(bit for bit, column in enumerate(columns) if column >> out & 1) for out in range(8)

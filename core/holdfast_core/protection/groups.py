@@ -1,7 +1,7 @@
 """Parity groups: which members protect each other, spread over failure domains.
 
 RAIM5 survives one lost member per group (REFT §4.3). Members of one failure domain are lost
-together, so they belong into different groups. Groups are formed once in a job's life, because the
+together, so they belong in different groups. Groups are formed once in a job's life, because the
 parity in memory was made for them.
 """
 
@@ -23,7 +23,8 @@ class Grouping:
     groups: tuple[tuple[int, ...], ...]
     """Member indices, ascending within a group; groups by their lowest member."""
     domains_shared: int
-    """Groups that two members of one failure domain are in: the loss of that domain loses them."""
+    """Number of groups that hold more than one member of a failure domain: the loss of that domain
+    costs such a group all of them at once."""
     reason: str
 
 
@@ -32,9 +33,9 @@ def form_groups(
 ) -> Grouping:
     """Divide members into parity groups of `group_size`, or of sizes that differ by at most 1.
 
-    When `group_size` does not divide the number of members, there are as few groups as keep every
-    one at `group_size` or below, unless that would leave a group below `at_least`: then there are
-    fewer.
+    When `group_size` does not divide the number of members, the number of groups is the smallest
+    that keeps every one at `group_size` or below, unless that would leave a group below `at_least`:
+    then it is smaller.
 
     No two members of a domain share a group unless the domain has more members than there are
     groups, and then the domain is spread evenly. Members are dealt to the groups in turn, domain
@@ -43,7 +44,7 @@ def form_groups(
 
     Args:
         domains: member index → failure domain. An empty text is a domain of the member's own.
-        at_least: members that a group needs to survive what the job's redundancy is made for.
+        at_least: fewest members with which a group survives what the job's redundancy is made for.
 
     Raises:
         InvalidJobError: when there are fewer than 2 members, or `group_size` is not 2 to their
@@ -88,7 +89,7 @@ def _by_domain(domains: Mapping[int, str]) -> list[int]:
 
 
 def _domain(member: int, domains: Mapping[int, str]) -> tuple[str, int]:
-    """A domain of its own for a member that names none."""
+    """The member's domain; one of its own for a member that names none."""
     return (domains[member], -1) if domains[member] else ("", member)
 
 

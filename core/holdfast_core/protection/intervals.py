@@ -1,7 +1,7 @@
 """How often to snapshot and to persist: the intervals that minimise lost and added time.
 
 Young and Daly's first-order optimum as REFT appendix A uses it. Rates are failures per second of
-the whole that the argument names, times are seconds.
+whatever the argument names; times are in seconds.
 
 An interval of 0 means "every step": saving costs nothing, so that nothing is gained by waiting.
 A rate of 0 gives infinity: what never fails needs no saving.
@@ -15,7 +15,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 
 DIFFERENCE_FROM = 0.25
-"""Expected number of lost nodes, for each that is survived, from which eq. 7 is computed as it is
+"""Expected number of lost nodes, per loss that is survived, from which eq. 7 is computed as it is
 written."""
 
 
@@ -62,9 +62,9 @@ def group_loss_probability(node_loss_probability: float, n: int, *, losses: int 
 
     With one loss survived that is REFT appendix A, eq. 7,
     λ_re_fail = 1 - (1 - λ)ⁿ - n λ (1 - λ)ⁿ⁻¹, where λ is the probability that a node is lost; with
-    more, one minus as many more terms of the same binomial distribution. For small λ the other
-    terms are summed instead: they are what is left, and the difference would lose all its digits.
-    A group of more nodes than replicas and one may survive more, so that this is an upper bound.
+    more, one minus as many more terms of the same binomial distribution. For small λ the remaining
+    terms are summed instead, because the difference would lose all its digits. With replication, a
+    group of more nodes than replicas plus one may survive more losses, so this is an upper bound.
 
     Args:
         node_loss_probability: 0 to 1.
@@ -95,8 +95,8 @@ def group_loss_probability(node_loss_probability: float, n: int, *, losses: int 
 def group_loss_rate_per_s(
     node_failure_rate_per_s: float, n: int, *, exposure_s: float = 1.0, losses: int = 1
 ) -> float:
-    """How often a parity group of n loses more nodes at once than it survives: with one, two of
-    them. Only storage can repair that.
+    """How often a parity group of n nodes loses more of them at once than it survives: two where it
+    survives one. Only durable storage can repair that.
 
     Eq. 7 of REFT appendix A turns the probability that a node is lost within a unit of time into
     that of a group; the paper leaves the unit open. What matters is the time for which a group is
@@ -116,14 +116,14 @@ def group_loss_rate_per_s(
 def recoveries_per_s(
     nodes: int, *, node_losses_per_s: float, process_failures_per_s: float, redundant: bool
 ) -> float:
-    """How often a job of so many nodes goes back to a snapshot in memory.
+    """How often a job of `nodes` nodes goes back to a snapshot in memory.
 
-    Every failure of a process returns all ranks to one. A lost node does where snapshots are
-    redundant; without, it takes them with it, however often they were taken.
+    Every process failure returns all ranks to one. So does a lost node where snapshots are
+    redundant; without redundancy it takes its snapshots with it, however often they were taken.
 
     Args:
-        node_losses_per_s: of one node.
-        process_failures_per_s: of the training processes of one node.
+        node_losses_per_s: losses of one node.
+        process_failures_per_s: failures of the training processes of one node.
     """
     _check(node_losses_per_s=node_losses_per_s, process_failures_per_s=process_failures_per_s)
     return nodes * (process_failures_per_s + (node_losses_per_s if redundant else 0.0))
@@ -132,8 +132,8 @@ def recoveries_per_s(
 def snapshot_interval_steps(
     *, copy_s: float, protect_s: float, step_s: float, rate_per_s: float, asked_steps: int
 ) -> int:
-    """The interval of snapshots whose copy takes `copy_s`, of which a step hides what it can
-    (REFT appendix A, eq. 8); see `interval_steps`.
+    """The interval in steps of snapshots whose copy takes `copy_s`, of which a step hides what it
+    can (REFT appendix A, eq. 8); see `interval_steps`.
 
     Raises:
         InvalidJobError: when there is no such number.
@@ -150,13 +150,13 @@ def snapshot_interval_steps(
 def interval_steps(
     *, overhead_s: float, protect_s: float, step_s: float, rate_per_s: float, least_steps: int = 1
 ) -> int:
-    """The steps from snapshot to snapshot that lose the least time (REFT appendix A, eq. 9); no
-    fewer than `least_steps`, nor than protection can follow: a save is skipped while the one before
-    it is being protected.
+    """The steps from snapshot to snapshot that lose the least time (REFT appendix A, eq. 9), but no
+    fewer than `least_steps` or than protection needs: a save is skipped while the previous one is
+    being protected.
 
     Args:
         overhead_s: what one snapshot adds to training, O_save of eq. 8.
-        rate_per_s: of recoveries, see `recoveries_per_s`; above 0 unless the copy hides.
+        rate_per_s: rate of recoveries, see `recoveries_per_s`; above 0 unless the copy hides.
 
     Raises:
         InvalidJobError: when there is no such number.
@@ -192,4 +192,4 @@ def _check(**values: float) -> None:
 
 
 STEPS_MAX = 1_000_000
-"""The most steps from snapshot to snapshot."""
+"""Most steps from snapshot to snapshot."""

@@ -1,7 +1,7 @@
 """Recovery line, protection and retention, as pure functions of the daemons' inventories.
 
-Who calls this: the leader's engine in every daemon, and the simulator's checker. The daemons'
-memory is the truth (invariant 6), so nothing here remembers anything.
+Callers are the leader's engine in every daemon and the simulator's checker. The daemons' memory is
+the truth (invariant 6), so nothing here keeps state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast_core.snapshots.membership import Membership
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """All inventories of a job, indexed for the questions below."""
+    """All inventories of a job, indexed for the functions below."""
 
     snapshots: Mapping[tuple[int, Generation], SnapshotEntry]
     """(rank, generation) → entry, only where the rank's own member holds it."""
@@ -63,11 +63,12 @@ class RebuildSources:
     """What a lost snapshot can be rebuilt from."""
 
     manifest_digest: int
-    """Of the lost snapshot."""
+    """Manifest digest of the lost snapshot."""
     positions: frozenset[int]
-    """Of the other members of the group that hold theirs of its lane."""
+    """Positions of the other members of the group that hold their snapshot of its lane."""
     blocks: frozenset[BlockId]
-    """The group's parity blocks of its lane that were made from exactly these, and from it."""
+    """Parity blocks of its lane in the group that were made from exactly these snapshots and the
+    lost one."""
 
 
 def rebuild_sources(
@@ -96,10 +97,10 @@ def rebuild_sources(
         ]
         if entry is not None
     }
-    # Some stripes of some codes survive more losses than all do: nobody counts on that luck.
+    # Some stripes of some codes happen to survive more losses than all do: do not rely on it.
     if code.n - len(held) > code.rows or not code.solvable(lost, held, found.keys()):
         return None
-    # What is gone must be one and the same in all blocks, or they do not belong together.
+    # All blocks must have the same digest of what is gone, or they do not belong together.
     gone: dict[int, int] = {}
     for entry in found.values():
         for source, digest in entry.sources:
@@ -157,8 +158,8 @@ def newest_protected(
 def newest_survivable(
     membership: Membership, holdings: Holdings, *, not_after: Generation
 ) -> Generation | None:
-    """The newest generation, at most `not_after`, that every rank can be restored from and still
-    could be after the loss of a node of each parity group that has lost fewer than its redundancy
+    """The newest generation, at most `not_after`, that every rank can be restored from, and still
+    could be after one more lost node in each parity group that has lost fewer than its redundancy
     is made for."""
     return next(
         (
@@ -200,8 +201,8 @@ def _has_all_blocks(
     owners: tuple[int, ...],
     generation: Generation,
 ) -> bool:
-    """Whether `owners` hold all blocks of the group that are theirs, made from what is held now;
-    of what is not held, the blocks speak."""
+    """Whether `owners` hold all blocks of the group that are theirs, made from the snapshots held
+    now. For a snapshot that is not held, the block's own record counts."""
     code = code_of(membership, group)
     return code is not None and all(
         _parity_of(
@@ -256,8 +257,8 @@ def _parity_of(
 ) -> ParityEntry | None:
     """A block of a lane if it was made from exactly the snapshots that the members hold now.
 
-    What a member does not hold is what the block is to recover, and so is what position `spare`
-    holds.
+    A snapshot that is not held is not compared, and neither is that of position `spare`: the block
+    is there to recover it.
     """
     parity_lane = membership.parity_lane(lane, block.row)
     entry = holdings.parities.get((group[block.owner], parity_lane, generation))

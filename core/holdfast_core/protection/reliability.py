@@ -30,17 +30,18 @@ class FailureModel:
     """
 
     nodes: int
-    """k of REFT §5."""
+    """Number of nodes: k of REFT §5."""
     group_size: int
-    """n of REFT §5: nodes of a parity group. k / n groups, which need not be a whole number."""
+    """Nodes of a parity group: n of REFT §5. There are k / n groups, which need not be a whole
+    number."""
     hardware_rate: float
-    """λ of losing a node, in time^-c."""
+    """Rate λ of losing a node, in time^-c."""
     software_rate: float
-    """λ of losing only the training process of a node, in time^-c."""
+    """Rate λ of losing only the training process of a node, in time^-c."""
     shape: float = 1.0
-    """c of the Weibull distribution; 1 is a constant rate."""
+    """Shape c of the Weibull distribution; 1 is a constant rate."""
     losses: int = 1
-    """Lost nodes of a parity group that it survives; 1 in REFT."""
+    """Number of lost nodes that a parity group survives; 1 in REFT."""
 
     def __post_init__(self) -> None:
         if not MIN_GROUP_SIZE <= self.group_size <= self.nodes:

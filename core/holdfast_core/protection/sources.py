@@ -1,10 +1,10 @@
 """Where the bytes of parity could come from: peers' arenas, or replicas on a node's own devices.
 
 Parity is made of what other nodes captured, fetched over the network. Where data-parallel replicas
-hold the same state, its owner could take the same bytes from its own devices and fetch nothing
-(REFT §4.3; MoEtion §5.1 for whole copies). They are read once more for that, so what the network is
-spared is copied out of devices a second time. This module computes both, for plans and benchmarks;
-docs/decisions/0028 says why the data path has the first only.
+hold the same state, the owner of a parity block could take the same bytes from its own devices and
+fetch nothing (REFT §4.3; MoEtion §5.1 for whole copies). But they are read once more for that: what
+the network is spared is copied out of devices a second time. This module computes both costs, for
+plans and benchmarks; docs/decisions/0028 explains why the data path only fetches from peers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.topology import Topology
 
 WEIGHTS_SHARE = 2 / 14
-"""Of training state, the compute weights: bfloat16 beside float32 masters and two moments."""
+"""Share of the compute weights in training state: bfloat16 beside float32 masters and two
+moments."""
 
 
 class StatePart(StrEnum):
@@ -59,7 +60,7 @@ def parts_to_transfer(zero_stage: int, copies: int) -> frozenset[StatePart]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaShares:
     """Portions of what ranks capture that every other member of their parity group holds on the
-    devices of the same lane, with groups that are formed along replicas, and nothing sharded."""
+    devices of the same lane, with groups formed along replicas and nothing sharded."""
 
     dense: float
     experts: float
@@ -72,21 +73,21 @@ class ReplicaShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCost:
-    """What protecting one snapshot takes of one node."""
+    """Cost of protecting one snapshot, for one node."""
 
     sent_bytes: int
-    """To other nodes; as much is received."""
+    """Bytes sent to other nodes; as many are received."""
     sent_s: float
     copied_bytes: int
-    """Out of its devices, with what it captures."""
+    """Bytes copied out of the node's devices, those that it captures included."""
     copied_s: float
 
 
 def replica_shares(topology: Topology, nproc_per_node: int, group_size: int) -> ReplicaShares:
-    """What groups of `group_size` members could take from their own devices.
+    """The portions that groups of `group_size` members could take from their own devices.
 
-    A block is the sum of chunks of all other members, so all of a group have to be replicas of each
-    other, lane by lane.
+    A block is the sum of chunks of all other members, so all members of a group have to be replicas
+    of each other, lane by lane.
 
     Raises:
         InvalidJobError: the ranks do not fill whole members, or a group has fewer than two.
@@ -113,7 +114,7 @@ def held_with_sharding(zero_stage: int, weights_share: float = WEIGHTS_SHARE) ->
 
     Args:
         zero_stage: 0 (plain data parallelism) to 3; FSDP is 3.
-        weights_share: of the state, the compute weights.
+        weights_share: share of the compute weights in the state.
 
     Raises:
         InvalidJobError: for another stage.
@@ -131,13 +132,13 @@ def source_cost(
     copy_bytes_s: float,
     network_bytes_s: float,
 ) -> SourceCost:
-    """What one snapshot takes of a node that captures `node_bytes`.
+    """The cost of one snapshot for a node that captures `node_bytes`.
 
     Args:
-        losses: members of a group that may be lost at once: so often everything is protected.
-        held: portion that is taken from the node's own devices; 0: everything is fetched.
-        copy_bytes_s: out of the devices of one node.
-        network_bytes_s: from one node to others.
+        losses: members of a group that may be lost at once: everything is protected so many times.
+        held: portion taken from the node's own devices; 0: everything is fetched.
+        copy_bytes_s: rate out of the devices of one node.
+        network_bytes_s: rate from one node to others.
     """
     sent = node_bytes * losses * (1 - held)
     copied = node_bytes * (1 + losses * held)
