@@ -1,12 +1,12 @@
-"""How many tokens a recovery will lose under a policy, before any was routed.
+"""How many tokens a recovery is expected to lose under a policy, before any are routed.
 
-What `experts.token_loss` counts while a job runs, expected beforehand: an expert that the restored
-snapshot did not capture lacks the tokens since its last capture (`L_i` of PEC eq. 4, TokensLost of
-MoEtion eq. 6). Losses are in steps' worth of tokens at one snapshot for each step, which makes them
-independent of the size of a batch: 1.5 means that all experts together lack what one and a half
-steps route.
+`experts.token_loss` counts these tokens while a job runs; this module estimates them beforehand. An
+expert that the restored snapshot did not capture lacks the tokens since its last capture (`L_i` of
+PEC eq. 4, TokensLost of MoEtion eq. 6). Losses are in steps' worth of tokens at one snapshot for
+each step, which makes them independent of the size of a batch: 1.5 means that all experts together
+lack what one and a half steps route.
 
-It must not choose experts: that is done by the selections that trainers use.
+It must not choose experts: the selections that trainers use do that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BISECTIONS = 100
 def popularity(layer: MoeLayer, skew: float) -> dict[UnitKey, float]:
     """The share of the layer's tokens that each expert receives, by a power law (MoEtion §3.1).
 
-    Which expert is popular is decided by a hash of its name, so that popular experts of a layer are
-    not all of one rank.
+    A hash of an expert's name decides how popular it is, so that the popular experts of a layer are
+    not all on one rank.
 
     Args:
         skew: exponent; 0 gives all experts equal shares, with 2, two of 16 receive 79 %.
@@ -48,7 +48,7 @@ def popularity(layer: MoeLayer, skew: float) -> dict[UnitKey, float]:
 
 
 def sequential_loss(table: ExpertTable, k: int) -> float:
-    """What a recovery loses on average when K experts of each layer take turns (PEC §3.1).
+    """Average loss of a recovery when K experts of each layer take turns (PEC §3.1).
 
     Every expert waits equally long on average, so that popularity does not matter. Each layer
     routes equally many tokens.
@@ -62,7 +62,8 @@ def sequential_loss(table: ExpertTable, k: int) -> float:
 
 
 def _mean_age(layer: MoeLayer, k: int) -> float:
-    """Of the layer's experts, in snapshots, right after a snapshot and over a whole round."""
+    """Mean age of the layer's experts, in snapshots, right after a snapshot and over a whole
+    round."""
     alone = ExpertTable(layers=(layer,), dense_bytes=0)
     n = len(layer.experts)
     period = n // gcd(n, k)
@@ -76,16 +77,16 @@ def _mean_age(layer: MoeLayer, k: int) -> float:
 
 
 def selective_loss(table: ExpertTable, total: int, skew: float) -> float:
-    """What a recovery loses on average when the experts with most tokens at risk are captured.
+    """Average loss of a recovery when the experts with most tokens at risk are captured.
 
-    The state that algorithm 1 of MoEtion settles in while popularity stays as it is: an expert is
-    captured whenever its unsaved tokens reach a threshold that is the same for all, or at the age
-    from which it is overdue; the threshold is such that S_total experts are captured each time.
-    Within about 15 % of the selection itself, and rather above it.
+    This is the state that algorithm 1 of MoEtion settles in under constant popularity: an expert is
+    captured whenever its unsaved tokens reach a threshold that is the same for all, or when it is
+    old enough to be overdue; the threshold is such that S_total experts are captured each time.
+    Within about 15 % of the selection itself, and usually above it.
 
     Args:
         total: S_total.
-        skew: of `popularity`.
+        skew: see `popularity`.
     """
     if total >= len(table.experts):
         return 0.0
@@ -106,10 +107,11 @@ def _gap(share: float, threshold: float, overdue: int) -> float:
 
 
 def routed_tokens(table: ExpertTable, skew: float, tokens: int) -> Mapping[UnitKey, int]:
-    """What each expert receives in a step that routes `tokens` in each layer, at least 1 each.
+    """Tokens that each expert receives in a step that routes `tokens` in each layer, at least 1
+    each.
 
-    With no skew at all, shares still differ by up to a thousandth, so that ties between experts are
-    not broken by their number, which would have neighbours on one rank captured together.
+    Even without skew, shares differ slightly, so that ties between experts are not broken by their
+    number, which would have neighbours on one rank captured together.
     """
     return {
         unit: max(1, round(tokens * share))

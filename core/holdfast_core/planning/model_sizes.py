@@ -1,8 +1,8 @@
-"""A model that is not there yet: the sizes of its training state, and who would capture what.
+"""Sizes of the training state of a model that does not exist yet, and which rank captures what.
 
-For plans that are made before a trainer runs. From a few numbers it makes the tables that ranks
-exchange when they run, and gives them to the same sharding (ADPS, PEC §3.2), so that a plan and a
-trainer agree on the most loaded rank. It knows neither times nor policies.
+Plans are made before a trainer runs. From a few numbers this module makes the tables that ranks
+exchange when they run, and passes them to the same sharding (ADPS, PEC §3.2), so that a plan and a
+trainer agree on the most loaded rank. It deals with neither times nor policies.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ModelSizes:
     """Bytes of training state (weights, master weights, optimizer), one copy over the whole job."""
 
     experts: Mapping[UnitKey, int]
-    """Of each expert that a snapshot may leave out."""
+    """Bytes of each expert that a snapshot may leave out."""
     other_bytes: int
-    """Of everything else."""
+    """Bytes of everything else."""
 
     @classmethod
     def even(cls, *, layers: int, experts: int, expert_bytes: int, other_bytes: int) -> ModelSizes:
@@ -83,17 +83,17 @@ def _owners(topology: Topology, stage: int, share: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturePlan:
-    """Who captures what, as agreed once by all ranks when training starts.
+    """Which rank captures what, as all ranks agree once when training starts.
 
-    Ranks that differ in their tensor-parallel index alone capture equally much, so the first of
-    them stands for all.
+    Ranks that differ only in their tensor-parallel index capture equally much, so the first of them
+    stands for all.
     """
 
     topology: Topology
     always: Mapping[int, int]
-    """For each rank the bytes that every snapshot captures."""
+    """Bytes that every snapshot captures, by rank."""
     experts: Mapping[UnitKey, tuple[tuple[int, int], ...]]
-    """For each expert the ranks that capture it, and their bytes."""
+    """(rank, bytes) of each rank that captures a part of an expert, by expert."""
 
     def loads(self, units: Iterable[UnitKey]) -> list[int]:
         """Bytes that each rank of the world captures in a snapshot of these experts."""

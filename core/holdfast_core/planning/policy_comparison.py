@@ -1,13 +1,14 @@
 """What each snapshot policy would cost a job, and which of them it should use.
 
-Compares Full with PartialExperts (PEC) and Selective (MoEtion) before the job runs: bytes, whether
-the copy hides behind a step, memory, and what failures are expected to cost in time and tokens.
-Each policy is taken at its own best interval (REFT appendix A, eq. 9), because a policy that does
-not hide is not used at every step.
+Full is compared with PartialExperts (PEC) and Selective (MoEtion) before the job runs: bytes,
+whether the copy hides behind a step, memory, and what failures are expected to cost in time and
+tokens. Each policy is taken at its own best interval (REFT appendix A, eq. 9), because a policy
+that does not hide is not used at every step.
 
-Rates of failures are constant, every failure returns all ranks to a snapshot in memory, and nothing
+Failure rates are constant, every failure returns all ranks to a snapshot in memory, and nothing
 that all policies pay alike (detection, rescheduling, loading) is counted. The formulas are those of
-`intervals`, `planning.expected_loss`, `budget` and `sharding`; this module puts them together.
+`protection.intervals`, `planning.expected_loss`, `protection.budget` and `snapshots.sharding`; this
+module puts them together.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from holdfast_core.snapshots.membership import Redundancy
 from holdfast_core.snapshots.units import UnitKey
 
 NEGLIGIBLE = 0.001
-"""Policies whose costs differ by less than this portion of the training's time count as equal: then
-the one that loses fewer tokens is better."""
+"""Portion of the training's time: policies whose costs differ by less count as equal, and the one
+that loses fewer tokens is better."""
 
 SNAPSHOTS_LOOKED_AT = 32
-"""For the most loaded rank: consecutive snapshots, of one after another."""
+"""Number of consecutive snapshots among which the most loaded rank is sought."""
 
 _TOKENS = 1 << 20
-"""Routed in each layer and step: enough that shares of them are distinct."""
+"""Tokens routed in each layer and step: enough that shares of them are distinct."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,15 +60,15 @@ class Assumptions:
     """
 
     copy_bytes_s: float
-    """From the accelerators (or the trainer's memory) of one node into its memory."""
+    """Rate from the accelerators (or the trainer's memory) of one node into its memory."""
     network_bytes_s: float
-    """From one node to others."""
+    """Rate from one node to others."""
     step_s: float
-    """Of a step without snapshots: what the copy may hide behind."""
+    """Duration of a step without snapshots, which the copy may hide behind."""
     node_losses_per_s: float
-    """Of one node, with its memory."""
+    """Rate at which one node is lost, with its memory."""
     process_failures_per_s: float
-    """Of the training processes of one node; its memory stays."""
+    """Rate at which the training processes of one node fail; its memory stays."""
     first_k: int = 1
     """K from which PartialExperts starts."""
     loss_limit: float = PLT_LIMIT
@@ -92,38 +93,40 @@ class PolicyCost:
 
     policy: PolicyType
     experts: int
-    """Captured by a snapshot: of each layer (PartialExperts), of all (Selective, Full)."""
+    """Experts in a snapshot: of each layer (PartialExperts), of all (Selective, Full)."""
     rank_bytes: int
-    """Captured by the most loaded rank."""
+    """Bytes that the most loaded rank captures."""
     job_bytes: int
-    """Captured by all ranks together, without duplicates."""
+    """Bytes that all ranks capture together, without duplicates."""
     memory_bytes: int
-    """Of the node that needs most: arenas and parity, with the job's redundancy."""
+    """Memory of the node that needs most: arenas and parity, with the job's redundancy, and
+    gradients if the job recomputes replicas."""
     copy_s: float
-    """Of the most loaded node's ranks together."""
+    """Time of the copy on the most loaded node, all its ranks together."""
     stall_s: float
-    """By which one snapshot delays training: 0 when its copy hides behind a step."""
+    """Delay of training by one snapshot: 0 when its copy hides behind a step."""
     network_bytes: int
-    """Sent by all nodes together to protect one snapshot; 0 without redundancy."""
+    """Bytes that all nodes together send to protect one snapshot; 0 without redundancy."""
     recomputed_bytes: int
-    """The same while all experts of a snapshot were in the one before it, and replicas are computed
-    from their gradients (MoEtion §5.2); equal where there are no replicas."""
+    """`network_bytes` while all experts of a snapshot were in the one before it, and replicas are
+    computed from their gradients (MoEtion §5.2); equal with Full, or where there are no
+    replicas."""
     gradient_bytes: int
-    """Memory that gradients take more, of the node that needs most; 0 where there are none."""
+    """Additional memory for gradients on the node that needs most; 0 where there are none."""
     protect_s: float
-    """Of the most loaded node's bytes on the network; 0 without redundancy."""
+    """Time that the most loaded node's bytes take on the network; 0 without redundancy."""
     interval_steps: int
-    """From snapshot to snapshot."""
+    """Steps from snapshot to snapshot."""
     lost_steps: float
-    """Done again after one failure, on average."""
+    """Steps done again after one failure, on average."""
     stalled: float
     """Portion of the training's time that snapshots add."""
     redone: float
     """Portion of the training's time that is done again."""
     lost_tokens: float
-    """Portion of all routed tokens whose updates of experts recoveries lose (PLT, PEC eq. 4)."""
+    """Portion of all routed tokens whose expert updates recoveries lose (PLT, PEC eq. 4)."""
     objection: str
-    """Why it is not to be used; empty when it may."""
+    """Reason not to use the policy; empty when it may be used."""
 
     @property
     def overhead(self) -> float:
@@ -133,15 +136,15 @@ class PolicyCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """All policies beside each other."""
+    """All policies side by side."""
 
     costs: tuple[PolicyCost, ...]
     fitting: tuple[PolicyCost, ...]
-    """Those whose memory is within the job's `memoryPerNode`."""
+    """Policies whose memory is within the job's `memoryPerNode`."""
     best: PolicyCost
-    """Of those that fit, if any does."""
+    """Best of the policies that fit, or of all when none does."""
     reason: str
-    """Why, in a sentence."""
+    """Reason for the choice, in a sentence."""
 
 
 def compare_policies(
@@ -154,8 +157,8 @@ def compare_policies(
 
     PartialExperts appears with each K that Dynamic-K would go through (PEC §3.1): the first one,
     doubled as long as experts are left out. Selective captures as many experts as its budgets hold
-    (MoEtion §4.2): that of the network counts as far as the job has redundancy, because a snapshot
-    here is protected as a whole.
+    (MoEtion §4.2): the network's budget counts only with redundancy, because a snapshot here is
+    protected as a whole.
 
     Args:
         groups: the job's parity groups; none without redundancy.
@@ -175,7 +178,7 @@ def compare_policies(
 
 
 class _World:
-    """The job, its model, and what is assumed of both."""
+    """The job, its model, and the assumptions about both."""
 
     def __init__(
         self,
@@ -194,13 +197,13 @@ class _World:
         self._apart = plan_capture(table, topology, partial=True)
 
     def full(self) -> PolicyCost:
-        """Every unit."""
+        """The cost of capturing every unit."""
         return self._cost(
             PolicyType.FULL, len(self._table.experts), self._whole, [self._table.units], 0.0
         )
 
     def partial(self) -> list[PolicyCost]:
-        """K experts of each layer in turn, for each K of Dynamic-K."""
+        """The cost of capturing K experts of each layer in turn, for each K of Dynamic-K."""
         most = self._table.experts_max
         ks = [min(self._assumed.first_k, most)]
         while 2 * ks[-1] < most:
@@ -214,7 +217,7 @@ class _World:
         return costs
 
     def selective(self) -> PolicyCost:
-        """As many experts as the budgets of a step hold."""
+        """The cost of capturing as many experts as the budgets of a step hold."""
         assumed = self._assumed
         budgets = Budgets.of(
             host_bytes_s=assumed.copy_bytes_s,
@@ -253,13 +256,13 @@ class _World:
         """The cost of capturing `selections` in turn.
 
         Args:
-            loss: of a recovery, in snapshots' worth of tokens.
+            loss: loss of a recovery, in snapshots' worth of tokens.
         """
         assumed, nodes = self._assumed, self._job.spec.nodes
         by_rank = [plan.loads(units) for units in selections]
         node_bytes = max(load for loads in by_rank for load in self._by_node(loads))
         copy_s = node_bytes / assumed.copy_bytes_s
-        # What a node sends for each loss that is to be survived is as long as what it captured.
+        # For each loss that is to be survived, a node sends as many bytes as it captured.
         protect_s = node_bytes * self._job.spec.redundancy.losses / assumed.network_bytes_s
         stall_s = save_overhead_s(copy_s, assumed.step_s)
         losses_per_s = assumed.node_losses_per_s if self._redundant else 0.0
@@ -277,7 +280,7 @@ class _World:
             asked_steps=self._job.spec.snapshot.interval.least_steps,
         )
         interval_s = steps * assumed.step_s
-        # A snapshot is of use when its copy has ended, and to a lost node when it is protected.
+        # A snapshot is usable once its copy has ended; after a lost node, once it is protected.
         late_s = copy_s + protect_s * nodes * losses_per_s / rate_per_s
         redone = total_overhead_s(
             save_overhead_s=0.0,
@@ -359,12 +362,12 @@ class _World:
 
 
 def _best(costs: Sequence[PolicyCost]) -> PolicyCost:
-    """Of those that cost (almost) the least time, the one that loses the fewest tokens; of equal
-    ones that with the fewest bytes."""
+    """The policy that loses the fewest tokens among those that cost (almost) the least time; of
+    equal ones, the one with the fewest bytes."""
     allowed = [cost for cost in costs if not cost.objection] or costs
     least = min(cost.overhead for cost in allowed)
     close = [cost for cost in allowed if cost.overhead <= least + NEGLIGIBLE]
-    # Full comes first, and so wins ties.
+    # Full comes first, so it wins ties.
     return min(close, key=lambda cost: (cost.lost_tokens, cost.job_bytes))
 
 
