@@ -1,7 +1,7 @@
 """Fetches bytes from other daemons straight into their destination.
 
 Blocking, for worker threads. Connections are kept and used again: one request after another, each
-reply read to its end. The bytes are not verified here; whoever asked knows their checksums.
+reply read to its end. The bytes are not verified here; the caller has their checksums.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from holdfast_daemon.transport.protocol import (
 from holdfast_daemon.transport.tls import Connection, ConnectionFactory, Protection
 
 IDLE_PER_PEER_MAX = 8
-"""Idle connections that are kept to one peer."""
+"""Idle connections kept to one peer, at most."""
 
 
 class BulkStream:
     """The bytes of one reply, read piece by piece as they arrive.
 
-    The sender runs ahead as far as the sockets' buffers let it, so that several streams that are
-    read in turn arrive in parallel.
+    The sender runs ahead as far as the socket buffers allow, so several streams that are read in
+    turn arrive in parallel.
     """
 
     def __init__(self, client: BulkClient, address: str, wire: Connection, nbytes: int) -> None:
@@ -57,7 +57,7 @@ class BulkStream:
         self._client.count(len(view))
 
     def close(self) -> None:
-        """Give the connection back, or close it when its reply was not read to the end."""
+        """Give the connection back, or close it if its reply was not read to the end."""
         self._client.release(self._address, self._wire, reusable=self._left_bytes == 0)
 
     def __enter__(self) -> BulkStream:
@@ -76,7 +76,7 @@ class BulkClient:
     """Connections to the bulk services of other daemons. Thread-safe."""
 
     def __init__(self, timeout_s: float, wiring: ConnectionFactory | None = None) -> None:
-        """`timeout_s`: how long a peer may take to accept, and to send anything at all."""
+        """`timeout_s`: how long to wait for a peer to accept, and for any further bytes."""
         self._timeout_s = timeout_s
         self._wiring = wiring or ConnectionFactory(None, Protection.AUTHENTICATED)
         self._lock = threading.Lock()
@@ -95,8 +95,8 @@ class BulkClient:
         """
         kept = self._take(address)
         if kept is not None:
-            # The peer may have closed it meanwhile, for a restart or for idling: that says nothing
-            # about the peer now.
+            # The peer may have closed it in the meantime, because it restarted or because the
+            # connection was idle: the peer itself may be well.
             try:
                 return self._ask(address, kept, request)
             except UnreachableError as error:
@@ -105,12 +105,12 @@ class BulkClient:
         return self._ask(address, self._connect(address), request)
 
     def fetch_into(self, address: str, request: Request, view: memoryview) -> None:
-        """Fill `view`, of `request.nbytes`, with the bytes asked for; raises as `open` does."""
+        """Fill `view`, of `request.nbytes` bytes, with the reply; raises as `open` does."""
         with self.open(address, request) as stream:
             stream.read_into(view)
 
     def close(self) -> None:
-        """Close the idle connections, and those in use when they come back."""
+        """Close the idle connections now, and those in use when they are released."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, {}
@@ -123,7 +123,7 @@ class BulkClient:
             self.received_bytes += nbytes
 
     def release(self, address: str, wire: Connection, *, reusable: bool) -> None:
-        """Take back a connection that a stream is done with."""
+        """Take back a connection that its stream no longer needs."""
         with self._lock:
             idle = self._idle.setdefault(address, [])
             if reusable and not self._closed and len(idle) < IDLE_PER_PEER_MAX:

@@ -1,12 +1,12 @@
-"""Which bytes to peers give way to training's own on the network.
+"""Decides which bytes to peers give way to the traffic of training on the network.
 
-Nothing waits for parity of a generation of the running epoch, so its packets are marked: with the
-priority by which the node's own queue sends others first, and with the code point of lower effort
-(RFC 8622), by which switches that look at it do the same. What a restart waits for is of an older
-epoch, and is not marked.
+Nothing waits for parity of a generation of the running epoch, so its packets are marked twice: with
+a priority that lets the node's own queue send other packets first, and with the code point for
+lower effort (RFC 8622), so that switches that honour it do the same. A restart waits for bytes of
+an older epoch; these are not marked.
 
-Nothing gives way for ever: when no newer generation was asked for in `PATIENCE_S`, bytes are sent
-like any others, so that a link that training fills delays protection and does not end it.
+Nothing gives way for ever: if no newer generation is requested for `PATIENCE_S`, the bytes are sent
+like any others. A link that training fills therefore delays protection but does not prevent it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.transport.protocol import NO_GENERATION, Request
 
 LOWER_EFFORT = 1 << 2
-"""Code point 1, in the upper six bits of the type of service."""
+"""Code point 1 (lower effort), in the upper six bits of the type of service."""
 
 BACKGROUND = 1
-"""Of `SO_PRIORITY`: below what is not marked, in `pfifo_fast` and in 802.1p."""
+"""Value of `SO_PRIORITY` that ranks below unmarked packets, in `pfifo_fast` and in 802.1p."""
 
 PATIENCE_S = 30.0
 
 JOBS_MAX = 1024
-"""Jobs whose newest generation is remembered; the one that was asked for first is forgotten."""
+"""Jobs whose newest generation is remembered; beyond it, the job remembered first is forgotten."""
 
 
 class GivingWay:
-    """Decides for each request. Thread-safe.
+    """Decides for each request whether its bytes give way. Thread-safe.
 
     Args:
         clock: monotonic seconds.
@@ -42,10 +42,10 @@ class GivingWay:
         self._clock = clock
         self._lock = threading.Lock()
         self._asked: dict[str, tuple[Generation, float]] = {}
-        """Of each job, the newest generation that was asked for, and when it first was."""
+        """Job → its newest requested generation, and when that was first requested."""
 
     def applies_to(self, request: Request) -> bool:
-        """Whether the bytes that are asked for give way."""
+        """Whether the requested bytes give way."""
         generation = request.generation
         if generation.epoch < request.epoch:
             return False
@@ -61,8 +61,8 @@ class GivingWay:
 
 
 def mark(connection: socket.socket, *, gives_way: bool) -> None:
-    """Mark what is sent on the connection from now on."""
+    """Mark, or stop marking, everything sent on the connection from now on."""
     service = LOWER_EFFORT if gives_way else 0
     connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, service)
-    # After the type of service, which sets it as well.
+    # Set after the type of service, which changes the priority as well.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BACKGROUND if gives_way else 0)

@@ -1,4 +1,4 @@
-"""The words of the bulk stream: what a daemon may ask another's memory for, and how it is framed.
+"""The protocol of the bulk stream: which bytes a daemon may request from another, and the framing.
 
 Bulk bytes move over plain TCP because `sendfile` from tmpfs into `recv_into` a mapping is five to
 ten times as fast as gRPC in Python. On one connection, requests follow one another:
@@ -8,10 +8,10 @@ ten times as fast as gRPC in Python. On one connection, requests follow one anot
     reply    = header (magic, version, status, length of the message, epoch, nbytes), then, when
                status is 0, exactly nbytes raw bytes; else the message `<error code> <text>`
 
-All integers are little-endian. Whoever breaks the framing loses the connection; nothing is ever
-allocated for a length that a frame claims. Nobody can name a path: a request says which snapshot or
-parity block is meant, and the daemon's resolver knows where it lies. Bytes carry no checksum here:
-the receiver verifies them against the manifest (invariant 1).
+All integers are little-endian. A peer that breaks the framing loses the connection, and a length
+that a frame claims is never used to allocate memory. A request cannot name a path: it identifies a
+snapshot or a parity block, and the daemon's resolver finds the file. Snapshots and parity carry no
+checksum here: the receiver verifies them against the manifest (invariant 1).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NO_GENERATION = Generation(0, 0)
 JOB_NAME_BYTES_MAX = 256
 MESSAGE_BYTES_MAX = 1024
 CHANGE_BYTES_MAX = 1 << 60
-"""More than any snapshot has; with digests of its pieces a reply's length still fits its field."""
+"""Largest change: more than any snapshot has, and its reply's length, with the digests of the
+pieces, still fits its field."""
 STATUS_OK = 0
 STATUS_ERROR = 1
 
@@ -45,16 +46,16 @@ REPLY_BYTES = _REPLY.size
 
 
 class Kind(IntEnum):
-    """What bytes a request is for."""
+    """The kind of bytes that a request is for."""
 
     SNAPSHOT = 1
     """The payload of a rank's sealed snapshot; `index` is the rank."""
     PARITY = 2
     """A sealed parity block of the daemon; `index` is the lane."""
     CHANGE = 3
-    """A rank's snapshot XOR an older one of it, the shorter one extended with zeros; `index` is the
-    rank. Every piece is followed by its xxh3-64, 8 bytes little-endian: nothing else could tell
-    whether it arrived whole."""
+    """A rank's snapshot XOR an older snapshot of it, the shorter one extended with zeros; `index`
+    is the rank. Every piece is followed by its xxh3-64, 8 bytes little-endian: the receiver has no
+    other means to verify it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ class Request:
 
     job: str
     epoch: int
-    """The asker's epoch; a daemon that is in a newer one refuses."""
+    """The requester's epoch; a daemon in a newer epoch refuses the request."""
     kind: Kind
     index: int
     generation: Generation
@@ -72,7 +73,7 @@ class Request:
     base: Generation = NO_GENERATION
     """The older snapshot of a change."""
     piece_bytes: int = 0
-    """The grid of a change, on which `offset` lies."""
+    """Bytes of a piece of a change; `offset` is a multiple of it."""
 
     @property
     def reply_bytes(self) -> int:
@@ -84,12 +85,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Located:
-    """Where the bytes of a request lie in `path`, as far as there are any: `parts` one after
-    another."""
+    """The part of a requested range that exists in the file `path`: `parts`, one after another."""
 
     path: Path
     parts: tuple[tuple[int, int], ...]
-    """(offset, number of bytes) of each."""
+    """(offset, number of bytes) of each part."""
 
     @property
     def nbytes(self) -> int:
@@ -97,18 +97,18 @@ class Located:
 
 
 class Resolver(Protocol):
-    """Finds what a request means. Called from many threads at once. Raises HoldfastError, which the
-    asker gets: StaleEpochError, StorageError, CorruptError."""
+    """Finds the bytes of a request. Called from many threads at once. Raises a HoldfastError, which
+    is sent to the requester: StaleEpochError, StorageError, CorruptError."""
 
     def locate(self, request: Request) -> Located:
-        """Where the bytes of a snapshot or a parity block lie."""
+        """Find the bytes of a snapshot or a parity block."""
 
     def change(self, request: Request) -> Iterator[bytes]:
         """The reply to a request for a change, part by part."""
 
 
 def encode_request(request: Request) -> bytes:
-    """Raises ProtocolError when the job's name is too long."""
+    """The bytes of a request; ProtocolError when the job's name is too long."""
     job = request.job.encode()
     if len(job) > JOB_NAME_BYTES_MAX:
         raise ProtocolError(
@@ -133,7 +133,7 @@ def encode_request(request: Request) -> bytes:
 
 
 def job_name_bytes(head: bytes) -> int:
-    """Bytes of the job's name that follow the header `head`; ProtocolError when it is none."""
+    """Bytes of the job's name that follow the header `head`; ProtocolError if it is malformed."""
     magic, version, kind, job_bytes, *_ = _REQUEST.unpack(head)
     if magic != _MAGIC or version != VERSION or kind not in tuple(Kind):
         raise ProtocolError(f"not a bulk request of version {VERSION}: {head[:6].hex()}")
@@ -180,7 +180,7 @@ def encode_error(epoch: int, error: HoldfastError) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyHead:
-    """What a reply's header says about what follows it."""
+    """The header of a reply, decoded."""
 
     ok: bool
     message_bytes: int
@@ -189,7 +189,7 @@ class ReplyHead:
 
 
 def decode_reply(head: bytes) -> ReplyHead:
-    """Raises ProtocolError when `head` is not the header of a reply."""
+    """The header of a reply; ProtocolError when `head` is not one."""
     magic, version, status, message_bytes, epoch, nbytes = _REPLY.unpack(head)
     known = magic == _MAGIC and version == VERSION and status in (STATUS_OK, STATUS_ERROR)
     if not known or message_bytes > MESSAGE_BYTES_MAX:
@@ -200,7 +200,7 @@ def decode_reply(head: bytes) -> ReplyHead:
 
 
 def decode_error(message: bytes) -> HoldfastError:
-    """The error that the far side raised."""
+    """The error that the peer raised."""
     code, _, text = message.decode(errors="replace").partition(" ")
     return by_code(code, text)
 
@@ -208,8 +208,8 @@ def decode_error(message: bytes) -> HoldfastError:
 def set_timeouts(connection: socket.socket, timeout_s: float) -> None:
     """Let every blocking call on `connection` end after `timeout_s` without progress.
 
-    The kernel keeps the time, not Python: a socket with Python's own timeout is non-blocking
-    inside, which costs a poll for each read and makes MSG_WAITALL and sendfile useless.
+    The kernel measures the time, not Python: a socket with Python's own timeout is non-blocking
+    underneath, which costs a poll for each read and makes MSG_WAITALL and sendfile useless.
     """
     connection.setblocking(True)
     seconds = int(timeout_s)

@@ -1,12 +1,12 @@
 """Sends bytes of sealed snapshots and parity blocks to other daemons, without copying them.
 
-One thread per connection, each in `sendfile` from the arena's file; the kernel does the work. Their
-number is bounded. A connection beyond it takes the place of one that asks for nothing, of the
-address that has most of them, first of one that never asked: peers dial again, and whoever opens
-connections to block others blocks only himself. When all are busy the new one is closed at once:
-were it queued, two daemons that wait for each other's queues would wait for ever. The server trusts
-nobody: it answers only whom the handshake has shown to be a daemon (`wires`), and finds bytes only
-through the resolver.
+One thread per connection, each in `sendfile` from the arena's file; the kernel does the work. The
+number of connections is bounded. When the bound is reached, a new connection replaces an idle one
+of the address that has the most connections, preferably one that never sent a request. Peers dial
+again, and a caller that opens connections to block others blocks only itself. When all connections
+are busy, the new one is closed at once: if it were queued, two daemons could wait for each other's
+queues for ever. The server trusts no caller: it answers only peers that proved in the handshake to
+be daemons (`tls`), and finds bytes only through the resolver.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CONNECTIONS_MAX = 256
 """Connections served at once: a thread each, which costs a few tens of kilobytes while it waits."""
 
 STALL_S = 60.0
-"""A connection is closed after this long without progress, or without a request: its other end may
-have vanished without a word."""
+"""A connection is closed after this long without progress, or without a request: the peer may have
+vanished silently."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,24 +71,25 @@ class BulkServer:
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._idle: dict[socket.socket, bool] = {}
-        """Connections that wait for a request, the longest first, and whether they ever had one."""
+        """Connections that wait for a request, longest waiting first, and whether each ever had
+        one."""
         self._hosts: dict[socket.socket, str] = {}
-        """Where each connection comes from."""
+        """Connection → address of its peer."""
         self._closing = False
         self._giving_way = GivingWay()
         self._complaints = OncePerCause(bind(_log))
-        """Strangers may come back as often as they like; the log must not grow with them."""
+        """Limits the log: a stranger can return as often as it likes."""
         self.sent_bytes = 0
         self.accepted = 0
-        """Connections that were served."""
+        """Connections accepted."""
         self.malformed = 0
-        """Connections that were closed because they did not keep to the protocol."""
+        """Connections closed because they broke the protocol."""
         self.strangers = 0
-        """Connections that were closed because the other end did not prove to be a daemon."""
+        """Connections closed because the peer did not prove to be a daemon."""
         self.refused = 0
-        """Connections that were closed because there were too many."""
+        """Connections closed because there were too many."""
         self.shed = 0
-        """Idle connections that were closed for new ones."""
+        """Idle connections closed to make room for new ones."""
         try:
             self._listener = socket.create_server((host, port), backlog=CONNECTIONS_MAX)
         except OSError as error:
@@ -112,7 +113,7 @@ class BulkServer:
             self._closing = True
             connections = dict(self._connections)
         for connection in [self._listener, *connections]:
-            # Unlike close(), this wakes a thread that is blocked in the connection.
+            # Unlike close(), this wakes a thread that is blocked on the connection.
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in [self._acceptor, *connections.values()]:
@@ -145,7 +146,8 @@ class BulkServer:
             thread.start()
 
     def _shed_one(self) -> bool:
-        """Whether an idle connection was closed, under the lock; its thread ends soon."""
+        """Close an idle connection, with the lock held; False if there is none. Its thread ends
+        soon."""
         if not self._idle:
             return False
         crowd = Counter(self._hosts.values())
@@ -177,7 +179,7 @@ class BulkServer:
                 self.strangers += 1
                 self._complaints.warning("bulk_connection_refused", cause=str(error))
         except OSError:
-            # The other end went away or stalled; it knows, and asks again if it still wants to.
+            # The peer disconnected or stalled; it will ask again if it still needs the bytes.
             _log.debug("bulk connection ended", exc_info=True)
         finally:
             with self._lock:
@@ -192,7 +194,7 @@ class BulkServer:
         self._hosts.pop(connection, None)
 
     def _next_request(self, connection: socket.socket, wire: Connection) -> Request | None:
-        """The next request, or None when the other end is done."""
+        """The next request, or None when the peer has closed the connection."""
         head = bytearray(REQUEST_BYTES)
         with memoryview(head) as view:
             try:
@@ -205,7 +207,7 @@ class BulkServer:
         request = decode_request(bytes(head), bytes(job))
         with self._lock:
             if self._idle.pop(connection, None) is None:
-                return None  # it was shed meanwhile
+                return None  # shed in the meantime
         return request
 
     def _answer(self, wire: Connection, request: Request) -> None:
@@ -233,7 +235,7 @@ class BulkServer:
     def _answer_change(self, wire: Connection, request: Request) -> None:
         try:
             parts = self._resolver.change(request)
-            first = next(parts, b"")  # what cannot be answered shows here
+            first = next(parts, b"")  # a request that cannot be answered fails here
         except HoldfastError as error:
             wire.send(encode_error(request.epoch, error))
             return
@@ -243,7 +245,7 @@ class BulkServer:
                 wire.send(part)
                 with self._lock:
                     self.sent_bytes += len(part)
-        except HoldfastError as error:  # too late to say so: the asker misses bytes and asks anew
+        except HoldfastError as error:  # too late for an error: the peer lacks bytes and asks again
             raise OSError(f"a change could not be sent: {error}") from error
 
     def _send(self, wire: Connection, descriptor: int, offset: int, nbytes: int) -> None:

@@ -1,16 +1,17 @@
-"""The bulk connection, once both ends know who is at the other: plain, or encrypted.
+"""Bulk connections between daemons that have proved their identities: plain or encrypted.
 
-Both ends first show certificates in a TLS handshake; each takes only a daemon's (`identity`). Then
-they go on in one of two ways, agreed upon in the same handshake (ALPN):
+Both ends first present certificates in a TLS handshake, and each accepts only a daemon's
+certificate (`holdfast_protos.identity`). The same handshake (ALPN) selects one of two modes:
 
 - `authenticated`: TLS ends, and the bytes move over bare TCP, with `sendfile` and without a copy.
-  Strangers get no word in. Whoever can change packets on their way between two nodes could change
-  bytes, and whoever sees them can read them.
+  Strangers are kept out, but an attacker on the path between two nodes can read the bytes, and
+  change them.
 - `encrypted`: TLS stays. It costs copies and ciphers at both ends (docs/security.md has figures).
 
 A connection is encrypted as soon as one end wants it, so that daemons can be switched one after
-another. An end that agrees to nothing is refused: it would be sent bytes that this one wanted to
-encrypt. Without an identity there is no handshake, and connections are plain.
+another. A peer that agrees to neither mode is refused: otherwise it could be sent, unencrypted,
+bytes that this daemon wants encrypted. Without an identity there is no handshake, and connections
+are plain.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from holdfast_daemon.transport.protocol import receive, set_timeouts
 from holdfast_protos.identity import Identity, Loaded, Role
 
 HANDSHAKE_S = 5.0
-"""Patience for each step of a handshake: a stranger who says nothing keeps a thread no longer."""
+"""Patience for each step of a handshake: a silent stranger holds a thread no longer than this."""
 ENCRYPTED_PART_BYTES = 256 << 10
-"""What is read from a file at once to be encrypted."""
+"""Bytes that are read from a file at a time to be encrypted."""
 
 
 class Protection(StrEnum):
-    """What happens to bytes between two daemons after each has shown who it is."""
+    """Protection of the bytes between two daemons that have proved their identities."""
 
     AUTHENTICATED = "authenticated"
     ENCRYPTED = "encrypted"
@@ -48,13 +49,13 @@ class Connection(Protocol):
         """Fill `view`."""
 
     def send(self, data: bytes, *, more: bool = False) -> None:
-        """Send all of `data`; `more` follows at once."""
+        """Send all of `data`; `more`: further bytes follow at once."""
 
     def send_file(self, descriptor: int, offset: int, nbytes: int) -> int:
-        """Send up to `nbytes` of a file; returns how many, 0 at its end."""
+        """Send up to `nbytes` of a file from `offset` on; returns how many, 0 at its end."""
 
     def close(self) -> None:
-        """End it."""
+        """End the connection."""
 
 
 class PlainConnection:
@@ -78,13 +79,13 @@ class PlainConnection:
 
 
 class EncryptedConnection:
-    """TLS over TCP. `raw` is the connection below, which is closed with it."""
+    """TLS over TCP. `raw` is the underlying connection, which is closed with this one."""
 
     def __init__(self, tls: ssl.SSLSocket, raw: socket.socket, timeout_s: float) -> None:
         tls.settimeout(timeout_s)
         self._tls, self._raw = tls, raw
         self._buffer = memoryview(b"")
-        """Made at the end that sends."""
+        """Buffer of the end that sends, allocated on first use."""
 
     def receive(self, view: memoryview) -> None:
         while len(view):
@@ -111,11 +112,11 @@ class EncryptedConnection:
 
 
 class ConnectionFactory:
-    """Makes wires of fresh connections. Thread-safe.
+    """Makes connections of fresh sockets. Thread-safe.
 
     Args:
-        identity: of this daemon, for this wiring alone; None makes plain wires.
-        protection: the least that this daemon wants.
+        identity: this daemon's identity, used by this factory alone; None: plain connections.
+        protection: the least protection that this daemon accepts.
     """
 
     def __init__(self, identity: Identity | None, protection: Protection) -> None:
@@ -127,13 +128,13 @@ class ConnectionFactory:
         )
         self._lock = threading.Lock()
         self._prepared = 0
-        """Version of the certificate whose contexts know what is offered."""
+        """Version of the certificate whose TLS contexts have the offered protocols set."""
 
     def dialled(self, connection: socket.socket, timeout_s: float) -> Connection:
-        """The wire at the end that dialled; `connection` is the wire's from now on.
+        """The connection at the end that dialled; it owns the socket `connection` from now on.
 
         Raises:
-            UnauthenticatedError: the other end is no daemon that our CA knows.
+            UnauthenticatedError: the other end has no daemon's certificate of our CA.
             OSError: the connection broke or stalled.
         """
         if self._identity is None:
@@ -145,7 +146,7 @@ class ConnectionFactory:
         )
 
     def accepted(self, connection: socket.socket, timeout_s: float) -> Connection:
-        """The wire at the end that was dialled; raises as `dialled` does."""
+        """The connection at the end that was dialled; raises as `dialled` does."""
         if self._identity is None:
             return PlainConnection(connection, timeout_s)
         context = self._contexts(self._identity).server
@@ -161,7 +162,7 @@ class ConnectionFactory:
         return loaded
 
     def _agreed(self, tls: ssl.SSLSocket) -> Protection:
-        """What both ends of a handshake want."""
+        """The protection that both ends of a handshake agreed on."""
         selected = tls.selected_alpn_protocol()
         if selected not in self._offered:
             raise UnauthenticatedError(
@@ -178,11 +179,11 @@ class ConnectionFactory:
         timeout_s: float,
     ) -> Connection:
         assert self._identity is not None
-        # A second handle on the same connection: the first stays good when TLS is done, and by it
-        # whoever closes the server can wake a thread at any time.
+        # TLS gets a second handle on the connection. The first stays valid after TLS has ended, and
+        # closing the server can use it to wake the thread at any time.
         handle = connection.dup()
         try:
-            # Short records that wait for each other's acknowledgement would take 40 ms each.
+            # Without this, short records would wait for each other's acknowledgement, 40 ms each.
             handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             handle.settimeout(HANDSHAKE_S)
             handle = tls = wrap(handle)
