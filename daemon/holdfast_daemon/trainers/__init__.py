@@ -1,1 +1,1 @@
-"""What the daemon serves to trainers: who may call, and what is answered."""
+"""The daemon's services for trainers: authentication, requests, and arenas' descriptors."""

@@ -1,8 +1,8 @@
-"""Which calls of trainers are let in, and on whose account.
+"""Decides which calls of trainers are admitted, and whose account each is charged to.
 
-A call is paid for by whoever was proven to make it: first its right is checked, then its job's or
-session's account is charged. Whoever has no right pays from one account of their own, all together,
-so that strangers who name a job cannot spend what its trainers need.
+A call is charged to the caller that was proved to make it: first its right is checked, then the
+account of its job or session is charged. All callers without a right share one account of their
+own, so that strangers who name a job cannot use up what its trainers need.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from holdfast_daemon.trainers.auth import Authenticator
 from holdfast_protos import channels
 
 REFUSALS_HELD_MAX = 64
-"""Refused calls that are held up at once because refusals come too fast; more are refused without a
-pause, since a call that is held up takes the place of another."""
+"""Refused calls that are delayed at once because refusals come too fast. Beyond it, calls are
+refused without delay, since a delayed call takes the place of another."""
 
 _TOKEN_HEADER, _BEARER = "authorization", "Bearer "
 _T = TypeVar("_T")
 
 
 class Admission:
-    """Lets calls in. For one event loop.
+    """Admits calls. For one event loop.
 
     Args:
-        accounts: of this service.
+        accounts: accounts of this service's callers.
         is_placed: whether a job is on this node.
-        limited: told of each refusal that came too fast.
+        limited: called for each refusal that came too fast.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Admission:
         self._held = 0
 
     async def admit_job(self, token: str, job: str) -> None:
-        """Return when it is the turn of a call for `job`. Raises as `Authenticator.authorize`, and
-        RateLimitedError."""
+        """Return when it is the turn of a call for `job`. Raises as `Authenticator.authorize` does,
+        and RateLimitedError."""
         async with self._refusals_held_up():
             await self._authenticator.authorize(token, job)
         account = (("job", job), JOB_RATE) if self._is_placed(job) else STRANGERS
         await self._accounts.admit(*account)
 
     async def admit_session(self, sealed: str, find: Callable[[str], _T]) -> _T:
-        """What `find` returns for a session's sealed id, when it is the call's turn. Raises what
+        """The result of `find` for a session's sealed id, when it is the call's turn. Raises as
         `find` does, and RateLimitedError."""
         async with self._refusals_held_up():
             found = find(sealed)
@@ -72,7 +72,7 @@ class Admission:
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
         """Those of `jobs` that the caller may see, when it is the call's turn. Raises as
-        `Authenticator.visible`, and RateLimitedError."""
+        `Authenticator.visible` does, and RateLimitedError."""
         async with self._refusals_held_up():
             seen = await self._authenticator.visible(token, jobs)
         await self._accounts.admit(*STRANGERS)
@@ -84,12 +84,12 @@ class Admission:
         of_session: bool,
         find: Callable[[str], tuple[JobHost, str]],
     ) -> str:
-        """The job in whose share a call is, by its headers. A session proves itself, whatever
-        token the call carries: training goes on while nobody can say whose a token is.
+        """The job in whose share a call is counted, by its headers. A session's id is proof enough,
+        whatever token the call carries: training goes on while tokens cannot be reviewed.
 
         Raises:
-            UnknownSessionError: the call is one of a session, and proves neither session nor token.
-            HoldfastError: as `Authenticator.job_of`, for any other.
+            UnknownSessionError: a call of a session proves neither its session nor its token.
+            HoldfastError: as `Authenticator.job_of` raises, for any other call.
         """
         try:
             host, _ = find(headers.get(channels.SESSION_HEADER, ""))
@@ -102,7 +102,7 @@ class Admission:
                 raise (unknown if of_session else error) from None
 
     async def hold_refusal(self) -> None:
-        """Return when a call may be refused: at once, but for some of those that come too fast."""
+        """Return when a call may be refused: at once, unless refusals come too fast."""
         wait_s = self._accounts.wait_s(*REFUSALS)
         if wait_s > WAIT_S_MAX:
             self._limited()
@@ -115,7 +115,7 @@ class Admission:
 
     @asynccontextmanager
     async def _refusals_held_up(self) -> AsyncIterator[None]:
-        """Around what may refuse a call: its error is raised when the call may be refused."""
+        """Delay the error of a refused call until the call may be refused (`hold_refusal`)."""
         try:
             yield
         except HoldfastError:
@@ -124,7 +124,7 @@ class Admission:
 
 
 def bearer_token(context: Context) -> str:
-    """The bearer's token of a call; empty when it carries none."""
+    """The bearer token of a call; empty when it carries none."""
     return _bearer(dict(context.invocation_metadata() or ()).get(_TOKEN_HEADER))
 
 

@@ -1,10 +1,11 @@
 """Who may act for which job: the trainers' tokens, judged and remembered.
 
-In Kubernetes the trainers' sockets are open to every pod that mounts them, so a caller proves who
-it is with a projected service-account token, and may act for a job when its pod is one of the job's
-(`may_act_for`). The API server says whose a token is (`trainers.token_review`); what it said is
-kept for a minute. When it is away, what it said of a token that has not expired still holds: a
-daemon must not stop the training that it protects because the control plane is upgraded.
+In Kubernetes the trainers' sockets are open to every pod that mounts them, so a caller proves its
+identity with a projected service-account token, and may act for a job when its pod is one of the
+job's (`may_act_for`). The API server maps a token to its pod (`trainers.token_review`), and its
+answer is kept for a minute. While the API server cannot be reached, its earlier answer about a
+token that has not expired still holds: a daemon must not stop the training that it protects because
+the control plane is being upgraded.
 
 Must not: keep, log or repeat a token. Only its SHA-256 is remembered.
 """
@@ -32,26 +33,26 @@ from holdfast_daemon.logs import bind
 
 AUDIENCE = "holdfast.dev/daemon"
 FRESH_S = 60.0
-"""What the API server said of a token is not asked again for this long: a pod that was deleted
-keeps its access for at most this time, and has lost its socket by then."""
+"""Time for which the API server's answer about a token is not asked for again. A deleted pod keeps
+its access for at most this long, and has lost its socket by then."""
 DENIED_FRESH_S = 5.0
-"""As FRESH_S, for a token that was refused: it will not become good, but calls may repeat."""
+"""Same as FRESH_S, for a refused token: it will not become valid, but calls may be repeated."""
 AWAY_S = 5.0
 """Pause before an API server that did not answer is asked again about a token known before."""
 REMEMBERED_MAX = 4096
-"""Tokens remembered: more than a node has pods, renewed hourly, for a day."""
+"""Accepted tokens remembered: more than the pods of a node use in a day, with hourly renewals."""
 REFUSED_REMEMBERED_MAX = 1024
-"""Refused tokens remembered. They have a place of their own: a flood of them makes nobody forget
-the good ones."""
+"""Refused tokens remembered. They are kept apart, so that a flood of them does not displace the
+accepted ones."""
 REVIEWS_AT_ONCE = 4
-"""Of tokens that were not known to be good."""
+"""Concurrent reviews of tokens that are not known to be good."""
 REVIEWS_WAITING_MAX = 64
-"""Tokens not known to be good that are under review or wait for it: for the API server's patience
-at most, each of them 16 times."""
+"""Tokens not known to be good that are under review or wait for it: 16 rounds of REVIEWS_AT_ONCE,
+each of which lasts at most as long as a review may take."""
 CALLS_WAITING_MAX = 256
 """Calls that wait for those reviews."""
 RENEWALS_AT_ONCE = 2
-"""Reviews of tokens known to be good, which wait for nobody else's."""
+"""Concurrent reviews of tokens known to be good; they do not queue behind other reviews."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -65,10 +66,11 @@ class PodIdentity:
 
 
 class Reviewer(Protocol):
-    """Asks whose a token is; blocks, and is called on a thread."""
+    """Maps tokens to pods. Its calls block, and are made on threads."""
 
     def review(self, token: str) -> PodIdentity:
-        """
+        """The pod that `token` was issued to.
+
         Raises:
             UnauthenticatedError: the token is refused.
             UnreachableError: there is no answer.
@@ -82,24 +84,25 @@ class Authenticator(Protocol):
         """Return when the caller may act for `job`.
 
         Raises:
-            UnauthenticatedError: no token, or one that is refused.
+            UnauthenticatedError: there is no token, or it is refused.
             AccessDeniedError: the caller does not belong to the job.
-            UnreachableError: nobody can tell now; ask again.
+            UnreachableError: the token cannot be reviewed now; the call can be repeated.
         """
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
-        """Those of `jobs` that the caller may act for. Raises as `authorize`, but for denials."""
+        """Those of `jobs` that the caller may act for. Raises as `authorize` does, except
+        AccessDeniedError."""
 
     async def job_of(self, token: str) -> str:
-        """The job that the bearer belongs to; "" where callers prove nothing. Raises as `visible`,
-        and for every token that is not good for any job."""
+        """The job that the bearer belongs to; "" where callers prove nothing. Raises as `visible`
+        does, and for every token that is not valid for any job."""
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
 
 
 class TrustingAuthenticator:
-    """Everybody may do everything: the socket's permissions keep strangers out."""
+    """Allows every caller everything: the socket's permissions keep strangers out."""
 
     async def authorize(self, token: str, job: str) -> None:
         del token, job
@@ -113,11 +116,11 @@ class TrustingAuthenticator:
         return ""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 def may_act_for(identity: PodIdentity, job: str) -> bool:
-    """Whether the pod is one of the job's: of its namespace, and named `<job>-<member>-<attempt>`.
+    """Whether the pod is one of the job's: in its namespace, and named `<job>-<member>-<attempt>`.
 
     Job keys are `<namespace>.<name>`, and neither part has a dot.
     """
@@ -131,23 +134,23 @@ def may_act_for(identity: PodIdentity, job: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
-    """What the API server said of a token."""
+    """The API server's answer about a token."""
 
     identity: PodIdentity | None
     refusal: str
-    """Why, when there is no identity."""
+    """Reason why there is no identity; empty when there is one."""
     fresh_until: float
     expires_at: float
-    """When the token does; what was said of it holds no longer."""
+    """Time at which the token expires; the answer does not hold after it."""
 
 
 class TokenAuthenticator:
-    """Judges tokens by what a `Reviewer` says of them. For one event loop.
+    """Judges tokens by the answers of a `Reviewer`. For one event loop.
 
     Args:
-        now: Unix time in seconds, because tokens expire by it.
-        reviewed: called after each review with `allowed`, `denied` or `failed`; with `shed`
-            instead of one for which too many wait.
+        now: Unix time in seconds, the clock by which tokens expire.
+        reviewed: called after each review with `allowed`, `denied` or `failed`, and with `shed`
+            when a review was not begun because too many were waiting.
     """
 
     def __init__(
@@ -160,12 +163,12 @@ class TokenAuthenticator:
         self._known: dict[bytes, _Known] = {}
         """Tokens that the API server accepted."""
         self._refused: dict[bytes, _Known] = {}
-        """Tokens that it refused."""
+        """Tokens that the API server refused."""
         self._asking: dict[bytes, asyncio.Task[_Known]] = {}
         self._strange: set[bytes] = set()
-        """Those of `_asking` that are not known to be good."""
+        """Tokens in `_asking` that are not known to be good."""
         self._waiting = 0
-        """Calls that wait for reviews of those."""
+        """Calls that wait for reviews of the tokens in `_strange`."""
         self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="token-review")
         self._renewals = ThreadPoolExecutor(RENEWALS_AT_ONCE, thread_name_prefix="token-renewal")
 
@@ -211,7 +214,7 @@ class TokenAuthenticator:
         return known.identity
 
     async def _ask(self, digest: bytes, token: str) -> _Known:
-        """One review for all calls that wait for the same token, whichever of them is given up."""
+        """Review a token: once for all calls that wait for it, whichever of them is cancelled."""
         strange = digest not in self._known
         if strange:
             self._make_room(digest)
@@ -243,7 +246,7 @@ class TokenAuthenticator:
         del self._asking[digest]
         self._strange.discard(digest)
         if not ended.cancelled():
-            ended.exception()  # whoever asked may be gone; then nobody else looks at it
+            ended.exception()  # retrieved here, because every caller may have been cancelled
 
     async def _review(self, digest: bytes, token: str, threads: ThreadPoolExecutor) -> _Known:
         loop = asyncio.get_running_loop()
@@ -275,7 +278,8 @@ class TokenAuthenticator:
         return known
 
     def _known_before(self, digest: bytes, error: HoldfastError) -> _Known:
-        """What holds while the API server is away: what it said before, until the token expires."""
+        """The API server's earlier answer, which holds while it cannot be reached, until the token
+        expires."""
         before, now = self._known.get(digest), self._now()
         if before is None or before.identity is None or now >= before.expires_at:
             raise UnreachableError(
@@ -302,9 +306,9 @@ class TokenAuthenticator:
 
 
 def token_expiry(token: str) -> float | None:
-    """Unix time at which a JSON web token expires; None when it does not say.
+    """Unix time at which a JSON web token expires; None when it names none.
 
-    Only for tokens that are reviewed besides: the signature is not looked at.
+    Only for tokens that are also reviewed: the signature is not checked.
     """
     parts = token.split(".")
     if len(parts) != 3:

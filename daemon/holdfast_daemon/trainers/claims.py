@@ -1,7 +1,7 @@
-"""What a trainer holds as proof of a right that it was given: tokens and session ids.
+"""Tokens and session ids: a trainer's proofs of the rights that it was granted.
 
-Both are unguessable, so that whoever presents one was given it by a call that was checked
-(`auth`): a trainer of another job, though it reaches the same sockets, has none of them.
+Both are unguessable, so a caller that presents one received it from a call that was checked
+(`auth`). A trainer of another job reaches the same sockets, but has none of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from holdfast_daemon.memory.arena_claims import ClaimRequest
 
 _SEAL_BYTES = 16
 TOKENS_MAX = 4096
-"""Tokens that were given out and not used yet; the oldest is forgotten for another. A trainer uses
-its token at once."""
+"""Tokens that were issued and not used yet; beyond it, the oldest is forgotten. A trainer uses its
+token at once."""
 
 
 @dataclass(slots=True)
@@ -42,24 +42,28 @@ class Claims:
         return token
 
     def resolve(self, token: str) -> ClaimRequest:
-        """A token is good once."""
+        """The claim that a token stands for. A token is valid once.
+
+        Raises:
+            ProtocolError: the token is not known.
+        """
         request = self.requests.pop(token, None)
         if request is None:
             raise ProtocolError("the token is not known; open the session again")
         return request
 
     def refused(self, token: str) -> None:
-        """The arena was not given out: nobody will say that this claim has ended."""
+        """Forget a claim whose arena was not given out: no connection will report its end."""
         self.sessions.pop(token, None)
 
     def granted(self, token: str) -> None:
-        """The lock is taken: tell the engine."""
+        """Tell the engine that the claim's lock is taken."""
         if entry := self.sessions.get(token):
             host, session = entry
             host.carry_out(host.engine.claimed(session, host.now))
 
     def closed(self, token: str) -> None:
-        """The trainer's process is gone, or closed its claim."""
+        """Tell the engine that the trainer's process is gone, or has closed its claim."""
         if entry := self.sessions.pop(token, None):
             host, session = entry
             if not host.dropped:
@@ -69,8 +73,8 @@ class Claims:
 class SessionSeal:
     """Makes session ids unguessable: the engine numbers its sessions, trainers see them sealed.
 
-    Needs no table, and a call of a session needs no token: training goes on while nobody can say
-    whose a token is. A daemon that restarted has another key, and knows no sessions anyway.
+    It needs no table, and a call of a session needs no token: training goes on while tokens cannot
+    be reviewed. A restarted daemon has another key, and no sessions from before anyway.
     """
 
     def __init__(self) -> None:
@@ -81,7 +85,7 @@ class SessionSeal:
         return f"{session}/{self._proof(session)}"
 
     def open(self, sealed: str) -> str:
-        """The session of a sealed id. Raises UnknownSessionError for one not sealed here."""
+        """The session of a sealed id; UnknownSessionError for an id that was not sealed here."""
         session, _, proof = sealed.rpartition("/")
         if not hmac.compare_digest(proof.encode(), self._proof(session).encode()):
             raise UnknownSessionError(f"session {sealed} is not known here; open a new one")

@@ -6,14 +6,14 @@ A Unix stream socket (`<root>/arena.sock`). The wire format:
     server answers  `ok\\n` with one descriptor     SCM_RIGHTS, in the same message
                or   `error <code> <message>\\n`     `code` is a HoldfastError.code
 
-A claim gets a read-write descriptor of a *fresh* open file description, which the server locked
-(flock) before it passed it. The lock belongs to the description: it is held exactly as long as the
-trainer keeps the descriptor, whatever becomes of this daemon, and a second claim is refused by the
-kernel. The client keeps the connection open for as long as it uses the arena; its end is how the
-daemon learns, at once, that the trainer is gone. A restore gets a read-only descriptor without a
-lock, and the connection ends after the answer.
+A claim gets a read-write descriptor of a *fresh* open file description, which the server locks
+(flock) before it passes it on. The lock belongs to the description: it is held exactly as long as
+the trainer keeps the descriptor, whatever happens to this daemon, and the kernel refuses a second
+claim. The client keeps the connection open for as long as it uses the arena; when the connection
+ends, the daemon learns at once that the trainer is gone. A restore gets a read-only descriptor
+without a lock, and the connection ends after the answer.
 
-Everything runs on the event loop of the daemon and nothing polls.
+Everything runs on the daemon's event loop, and nothing polls.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ TOKEN_BYTES_MAX = 128
 
 
 CONNECTIONS_MAX = 1024
-"""More trainers than a node has devices; beyond it, clients wait in the listen queue."""
+"""Connections at once: more than the trainers of a node. Further clients wait in the listen
+queue."""
 
 
 TOKEN_TIMEOUT_S = 5.0
 
 
 UNPROVEN_MAX = 128
-"""Connections that have not sent their token yet; the one that waits longest is closed for another.
-A trainer sends its token at once, so that none is ever that one."""
+"""Connections that have not sent their token yet; beyond it, the oldest of them is closed. A
+trainer sends its token at once, so its connection is never the oldest for long."""
 
 
 _log = logging.getLogger(__name__)
@@ -67,12 +68,14 @@ class DescriptorServer:
     ) -> None:
         """
         Args:
-            resolve: What a token entitles to; raises HoldfastError, which the client is told.
+            resolve: Returns what a token entitles to; raises HoldfastError, which is sent to the
+                client.
             on_granted: Called with the token of a claim when its lock is taken: no other process
                 writes into the arena any more.
             on_closed: Called with the token when the connection of a granted claim ends, which
                 means that the trainer is gone; not called when the server closes it.
-            on_refused: Called with the token when it was not known, or the arena could not be had.
+            on_refused: Called with the token when it was not known, or the arena could not be
+                opened or locked.
             mode: Permissions of the socket's file.
         """
         self.path = path
@@ -87,14 +90,14 @@ class DescriptorServer:
         self._listener: socket.socket | None = None
         self._unproven: dict[socket.socket, None] = {}
         self.shed = 0
-        """Connections that were closed for others before they sent a token."""
+        """Connections closed, before they sent a token, to make room for others."""
 
     async def start(self) -> None:
-        """Raises StorageError when the socket cannot be made."""
+        """Begin to listen; StorageError when the socket cannot be made."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.setblocking(False)
-            # Left by a daemon that was killed; the lock on the root says that it no longer runs.
+            # A killed daemon left it; the lock on the root proves that it no longer runs.
             self.path.unlink(missing_ok=True)
             listener.bind(str(self.path))
             self.path.chmod(self._mode)
@@ -167,7 +170,7 @@ class DescriptorServer:
                 oldest.shutdown(socket.SHUT_RDWR)  # its task reads the end
 
     async def _read_token(self, connection: socket.socket) -> str:
-        """The token; empty when the client sent none. Answers a malformed one itself."""
+        """Read the token; empty when the client sent none. A malformed token is refused here."""
         loop = asyncio.get_running_loop()
         line = b""
         async with asyncio.timeout(self._token_timeout_s):
@@ -183,7 +186,7 @@ class DescriptorServer:
         return token.decode("ascii")
 
     async def _answer(self, connection: socket.socket, token: str) -> bool:
-        """Whether a claim was granted, so that the connection's end matters."""
+        """Answer a token; True for a granted claim, whose connection must be watched."""
         try:
             claim = self._resolve(token)
             descriptor = open_claim(claim)
@@ -196,13 +199,13 @@ class DescriptorServer:
                 self._on_granted(token)
             socket.send_fds(connection, [b"ok\n"], [descriptor])
         finally:
-            # Of a claim, the trainer's copy keeps the lock; if it never arrived, this frees it.
+            # The trainer's copy keeps a claim's lock; if it never arrived, this frees the lock.
             os.close(descriptor)
         return claim.exclusive
 
     def _refuse(self, connection: socket.socket, error: HoldfastError) -> None:
         text = str(error).replace("\n", " ")
-        # A fresh connection's buffer holds one line; a client that is gone needs none.
+        # A fresh connection's buffer has room for one line; a client that is gone needs no answer.
         with suppress(OSError):
             connection.send(f"error {error.code} {text}\n".encode())
 

@@ -1,11 +1,11 @@
-"""What of a trainer's call is read, and when: nothing before its headers prove who makes it.
+"""Reads a trainer's request only after the call's headers have proved who makes it.
 
-gRPC takes a request off the wire before a handler sees it, tens of megabytes for a layout or the
+gRPC takes a request off the wire before a handler sees it: tens of megabytes for a layout or the
 digests of a large slot. Here a server takes each request as a stream, and reads its one message
-only when two things are settled by the call's headers alone: the caller has a right to talk (a
-token that holds, or a session that this daemon opened), and there is room in the share of the
-caller's job. So strangers make a daemon hold headers, and a job's trainers wait for each other, not
-for those of other jobs. On the wire nothing differs.
+only when the headers alone have settled two things: the caller has a right to call (a valid token,
+or a session that this daemon opened), and there is room in the share of the caller's job. So
+strangers make a daemon hold no more than headers, and a job's trainers wait for each other, not for
+those of other jobs. Nothing differs on the wire.
 
 Must not: decide what a call may do. Its handler does that, by the request (`admission`).
 """
@@ -28,21 +28,22 @@ from holdfast_daemon.refusals import Context
 from holdfast_protos import channels
 
 RECEIVE_S = 10.0
-"""Patience for a request whose headers have come: it takes a share of its job meanwhile."""
+"""Patience for a request whose headers have come: it takes up part of its job's share meanwhile."""
 SHARE_BYTES_MAX = 4 * channels.MESSAGE_BYTES_MAX
-"""Requests of one job that are being read or worked at. As long as less than a message's limit is
-left, the next ones wait unread."""
+"""Bytes of one job's requests that are being read or handled. While less than the limit of one
+message is left, further requests wait unread."""
 SHARE_CALLS_MAX = 256
 """Calls of one job at once: a rank has two or three, and an agent one. Callers who prove nothing,
-where that is allowed, have no job that this could be counted for."""
+where that is allowed, have no job, and their calls are not counted."""
 
 
 class Gatekeeper(Protocol):
-    """Knows callers by their headers."""
+    """Recognizes callers by their headers."""
 
     async def share_of(self, headers: dict[str, str], of_session: bool) -> str:
-        """The job in whose share a call is, or "" for one of no job in particular. Raises what the
-        call is refused with; `of_session` when it names a session and not a job."""
+        """The job in whose share a call is counted, or "" for a call of no particular job.
+        `of_session`: the call names a session, not a job. Raises the error that the call is refused
+        with."""
 
     async def refuse(self, request: Any, context: Context, error: HoldfastError) -> None:
         """Count the refusal, then end the call with it; `request` is None if it was not read."""
@@ -50,14 +51,14 @@ class Gatekeeper(Protocol):
 
 @dataclass(slots=True)
 class _Share:
-    """What one job's calls take."""
+    """The calls of one job, and the bytes that their requests take up."""
 
     calls: int = 0
     nbytes: int = 0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
     async def reserve(self) -> None:
-        """Take room for the largest message, when it is this call's turn."""
+        """Wait for this call's turn, then reserve room for the largest message."""
         if self.waiting or not self._has_room():
             turn = asyncio.get_running_loop().create_future()
             self.waiting.append(turn)
@@ -73,7 +74,7 @@ class _Share:
             self.nbytes += channels.MESSAGE_BYTES_MAX
 
     def give_back(self, nbytes: int) -> None:
-        """Let those who wait have the room."""
+        """Return `nbytes` of room, and give it to the calls that wait."""
         self.nbytes -= nbytes
         while self.waiting and self._has_room():
             turn = self.waiting.popleft()
@@ -86,7 +87,7 @@ class _Share:
 
 
 class Receiving(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only its stub has some
-    """Reads requests of single messages. For one event loop.
+    """Reads the requests of calls that have one message each. For one event loop.
 
     Args:
         sessions: methods that name a session, `/package.Service/Method`.
@@ -124,7 +125,7 @@ class Receiving(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only i
     async def _request(
         self, messages: AsyncIterator[bytes], context: Context, of_session: bool, handler: Any
     ) -> AsyncIterator[Any]:
-        """The request, in its job's share while it is worked at."""
+        """The request, counted in its job's share while it is handled."""
         headers = {
             key: value
             for key, value in context.invocation_metadata() or ()

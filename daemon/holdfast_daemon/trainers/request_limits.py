@@ -1,7 +1,7 @@
-"""What a trainer may make the daemon keep or repeat: words and numbers of a bounded size.
+"""Bounds the texts and numbers that a trainer can make the daemon keep or repeat.
 
-They go into every heartbeat and report, beside those of other jobs: one that is too long, or a sum
-that does not fit its field, would keep those from being heard.
+They go into every heartbeat and report, beside those of other jobs: a text that is too long, or a
+sum that does not fit its field, would keep the others from arriving.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_protos import persisting, values_pb2
 
 FAILURE_CHARACTERS_MAX = 2000
-"""Of why a save failed, in a trainer's words; the rest is cut off."""
+"""Characters kept of a trainer's account of why a save failed; the rest is cut off."""
 
 COUNT_MAX = 2**48
-"""Of what a trainer counts: the sum over the ranks of a node still fits 64 bits."""
+"""Largest count taken from a trainer: the sum over the ranks of a node still fits 64 bits."""
 
 ADDRESS_CHARACTERS_MAX = 300
-"""Of `host:port`: a host's name has at most 253."""
+"""Characters of `host:port`: a host's name has at most 253."""
 
 NAN_UNITS_MAX = 65_536
-"""Units of a snapshot that held a NaN: named in its manifest."""
+"""Units of a snapshot that held a NaN: its manifest names them."""
 
 EXPERTS_MAX = 65_536
-"""Experts of a job, of which a manifest says the versions."""
+"""Experts of a job: a manifest has the version of each."""
 
 UNIT_CHARACTERS_MAX = 64
-"""Of a unit's name, such as `layer3/expert5`."""
+"""Characters of a unit's name, such as `layer3/expert5`."""
 
 
 def shortened(failure: str) -> str:
-    """The beginning of why a save failed."""
+    """The beginning of a trainer's account of why a save failed."""
     return failure[:FAILURE_CHARACTERS_MAX]
 
 
 def counted(count: int) -> int:
-    """A trainer's count, or the largest that is believed."""
+    """A trainer's count, at most COUNT_MAX."""
     return min(count, COUNT_MAX)
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no address of a training world's store, or no text.
+    """Refuse what cannot be the address of a training world's store.
 
     Raises:
-        ProtocolError: it is too long.
+        ProtocolError: the address is too long, or not printable.
     """
     if len(address) > ADDRESS_CHARACTERS_MAX or not address.isprintable():
         raise ProtocolError(
@@ -55,7 +55,7 @@ def check_address(address: str) -> None:
 
 
 def check_units(names: Collection[str]) -> tuple[str, ...]:
-    """The names of units, as they came.
+    """The names of units, unchanged.
 
     Raises:
         ProtocolError: there are more of them, or longer ones, than a model has.
@@ -70,10 +70,10 @@ def check_units(names: Collection[str]) -> tuple[str, ...]:
 
 
 def check_experts(versions: Collection[values_pb2.ExpertVersion]) -> tuple[ExpertVersion, ...]:
-    """The versions of experts, as they came.
+    """The versions of experts, decoded.
 
     Raises:
-        ProtocolError: there are more of them than a model has, or one is of no expert, or there
+        ProtocolError: there are more of them than a model has, or a unit is no expert, or is named
             twice.
     """
     if len(versions) > EXPERTS_MAX:

@@ -1,10 +1,10 @@
 """The trainer-facing service: maps requests to the engine's inputs and questions.
 
-A request that must wait asks the engine again after each change; it holds no state of its own, so a
-client may repeat any call. Errors of ours become aborted calls that carry the error's code.
+A request that must wait asks the engine again after each change. It holds no state of its own, so a
+client may repeat any call. A `HoldfastError` becomes an aborted call that carries the error's code.
 
-Every call that names a job is authorized by its token; one that names a session is by the session's
-id, which only an authorized call gives out (`claims`).
+A call that names a job is authorized by its token; a call that names a session, by the session's
+id, which only an authorized call returns (`claims`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from holdfast_protos.losses import rank_loss_from_proto
 ASK_AGAIN_S = 1.0
 WORLD_WAIT_S_MAX = 30.0
 DETAIL_CHARACTERS_MAX = 500
-"""Logged of why a stranger's call was denied: what it sent as its job is part of it."""
+"""Characters that are logged of why a call was denied: the text has the job's name in it, which a
+stranger chose."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -282,7 +283,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> Any:
         codec.check_version(request.protocol_version, "the agent")
         loop = asyncio.get_running_loop()
-        # Not min() alone: with NaN it would be NaN, and no time on the loop would be in order.
+        # min() alone is not enough: a NaN from the agent would pass it and break the loop's timers.
         until = loop.time() + (min(request.wait_s, WORLD_WAIT_S_MAX) if request.wait_s > 0 else 0)
         while True:
             world = self._world(request)
@@ -341,7 +342,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         return trainer_pb2.StatusReply(json=msgspec.json.encode(status).decode())
 
     async def share_of(self, headers: dict[str, str], of_session: bool) -> str:
-        """The job in whose share a call is; see `receiving`."""
+        """The job in whose share a call is counted; see `receiving`."""
         return await self._admission.share_of(headers, of_session, self._of_session)
 
     async def refuse(self, request: Any, context: Context, error: HoldfastError) -> None:
@@ -356,16 +357,16 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         await refuse(context, error)
 
     async def admit(self, request: Any, context: Context) -> None:
-        """Return when it is this call's turn. Raises what it is refused with."""
+        """Return when it is this call's turn. Raises the error that the call is refused with."""
         fields = request.DESCRIPTOR.fields_by_name
         if "job" in fields:
             await self._admission.admit_job(bearer_token(context), request.job)
         elif "session" in fields:
             await self._admission.admit_session(request.session, self._of_session)
-        # Else its handler admits it: what it answers depends on the caller.
+        # Any other call is admitted by its handler, whose answer depends on the caller.
 
     def _placed(self, job: str) -> JobHost:
-        """The job on this node."""
+        """The host of `job` on this node; UnreachableError when there is none."""
         host = self._host_of(job)
         if host is None:
             raise UnreachableError(
@@ -375,7 +376,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         return host
 
     def _of_session(self, sealed: str) -> tuple[JobHost, str]:
-        """The job and the engine's id of a session."""
+        """The host and the engine's id of a sealed session."""
         session = self._seal.open(sealed)
         for host in self._hosts().values():
             if host.engine.has_session(session):

@@ -1,7 +1,7 @@
-"""Judges tokens by files: for a local run, where nobody else could say whose a token is.
+"""Judges tokens by files, for a local run, where there is no API server to ask.
 
 A directory has one file for each job, named as the daemon names the job's own directory, that holds
-the job's token. Whoever starts the job writes it, and gives its trainers the same file to read.
+the job's token. The launcher of the job writes it, and gives its trainers the same file to read.
 
 Must not: keep, log or repeat a token.
 """
@@ -17,8 +17,8 @@ from holdfast_core.job.names import job_file_name, job_of_file_name
 
 
 class FileAuthenticator:
-    """`trainers.auth.Authenticator` by the files in `directory`, which are read for each call:
-    calls that carry a token are few, and a token that was replaced is good no more."""
+    """`trainers.auth.Authenticator` by the files in `directory`. They are read for each call:
+    calls that carry a token are few, and a token that was replaced is refused at once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class FileAuthenticator:
         )
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
     def _opens(self, token: str, job: str) -> bool:
         name = job_file_name(job)

@@ -1,10 +1,10 @@
-"""Asks the API server whose a token is (TokenReview, authentication.k8s.io/v1).
+"""Asks the API server which pod a token belongs to (TokenReview, authentication.k8s.io/v1).
 
-With the standard library, on a thread, over a fresh connection each time: a review is a request of
-a kilobyte, and there is about one a minute and pod (docs/decisions/0008). The daemon's own token
-and the cluster's CA are read anew for each, because both are rotated.
+Uses the standard library, on a thread, over a fresh connection each time: a review is a request of
+a kilobyte, and each pod causes about one a minute (docs/decisions/0008). The daemon's own token and
+the cluster's CA are read again for each review, because both are rotated.
 
-Must not: put a token into an error, nor what the API server answered to one.
+Must not: put a token, or the body of the API server's answer, into an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_core.errors import InvalidJobError, UnauthenticatedError, Unreacha
 from holdfast_daemon.trainers.auth import AUDIENCE, PodIdentity
 
 REVIEW_TIMEOUT_S = 3.0
-"""Below the patience of a trainer's call, so that it hears why."""
+"""Shorter than the timeout of a trainer's call, so that the trainer gets the reason."""
 ANSWER_BYTES_MAX = 1 << 20
 
 _PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
@@ -91,7 +91,12 @@ class TokenReviewApi:
 
 
 def identity_in(body: bytes) -> PodIdentity:
-    """The pod that the answered review names."""
+    """The pod that the API server's answer, `body`, names.
+
+    Raises:
+        UnauthenticatedError: the token is refused.
+        UnreachableError: the answer is not a TokenReview.
+    """
     try:
         status: dict[str, Any] = json.loads(body)["status"]
         if not status.get("authenticated"):
@@ -109,7 +114,7 @@ def identity_in(body: bytes) -> PodIdentity:
 
 
 def _reason(error: Exception) -> str:
-    """Why a request failed, in words that cannot hold what was sent."""
+    """Why a request failed, in words that cannot contain what was sent."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, OSError) and error.strerror:
