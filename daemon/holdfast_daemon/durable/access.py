@@ -1,11 +1,12 @@
-"""Which storage this daemon's jobs may reach, and with whose credentials.
+"""Decides which storage this daemon's jobs may reach, and with which credentials.
 
-Every way to storage goes through here: a URI comes from the control loop, from a leader among the
-daemons, or from the daemon's own memory of an earlier start, and none of them is believed. It is
-held against the list that the daemon was started with, by the namespace in the job's key; paths are
-opened so that no link leads out of their location; and a location may have credentials of its own,
-in a directory of files like a mounted Secret. They are read again before requests, so that they may
-be replaced, and kept nowhere else: no environment, log, status or message has them.
+Every access to storage goes through here. A URI comes from the control loop, from the daemon that
+leads the job, or from what an earlier daemon left in memory, and none of these is trusted. It is
+checked against the list of locations that the daemon was started with, by the namespace in the
+job's key. Paths are opened so that no link leads out of their location. A location may have
+credentials of its own, in a directory of files like a mounted Secret. They are read again before
+requests, so that they can be replaced, and kept nowhere else: not in the environment, logs, status
+or messages.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ NAMES = {
     "AWS_ENDPOINT_URL": "endpoint_url",
     "AWS_DEFAULT_REGION": "region_name",
 }
-"""File in a directory of credentials → option of s3fs. The first two have to be there."""
+"""File in a directory of credentials → option of s3fs. The first two are required."""
 FILE_BYTES_MAX = 16 * 1024
 
 
 class TierAccess:
-    """Of one daemon. Its calls are for threads."""
+    """Opens storage for the jobs of one daemon. Its methods may be called from any thread."""
 
     def __init__(self, locations: Locations, memory: Path | None = None) -> None:
         """
         Args:
             locations: where jobs may persist to; None: anywhere.
-            memory: the daemon's own directory, where none may.
+            memory: the daemon's own directory, which no job may persist to.
 
         Raises:
             InvalidJobError: a location holds the daemon's memory, or lies in it.
@@ -53,7 +54,7 @@ class TierAccess:
                 self._check_outside_memory(str(location.fixed), "--storage-location")
 
     def place(self, uri: str, job: str) -> TierPlace:
-        """What `uri` names, for the files of `job`; nothing is read or made yet.
+        """The place that `uri` names, for the files of `job`; nothing is read or made yet.
 
         Raises:
             InvalidJobError: the job may not persist there.
@@ -83,7 +84,7 @@ class TierAccess:
         if self._memory is None:
             return
         memory, found = self._memory.resolve(), Path(path).resolve()
-        # A location above the memory would let jobs name what is in it.
+        # A location above the memory would let jobs name files in it.
         if found.is_relative_to(memory) or (
             self._locations is not None and memory.is_relative_to(found)
         ):
@@ -97,7 +98,7 @@ def read_credentials(directory: Path) -> Mapping[str, Any]:
     """Options of s3fs from the files of a directory, each named as in `NAMES`.
 
     Raises:
-        StorageError: files are missing or not what they should be; no value is in its words.
+        StorageError: files are missing or malformed; the message contains no value of theirs.
     """
     try:
         there = {path.name for path in directory.iterdir() if not path.name.startswith(".")}

@@ -1,8 +1,8 @@
-"""Carries out what the engine asks of storage when memory has no line: find, open, load.
+"""Carries out the engine's requests to storage when memory has no line: find, open, load.
 
 Blocking, on the daemon's worker threads. It decides nothing. What it reads goes straight into the
-slot that it was told, and is verified piece by piece on the way; a snapshot is sealed only when
-every piece was right.
+slot that the effect names, and is verified piece by piece on the way; a snapshot is sealed only
+when every piece was right.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class RankReader(Protocol):
 
     @property
     def layout(self) -> bytes:
-        """Encoded."""
+        """The encoded layout."""
 
     @property
     def manifest(self) -> bytes:
-        """Encoded."""
+        """The encoded manifest."""
 
     @property
     def mixture(self) -> str:
-        """Where the experts come from, in words; empty when all of it is in one file."""
+        """Where the experts come from, in words; empty when one file has the whole snapshot."""
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
-        """Pieces [first_piece, end) of the payload. Raises CorruptError, StorageError."""
+        """Read pieces [first_piece, end) of the payload. Raises CorruptError, StorageError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +59,11 @@ class SlotPieces:
 
     content: Manifest
     read: ReadInto
-    """`memory.arenas.Arena.read_into` of its payload."""
+    """`memory.arenas.Arena.read_into`, bound to the snapshot's pieces."""
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
-        """Pieces [first_piece, end), verified. Raises StorageError: not CorruptError, which would
-        say of storage that it is wrong."""
+        """Read and verify pieces [first_piece, end). Raises StorageError, not CorruptError: that
+        would mean that the copy in storage is damaged."""
         size = self.content.piece_bytes
         start = first_piece * size
         try:
@@ -81,18 +81,18 @@ class SlotPieces:
 
 
 class SetReader(Protocol):
-    """What storage holds of a job. Every method raises StorageError when it cannot be read."""
+    """The sets of one job in storage. Every method raises StorageError when it cannot read them."""
 
     def find(self) -> Found: ...
 
     def open_rank(
         self, generation: Generation, rank: int, memory: Sequence[SlotPieces] = ()
     ) -> RankReader:
-        """Raises CorruptError when what is there is not what a whole set has."""
+        """Open a rank's snapshot; CorruptError when the set is not whole."""
 
 
 OpenSets = Callable[[str, str], SetReader]
-"""(uri, job) → its sets."""
+"""(uri, job) → the job's sets."""
 
 
 class Loader:
@@ -106,26 +106,26 @@ class Loader:
         *,
         stride_bytes: int = STRIDE_BYTES,
     ) -> None:
-        """`stride_bytes`: how much is read between two looks at whether the epoch still lasts."""
+        """`stride_bytes`: bytes read between two checks whether the epoch still lasts."""
         self._storage, self._job, self._open_sets = storage, job, open_sets
         self._stride_bytes = stride_bytes
         self._lock = threading.Lock()
         self._read_bytes: dict[int, int] = {}
         self._opened: dict[str, SetReader] = {}
-        """By URI: a client of object storage costs more than a read."""
+        """URI → its sets. They are kept, because opening object storage costs more than a read."""
 
     def read_bytes(self, rank: int) -> int:
-        """How much of the rank's snapshot the load that runs, or ran last, has read."""
+        """Bytes of the rank's snapshot that its current load has read, or else its last one."""
         with self._lock:
             return self._read_bytes.get(rank, 0)
 
     def find(self, effect: FindStored) -> StoredFound:
-        """Raises HoldfastError when storage cannot be read."""
+        """Find the job's sets; HoldfastError when storage cannot be read."""
         found = self._sets(effect.tier.uri).find()
         return StoredFound(epoch=effect.epoch, found=found)
 
     def open(self, effect: OpenStored, scope: EpochScope) -> ManifestFetched:
-        """Raises HoldfastError."""
+        """Fetch a rank's manifest and layout. Raises HoldfastError."""
         scope.check()
         self._set_read(effect.rank, 0)
         sets = self._sets(effect.tier.uri)
@@ -138,7 +138,8 @@ class Loader:
         )
 
     def load(self, effect: LoadStored, scope: EpochScope) -> Rebuilt:
-        """Raises HoldfastError; the slot is free then."""
+        """Load a snapshot into its slot and seal it. Raises HoldfastError, and leaves the slot
+        free."""
         manifest = effect.manifest
         generation = manifest.generation
         self._storage.free_slot(effect.rank, manifest.layout_id, effect.slot)

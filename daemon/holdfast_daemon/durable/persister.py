@@ -1,7 +1,7 @@
 """Writes ranks to the durable tier and makes sets complete: the adapter around the storage library.
 
-It decides nothing: an effect says what. Its calls block for as long as storage takes, so they run
-on threads of their own, and a storage that hangs costs neither parity nor checks a thread.
+It decides nothing: the effect decides what is written. Its calls block for as long as storage
+takes, so they run on threads of their own: storage that hangs blocks neither parity nor checks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from holdfast_daemon.epoch_scope import EpochScope
 from holdfast_daemon.memory.job_bytes import JobBytes
 
 PART_BYTES = 4 << 20
-"""What is read, and paid for in a limit, at a time."""
+"""Bytes that are read, and charged to the limit of bandwidth, at a time."""
 
 
 class Store(Protocol):
-    """What a job's persisting needs of storage; `holdfast_storage.sets.SetStore` is one."""
+    """The storage operations that persisting needs; `holdfast_storage.sets.SetStore` has them."""
 
     def write_rank(
         self,
@@ -41,7 +41,8 @@ class Store(Protocol):
         stop: threading.Event | None = None,
         plan: RankPlan | None = None,
     ) -> RankFile:
-        """Write a rank's file, verified on the way. `read(first_byte, end)`: that of the payload.
+        """Write a rank's file, verified on the way. `read(first_byte, end)` yields that range of
+        the payload.
 
         Raises:
             StorageError, CorruptError.
@@ -50,7 +51,7 @@ class Store(Protocol):
     def plan_rank(
         self, layout: bytes, manifest: Manifest, experts: int, base: Generation | None
     ) -> RankPlan | None:
-        """What the file is to hold, when copies leave experts out. Raises StorageError."""
+        """The plan of a rank's file when copies leave experts out. Raises StorageError."""
 
     def commit(self, generation: Generation, files: Sequence[RankFile]) -> None:
         """Make the set complete. Raises StorageError."""
@@ -60,7 +61,8 @@ class Store(Protocol):
 
 
 class Persister:
-    """Of one job on one node. Its calls are for threads, except those that say so."""
+    """Persists the snapshots of one job on one node. Its methods are for threads, except where
+    noted."""
 
     def __init__(
         self,
@@ -72,9 +74,9 @@ class Persister:
     ) -> None:
         """
         Args:
-            open_store: the job's store below the tier's URI.
-            executor: threads for nothing else.
-            allowance: shared by the jobs of a daemon.
+            open_store: opens the job's store below the tier's URI.
+            executor: threads that are used for nothing else.
+            allowance: limit of bandwidth that the daemon's jobs share.
         """
         self.executor = executor
         self._storage = storage
@@ -88,32 +90,32 @@ class Persister:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that were read, and that there are, of the ranks that are written now."""
+        """(bytes read so far, bytes in all) of the ranks that are being written."""
         with self._lock:
             done = sum(done for done, _ in self._progress.values())
             return done, sum(total for _, total in self._progress.values())
 
     @property
     def written_bytes(self) -> int:
-        """Of all files that were written."""
+        """Bytes of all files written so far."""
         with self._lock:
             return self._written_bytes
 
     def stop(self) -> None:
-        """Let what runs now give up at its next part. For the daemon's loop."""
+        """Let running work give up at its next part. For the daemon's loop."""
         self._stop.set()
         self._stop = threading.Event()
 
     def scope(self, membership: Membership | None) -> EpochScope:
-        """Of work that is submitted now: it ends with the epoch or with `stop`, whichever is
-        first. For the daemon's loop."""
+        """The scope of work that is submitted now: it ends with the epoch or with `stop`, whichever
+        comes first. For the daemon's loop."""
         return EpochScope(membership=membership, ended=self._stop)
 
     def write(self, effect: PersistRank, scope: EpochScope) -> RankPersisted:
         """Write one rank.
 
         Raises:
-            HoldfastError: it was not written.
+            HoldfastError: the rank was not written.
         """
         manifest, rank = effect.manifest, effect.rank
         arena = self._storage.arena(rank, manifest.layout_id)
@@ -162,7 +164,7 @@ class Persister:
         )
 
     def commit(self, effect: CommitSet, scope: EpochScope) -> SetCommitted:
-        """Make a set complete, then clean up; what is left of that is said, and does not count.
+        """Make a set complete, then clean up. A cleanup that fails is reported, but is no error.
 
         Raises:
             HoldfastError: the set is not complete.

@@ -1,4 +1,4 @@
-"""The durable tier as the loader needs it: `durable.loader.StoredSets` over the storage library."""
+"""The durable tier as the loader needs it: `durable.loader.SetReader` over the storage library."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ class TierSets:
     """The sets of one job below a URI."""
 
     def __init__(self, uri: str, job: str, *, place: TierPlace | None = None) -> None:
-        """`place`: what is behind `uri`, where that is known. Raises InvalidJobError,
+        """`place`: the place that `uri` names, if it is open already. Raises InvalidJobError,
         StorageError."""
         self._uri, self._job = uri, job
         self._place = open_place(uri, {}, Retry()) if place is None else place
         self._store = SetStore(uri, job, place=self._place)
 
     def find(self) -> Found:
-        """What is there. The mark is looked for where there is no set: a set is mark enough.
+        """Find the job's sets. The mark is looked for only where there is no set: a set is proof
+        enough.
 
         Raises:
-            StorageError: storage cannot be read, or the manifest of a set cannot: that set might
-                be whole, so that an older one must not be taken instead.
+            StorageError: storage, or the manifest of a set, cannot be read. Such a set might be
+                whole, so an older one must not be loaded instead.
         """
         looked = find_sets(self._place, self._job).sets
         for one in looked:
@@ -61,7 +62,7 @@ class TierSets:
         """One rank's snapshot of a whole set; see `SetStore.open_rank`.
 
         Raises:
-            CorruptError: the set is not whole any more, or a file is not the one that it names.
+            CorruptError: the set is no longer whole, or a file is not the one that the set names.
             StorageError: the storage failed.
         """
         stored = read_manifest(self._place, self._job, generation)
