@@ -1,1 +1,1 @@
-"""What the daemon shows: status of jobs, catalogue, counters, HTTP endpoints."""
+"""What operators and dashboards see of the daemon: status, catalogue, counters, HTTP endpoints."""

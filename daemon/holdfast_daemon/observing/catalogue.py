@@ -1,9 +1,9 @@
-"""The job catalogue: what many readers (status, dashboards) may know without asking the daemons.
+"""The job catalogue: the state of jobs for many readers (status, dashboards).
 
-Exists so that readers do not load the daemons, and so that a job can be looked at while some of its
-daemons are gone. It is never a source of truth (invariant 6): whatever it says can be deleted at
-any time and is published again from the daemons' memory. Nothing may be decided from it, and
-tensors never pass through it (REFT §4.2).
+It exists so that readers do not load the daemons, and so that a job can be looked at while some of
+its daemons are gone. It is never a source of truth (invariant 6): its content can be deleted at any
+time and is published again from the daemons' memory. Nothing may be decided from it, and tensors
+never pass through it (REFT §4.2).
 
 Publishing returns at once and raises nothing; reading may fail with `UnreachableError`.
 """
@@ -24,11 +24,11 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RankHealth
 
 EVENTS_KEPT = 1000
-"""Events of one job that are kept; older ones are forgotten."""
+"""Newest events kept of each job."""
 
 RANK_STATE_TTL_S = 30.0
 """A rank state that is not published again within this time reads as OFFLINE: its node's daemon is
-gone, and nobody else may speak for it. Three missed refreshes of the daemon."""
+gone, and no other daemon may publish it. The time of three refreshes by the daemon."""
 
 
 class SnapshotStage(StrEnum):
@@ -41,16 +41,16 @@ class SnapshotStage(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogueJob:
-    """What a reader sees of one job."""
+    """One job as readers see it."""
 
     states: Mapping[str, Mapping[str, object]]
-    """By node: the newest whole state that the node's daemon published, as JSON values."""
+    """Node → newest whole state that the node's daemon published, as JSON values."""
     stages: Mapping[int, Mapping[SnapshotStage, Generation]]
-    """By rank: the newest generation that reached each stage."""
+    """Rank → stage → newest generation that reached the stage."""
     ranks: Mapping[int, RankHealth]
-    """By rank; OFFLINE when its state has expired."""
+    """Rank → its state; OFFLINE when that has expired."""
     losses: Sequence[RecoveryLoss] = ()
-    """What each recovery of the job's life lost in tokens, oldest first, of a job whose snapshots
+    """Tokens that each recovery of the job's life lost, oldest first, for a job whose snapshots
     leave experts out. The newest one has the running total."""
 
 
@@ -64,53 +64,53 @@ class EventView:
 
 
 NUMBER_DIGITS_MAX = 20
-"""Of any number in a record: as many as 64 bits have."""
+"""Digits of any number in a record: as many as 64 bits need."""
 
 GENERATION = re.compile(rf"[0-9]{{1,{NUMBER_DIGITS_MAX}}}\.[0-9]{{1,{NUMBER_DIGITS_MAX}}}")
 """A generation in a record."""
 
 Source = Callable[[], Mapping[str, Mapping[str, object]]]
-"""Every job's whole state now, from the daemon's memory: see `Catalogue.publish_snapshot`."""
+"""Returns job → whole state now, from the daemon's memory; see `Catalogue.publish_snapshot`."""
 
 
 class Catalogue(Protocol):
-    """Where a daemon publishes, and readers read."""
+    """Store that a daemon publishes to and readers read from."""
 
     def publish_stage(
         self, job: str, rank: int, generation: Generation, stage: SnapshotStage
     ) -> None:
-        """Says that `generation` of `rank` reached `stage`. The last word wins."""
+        """Publish that `generation` of `rank` reached `stage`. The last publication wins."""
         ...
 
     def publish_rank_state(self, job: str, rank: int, state: RankHealth) -> None:
-        """Says what `rank` does; forgotten after `RANK_STATE_TTL_S` unless said again."""
+        """Publish the state of `rank`; it expires after `RANK_STATE_TTL_S`."""
         ...
 
     def publish_snapshot(self, job: str, state: Mapping[str, object]) -> None:
-        """Replaces what this daemon said of the whole job.
+        """Replace the whole state of the job that this daemon published before.
 
-        `state` holds JSON values. Of these keys the catalogue takes more than the text:
+        `state` holds JSON values. The catalogue also evaluates these keys:
         `ranks`, a list of objects with `rank` and `state` (a `RankHealth`);
         `stages`, an object of rank → stage → `epoch.step`; and
-        `losses`, a list of `RecoveryLoss` documents. Recoveries that a later state does not list
-        any more stay known.
+        `losses`, a list of `RecoveryLoss` documents. Recoveries that a later state no longer lists
+        are kept.
         """
         ...
 
     def publish_event(self, job: str, event: Mapping[str, object]) -> None:
-        """Appends to the job's stream, of which the newest `EVENTS_KEPT` are kept. An event may be
+        """Append to the job's stream, which keeps the newest `EVENTS_KEPT` events. An event may be
         delivered twice, and is lost with the store: it is history, not state."""
         ...
 
     def forget_job(self, job: str) -> None:
-        """Deletes all that is known of a job that has ended."""
+        """Delete everything about a job that has ended."""
         ...
 
     async def read_job(self, job: str) -> CatalogueJob | None:
-        """What is known of `job`, or None.
+        """The catalogue's content about `job`, or None.
 
         Raises:
-            UnreachableError: when the store does not answer in time.
+            UnreachableError: the store does not answer in time.
         """
         ...
 
@@ -118,25 +118,25 @@ class Catalogue(Protocol):
         """Events of `job` after the one with the id `after`, oldest first.
 
         Raises:
-            UnreachableError: when the store does not answer in time.
+            UnreachableError: the store does not answer in time.
         """
         ...
 
     async def start(self) -> None:
-        """Begins to carry out what is published."""
+        """Begin to write what is published."""
         ...
 
     async def settled(self) -> None:
-        """Returns once everything that was published before this call can be read."""
+        """Return once everything that was published before this call can be read."""
         ...
 
     async def close(self) -> None:
-        """Ends; what could not be written in time is dropped."""
+        """End; what could not be written in time is dropped."""
         ...
 
 
 def ranks_of_state(state: Mapping[str, object]) -> dict[int, RankHealth]:
-    """The rank states in a whole job state; entries that are not well formed are left out."""
+    """The rank states in a whole job state; malformed entries are left out."""
     entries = state.get("ranks")
     found: dict[int, RankHealth] = {}
     for entry in entries if isinstance(entries, list) else []:
@@ -148,7 +148,7 @@ def ranks_of_state(state: Mapping[str, object]) -> dict[int, RankHealth]:
 
 
 def stages_of_state(state: Mapping[str, object]) -> dict[int, dict[SnapshotStage, Generation]]:
-    """The stages in a whole job state; entries that are not well formed are left out."""
+    """The stages in a whole job state; malformed entries are left out."""
     entries = state.get("stages")
     found: dict[int, dict[SnapshotStage, Generation]] = {}
     for rank, stages in entries.items() if isinstance(entries, Mapping) else ():
@@ -163,14 +163,13 @@ def stages_of_state(state: Mapping[str, object]) -> dict[int, dict[SnapshotStage
 
 
 def losses_of_state(state: Mapping[str, object]) -> dict[int, RecoveryLoss]:
-    """Epoch → loss of its recovery in a whole job state; those that are not well formed are left
-    out."""
+    """Epoch → loss of its recovery, in a whole job state; malformed entries are left out."""
     entries = state.get("losses")
     return losses_in(entries if isinstance(entries, list) else [])
 
 
 def losses_in(documents: Iterable[object]) -> dict[int, RecoveryLoss]:
-    """Likewise of `RecoveryLoss` documents, by epoch and in that order."""
+    """Epoch → its `RecoveryLoss`, in order of epochs; malformed documents are left out."""
     found: dict[int, RecoveryLoss] = {}
     for document in documents:
         if isinstance(document, Mapping):
@@ -190,10 +189,10 @@ class _Job:
 
 
 class MemoryCatalogue:
-    """The embedded default: this daemon's own word, kept in its process."""
+    """The embedded default: this daemon's own publications, kept in its process."""
 
     def __init__(self, node: str, now: Callable[[], float]) -> None:
-        """`now` is a monotonic clock in seconds."""
+        """`now` returns the time in seconds, by which rank states expire."""
         self._node = node
         self._now = now
         self._jobs: dict[str, _Job] = {}
@@ -244,10 +243,10 @@ class MemoryCatalogue:
         return [e for e in known.events if int(e.id) > newest_seen] if known else []
 
     async def start(self) -> None:
-        """Nothing to begin: publishing is immediate."""
+        """Do nothing: publishing is immediate."""
 
     async def settled(self) -> None:
-        """Nothing to wait for: publishing is immediate."""
+        """Return at once: publishing is immediate."""
 
     async def close(self) -> None:
         self._jobs.clear()

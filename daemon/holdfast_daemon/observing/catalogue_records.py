@@ -1,7 +1,7 @@
-"""What readers get back from Redis, as values of ours.
+"""Decodes the catalogue's records in Redis.
 
-Others can write there, and what an older version wrote may lie there. Nothing is decided from it
-(invariant 6), so what cannot be read is left out, and the rest is shown. Pure.
+Other programs can write to Redis, and records of an older version may remain there. Nothing is
+decided from them (invariant 6), so malformed records are left out and the rest is shown. Pure.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from holdfast_daemon.observing.catalogue import (
 
 
 def states_from(texts: Mapping[str, str]) -> dict[str, Mapping[str, object]]:
-    """Node → what its daemon said of the job."""
+    """Node → the state of the job that its daemon published."""
     found = {node: _document(text) for node, text in texts.items()}
     return {node: state for node, state in found.items() if state is not None}
 
 
 def stages_from(fields: Mapping[str, str]) -> dict[int, dict[SnapshotStage, Generation]]:
-    """Rank → stage → generation, of fields `<rank>:<stage>`."""
+    """Rank → stage → generation, from fields `<rank>:<stage>`."""
     stages: dict[int, dict[SnapshotStage, Generation]] = {}
     for name, text in fields.items():
         rank, _, stage = name.partition(":")
@@ -48,17 +48,17 @@ def ranks_from(names: Iterable[str]) -> list[int]:
 
 
 def health_from(text: object) -> RankHealth:
-    """What a rank does; OFFLINE when nobody says so any more."""
+    """The state of a rank; OFFLINE when it has expired."""
     return RankHealth.of(str(text))
 
 
 def losses_from(texts: Iterable[str]) -> list[RecoveryLoss]:
-    """What recoveries lost, oldest first."""
+    """The losses of recoveries, oldest first."""
     return list(losses_in(map(_document, texts)).values())
 
 
 def event_from(entry_id: str, fields: Mapping[Any, Any] | None) -> EventView | None:
-    """One entry of a job's stream."""
+    """One entry of a job's stream, or None when it is malformed."""
     event = _document(str((fields or {}).get("event", "")))
     return None if event is None else EventView(id=entry_id, event=event)
 

@@ -1,21 +1,21 @@
 """The catalogue in Redis, for many daemons and many readers.
 
-Redis may be dead, slow, full, wiped or replaced at any time, and a daemon must not notice: what is
+Redis may be dead, slow, full, wiped or replaced at any time without any effect on a daemon: what is
 published goes into a bounded queue, and one task writes it with a time limit. When anything was
 lost (an outage, a full queue, a wipe), the task publishes the whole state again from `source`, the
-daemon's memory. It does so periodically as well, so whatever drifts is put right.
+daemon's memory. It also does so periodically, which corrects any drift.
 
 Must not: block or raise into a publisher, keep more than the queue, or write the URL (it holds the
 password) or Redis' own messages into a log.
 
 Keys, under `<prefix>:`:
 
-    marker:<node>         run id of the daemon that wrote last; its absence tells a wipe
+    marker:<node>         run id of the daemon that wrote last; missing after a wipe
     job:<job>:state       hash  node → the whole job state as JSON
     job:<job>:stages      hash  <rank>:<stage> → epoch.step
     job:<job>:ranks       set   ranks that ever had a state
     job:<job>:rank:<n>    string with a time to live: the rank's state
-    job:<job>:losses      hash  epoch → what its recovery lost in tokens, as JSON
+    job:<job>:losses      hash  epoch → tokens that its recovery lost, as JSON
     job:<job>:events      stream, capped
 """
 
@@ -62,10 +62,10 @@ from holdfast_daemon.observing.catalogue_records import (
 )
 
 QUEUE_OPERATIONS = 1024
-"""Published words that wait for Redis. A thousand are minutes of a busy node and below 1 MB."""
+"""Publications that wait for Redis. A thousand are minutes of a busy node, and below 1 MB."""
 
 BATCH_OPERATIONS = 256
-"""Words written in one round trip, so that a long queue does not exceed the time limit."""
+"""Publications written in one round trip, so that a long queue does not exceed the time limit."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -78,21 +78,21 @@ _UNREACHABLE = (RedisError, OSError, TimeoutError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RedisSettings:
-    """How to reach Redis and how long to bear with it."""
+    """How to reach Redis, and its time limits."""
 
     url: str = field(repr=False)
-    """`redis://`, `rediss://` or `unix://`. Holds the password: never printed."""
+    """URL: `redis://`, `rediss://` or `unix://`. It holds the password and is never printed."""
     prefix: str = "holdfast"
     """First part of every key, so that several clusters can share one Redis."""
     queue_operations: int = QUEUE_OPERATIONS
     operation_timeout_s: float = 2.0
-    """For one round trip, connecting included. A slower Redis is treated as gone."""
+    """Time limit of one round trip, connecting included. A slower Redis is treated as gone."""
     refresh_s: float = 10.0
-    """Everything is published again at this interval; a third of the rank states' time to live."""
+    """Interval at which everything is published again; a third of the rank states' time to live."""
     backoff_min_s: float = 0.2
     backoff_max_s: float = 10.0
     job_ttl_s: float = 3600.0
-    """A job of which no daemon has said anything for this long is forgotten."""
+    """Time after which a job is forgotten, if no daemon publishes anything of it."""
 
     def __post_init__(self) -> None:
         for name in ("queue_operations", "operation_timeout_s", "refresh_s", "backoff_min_s"):
@@ -107,7 +107,7 @@ class RedisSettings:
 
 
 _Write = Callable[[Pipeline], object]
-"""Adds one published word's commands to a pipeline."""
+"""Adds the commands of one publication to a pipeline."""
 
 
 class RedisCatalogue:
@@ -121,7 +121,7 @@ class RedisCatalogue:
         source: Source,
         dropped: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """`dropped` is told how many published words were given up."""
+        """`dropped` is called with the number of publications that were given up."""
         self._settings = settings
         self._node = node
         self._source = source
@@ -241,7 +241,7 @@ class RedisCatalogue:
         self._wake.set()
 
     def _shed(self) -> None:
-        """Drops the oldest words beyond the queue's size; the rebuild makes up for their state."""
+        """Drop the oldest publications beyond the queue's size; a rebuild restores their state."""
         excess = len(self._queue) - self._settings.queue_operations
         for _ in range(excess):
             self._queue.popleft()
@@ -272,7 +272,7 @@ class RedisCatalogue:
             self._dropped(len(self._queue))
 
     async def _attempt(self) -> bool:
-        """Writes all there is; False when Redis did not take it."""
+        """Write all that is queued; False when Redis did not accept it."""
         try:
             await self._write_all()
         except _UNREACHABLE as error:
@@ -317,13 +317,13 @@ class RedisCatalogue:
             await pipe.execute()
 
     async def _woken(self, timeout_s: float) -> None:
-        """Waits until there is something to write, or `timeout_s` have passed."""
+        """Wait until there is something to write, or `timeout_s` have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
 
     async def _closed(self, timeout_s: float) -> None:
-        """Waits `timeout_s`, or less when the catalogue closes; publishing does not end it."""
+        """Wait `timeout_s`, or less if the catalogue closes; publishing does not end the wait."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while not self._closing and (left := until - loop.time()) > 0:

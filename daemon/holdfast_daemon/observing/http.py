@@ -1,8 +1,8 @@
 """`/metrics`, `/healthz` and `/readyz` of a daemon, on a thread of their own.
 
-A thread, because health must be answered when the daemon's event loop is stuck: that is what the
-question is for. So nothing here may call into the loop; what it needs it is given as callables that
-read a value and return at once.
+A thread, because `/healthz` exists to find a stuck event loop and must answer when it is stuck. So
+nothing here may call into the loop; what it needs comes from callables that read a value and return
+at once.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ HEARTBEAT_AGE_S_MAX = 10.0
 """A daemon whose event loop has not turned for this long is not healthy."""
 
 REQUEST_TIMEOUT_S = 5.0
-"""A client that does not finish its request in this time is dropped, so that none can hold a
+"""A client that does not finish its request in this time is dropped, so that it cannot hold a
 thread."""
 
 CONNECTIONS_MAX = 32
-"""Requests answered at once, a thread each; the oldest is given up for another. A scrape takes
-milliseconds, so that it is never the oldest for long; who sends his request byte by byte is."""
+"""Requests answered at once, a thread each; beyond it, the oldest is given up. A scrape takes
+milliseconds, so it is never the oldest for long; a client that sends its request byte by byte
+is."""
 
 Readiness = Callable[[], str]
 """Why the daemon is not ready, in words for people; empty when it is."""
 
 
 class HttpServer:
-    """The server; a context manager that has stopped, and freed its port, when it is left."""
+    """The server; a context manager that has stopped and freed its port on exit."""
 
     def __init__(
         self,
@@ -49,12 +50,10 @@ class HttpServer:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """Binds at once.
-
-        `heartbeat_age_s` tells the seconds since the event loop last turned.
+        """Bind at once. `heartbeat_age_s` returns the seconds since the event loop last turned.
 
         Raises:
-            OSError: when the port is taken.
+            OSError: the port is taken.
         """
         routes: dict[str, Callable[[str], tuple[int, str, bytes]]] = {
             "/metrics": lambda accept: _metrics(registry, accept),
@@ -78,7 +77,7 @@ class HttpServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """A scrape every few seconds is not news."""
+                """Log nothing: a scrape every few seconds is not news."""
 
         self._server = _Server((host, port), Handler)
         self._thread = threading.Thread(
@@ -87,19 +86,19 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port that is listened on: the chosen one when 0 was asked for."""
+        """The port that the server listens on: the kernel's choice when 0 was requested."""
         return int(self._server.server_address[1])
 
     @property
     def shed(self) -> int:
-        """Requests that were given up for others."""
+        """Requests that were given up to make room for others."""
         return self._server.shed
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops and frees the port. Harmless when never started."""
+        """Stop and free the port. Harmless if the server was never started."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -146,11 +145,12 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is not news; what else fails is a bug of ours."""
+        """Log at debug level only: most failures are clients that went away."""
         _log.debug("http request failed", exc_info=True)
 
     def server_bind(self) -> None:
-        """Does not look up the host's name, as its parent does: a daemon starts without DNS."""
+        """Bind without looking up the host's name, as the parent class would: a daemon must start
+        without DNS."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 

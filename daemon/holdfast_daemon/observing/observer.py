@@ -1,4 +1,4 @@
-"""Turns what the engines note into logs, metrics and the catalogue's events."""
+"""Turns the engines' notes into logs, metrics and events of the catalogue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from holdfast_daemon.observing.catalogue import Catalogue, SnapshotStage
 _log = bind(logging.getLogger(__name__))
 
 _QUIET = frozenset({JobEvent.COMMITTED, JobEvent.PARITY_BUILT, JobEvent.PROTECTED, JobEvent.DEAD})
-"""What happens at every step is logged at debug level; metrics count it."""
+"""Events of every step: logged at debug level, and counted by metrics."""
 
 _BAD = frozenset(
     {
@@ -73,7 +73,7 @@ _STORY = frozenset(
         JobEvent.PERSIST_GIVEN_UP,
     }
 )
-"""What the catalogue's event stream tells."""
+"""Events that are published in the catalogue's event stream."""
 
 
 _DURATIONS: dict[type[Effect], str] = {
@@ -106,9 +106,9 @@ class NodeObserver:
     def __init__(self, metrics: DaemonMetrics, catalogue: Catalogue) -> None:
         self._metrics, self._catalogue = metrics, catalogue
         self._protected_at: dict[str, tuple[Generation | None, float]] = {}
-        """Of each job, the newest protected generation, and when it was first seen here."""
+        """Job → its newest protected generation, and when that was first seen here."""
         self._written: dict[str, int] = {}
-        """Of each job, bytes in the durable tier that are counted."""
+        """Job → bytes written to the durable tier that the metrics have counted."""
 
     def note(self, host: JobHost, note: Note) -> None:
         fields = {
@@ -140,7 +140,7 @@ class NodeObserver:
             self._metrics.observe(name, seconds, job=host.job)
 
     def refresh(self, hosts: dict[str, JobHost], used_bytes: int, budget_bytes: int) -> None:
-        """Gauges and the catalogue's whole states, at heartbeat pace."""
+        """Set the gauges and publish the jobs' whole states; called once a second."""
         metrics = self._metrics
         metrics.set("memory_used_bytes", used_bytes)
         metrics.set("memory_budget_bytes", budget_bytes)
@@ -164,7 +164,7 @@ class NodeObserver:
                 self._catalogue.publish_rank_state(job, rank.rank, rank.health)
 
     def _age(self, found: JobOverview, now: float) -> None:
-        """How long nothing newer was protected; not of a job that asks for no protection."""
+        """Set the age of the newest protected generation, if the job asks for protection."""
         if found.membership is None or found.membership.redundancy is Redundancy.NONE:
             return
         generation, since = self._protected_at.get(found.job, (None, now))
@@ -174,7 +174,7 @@ class NodeObserver:
         self._metrics.set("protection_age_seconds", now - since, job=found.job)
 
     def _persisting(self, host: JobHost, found: JobOverview) -> None:
-        """Of jobs that have a durable tier."""
+        """Set the metrics of the durable tier, if the job has one."""
         persist, job, metrics = found.persist, host.job, self._metrics
         if persist is None:
             return
@@ -186,8 +186,8 @@ class NodeObserver:
         self._written[job] = written
 
     def _tokens(self, found: JobOverview) -> None:
-        """What leaving experts out of snapshots costs. Sums, beside ratios: those of several nodes
-        can only be put together from sums."""
+        """Set what leaving experts out of snapshots costs. There are sums beside the ratios,
+        because the figures of several nodes can only be combined from sums."""
         job, loss, metrics = found.job, found.loss, self._metrics
         if loss is None or found.membership is None:
             metrics.forget_job(job, _LOSS_GAUGES)  # its ranks live elsewhere now

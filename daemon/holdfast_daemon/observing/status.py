@@ -1,6 +1,6 @@
-"""A job as the control loop receives it, in protobuf, and as the catalogue and people do, in JSON.
+"""The state of a job: in protobuf for the control loop, in JSON for the catalogue and for people.
 
-How the job fares comes from the engine (`engine.overview`), figures from storage and worker.
+The job's condition comes from the engine (`engine.overview`), figures from storage and worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast_protos.losses import loss_to_proto
 
 
 def job_state(host: JobHost) -> control_pb2.JobState:
-    """The heartbeat's word on one job."""
+    """The state of one job as the heartbeat carries it."""
     job = host.engine.overview()
     return control_pb2.JobState(
         job=job.job,
@@ -43,7 +43,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
 
 
 def _persist(host: JobHost, persist: PersistOverview | None) -> control_pb2.PersistState | None:
-    """How persisting fares, as this daemon sees it; None where the job has no durable tier."""
+    """The state of persisting, as this daemon sees it; None when the job has no durable tier."""
     if persist is None:
         return None
     done, total = host.worker.persister.progress
@@ -88,7 +88,8 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
 
 
 def as_json(host: JobHost) -> dict[str, object]:
-    """Everything known of one job, for `status` and the catalogue, as JSON values."""
+    """All that this daemon has to report of one job, for `status` and the catalogue, as JSON
+    values."""
     job, held = host.engine.overview(), host.engine.held()
     line, load = job.line, job.directive.load if job.directive is not None else None
     return {
@@ -156,8 +157,8 @@ def _loss(found: LossReport | None) -> dict[str, object] | None:
 
 
 def _recoveries(job: JobOverview) -> list[dict[str, object]]:
-    """For the catalogue, which forgets none: of epochs that there were, so that they are bounded
-    whatever a trainer says."""
+    """The recoveries for the catalogue, which keeps them all: only those of epochs that existed, so
+    that their number is bounded whatever a trainer sends."""
     recoveries = job.loss.recoveries if job.loss else ()
     return [each.to_dict() for each in recoveries if each.epoch <= job.epoch]
 

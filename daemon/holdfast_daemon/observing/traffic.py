@@ -1,5 +1,5 @@
-"""Counts for /metrics what the daemon's servers, and the work on replicas, count for themselves, in
-threads of their own."""
+"""Copies to /metrics the counts that the daemon's servers and its parity work keep in threads of
+their own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from holdfast_daemon.transport.server import BulkServer
 
 
 class Traffic:
-    """Adds to the counters of `metrics` what came since the last look."""
+    """Adds to the counters of `metrics` what was counted since the last call of `count`."""
 
     def __init__(self, metrics: DaemonMetrics, protection_bytes_s: int = 0) -> None:
-        """`protection_bytes_s`: what all jobs may fetch for new parity in a second; 0: no limit."""
+        """`protection_bytes_s`: bytes that all jobs together may fetch in a second for new parity;
+        0: no limit."""
         self._metrics = metrics
         self._before: dict[str, int] = {}
         self.parity = NodeTraffic(protection_bytes_s)
@@ -27,7 +28,7 @@ class Traffic:
         descriptors: DescriptorServer,
         http: HttpServer | None,
     ) -> None:
-        """Bring the counters up to date; `http` when there is one."""
+        """Bring the counters up to date; `http`: None when there is no such server."""
         self._metrics.add("sent_bytes", self._more("sent", bulk.sent_bytes))
         self._metrics.add("received_bytes", self._more("received", client.received_bytes))
         self._metrics.add("protection_bytes", self._more("parity", self.parity.received_bytes))
