@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
-    """What the daemon may take for its work in the background, and how often it is done."""
+    """Add the options that limit the daemon's work in the background, and schedule it."""
     add = parser.add_argument
     add(
         "--threads",
@@ -155,7 +155,7 @@ async def _run(settings: DaemonSettings, make_node: Callable[[DaemonSettings], N
         loop.add_signal_handler(number, stop.set)
     try:
         await node.start()
-        # What is loaded by now stays: the collector need not look at it again and again.
+        # What is loaded by now stays: the garbage collector need not scan it again and again.
         gc.collect()
         gc.freeze()
         await stop.wait()
@@ -164,14 +164,14 @@ async def _run(settings: DaemonSettings, make_node: Callable[[DaemonSettings], N
 
 
 def _open_more_files() -> None:
-    """As many as may be: the limits on connections are ours, not those of an old `select`."""
+    """Raise the limit of open files to the hard limit: the daemon limits connections itself."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _tell_where_it_is() -> None:
-    """On standard error: each thread's stack, on SIGUSR1 and at a crash of the interpreter."""
+    """Write each thread's stack to standard error on SIGUSR1 and when the interpreter crashes."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
 
@@ -188,7 +188,7 @@ def main(
     _tell_where_it_is()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     _open_more_files()
-    # What the daemon keeps is for nobody else: other users get descriptors, never paths.
+    # Only the daemon's user may open its files: other users get descriptors, never paths.
     os.umask(0o077)
     try:
         settings = DaemonSettings(

@@ -6,7 +6,7 @@ import os
 
 
 def api_server_address() -> str:
-    """`host:port` of the API server, as Kubernetes tells every pod; empty outside a pod."""
+    """`host:port` of the API server, from the variables of every pod; empty outside a pod."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if ":" in host:
@@ -15,11 +15,11 @@ def api_server_address() -> str:
 
 
 def redis_url() -> str:
-    """Of the catalogue, where the command line names none: it may hold a password, which everybody
-    on a machine could read there."""
+    """URL of the catalogue, if the command line gives none: it may contain a password, and every
+    user of a machine can read command lines."""
     return os.environ.get("HOLDFAST_REDIS_URL", "")
 
 
 def given() -> dict[str, str]:
-    """The environment as it is, for options that have a variable."""
+    """The whole environment, for options that have a variable."""
     return dict(os.environ)

@@ -1,4 +1,4 @@
-"""A limit of bytes in a second that several threads share."""
+"""A limit of bytes per second that several threads share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Allowance:
-    """Bytes in a second, shared by all who ask. Any thread may ask."""
+    """Bytes per second, shared by all callers. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -16,8 +16,8 @@ class Allowance:
         self._paid_until = 0.0
 
     def take(self, nbytes: int, rate_bytes_s: int, wait: Callable[[float], object]) -> None:
-        """Return when `nbytes` more may move; `wait` is given the seconds until then, if any.
-        There is no limit where `rate_bytes_s` is 0."""
+        """Return when `nbytes` more may move; `wait` is called with the seconds until then, if any.
+        `rate_bytes_s` 0: no limit."""
         if rate_bytes_s <= 0:
             return
         with self._lock:

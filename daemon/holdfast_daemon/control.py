@@ -1,7 +1,7 @@
 """The Control stream: heartbeats up, memberships down.
 
-The daemon dials the control loop, again and again; while it is away, training, snapshots and
-protection go on with what is known.
+The daemon dials the control loop, again and again. While the control loop is away, training,
+snapshots and protection go on with the last memberships.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from holdfast_protos.identity import Identity, Role, aio_channel
 
 HEARTBEAT_S = 1.0
 SOON_S = 0.02
-"""Evidence is sent this long after it was seen: one heartbeat carries what comes together."""
+"""Delay before evidence is sent, so that one heartbeat carries all that arrives together."""
 RECONNECT_S_MIN, RECONNECT_S_MAX = 0.1, 2.0
 PING_MS = 5000
-"""A control loop that says nothing is asked this often whether it is there."""
+"""Interval at which a silent control loop is pinged."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -54,7 +54,7 @@ class ControlClient:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
-        """Something happened that the control loop should hear of at once."""
+        """Send a heartbeat soon: something happened that the control loop needs at once."""
         self._news.set()
 
     async def close(self) -> None:
@@ -111,9 +111,9 @@ class ControlClient:
 def _leave_out_known(
     heartbeat: control_pb2.Heartbeat, known: dict[str, values_pb2.Membership]
 ) -> None:
-    """Do not send what both sides know: the membership of a large job is larger than all else.
-    `known` holds, of each job, the last one that has passed on this stream either way, and is
-    brought up to date."""
+    """Leave out memberships that both sides have: that of a large job is larger than all else.
+    `known` is brought up to date; it maps each job to the last membership that passed on this
+    stream, in either direction."""
     for state in heartbeat.jobs:
         if not state.HasField("membership"):
             continue
@@ -128,8 +128,8 @@ def _leave_out_known(
 def completed(
     message: control_pb2.ControlMessage, known: dict[str, values_pb2.Membership]
 ) -> control_pb2.ControlMessage:
-    """A change of a membership as the whole of it, if its base is in `known`, which is brought up
-    to date; any other message as it is."""
+    """The message, with a change of a membership replaced by the whole new membership if its base
+    is in `known`. `known` is brought up to date."""
     if message.HasField("change"):
         base = known.get(message.change.job)
         whole = None if base is None else changed(base, message.change)

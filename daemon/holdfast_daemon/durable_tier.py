@@ -1,5 +1,5 @@
-"""A daemon's way to the durable tier: threads of each job, the limit of bandwidth that all jobs
-share, a good end."""
+"""A daemon's access to the durable tier: threads for each job, a limit of bandwidth that all jobs
+share, and an orderly end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from holdfast_storage.sets import SetStore
 
 
 class DurableTier:
-    """Of one daemon. For the event loop's thread.
+    """The durable tier of one daemon. For the event loop's thread.
 
     Args:
-        threads: of each job that writes.
+        threads: number of threads for each job that persists.
     """
 
     def __init__(self, threads: int, access: TierAccess) -> None:
@@ -31,11 +31,11 @@ class DurableTier:
 
     @classmethod
     def of(cls, settings: DaemonSettings) -> DurableTier:
-        """That of a daemon with these settings. Raises InvalidJobError, as `TierAccess` does."""
+        """The tier of a daemon with these settings. Raises as `TierAccess` does."""
         return cls(settings.threads, TierAccess(settings.storage_locations, settings.root))
 
     def persister(self, job: str, storage: JobBytes) -> Persister:
-        """Writes what `job` has in `storage`."""
+        """A persister of the snapshots that `job` has in `storage`."""
         return Persister(
             storage,
             open_store=lambda uri: SetStore(uri, job, place=self._tier_access.place(uri, job)),
@@ -44,22 +44,22 @@ class DurableTier:
         )
 
     def open_sets(self, uri: str, job: str) -> TierSets:
-        """What storage holds of `job` below `uri`.
+        """The sets of `job` in the storage below `uri`.
 
         Raises:
-            HoldfastError: the job may not reach it, or it is of a kind that cannot be reached.
+            HoldfastError: the job may not use that storage, or its kind is not supported.
         """
         return TierSets(uri, job, place=self._tier_access.place(uri, job))
 
     def release(self, job: str) -> None:
-        """Let the threads of a job end that has left the node."""
+        """Let the threads of a job that has left the node end."""
         self._threads.release(job)
 
     async def drain(self, hosts: Iterable[JobHost], grace_s: float) -> list[str]:
-        """Before the daemon ends: have persisted what would be due soon, and wait for that.
+        """Persist what would be due soon, and wait for that, before the daemon ends.
 
         Returns:
-            The jobs of which it was not finished within `grace_s`.
+            The jobs that were not finished within `grace_s`.
         """
         waiting = [host for host in hosts if host.engine.is_due_soon(host.now)]
         for host in waiting:
@@ -72,5 +72,5 @@ class DurableTier:
         return [host.job for host in waiting]
 
     def close(self) -> None:
-        """Wait for nothing: a storage that hangs must not keep the daemon from ending."""
+        """Begin nothing more, and do not wait: hanging storage must not keep the daemon running."""
         self._threads.close(wait=False)

@@ -1,4 +1,4 @@
-"""What the engine is told of an effect that failed."""
+"""Turns the failure of an effect into the completion event that the engine gets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from holdfast_daemon.parity.combining import ParityCorruptError, SourceCorruptEr
 
 
 def failed(effect: Background, error: HoldfastError) -> Completion:
-    """The completion event of `effect` that says that it failed, and why."""
+    """The completion event for the failure of `effect`, with its reason."""
     match effect:
         case AllocateArena():
             return ArenaReady(rank=effect.rank, layout_id=effect.layout_id, error=error)
@@ -78,7 +78,7 @@ def _recovery_failed(
                 corrupt=corrupt,
             )
         case Rebuild() | LoadStored():
-            # One of several blocks: nobody can tell which.
+            # One of several blocks is damaged, and it is not known which.
             owners = error.owners if isinstance(error, ParityCorruptError) else ()
             return Rebuilt(
                 rank=effect.rank,

@@ -17,12 +17,12 @@ class EpochScope:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
-        """Raises StaleEpochError once the epoch has ended."""
+        """Raise StaleEpochError if the epoch has ended."""
         if self.ended.is_set():
             raise StaleEpochError("the epoch that this work belongs to has ended")
 
     def current(self) -> Membership:
-        """Raises StaleEpochError when there is no epoch, or a newer one has begun."""
+        """The epoch's membership; StaleEpochError if there is none, or the epoch has ended."""
         self.check()
         if self.membership is None:
             raise StaleEpochError("this daemon has no membership of the job")

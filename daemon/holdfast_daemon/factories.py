@@ -1,4 +1,4 @@
-"""What a daemon's settings choose: who proves whose trainers are, and where jobs are catalogued."""
+"""Makes what the settings select: how trainers are authenticated, and where the catalogue is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast_daemon.trainers.token_review import TokenReviewApi
 
 
 def make_authenticator(settings: DaemonSettings, metrics: DaemonMetrics) -> Authenticator:
-    """Who looks at the tokens of trainers."""
+    """The authenticator of trainers that the settings select."""
     if settings.auth is Auth.NONE:
         return TrustingAuthenticator()
     if settings.token_directory is not None:
@@ -32,7 +32,7 @@ def make_authenticator(settings: DaemonSettings, metrics: DaemonMetrics) -> Auth
 def make_catalogue(
     settings: DaemonSettings, metrics: DaemonMetrics, hosts: Mapping[str, JobHost]
 ) -> Catalogue:
-    """Redis where there is one, else this process."""
+    """The catalogue: in Redis if the settings name one, else in this process."""
     if not settings.redis_url:
         return MemoryCatalogue(settings.node, time.time)
     return RedisCatalogue(

@@ -1,8 +1,8 @@
-"""One job on this node: its engine, and the hands that carry out what the engine asks.
+"""Runs one job on this node: passes events to its engine and carries out the engine's effects.
 
 `JobHost` runs on the daemon's event loop. It adds no decisions: events go in, effects come out and
-are carried out in order; background effects come back as completions. Whoever waits for something
-asks the engine again after each change (`changed`).
+are carried out in order; background effects come back as completions. A caller that waits for
+something asks the engine again after each change (`changed`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast_daemon.worker import EffectWorker
 TICK_S = 0.25
 IDLE_TICK_S = 1.0
 REFUSED_S = 5.0
-"""A job of which a trainer took memory beyond its arena writes nothing until this long after."""
+"""Time for which a job may not write after a trainer of it last took memory beyond its arena."""
 
 
 class Sender(Protocol):
@@ -54,7 +54,7 @@ class Sender(Protocol):
 
 
 class Observer(Protocol):
-    """Hears what happened, for logs, metrics and the catalogue."""
+    """Receives what happened, for logs, metrics and the catalogue."""
 
     def note(self, host: JobHost, note: Note) -> None: ...
 
@@ -87,12 +87,13 @@ class JobHost:
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = False
         self._refused_until = 0.0
-        """When the job may write again, whose trainer took more memory than its arena has."""
+        """Time from which the job may write again, after a trainer took memory beyond its arena."""
         self.evidence: object = None
-        """What the control loop was told at once, as of the newest change."""
+        """The engine's evidence as of the newest change; a new one is sent to the control loop at
+        once."""
 
     def start(self, adopted: AdoptedJob) -> None:
-        """Take over what an earlier daemon left, and begin to tick."""
+        """Adopt what an earlier daemon left, and begin to tick."""
         self.carry_out(
             self.engine.adopt(
                 membership=adopted.membership,
@@ -125,7 +126,7 @@ class JobHost:
         """The engine, for a trainer that wants to write.
 
         Raises:
-            MemoryBudgetError: a trainer of the job took memory beyond its arena, a moment ago.
+            MemoryBudgetError: a trainer of the job took memory beyond its arena a moment ago.
         """
         self._check_arenas()
         if self.now < self._refused_until:
@@ -139,7 +140,7 @@ class JobHost:
         return self.engine
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """In the order the engine asked; what they cause is appended, not nested."""
+        """Carry out `effects` in the engine's order; further effects are appended, not nested."""
         self._queue.extend(effects)
         if self._busy:
             return
@@ -160,22 +161,23 @@ class JobHost:
                 await self._changed.wait()
 
     def agent_waits(self, after_epoch: int) -> None:
-        """The member's agent left the world of `after_epoch`; the control loop must hear of it."""
+        """Note that the member's agent left the world of `after_epoch`, and report it to the
+        control loop."""
         if self.engine.agent_waits(after_epoch):
             self.carry_out([])
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, written: str) -> None:
-        """A worker failed; the control loop must hear of it.
+        """Note that a worker failed, and report it to the control loop.
 
         Raises:
-            InvalidJobError: the rank does not live here.
+            InvalidJobError: the rank is not on this node.
         """
-        # Agents have cut it and taken secrets out; this is for those that have not.
+        # Agents cut the text and take secrets out before they send it; not all clients do.
         self.engine.worker_exited(epoch, rank, exit_code, last_lines(written))
         self.carry_out([])
 
     def drop(self) -> None:
-        """The job has ended: free everything it holds."""
+        """Free everything that the job holds: it has ended."""
         self.stop()
         self.dropped = True
         self.storage.drop()

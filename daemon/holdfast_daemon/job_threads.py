@@ -1,7 +1,8 @@
-"""Threads that each job has for itself: work of one that hangs holds nobody else's.
+"""Gives each job threads of its own, so that hanging work of one job does not block the others.
 
-Storage that never answers cannot be given up from outside; so who waits for it does so on threads
-of its own job. They are started when there is work, and end when the job leaves the node.
+A thread that waits for storage cannot be stopped from outside, and storage may never answer; so the
+thread that waits belongs to the job whose work it does. Threads are started when there is work, and
+end when the job leaves the node.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ class JobThreads:
     """Hands each job its threads. Only the event loop's thread may call it.
 
     Args:
-        threads: of each job.
-        name: what a thread's name begins with.
+        threads: number of threads for each job, at most.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -28,7 +29,8 @@ class JobThreads:
         return self._executors[job]
 
     def release(self, job: str) -> None:
-        """Let the threads of a job end that has left the node; those that hang, when they can."""
+        """Let the threads of a job that has left the node end; those that hang end when they
+        can."""
         executor = self._executors.pop(job, None)
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
 """Logs: one JSON object a line, for machines; or one readable line, for people.
 
-Exists so that every line of every process carries the same words (job, epoch, rank, generation) and
-can be joined with the metrics. The message of a record is the name of an event (`slot_granted`);
-what it is about goes into fields, never into the text:
+It exists so that every line of every process has the same field names (job, epoch, rank,
+generation) and can be joined with the metrics. The message of a record is the name of an event
+(`job_dropped`); details go into fields, never into the text:
 
     log = bind(logging.getLogger(__name__), job="moe", rank=3)
     log.warning("save_skipped", cause="no_free_slot", generation=generation)
@@ -52,7 +52,7 @@ def bind(logger: logging.Logger | BoundLogger, **fields: object) -> BoundLogger:
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: `time` (RFC 3339, UTC), `level`, `event`, `logger`, then the fields.
-    A field that would hide one of these is written with a trailing underscore."""
+    A field with one of these names is written with a trailing underscore."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -83,12 +83,12 @@ class TextFormatter(logging.Formatter):
 def configure(
     level: str = "info", file: Path | None = None, *, format: LogFormat = "json"
 ) -> logging.Handler:
-    """Sends the logs of this process to `file`, or to stderr; replaces what was configured before.
+    """Send the logs of this process to `file`, or to stderr; replaces an earlier configuration.
 
-    Returns the handler, so that whoever configured can take it away again.
+    Returns the handler, so that the caller can remove it again.
 
     Raises:
-        ValueError: when `level` or `format` is not known.
+        ValueError: `level` or `format` is not known.
     """
     formatters = {"json": JsonFormatter, "text": TextFormatter}
     if format not in formatters:
@@ -108,19 +108,19 @@ def configure(
 
 
 CAUSES_MAX = 1000
-"""Causes that are counted; the oldest is forgotten for another, and would be logged as new."""
+"""Causes that are counted; beyond it, the oldest is forgotten, and is logged as new next time."""
 
 
 class OncePerCause:
-    """Logs the first time that a cause appears, then each time that its count has grown tenfold,
-    so that a failure in every step neither hides nor fills the disk."""
+    """Logs a cause when it first appears, then each time its count has grown tenfold, so that a
+    failure in every step is not hidden, and does not fill the disk."""
 
     def __init__(self, log: BoundLogger) -> None:
         self._log = log
         self._counts: dict[tuple[str, str], int] = {}
 
     def warning(self, event: str, *, cause: str, **fields: object) -> int:
-        """Counts, and logs if it is time to; returns how often `cause` was seen for `event`."""
+        """Count, and log if it is time to; returns how often `cause` was seen for `event`."""
         count = self._counts.get((event, cause), 0) + 1
         if count == 1 and len(self._counts) >= CAUSES_MAX:
             del self._counts[next(iter(self._counts))]
@@ -130,12 +130,12 @@ class OncePerCause:
         return count
 
     def forget(self, event: str) -> None:
-        """The trouble is over: the next appearance of `event` is logged as the first."""
+        """Forget the causes of `event`: the trouble is over, and the next one is logged as new."""
         self._counts = {key: count for key, count in self._counts.items() if key[0] != event}
 
 
 class _OwnHandler(logging.StreamHandler[Any]):
-    """Marks the handler of `configure`; closes the stream that it opened."""
+    """The handler that `configure` installs; closes the stream if `configure` opened it."""
 
     owns_stream = False
 

@@ -1,10 +1,10 @@
-"""The daemon's metrics: one list of definitions, and the counters made from it.
+"""The daemon's metrics: one list of definitions, and the collectors made from it.
 
-Exists as data so that the exposition, the documentation and the dashboards are generated from one
-list and cannot disagree. Every label has a bounded set of values: jobs are forgotten when they end
-(`DaemonMetrics.forget_job`), and causes are the codes of errors, never their messages.
+The definitions are data, so that the exposition, the documentation and the dashboards are generated
+from one list and cannot disagree. Every label has a bounded set of values: jobs are forgotten when
+they end (`DaemonMetrics.forget_job`), and causes are the codes of errors, never their messages.
 
-Must not: hold what anything decides by. Metrics are written, and read by people.
+Must not: be the basis of any decision. Metrics are written by code and read by people.
 """
 
 from __future__ import annotations
@@ -177,31 +177,31 @@ class DaemonMetrics:
         }
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
-        """Adds to the counter `name`."""
+        """Add to the counter `name`."""
         counter = self._find(name, MetricType.COUNTER, labels)
         assert isinstance(counter, Counter)
         counter.inc(amount)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
-        """Sets the gauge `name`."""
+        """Set the gauge `name`."""
         gauge = self._find(name, MetricType.GAUGE, labels)
         assert isinstance(gauge, Gauge)
         gauge.set(value)
 
     def follow(self, name: str, read: Callable[[], float], /, **labels: str) -> None:
-        """From now on the gauge `name` is what `read` returns at each exposition, on any thread."""
+        """Make the gauge `name` the result of `read`, called at each exposition on any thread."""
         gauge = self._find(name, MetricType.GAUGE, labels)
         assert isinstance(gauge, Gauge)
         gauge.set_function(read)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        """Adds an observation, in the definition's unit, to the histogram `name`."""
+        """Add an observation, in the definition's unit, to the histogram `name`."""
         histogram = self._find(name, MetricType.HISTOGRAM, labels)
         assert isinstance(histogram, Histogram)
         histogram.observe(value)
 
     def forget_job(self, job: str, names: Collection[str] = ()) -> None:
-        """Removes every series of a job that has ended; with `names`, those alone."""
+        """Remove every series of a job; with `names`, only those of these metrics."""
         for name, definition in self._definitions.items():
             if "job" in definition.labels and (not names or name in names):
                 self._collectors[name].remove_by_labels({"job": job})

@@ -50,9 +50,9 @@ from holdfast_protos.identity_gauges import show_identity
 BULK_TIMEOUT_S = 5.0
 STOP_GRACE_S = 0.5
 JOBS_MAX = 256
-"""Jobs at once: each ticks, reports and is told of in every heartbeat."""
+"""Jobs at once: each ticks, sends reports and adds to every heartbeat."""
 JOBS_REMEMBERED = 1000
-"""Ended jobs whose names are remembered, so that a late agent is told that its job is over."""
+"""Ended jobs whose names are remembered, so that a late agent learns that its job has ended."""
 
 _log = bind(logging.getLogger(__name__))
 
@@ -69,7 +69,7 @@ class Node:
         self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
         self._epochs: dict[str, int] = {}
-        """Epoch of each job, for the bulk service's threads; guarded by `_lock`."""
+        """Job → its epoch, for the bulk service's threads; guarded by `_lock`."""
         self._threads = JobThreads(settings.threads, "effect")
         self._durable = DurableTier.of(settings)
         self._wiring = ConnectionFactory(settings.identity, settings.bulk)
@@ -104,7 +104,7 @@ class Node:
         self._started_at = time.monotonic()
 
     async def start(self) -> None:
-        """Adopt what is there, then serve.
+        """Adopt what an earlier daemon left, then serve.
 
         Raises:
             StorageError, UnreachableError: a socket, port or directory cannot be used.
@@ -179,22 +179,27 @@ class Node:
         self.storage.close()
         _log.info("daemon_stopped", node=self._settings.node)
 
-    # --- what the threads of the bulk service ask -------------------------------------------------
+    # --- requests of the bulk service's threads ---------------------------------------------------
 
     def locate(self, request: Request) -> Located:
-        """`transport.protocol.Resolver`: where requested bytes lie. Called from many threads."""
+        """Find requested bytes, for `transport.protocol.Resolver`. Called from many threads."""
         storage = self._asked(request)
         is_snapshot = request.kind is Kind.SNAPSHOT
         locate = storage.locate_snapshot if is_snapshot else storage.locate_parity
         return locate(request.index, request.generation, request.offset, request.nbytes)
 
     def change(self, request: Request) -> Iterator[bytes]:
-        """`transport.protocol.Resolver`: how a snapshot differs from an older one. Called from many
-        threads."""
+        """The change of a snapshot since an older one, for `transport.protocol.Resolver`. Called
+        from many threads."""
         return change_of(self._asked(request), request)
 
     def _asked(self, request: Request) -> JobStorage:
-        """The storage that a peer of this epoch may read."""
+        """The storage that a peer's request may read.
+
+        Raises:
+            StorageError: the job is not on this node.
+            StaleEpochError: the peer's epoch has ended.
+        """
         with self._lock:
             epoch = self._epochs.get(request.job)
         host = self.hosts.get(request.job)
@@ -209,7 +214,7 @@ class Node:
     # --- control ----------------------------------------------------------------------------------
 
     def heartbeat(self) -> control_pb2.Heartbeat:
-        """What the control loop is told of this node."""
+        """The state of this node and its jobs, for the control loop."""
         return control_pb2.Heartbeat(
             protocol_version=codec.PROTOCOL_VERSION,
             node=self._settings.node,
@@ -344,7 +349,7 @@ class Node:
         self._servers.append(peers)
 
     async def _beat(self) -> None:
-        """Once a second: gauges, the catalogue, the scrub, and the sign that the loop turns."""
+        """Once a second, refresh gauges and catalogue, scrub, and note that the loop turns."""
         while True:
             self._turned_at = before = time.monotonic()
             self.storage.tidy()

@@ -1,7 +1,7 @@
-"""Between daemons, small messages: the peer service, the outbox, and questions from threads.
+"""Small messages between daemons: the peer service, the outbox, and manifests for threads.
 
-Messages are best effort. The outbox keeps one message per receiver, job and kind, the newest: a
-slow peer costs neither memory nor order.
+Messages are best effort. The outbox keeps only the newest message per receiver, job and kind, so
+that a slow peer costs neither memory nor order.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ Message = peer_pb2.ReportMessage | peer_pb2.DirectiveMessage | peer_pb2.SuspectM
 
 
 class PeerOutbox:
-    """Sends reports, directives and suspicions; implements `host.Outbox`."""
+    """Sends reports, directives and suspicions; implements `host.Sender`."""
 
     def __init__(
         self, on_failed: Callable[[str, str], None], identity: Identity | None = None
     ) -> None:
-        """`on_failed(kind, reason)` counts what did not arrive: a report, directive or suspect."""
+        """`on_failed(kind, reason)` counts messages that did not arrive; `kind` is report,
+        directive or suspect."""
         self._on_failed = on_failed
         self._identity = identity
         self._channels: dict[str, tuple[int, grpc.aio.Channel]] = {}
-        """With the version of the certificate that each was opened with."""
+        """Address → (version of the certificate that the channel was opened with, channel)."""
         self._pending: dict[tuple[str, str, str], tuple[Message, JobHost]] = {}
         self._sending: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +89,8 @@ class PeerOutbox:
             await open_channel.close(grace=None)
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
-        """To `address`, with the certificate of now. One task per address calls this."""
+        """The channel to `address`, with the current certificate. One task per address calls
+        this."""
         version = 0 if self._identity is None else self._identity.current().version
         known = self._channels.get(address)
         if known is not None and known[0] == version:
@@ -129,7 +131,7 @@ class PeerOutbox:
 
 
 class PeerService(peer_pb2_grpc.PeerServicer):
-    """What other daemons may tell and ask this one."""
+    """Serves the messages and requests of other daemons."""
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     async def Report(self, request: peer_pb2.ReportMessage, context: Context) -> peer_pb2.PeerReply:
         host = self._host_of(request.job)
-        # Numbers of members that are none share an account: anybody could make them up.
+        # All unknown members share one account, because their numbers could be made up.
         known = host is not None and host.engine.is_member(request.member)
         who = f"member {request.member}" if known else "no member"
         await self._admit(context, request.job, PEER_RATE, who)
@@ -170,7 +172,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         )
 
     async def _admit(self, context: Context, job: str, rate: Rate, what: str) -> None:
-        """Return when it is the call's turn; otherwise it is refused."""
+        """Return when it is the call's turn; refuse the call if that would take too long."""
         known = self._host_of(job) is not None
         try:
             await self._accounts.admit(*(((job, what), rate) if known else STRANGERS))
@@ -178,7 +180,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             await refuse(context, error)
 
     def _tell(self, job: str, word: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
-        """Give the job's engine a peer's word; the answer is our epoch, 0 for an unknown job."""
+        """Pass a peer's message to the job's engine; the reply has the engine's epoch, 0 for an
+        unknown job."""
         host = self._host_of(job)
         if host is None:
             return peer_pb2.PeerReply(epoch=0)
@@ -236,8 +239,8 @@ class ManifestFetcher:
             self._channels.clear()
 
     def _channel(self, address: str) -> grpc.Channel:
-        """To `address`, with the certificate of now. One with an older certificate ends by itself:
-        other threads may be using it."""
+        """The channel to `address`, with the current certificate. An older channel is not closed,
+        because other threads may be using it; it ends when they drop it."""
         version = 0 if self._identity is None else self._identity.current().version
         with self._lock:
             known = self._channels.get(address)

@@ -1,9 +1,9 @@
-"""How often callers may ask: back-pressure for those in a hurry, a refusal for those in a frenzy.
+"""Limits how often callers may call: calls that come too fast wait, and beyond that are refused.
 
 Each caller (a session, a job, a peer) has its own account of calls: `burst` at once, then `per_s`.
-A call beyond that waits its turn, up to `WAIT_S_MAX`, while other callers are served; a call that
-would have to wait longer is refused, after that time, so that asking again is no way around it. A
-trainer that saves in a tight loop so slows down itself, not the training of others.
+A call beyond that waits its turn, up to `WAIT_S_MAX`, while other callers are served. A call that
+would have to wait longer is refused, but only after that time, so that a retry gains nothing. A
+trainer that saves in a tight loop thus slows down itself, not the training of others.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from dataclasses import dataclass
 from holdfast_core.errors import RateLimitedError
 
 WAIT_S_MAX = 1.0
-"""The longest that a call is held up: less than callers wait for an answer."""
+"""Longest delay of a call: less than callers wait for an answer."""
 
 CALLERS_MAX = 4096
-"""Accounts that are kept; the one that was opened first is closed for another."""
+"""Accounts that are kept; beyond it, the one that was opened first is closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """What one caller may do."""
+    """Calls that one caller may make: `burst` at once, then `per_s`."""
 
     per_s: float
     burst: int
 
 
 SESSION_RATE = Rate(per_s=200.0, burst=400)
-"""Calls of one session: a save takes three, and none can be protected in less than a few
+"""Calls of one session: a save takes three, and no save can be protected in less than a few
 milliseconds."""
 JOB_RATE = Rate(per_s=300.0, burst=600)
 """Other calls of one job's trainers and agents on this node, such as Hello and Restore."""
 STRANGER_RATE = Rate(per_s=200.0, burst=400)
-"""Calls for jobs that are not on this node, and questions about the daemon: of all callers that
-have a right to them, together."""
+"""Calls for jobs that are not on this node, and for the daemon's status: all callers that have a
+right to them share one account."""
 STRANGERS = (("strangers",), STRANGER_RATE)
 REFUSAL_RATE = Rate(per_s=200.0, burst=400)
-"""Calls that are refused because the caller has no right: of all such callers together."""
+"""Calls that are refused because the caller has no right: all such callers share one account."""
 REFUSALS = (("refusals",), REFUSAL_RATE)
 PEER_RATE = Rate(per_s=100.0, burst=200)
-"""Reports and directives of one member. The newest wins, so that senders lose nothing by
+"""Reports of one member, or directives of one job. The newest wins, so senders lose nothing by
 waiting."""
 SUSPECT_RATE = Rate(per_s=5.0, burst=20)
-"""Suspicions of one job: each has a snapshot verified."""
+"""Suspicions of one job: each causes a snapshot to be verified."""
 FETCH_RATE = Rate(per_s=500.0, burst=2000)
-"""Manifests that the peers of one job ask for: a few of each rank in a generation."""
+"""Manifests that the peers of one job request: a few for each rank and generation."""
 
 
 class Accounts:
@@ -55,7 +55,7 @@ class Accounts:
 
     Args:
         clock: monotonic seconds.
-        limited: told, for each call that was refused.
+        limited: called for each call that is refused.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Accounts:
     ) -> None:
         self._clock, self._limited = clock, limited
         self._due: dict[tuple[str, ...], float] = {}
-        """When a caller's calls so far are paid off, at its rate."""
+        """Caller → time at which its calls so far are paid off, at its rate."""
 
     def __len__(self) -> int:
         return len(self._due)
 
     def wait_s(self, caller: tuple[str, ...], rate: Rate) -> float:
-        """How long this call has to wait; more than WAIT_S_MAX for one that does not count and is
-        to be refused."""
+        """Seconds that this call has to wait. More than WAIT_S_MAX: the call must be refused, and
+        is not counted."""
         now = self._clock()
         due = max(self._due.get(caller, now), now)
         wait_s = due - now - (rate.burst - 1) / rate.per_s
@@ -85,7 +85,7 @@ class Accounts:
         """Return when it is the call's turn.
 
         Raises:
-            RateLimitedError: it would take too long.
+            RateLimitedError: the call would have to wait longer than WAIT_S_MAX.
         """
         wait_s = self.wait_s(caller, rate)
         if wait_s > 0:

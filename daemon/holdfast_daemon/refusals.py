@@ -1,4 +1,4 @@
-"""How a call is refused, so that the caller's side raises the same error again."""
+"""Refuses a call so that the caller's side raises the same error again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from holdfast_protos import codec
 Context = grpc.aio.ServicerContext[Any, Any]
 
 DETAIL_CHARACTERS_MAX = 4000
-"""Of a refusal's words, some of which the caller chose: more than that does not fit the headers."""
+"""Characters kept of a refusal's message, parts of which the caller chose: a longer one does not
+fit the headers."""
 
 _STATUS = {
     AccessDeniedError.code: grpc.StatusCode.PERMISSION_DENIED,

@@ -1,13 +1,12 @@
-"""When what a daemon does again and again is due: at the same moments, and not each at its own.
+"""Schedules the daemon's periodic work: all of it is due at the same moments.
 
-An idle processor costs more to wake than most of this work does, and so it is woken once for all
-of it.
+Waking an idle processor costs more than most of this work does, so it is woken once for all of it.
 """
 
 from __future__ import annotations
 
 PERIOD_S = 1.0
-"""Between the gauges' and the scrub's turns."""
+"""Seconds between two rounds of the gauges and the scrub."""
 
 
 def until_next(period_s: float, now: float) -> float:

@@ -1,7 +1,7 @@
 """Plans the background check of everything that is held: what to verify next, and when.
 
-Memory rots while nobody looks; a damaged block that is found during a recovery is found too late.
-Pure: it is told the time and what is held, and it reads no clock and no file.
+Memory can decay unnoticed, and a damaged block that is found during a recovery is found too late.
+Pure: the time and what is held are arguments; it reads no clock and no file.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class Target:
     """Something sealed that can be verified."""
 
     job: str
-    """Two jobs of a node may hold the same otherwise."""
+    """Job that holds it; two jobs of a node may agree in all other fields."""
     kind: TargetKind
     index: int
     """The rank of a snapshot, the lane of a parity block."""
     slot: int
     generation: Generation
     nbytes: int
-    """That are read to verify it."""
+    """Bytes that are read to verify it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScrubSettings:
-    """How often, and how gently; both must be positive, else InvalidJobError."""
+    """Interval and rate of the checks; both must be positive, else InvalidJobError."""
 
     interval_s: float
-    """Everything held is verified this often, unless the rate does not allow it."""
+    """Interval at which everything held is verified, if the rate allows it."""
     rate_bytes_s: float
-    """Bytes verified in a second at most, so that checks leave memory bandwidth to training."""
+    """Bytes verified per second, at most, so that checks leave memory bandwidth to training."""
 
     def __post_init__(self) -> None:
         if self.interval_s <= 0 or self.rate_bytes_s <= 0:
@@ -56,7 +56,7 @@ class ScrubSettings:
 class ScrubPlan:
     """Hands out one target after another, the longest unverified first.
 
-    What appears counts as verified when it is first seen: it was checked when it was sealed,
+    A new target counts as verified when it is first seen: it was checked when it was sealed,
     rebuilt or adopted.
     """
 
@@ -67,7 +67,7 @@ class ScrubPlan:
         """The rate allows nothing more before this time."""
 
     def next(self, now: float, held: Iterable[Target]) -> Target | None:
-        """What to verify now, or None when nothing is due or the rate allows nothing yet.
+        """The target to verify now; None when nothing is due or the rate allows nothing yet.
 
         `now` is a monotonic time in seconds. A target that is handed out counts as verified.
         """
@@ -83,7 +83,7 @@ class ScrubPlan:
         return target
 
     def wait_s(self, now: float) -> float:
-        """Seconds until `next` can have something, if what is held does not change."""
+        """Seconds until `next` can return a target, if what is held does not change."""
         if not self._verified_at:
             return self._settings.interval_s
         due = min(self._due_at(target) for target in self._verified_at)

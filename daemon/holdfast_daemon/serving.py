@@ -54,7 +54,7 @@ async def serve_peers(
     """A started server that answers daemons only, and the address that it listens on.
 
     Raises:
-        StorageError: the port cannot be had.
+        StorageError: the port cannot be used.
     """
     server = grpc.aio.server(
         interceptors=[OnlyFor(identity, Role.DAEMON)],
@@ -100,6 +100,6 @@ def _answers(path: Path) -> bool:
             probe.connect(str(path))
         except ConnectionRefusedError:
             return False
-        except BlockingIOError:  # its queue is full: somebody is there
+        except BlockingIOError:  # its queue is full: a process listens there
             return True
         return True

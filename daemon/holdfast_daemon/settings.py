@@ -14,32 +14,32 @@ from holdfast_protos.identity import Identity
 
 SOCKET_PATH_BYTES_MAX = 107
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where Kubernetes mounts the token of a pod, and the CA of the cluster."""
+"""Directory in which Kubernetes mounts a pod's token and the cluster's CA."""
 
 
 class Auth(StrEnum):
     """How trainers prove who they are."""
 
     NONE = "none"
-    """They do not: whoever may connect may do everything."""
+    """No proof: any process that can connect may do everything."""
     TOKEN_REVIEW = "token-review"
-    """By a service-account token that the Kubernetes API server knows."""
+    """A service-account token, reviewed by the Kubernetes API server."""
     TOKEN_FILES = "token-files"
-    """By the token that a file of the job's name holds."""
+    """The token that the file named after the job holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonSettings:
-    """What one daemon is told when it starts."""
+    """The settings of one daemon, fixed when it starts."""
 
     root: Path
     """Directory on the node's dedicated tmpfs; everything the daemon keeps lies below it."""
     socket_dir: Path | None = None
-    """Where the sockets for trainers lie, `root` when None. Trainers in pods mount this directory
-    alone, at the same path."""
+    """Directory of the sockets for trainers; `root` when None. Trainers in pods mount this
+    directory alone, at the same path."""
     socket_mode: int | None = None
-    """Permissions of these sockets. None: everybody's where the API server says who trainers are,
-    else the daemon's own user's."""
+    """Permissions of these sockets. None: open to all users with `Auth.TOKEN_REVIEW`, else to the
+    daemon's own user."""
     auth: Auth = Auth.NONE
     """How trainers prove who they are."""
     api_server: str = ""
@@ -49,40 +49,42 @@ class DaemonSettings:
     token_directory: Path | None = None
     """One file per job, named after it, with its token; only for `Auth.TOKEN_FILES`."""
     identity: Identity | None = None
-    """What this daemon shows to other daemons and the control loop, and by which it knows them.
-    None: nobody shows anything."""
+    """This daemon's identity, for mutual authentication with other daemons and the control loop.
+    None: no authentication."""
     bulk: Protection = Protection.AUTHENTICATED
-    """What protects bytes between daemons."""
+    """Protection of bytes between daemons."""
     node: str
     """Name of the node, unique in the cluster."""
     host: str = "127.0.0.1"
-    """Address that peers reach this node at; the peer and bulk services listen on it."""
+    """Address at which peers reach this node; the peer and bulk services listen on it."""
     peer_port: int = 0
     """Port of the peer service; 0 lets the kernel choose."""
     bulk_port: int = 0
     """Port of the bulk service; 0 lets the kernel choose."""
     control: str = ""
-    """`host:port` of the control loop. Empty: the daemon serves what it has, and waits."""
+    """`host:port` of the control loop. Empty: the daemon serves only the jobs that it adopted."""
     budget_bytes: int = 4 << 30
     """Memory for arenas and parity."""
     metrics_host: str = ""
-    """Where /metrics and the health endpoints listen; `host` when empty."""
+    """Address that /metrics and the health endpoints listen on; `host` when empty."""
     metrics_port: int | None = None
-    """None: no endpoints. 0 lets the kernel choose."""
+    """Port of these endpoints. None: no endpoints. 0 lets the kernel choose."""
     redis_url: str = ""
-    """Catalogue shared by many readers; in this daemon's memory when empty."""
+    """URL of the Redis with the shared catalogue. Empty: the catalogue is in this daemon's
+    memory."""
     threads: int = 4
-    """For background effects of all jobs together."""
+    """Threads of each job for background effects, and as many to persist."""
     scrub_interval_s: float = 600.0
-    """Everything held is verified this often."""
+    """Interval at which everything held is verified."""
     scrub_rate_bytes_s: float = 256e6
-    """Bytes that the scrub verifies in a second at most."""
+    """Bytes that the scrub verifies per second, at most."""
     protection_bytes_s: int = 0
-    """What all jobs may fetch for parity of new generations in a second; 0: no limit."""
+    """Bytes that all jobs together may fetch per second for parity of new generations; 0: no
+    limit."""
     storage_locations: tuple[StorageLocation, ...] | None = ()
-    """Where jobs may persist to, by their namespaces: nowhere when empty; None: anywhere."""
+    """Locations that jobs may persist to, by their namespaces. Empty: none; None: anywhere."""
     persist_grace_s: float = 20.0
-    """How long a daemon that is told to end waits for what is due soon to be persisted."""
+    """How long a stopping daemon waits for what is due soon to be persisted."""
 
     def __post_init__(self) -> None:
         longest = len(str(self.socket).encode())
@@ -127,17 +129,17 @@ class DaemonSettings:
 
     @property
     def socket(self) -> Path:
-        """Where trainers talk to the daemon."""
+        """Path of the socket of the service for trainers."""
         return (self.socket_dir or self.root) / "daemon.sock"
 
     @property
     def arena_socket(self) -> Path:
-        """Where trainers get the descriptors of arenas."""
+        """Path of the socket that passes the descriptors of arenas to trainers."""
         return self.socket.with_name("arena.sock")
 
     @property
     def permissions(self) -> int:
-        """Of both sockets."""
+        """Permissions of both sockets."""
         if self.socket_mode is not None:
             return self.socket_mode
         return 0o666 if self.auth is Auth.TOKEN_REVIEW else 0o600

@@ -1,13 +1,13 @@
 """Carries out the engine's effects on bytes: storage at once, the rest in the background.
 
-One `EffectWorker` per job. It decides nothing: an effect says what, this module how. A background
-effect runs on a thread of the daemon's executor and ends in exactly one completion event, whatever
-happens to it; the caller brings that event back to the engine.
+One `EffectWorker` per job. It decides nothing: the effect determines what is done, this module how.
+A background effect runs on a thread of the job's executor and ends in exactly one completion event,
+whatever happens to it; the caller passes that event back to the engine.
 
 Work of an epoch that has ended gives up at its next stride: its peers would refuse it anyway.
-Checks and allocations are not of an epoch and run to their end, because a check that gave up would
-look like damage. A slot or block belongs to its effect until the completion event: the engine must
-not use it for anything else before.
+Checks and allocations do not belong to an epoch and run to their end, because a check that gave up
+would look like damage. A slot or block belongs to its effect until the completion event: the engine
+must not use it for anything else before that.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class EffectWorker:
     ) -> None:
         """
         Args:
-            storage: Already adopted.
+            storage: The job's memory, already adopted.
             executor: Threads of the job that background effects run on.
             persister: Writes to the durable tier, on threads of its own.
-            membership: What was adopted, so that work can begin before the next `SaveEpoch`.
+            membership: The adopted one, so that work can begin before the next `SaveEpoch`.
             effort: Threads and memory of one build, rebuild or check.
-            loader: What reads storage; None where there is none.
+            loader: Reads the durable tier; None: the daemon has no access to it.
             parity_traffic: Counts and limits what is fetched for parity; by default, no limit.
         """
         self._storage = storage
@@ -113,12 +113,12 @@ class EffectWorker:
         """Carry out an effect that is finished before the next one begins.
 
         Raises:
-            StorageError: the file system failed; what the effect was to change is unchanged.
+            StorageError: the file system failed; the job's storage is unchanged.
         """
         storage = self._storage
         match effect:
             case SaveEpoch():
-                # Also when it cannot be saved: the engine is in the new epoch either way.
+                # Entered first: the engine is in the new epoch even if it cannot be saved.
                 self._enter(effect.membership)
                 storage.save_epoch(effect.membership, effect.line, effect.retained)
             case Seal():
@@ -169,8 +169,8 @@ class EffectWorker:
         except OSError as error:
             return failed(effect, StorageError(f"{type(effect).__name__} failed: {error}"))
         except Exception as error:
-            # A defect of ours. The engine waits for this effect; a job that protects nothing more
-            # because one event never came would be worse than one failure that is counted.
+            # A defect of ours. The engine waits for this effect: without its event, the job would
+            # never be protected again, which is worse than one failure that is counted.
             _log.exception("%s failed unexpectedly", type(effect).__name__)
             return failed(effect, HoldfastError(f"{type(effect).__name__} failed: {error!r}"))
 
@@ -229,7 +229,7 @@ class EffectWorker:
             group=effect.group,
             sources=tuple(sorted((s.rank, s.manifest_digest) for s in effect.sources)),
         )
-        # The manifests first: whoever is told of the block may need them next.
+        # The manifests first: a peer that learns of the block may need them next.
         for manifest, layout in described.values():
             self._storage.keep(manifest, layout)
         scope.check()
@@ -257,8 +257,8 @@ class EffectWorker:
         """Make the block from the lane's other one and what has changed since.
 
         Returns:
-            The bytes in use and their digests; None where whole chunks are needed: there is no
-            other block of this group, or something was in the way.
+            The bytes in use and their digests; None when the block must be built from whole chunks:
+            there is no other block of this group, or the update failed.
         """
         older = self._storage.older_parity(effect.lane, effect.slot)
         if older is None or older.record.entry.group != effect.group:

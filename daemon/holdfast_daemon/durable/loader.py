@@ -47,7 +47,8 @@ class RankReader(Protocol):
 
     @property
     def mixture(self) -> str:
-        """Where the experts come from, in words; empty when one file has the whole snapshot."""
+        """Text that names where the experts come from; empty when one file has the whole
+        snapshot."""
 
     def read_into(self, first_piece: int, end: int, buffer: memoryview) -> None:
         """Read pieces [first_piece, end) of the payload. Raises CorruptError, StorageError."""

@@ -35,7 +35,7 @@ milliseconds, so it is never the oldest for long; a client that sends its reques
 is."""
 
 Readiness = Callable[[], str]
-"""Why the daemon is not ready, in words for people; empty when it is."""
+"""Returns why the daemon is not ready, in words for people; empty when it is ready."""
 
 
 class HttpServer:

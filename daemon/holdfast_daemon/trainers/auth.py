@@ -1,4 +1,4 @@
-"""Who may act for which job: the trainers' tokens, judged and remembered.
+"""Decides which callers may act for which job, by the tokens of the trainers.
 
 In Kubernetes the trainers' sockets are open to every pod that mounts them, so a caller proves its
 identity with a projected service-account token, and may act for a job when its pod is one of the
