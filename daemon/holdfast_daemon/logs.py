@@ -108,7 +108,7 @@ def configure(
 
 
 CAUSES_MAX = 1000
-"""Causes that are counted; beyond it, the oldest is forgotten, and is logged as new next time."""
+"""Causes that are counted; beyond that, the oldest is forgotten, and is logged as new next time."""
 
 
 class OncePerCause:

@@ -18,7 +18,7 @@ WAIT_S_MAX = 1.0
 """Longest delay of a call: less than callers wait for an answer."""
 
 CALLERS_MAX = 4096
-"""Accounts that are kept; beyond it, the one that was opened first is closed."""
+"""Accounts that are kept; beyond that, the one that was opened first is closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ EVENTS_KEPT = 1000
 
 RANK_STATE_TTL_S = 30.0
 """A rank state that is not published again within this time reads as OFFLINE: its node's daemon is
-gone, and no other daemon may publish it. The time of three refreshes by the daemon."""
+gone, and no other daemon may publish it. It is as long as three refreshes by the daemon."""
 
 
 class SnapshotStage(StrEnum):

@@ -30,7 +30,7 @@ REQUEST_TIMEOUT_S = 5.0
 thread."""
 
 CONNECTIONS_MAX = 32
-"""Requests answered at once, a thread each; beyond it, the oldest is given up. A scrape takes
+"""Requests answered at once, a thread each; beyond that, the oldest is given up. A scrape takes
 milliseconds, so it is never the oldest for long; a client that sends its request byte by byte
 is."""
 

@@ -27,7 +27,7 @@ from holdfast_daemon.trainers.auth import Authenticator
 from holdfast_protos import channels
 
 REFUSALS_HELD_MAX = 64
-"""Refused calls that are delayed at once because refusals come too fast. Beyond it, calls are
+"""Refused calls that are delayed at once because refusals come too fast. Beyond that, calls are
 refused without delay, since a delayed call takes the place of another."""
 
 _TOKEN_HEADER, _BEARER = "authorization", "Bearer "

@@ -18,8 +18,8 @@ from holdfast_daemon.memory.arena_claims import ClaimRequest
 
 _SEAL_BYTES = 16
 TOKENS_MAX = 4096
-"""Tokens that were issued and not used yet; beyond it, the oldest is forgotten. A trainer uses its
-token at once."""
+"""Tokens that were issued and not used yet; beyond that, the oldest is forgotten. A trainer uses
+its token at once."""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ TOKEN_TIMEOUT_S = 5.0
 
 
 UNPROVEN_MAX = 128
-"""Connections that have not sent their token yet; beyond it, the oldest of them is closed. A
+"""Connections that have not sent their token yet; beyond that, the oldest of them is closed. A
 trainer sends its token at once, so its connection is never the oldest for long."""
 
 

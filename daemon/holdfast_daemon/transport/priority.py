@@ -1,4 +1,4 @@
-"""Decides which bytes to peers give way to the traffic of training on the network.
+"""Decides which bytes sent to peers give way to training's own traffic on the network.
 
 Nothing waits for parity of a generation of the running epoch, so its packets are marked twice: with
 a priority that lets the node's own queue send other packets first, and with the code point for
@@ -28,7 +28,7 @@ BACKGROUND = 1
 PATIENCE_S = 30.0
 
 JOBS_MAX = 1024
-"""Jobs whose newest generation is remembered; beyond it, the job remembered first is forgotten."""
+"""Jobs whose newest generation is remembered; beyond that, the oldest entry is forgotten."""
 
 
 class GivingWay:

@@ -4,7 +4,7 @@ Bulk bytes move over plain TCP because `sendfile` from tmpfs into `recv_into` a 
 ten times as fast as gRPC in Python. On one connection, requests follow one another:
 
     request  = header (magic, version, kind, length of the job's name, epoch, index, generation,
-               offset, nbytes), then the job's name
+               offset, nbytes, base, piece_bytes), then the job's name
     reply    = header (magic, version, status, length of the message, epoch, nbytes), then, when
                status is 0, exactly nbytes raw bytes; else the message `<error code> <text>`
 
@@ -60,7 +60,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Bytes [offset, offset + nbytes) of a snapshot's payload or of a parity block."""
+    """Request for bytes [offset, offset + nbytes) of a snapshot's payload, a parity block or a
+    change."""
 
     job: str
     epoch: int

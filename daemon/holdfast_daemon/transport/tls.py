@@ -112,7 +112,7 @@ class EncryptedConnection:
 
 
 class ConnectionFactory:
-    """Makes connections of fresh sockets. Thread-safe.
+    """Makes connections from freshly connected sockets. Thread-safe.
 
     Args:
         identity: this daemon's identity, used by this factory alone; None: plain connections.
