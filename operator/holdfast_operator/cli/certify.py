@@ -1,4 +1,4 @@
-"""What `holdfast certificates` does: a CA and its certificates, for a cluster or by hand."""
+"""`holdfast certificates`: makes a CA and its certificates, for a cluster or by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast_protos.identity import Role
 
 
 def run(options: argparse.Namespace) -> int:
-    """`holdfast certificates`: make what is missing, or has used up a seventh of its time."""
+    """Make the certificates that are missing, or have used up a seventh of their lifetime."""
     life = timedelta(days=options.days)
     certificates = Certificates(options.out, domain=options.domain, life=life)
     certificates.make(time.time())

@@ -1,7 +1,7 @@
-"""`holdfast status` of jobs in a cluster: reads what the operator wrote, and shows it.
+"""`holdfast status` for jobs in a cluster: shows what the operator wrote.
 
-The client of the API server is imported when it is needed, because most commands do not, and not
-every installation has it.
+The API server's client is imported when it is needed: most commands do not need it, and not every
+installation has it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def status(options: argparse.Namespace) -> int:
     """Show the jobs of a namespace, or one of them.
 
     Raises:
-        StorageError: when there is no such job, or this installation cannot talk to a cluster.
+        StorageError: when this installation cannot talk to a cluster.
         UnreachableError: when no cluster is known.
-        ApiError: when the API server refuses.
+        ApiError: when there is no such job, or the API server refuses.
     """
     return asyncio.run(_show(options))
 
@@ -86,7 +86,7 @@ async def _follow(api: Api, options: argparse.Namespace) -> int:
 
 
 async def _read(api: Api, namespace: str, name: str | None) -> tuple[list[Object], list[Object]]:
-    """The jobs, and the events of the one that was named."""
+    """The jobs, and the events of the named one."""
     if name is None:
         found: list[Object] = (await api.list(JOBS, namespace))["items"]
         return sorted(found, key=lambda job: str(job["metadata"]["name"])), []
@@ -183,7 +183,7 @@ def _conditions(found: Object) -> list[Condition]:
 
 
 def timed_events(events: Sequence[Object]) -> list[TimedEvent]:
-    """Events of the API as those of a run, oldest first."""
+    """Convert the API's events to those of a run, oldest first."""
     return sorted(map(_event, events), key=lambda event: event.time)
 
 
@@ -197,7 +197,7 @@ def _event(event: Object) -> TimedEvent:
 
 
 class _Uncounted:
-    """A command counts no requests."""
+    """Counter for a command, which counts no requests."""
 
     def request(self, verb: str, resource: str, code: str) -> None:
         return

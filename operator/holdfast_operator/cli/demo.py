@@ -1,9 +1,9 @@
 """`holdfast demo`: a real training job loses two trainers, a daemon and a node, and finishes with
 the bytes of an undisturbed run.
 
-The job is the one of `examples/moe-job.yaml` with its trainer, on virtual nodes of this machine.
-The faults are real signals to real processes. The demo knows nothing that a user's script could not
-know: it reads the run's status and the trainer's log.
+The job and its trainer are those of `examples/moe-job.yaml`, on virtual nodes of this machine. The
+faults are real signals to real processes. The demo uses nothing that a user's script could not: it
+reads the status of the run and its daemons, and the trainer's log.
 """
 
 from __future__ import annotations
@@ -55,22 +55,23 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 STEPS, QUICK_STEPS = 150, 60
 POLL_S = 0.05
 CATCH_S = 60.0
-"""How long to try to catch a rank where the script wants it."""
+"""Seconds to try to stop a rank at the point that the script asks for."""
 RECOVERY_S = 120.0
-"""A fault that training has not survived by then counts as not survived."""
+"""Limit for a recovery: a fault that training has not survived by then counts as not survived."""
 RUN_S = 600.0
 SUCCESS, FAILURE = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A fault of the script."""
+    """One fault of the script."""
 
     kind: str
     at: float
-    """Share of all steps that are done when it happens."""
+    """Fraction of all steps that are done when the fault happens."""
     inject: Callable[[DemoRun], Awaitable[tuple[float, str]]]
-    """Does it; returns when (seconds since the Unix epoch), and what was hit, in words."""
+    """Injects the fault; returns its time (seconds since the Unix epoch), and what was hit, in
+    words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ class RunResult:
     """A run that has ended."""
 
     sha256: str
-    """Of the final state; empty when it did not get there."""
+    """Hash of the final state; empty when the run did not reach it."""
     log: list[LoggedStep]
     injected: list[Injected]
     faults: list[FaultReport]
@@ -101,7 +102,7 @@ class DemoRun:
         self._screen.console.print(event_text(event), soft_wrap=True)
 
     def log(self) -> list[LoggedStep]:
-        """The steps so far; brings the screen up to date."""
+        """Read the steps so far, and bring the screen up to date."""
         log = read_log(self.log_file)
         if log:
             note = f"loss {log[-1].loss:.3f}"
@@ -111,10 +112,10 @@ class DemoRun:
     async def until(
         self, condition: Callable[[list[LoggedStep]], bool], timeout_s: float
     ) -> list[LoggedStep]:
-        """Wait until the log is as wanted or the job has ended; returns the log.
+        """Wait until `condition` holds for the log, or the job has ended; returns the log.
 
         Raises:
-            TimeoutError: when neither came.
+            TimeoutError: when neither happened in time.
         """
         async with asyncio.timeout(timeout_s):
             while not condition(log := self.log()):
@@ -173,10 +174,12 @@ class DemoRun:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the demo. `options` has `report`, `steps`, `quick` and `keep`; returns the exit code.
+    """Run the demo; returns the exit code.
+
+    `options` has `report`, `steps`, `quick`, `policy` and `keep`.
 
     Raises:
-        InvalidJobError: when the examples are not there.
+        InvalidJobError: when the examples are missing.
     """
     console = Console()
     work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
@@ -249,7 +252,7 @@ def demo_job(folder: Path, steps: int, policy: str = "Full") -> MoETrainingJob:
     """The job of the examples, with its log and hash in `folder`.
 
     Raises:
-        InvalidJobError: when the examples are not there.
+        InvalidJobError: when the examples are missing.
     """
     document, script = EXAMPLES / "moe-job.yaml", EXAMPLES / "train_moe.py"
     if not (document.exists() and script.exists()):
@@ -308,10 +311,10 @@ SCRIPT = (
 
 
 async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
-    """Stop a rank's process while it is writing a slot, or is not; returns the generation.
+    """Stop a rank's process while it is writing a slot, or while it is not; returns the generation.
 
-    The process is stopped first and looked at then: what the daemon says of a stopped process stays
-    true until it is killed.
+    The process is stopped first and checked afterwards: what the daemon reports of a stopped
+    process stays true until the process is killed.
 
     Raises:
         UnreachableError: when it could not be caught.
@@ -339,7 +342,7 @@ async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
 async def _written(
     daemon: trainer_pb2_grpc.TrainerAsyncStub, directory: RunDirectory, rank: int
 ) -> str:
-    """The generation that a rank is writing into its arena, as its daemon knows; empty for none."""
+    """Generation that a rank is writing into its arena, according to its daemon; empty for none."""
     request, metadata = trainer_pb2.StatusRequest(), directory.call_metadata()
     try:
         reply = await daemon.Status(request, timeout=5.0, metadata=metadata)

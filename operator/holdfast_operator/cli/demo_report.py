@@ -1,7 +1,7 @@
-"""What the demo measured: figures of each fault, the table, the plot, the JSON report.
+"""Results of the demo: figures of each fault, the table, the plot and the JSON report.
 
-The trainer's own log is the source for steps and times, because it says what training really did;
-the control loop adds when it decided and where state came from. Only computes and shows.
+Steps and times come from the trainer's own log, because it records what training really did; the
+control loop adds when it decided and where state came from. This module only computes and shows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SOURCES = {
     RestoreSource.NONE: "nothing",
 }
 _OF_DAEMONS = (EventReason.DAEMON_EXITED, EventReason.DAEMON_SILENT, EventReason.DAEMON_BACK)
-"""Events by which a fault shows that led to no recovery."""
+"""Events that show a fault which led to no recovery."""
 PACKAGES = ("holdfast", "torch", "grpcio", "numpy")
 LOSS_TOLERANCE = 0.05
-"""By which the final loss may differ where snapshots leave experts out."""
+"""Fraction by which the final loss may differ where snapshots leave experts out."""
 LOSS_STEPS = 10
-"""The final loss is the mean of so many last steps: single batches differ by more."""
+"""Number of last steps whose mean loss is the final loss: single batches vary too much."""
 
 
 class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     loss: float
-    """Nats per byte."""
+    """Training loss in nats per byte."""
     time: float
     """Seconds since the Unix epoch."""
     epoch: int
@@ -57,11 +57,11 @@ _LOGGED_STEP = msgspec.json.Decoder(LoggedStep)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injected:
-    """A fault that was done."""
+    """A fault that was injected."""
 
     kind: str
     what: str
-    """What was killed, in words."""
+    """Process or node that was killed, in words."""
     step: int
     """Last step that training had completed."""
     epoch: int
@@ -70,26 +70,26 @@ class Injected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultReport:
-    """What a fault led to. Figures are None where there is nothing to measure."""
+    """Consequences of a fault. Figures are None where there is nothing to measure."""
 
     kind: str
     what: str
     step: int
     survived: bool
-    """Training completed a step after it."""
+    """Whether training completed a step after the fault."""
     restarted: bool
     """False when training went on and nothing had to be restored."""
     restored_step: int | None
     lost_steps: int | None
     detected_seconds: float | None
     recovery_seconds: float | None
-    """From the fault to the end of the next step."""
+    """Seconds from the fault to the end of the next step."""
     source: RestoreSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
-    """The whole demo."""
+    """Report of the whole demo."""
 
     final_state_sha256: str
     fault_free_sha256: str
@@ -102,7 +102,7 @@ class DemoReport:
     versions: dict[str, str]
     policy: str = "Full"
     loss_difference: float | None = None
-    """Of the loss over the last steps, disturbed against undisturbed, as a fraction."""
+    """Difference of the loss over the last steps, disturbed against undisturbed, as a fraction."""
     lost_tokens: float = 0.0
     """Portion of all routed tokens that recoveries lost to experts (PLT)."""
 
@@ -129,7 +129,7 @@ def account(
     recoveries: Sequence[Recovery],
     events: Sequence[TimedEvent],
 ) -> FaultReport:
-    """What `fault` led to. `log`, `recoveries` and `events` end before the next fault."""
+    """Report what `fault` led to. `log`, `recoveries` and `events` end before the next fault."""
     caused = [r for r in recoveries if r.decided_at >= fault.time]
     after = [line for line in log if line.time > fault.time]
     if caused:
@@ -160,7 +160,7 @@ def account(
 def loss_difference(
     undisturbed: Sequence[LoggedStep], disturbed: Sequence[LoggedStep]
 ) -> float | None:
-    """How far the final loss of the second run is above the first's, as a fraction of that."""
+    """Excess of the second run's final loss over the first's, as a fraction of the first's."""
     means = []
     for log in (undisturbed, disturbed):
         newest = {line.step: line.loss for line in log}
@@ -172,7 +172,7 @@ def loss_difference(
 
 
 def partial_verdict(report: DemoReport) -> str:
-    """What is said where bytes need not be equal."""
+    """Verdict in words, where bytes need not be equal."""
     difference = report.loss_difference
     text = "no loss to compare" if difference is None else f"{difference:+.1%} in the final loss"
     colour = "green" if report.success else "red"
@@ -183,7 +183,7 @@ def partial_verdict(report: DemoReport) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What the figures were measured with."""
+    """Versions and machine that the figures were measured with."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         try:
@@ -194,7 +194,7 @@ def versions() -> dict[str, str]:
 
 
 def table(report: DemoReport) -> Table:
-    """The faults, one a row."""
+    """Table of the faults, one per row."""
     shown = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     shown.add_column("killed", no_wrap=True)
     for name in ("at step", "noticed", "restored", "lost", "next step"):
@@ -243,8 +243,8 @@ def plot(
     disturbed: Sequence[LoggedStep],
     injected: Sequence[Injected],
 ) -> Figure:
-    """Loss and step over time, both runs, with the faults marked. Time counts from each run's first
-    completed step."""
+    """Plot loss and step over time for both runs, with the faults marked. Time counts from each
+    run's first completed step."""
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     loss, step = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -269,7 +269,7 @@ def plot(
 def _curve(
     axes: Axes, log: Sequence[LoggedStep], field: str, colour: str, label: str, width: float
 ) -> None:
-    """One run. Each epoch is a line of its own, so that a recovery shows as a gap."""
+    """Draw one run. Each epoch is a line of its own, so that a recovery shows as a gap."""
     for number, epoch in enumerate(sorted({line.epoch for line in log})):
         lines = [line for line in log if line.epoch == epoch]
         axes.plot(
@@ -288,7 +288,7 @@ def _mark(
     injected: Sequence[Injected],
     start: float,
 ) -> None:
-    """A line at each fault, a shade until the next step, and what it was in the legend."""
+    """Mark each fault with a line, a shade until the next step, and an entry in the legend."""
     for number, (done, fault) in enumerate(zip(injected, faults, strict=True), start=1):
         at = done.time - start
         for axes in (loss, step):

@@ -6,4 +6,4 @@ FAILED = 1
 """The job failed."""
 BAD_INPUT = 2
 INTERRUPTED = 130
-"""As a shell reports SIGINT."""
+"""Exit code that a shell reports after SIGINT."""

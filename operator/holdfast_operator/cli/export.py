@@ -1,4 +1,4 @@
-"""What `holdfast export` does: opens a persisted set and has it written in another format."""
+"""`holdfast export`: opens a persisted set and has it written in another format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast_storage.whole_sets import open_set
 
 
 def export(options: argparse.Namespace) -> int:
-    """`holdfast export`."""
+    """Carry out `holdfast export`; returns the exit code."""
     uri, job = _place(options)
     if options.format == "dcp":
         # Its files are torch's, so a process that has torch writes them.

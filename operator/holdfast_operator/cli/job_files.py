@@ -1,9 +1,8 @@
-"""Reads job files: YAML from anybody, in bounded memory and time.
+"""Reads job files: YAML from untrusted sources, in bounded memory and time.
 
-YAML can say much in few bytes: an alias repeats what it names, and aliases of aliases of aliases
-would be expanded, when somebody looks at them, to more than there is memory. So the events of the
-text are counted first, with what each alias stands for, and only a document of ordinary size is
-loaded.
+YAML can hold much in few bytes: an alias repeats what it names, and aliases of aliases can expand
+to more than fits in memory. So the events of the text are counted first, each alias with the size
+of what it stands for, and only a document of ordinary size is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from holdfast_core.job.documents import DEPTH_MAX, VALUES_MAX
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 
 FILE_BYTES_MAX = 1 << 20
-"""What etcd takes of one object at most: a larger job could never be sent to a cluster."""
+"""Largest object that etcd accepts: a larger job could never be sent to a cluster."""
 
 
 def load_job(path: Path) -> MoETrainingJob:
@@ -42,7 +41,7 @@ def read_document(data: bytes) -> Any:
     """The plain values of a YAML document of one job.
 
     Raises:
-        InvalidJobError: it is not YAML, or more than a job can be.
+        InvalidJobError: when it is not YAML, or larger than a job can be.
     """
     if len(data) > FILE_BYTES_MAX:
         raise InvalidJobError(f"the file has more than {FILE_BYTES_MAX} bytes; no job is as long")
@@ -58,10 +57,10 @@ def read_document(data: bytes) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
+    """Loader that refuses a duplicate key in a mapping; YAML's own loader takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Before merges (`<<`) are written out, whose keys may be there again.
+        # Checked before merges (`<<`) are expanded: merged keys may repeat.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -77,10 +76,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count(text: str) -> None:
-    """Refuse what would be too deep or too large with every alias written out."""
+    """Refuse a text that would be too deep or too large with every alias expanded."""
     values, depth = 0, 0
     sizes: dict[str, int] = {}
-    """What each finished anchor stands for, in values."""
+    """Number of values that each finished anchor stands for."""
     open_anchors: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):

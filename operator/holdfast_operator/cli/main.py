@@ -1,4 +1,4 @@
-"""The `holdfast` command: parses, wires, prints. What it prints as an error says what to do.
+"""The `holdfast` command: parses, wires, prints. Every error that it prints says what to do.
 
 Exit codes: 0 all is well, 1 the job failed, 2 bad input, 130 interrupted.
 """
@@ -129,7 +129,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="holdfast",
         description="Fault tolerance for Mixture-of-Experts training.",

@@ -1,4 +1,4 @@
-"""What `holdfast persist` does: ask a daemon of a local run, and wait until the set is there."""
+"""`holdfast persist`: asks a daemon of a local run, and waits until the set is stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def persist(options: argparse.Namespace) -> int:
-    """`holdfast persist`."""
+    """Carry out `holdfast persist`; returns the exit code."""
     path = find_run(options.dir, options.job)
     found = read_status(path / "status.json")
     members = [node for node in found.nodes if node.member is not None and node.connected]
@@ -49,7 +49,7 @@ def persist(options: argparse.Namespace) -> int:
 
 
 def _follow(state: Callable[[], dict[str, Any]], *, wanted: str | None, wait_s: float) -> str:
-    """The newest generation in storage, once it is `wanted` or newer."""
+    """Wait until the newest generation in storage is `wanted` or newer; returns it."""
     until = time.monotonic() + wait_s
     while True:
         persist: dict[str, Any] = state().get("persist") or {}

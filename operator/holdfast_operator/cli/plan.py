@@ -1,4 +1,4 @@
-"""What `holdfast plan` does: reads what is known, computes, prints, draws."""
+"""`holdfast plan`: reads its inputs, computes, prints, draws."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from holdfast_operator.cli.planning import (
 )
 
 COLUMNS = 100
-"""Tables are no narrower; where a terminal is, its lines wrap, and no number is cut off."""
+"""Least width of tables: in a narrower terminal lines wrap, and no number is cut off."""
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def plan(options: argparse.Namespace) -> int:
-    """`holdfast plan`."""
+    """Carry out `holdfast plan`; returns the exit code."""
     if options.plot is not None and options.plot.suffix not in PLOT_SUFFIXES:
         raise InvalidJobError(
             f"--plot {options.plot}: the suffix says what is drawn; use {', '.join(PLOT_SUFFIXES)}"

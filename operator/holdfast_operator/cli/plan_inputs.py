@@ -1,6 +1,7 @@
-"""What `holdfast plan` knows of the model and of bandwidths.
+"""Inputs of `holdfast plan`: sizes of the model, and bandwidths.
 
-From flags, the job, a local run, or a measurement. Errors name the flag. It computes no plan.
+They come from flags, the job, a local run, or a measurement. Errors name the flag. This module
+computes no plan.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MEASUREMENTS = 5
 
 
 def model_of(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes | None:
-    """The sizes of the job's model; None when no flag says anything of them.
+    """The sizes of the job's model; None when no flag gives any.
 
     Raises:
         InvalidJobError: when flags contradict each other or the job, or one is missing.
@@ -113,7 +114,7 @@ def _of_flags(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes:
 def assumptions_of(
     options: argparse.Namespace, job: MoETrainingJob, sizes: ModelSizes
 ) -> Assumptions:
-    """What the comparison of policies assumes.
+    """Assumptions for the comparison of policies.
 
     Raises:
         InvalidJobError: when a flag does not fit the model.
@@ -145,8 +146,8 @@ def assumptions_of(
 
 
 def mtbf_days_of(options: argparse.Namespace, job: MoETrainingJob) -> tuple[float, float]:
-    """The mean days between losses of a node, and between failures of its processes: what the
-    command line says, or else the job."""
+    """Mean days between losses of a node, and between failures of its processes: from the command
+    line, or else from the job."""
     interval = job.spec.snapshot.interval
     return (
         options.node_mtbf_days or interval.node_mtbf_days,
@@ -159,7 +160,7 @@ def sizes_of_run(path: Path, job: MoETrainingJob) -> ModelSizes:
 
     Raises:
         InvalidJobError: when there is no such run, or not every rank has saved yet.
-        StorageError: when its record cannot be understood.
+        StorageError: when its record cannot be decoded.
         CorruptError: when a layout cannot be read.
     """
     record = RunDirectory(path, job.key).read_record()
@@ -200,8 +201,8 @@ def _layouts(arenas: Path) -> Iterator[tuple[int, Layout]]:
 
 
 def measured_copy_bytes_s() -> float:
-    """The speed of a plain copy in this machine's memory, of one thread and into pages in use:
-    the best of several."""
+    """Measure a plain copy in this machine's memory, by one thread and into pages in use: the best
+    of several, in bytes per second."""
     source = np.ones(_MEASURED_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
     best_s = float("inf")

@@ -1,4 +1,4 @@
-"""The comparison of snapshot policies as a picture. Imported only where one is asked for, because
+"""Draws the comparison of snapshot policies. Imported only when a plot is asked for, because
 matplotlib takes a second to load."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HIDDEN = "#e9f6ed"
 
 
 def write_plot(path: Path, found: Comparison, assumed: Assumptions, *, title: str) -> None:
-    """Draw `found` into a file; its suffix says how: .png, .svg or .pdf.
+    """Draw `found` into a file, in the format of its suffix: .png, .svg or .pdf.
 
     Raises:
         StorageError: when the file cannot be written.
@@ -33,8 +33,8 @@ def write_plot(path: Path, found: Comparison, assumed: Assumptions, *, title: st
 
 
 def draw(found: Comparison, assumed: Assumptions, *, title: str) -> Figure:
-    """Three columns of bars, one row for each policy: how long the copy takes beside the step that
-    hides it, the portion of time that is lost, and the portion of tokens."""
+    """Draw three columns of bars, one row for each policy: the time of the copy beside the step
+    that hides it, the portion of time lost, and the portion of tokens lost."""
     costs = found.costs
     figure = Figure(figsize=(12, 2.4 + 0.42 * len(costs)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,6 +1,6 @@
-"""`holdfast plan`: what a job will take of memory, and what its redundancy is worth.
+"""`holdfast plan`: how much memory a job will take, and what its redundancy is worth.
 
-Computes with `holdfast_core` and prints; decides nothing and looks at no machine.
+Computes with `holdfast_core` and formats tables; decides nothing and looks at no machine.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from holdfast_operator.cli.sources_view import sources_view
 
 DAY_S = 86400.0
 COPY_BYTES_S = 10e9
-"""How fast the ranks of a node copy snapshots when nobody says."""
+"""Rate at which the ranks of a node copy snapshots, when none is given."""
 NETWORK_BYTES_S = 2.5e9
-"""From node to node, when nobody says: about what one stream between daemons reaches."""
+"""Rate from node to node, when none is given: about what one stream between daemons reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """What the plan assumes."""
+    """Assumptions of the plan."""
 
     bytes_per_rank: int | None = None
     """Payload of one rank's snapshot; no memory is planned when None."""
@@ -54,7 +54,7 @@ class PlanSettings:
     process_mtbf_days: float = StepInterval().process_mtbf_days
     """Mean time between failures of one node's training processes."""
     replace_s: float = 60.0
-    """From the loss of a node until its state is protected again elsewhere."""
+    """Seconds from the loss of a node until its state is protected again elsewhere."""
     snapshot_s: float | None = None
     """Time to copy one rank's snapshot; one second for each 10 GB when None."""
     step_s: float = 1.0
@@ -65,7 +65,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
-    """The job's model, and what snapshots of it may assume."""
+    """The job's model, and the assumptions for comparing policies."""
 
     sizes: ModelSizes
     assumed: Assumptions
@@ -82,7 +82,7 @@ class PlannedModel:
 
 
 def compared(job: MoETrainingJob, model: PlannedModel) -> Comparison:
-    """The snapshot policies beside each other.
+    """Compare the snapshot policies.
 
     Raises:
         InvalidJobError: when the model has no experts.
@@ -91,8 +91,8 @@ def compared(job: MoETrainingJob, model: PlannedModel) -> Comparison:
 
 
 def check_memory(job: MoETrainingJob, settings: PlanSettings, found: Comparison | None) -> None:
-    """Refuse a job of which something does not fit into its own limit for a node; the tables say
-    what does.
+    """Refuse a job when anything planned exceeds its own memory limit for a node; the tables show
+    what fits.
 
     Raises:
         MemoryBudgetError: with the most that is needed, and the limit.
@@ -118,7 +118,7 @@ def plan_view(
     """The plan as tables.
 
     Args:
-        model, found: the model, and its policies compared; None when nothing is known of it.
+        model, found: the model, and its policies compared; None when its sizes are not known.
 
     Raises:
         InvalidJobError: when an assumption is out of range.
@@ -245,7 +245,8 @@ def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[st
 
 
 def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
-    """The interval that the comparison of policies has for Full, as far as sizes are known."""
+    """Row with the interval that the comparison of policies finds for Full, as far as sizes are
+    known."""
     node_bytes = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node
     snapshot_s = settings.snapshot_s
     if snapshot_s is None:

@@ -1,4 +1,4 @@
-"""The comparison of snapshot policies for people: a table that 100 columns hold. Only shows."""
+"""Formats the comparison of snapshot policies as a table of 100 columns. Decides nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 def name_of(cost: PolicyCost) -> str:
-    """The policy, and how many experts it captures."""
+    """Name of the policy, with the number of experts that it captures."""
     if cost.policy is PolicyType.FULL:
         return "Full"
     return f"{cost.policy.value} {cost.experts}"
@@ -52,12 +52,12 @@ def comparison_view(
     limit_bytes: int | None = None,
     auto: bool = False,
 ) -> RenderableType:
-    """The policies, one a row; what is recommended and why; and how to read it.
+    """Format the policies, one per row, the recommendation with its reason, and how to read them.
 
     Args:
-        model: in words.
+        model: the model in words.
         limit_bytes: the job's own limit for the memory of a node.
-        auto: whether the job finds its interval out.
+        auto: whether the job's interval is chosen while it runs.
     """
     lossy = [cost for cost in found.fitting if cost.objection]
     notes = [
@@ -101,7 +101,7 @@ def _recommended(found: Comparison, *, auto: bool) -> list[Text]:
 
 
 def _too_large(found: Comparison, limit_bytes: int | None) -> list[str]:
-    """Which rows do not fit, and which do."""
+    """Note on which rows do not fit, and which do."""
     if limit_bytes is None or len(found.fitting) == len(found.costs):
         return []
     limit = format_bytes(limit_bytes).partition(" (")[0]
@@ -113,7 +113,7 @@ def _too_large(found: Comparison, limit_bytes: int | None) -> list[str]:
 
 
 def _network(found: Comparison) -> list[str]:
-    """What Selective sends, with and without gradients in place of state."""
+    """Note on what Selective sends, with and without gradients in place of state."""
     cost = next((c for c in found.costs if c.policy is PolicyType.SELECTIVE), None)
     if cost is None or cost.recomputed_bytes == cost.network_bytes:
         return []
@@ -129,7 +129,7 @@ def _network(found: Comparison) -> list[str]:
 
 
 def _as_document(cost: PolicyCost, *, auto: bool) -> str:
-    """What the job has to say."""
+    """Part of the job document that asks for the policy."""
     policy = f"type: {cost.policy.value}"
     if cost.policy is PolicyType.PARTIAL_EXPERTS:
         policy += f", partialExperts: {{expertsPerLayer: {cost.experts}}}"
@@ -171,7 +171,7 @@ def _table(found: Comparison, days: float) -> Table:
 
 
 def _number(value: float) -> str:
-    """Three digits, or two where nothing stands before the point."""
+    """Format a number with three digits, or with two below 1."""
     if value >= 100:
         return f"{value:.0f}"
     if value >= 10:

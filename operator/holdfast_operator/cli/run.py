@@ -1,4 +1,4 @@
-"""What `holdfast run`, `status` and `inject` do. Loaded when one of them is called."""
+"""`holdfast run`, `status` and `inject`. Imported when one of them is called."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from holdfast_protos.identity import is_insecure
 
 LINE_S = 0.2
 PLAIN_LINE_S = 5.0
-"""How often progress is written where lines cannot be overwritten."""
+"""Least seconds between lines of progress, where lines cannot be overwritten."""
 WATCH_S = 0.5
 _FILES = (".yaml", ".yml", ".json")
-"""Endings by which a job's file is told from its name."""
+"""Suffixes that distinguish a job's file from its name."""
 _SIGNALS = {
     "kill-rank": signal.SIGKILL,
     "stop-rank": signal.SIGSTOP,
@@ -46,7 +46,7 @@ _SIGNALS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """`holdfast run`."""
+    """Carry out `holdfast run`; returns the exit code."""
     job = load_job(options.job)
     settings = LocalSettings(
         directory=options.dir,
@@ -82,7 +82,7 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
 
 
 async def _attend(cluster: LocalCluster, printer: Printer, stop: asyncio.Event) -> Outcome | None:
-    """Show progress until the job ends; None when a person ended it first."""
+    """Show progress until the job ends; returns its outcome, None when a signal came first."""
     ended = asyncio.ensure_future(cluster.finished())
     stopped = asyncio.ensure_future(stop.wait())
     try:
@@ -103,8 +103,8 @@ async def _attend(cluster: LocalCluster, printer: Printer, stop: asyncio.Event) 
 
 
 class Printer:
-    """Events as they happen, and one line of progress: overwritten on a terminal, now and then in
-    a log."""
+    """Prints events as they happen, and one line of progress: overwritten on a terminal, repeated
+    now and then in a log."""
 
     def __init__(self, console: Console, live: Live | None) -> None:
         self._console, self._live = console, live
@@ -145,7 +145,7 @@ def _printer() -> Iterator[Printer]:
 
 
 def status(options: argparse.Namespace) -> int:
-    """`holdfast status`."""
+    """Carry out `holdfast status`; returns the exit code."""
     if options.namespace or options.kubeconfig or options.context:
         return cluster_status.status(_in_cluster(options))
     known = kubeconfig() if options.dir is None and not _has_run(options.job) else ""
@@ -179,7 +179,7 @@ def _has_run(job: str | None) -> bool:
 
 
 def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, with namespace and name as the cluster knows them: a job may be named by its
+    """The options, with the job's namespace and name in the cluster: a job may be given by its
     file, or as in `team-a.llm`."""
     found, namespace = options.job, ""
     if found is not None and Path(found).suffix in _FILES:
@@ -192,7 +192,7 @@ def _in_cluster(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def inject(options: argparse.Namespace) -> int:
-    """`holdfast inject`."""
+    """Carry out `holdfast inject`; returns the exit code."""
     path = find_run(options.dir, options.job)
     found = read_status(path / "status.json")
     if found.ended or not (path / "nodes.json").exists():
@@ -214,10 +214,10 @@ def inject(options: argparse.Namespace) -> int:
 
 
 def find_run(directory: Path | None, job: str | None) -> Path:
-    """The run directory that is meant: the one given, that of the job, or the only one.
+    """Find the run directory: the one given, that of the job, or the only one.
 
     Raises:
-        StorageError: when there is none, or it is not clear which.
+        StorageError: when there is none, or there are several.
     """
     if directory is not None:
         return directory

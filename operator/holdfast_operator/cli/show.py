@@ -1,4 +1,4 @@
-"""A run's status for people: tables for terminals, lines for logs. Only shows."""
+"""Formats a run's status: tables for terminals, lines for logs. Decides nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STATE_STYLES: Mapping[str, str] = {
 
 
 def progress_line(status: Status) -> str:
-    """Where the job stands, in one line."""
+    """State of the job in one line."""
     parts = [
         f"{status.phase:<10}",
         f"step {status.step}",
@@ -54,12 +54,12 @@ def event_line(event: TimedEvent) -> str:
 
 
 def event_text(event: TimedEvent) -> Text:
-    """The same in colour."""
+    """One event, with the local time of day, in colour."""
     return Text(event_line(event), style="yellow" if event.warning else "")
 
 
 def status_view(status: Status, *, stale: str = "") -> RenderableType:
-    """Everything about a run. `stale` says why the status may be old, empty when it is not."""
+    """Everything about a run. `stale` is why the status may be old; empty when it is not."""
     head = Text.assemble(
         (status.job, "bold"),
         "  ",
@@ -89,7 +89,7 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
 
 
 def failure_text(text: str, last_lines: str) -> Text:
-    """The newest failure of a trainer, with all that is kept of what it wrote."""
+    """The newest failure of a trainer, with the last lines that it wrote."""
     lines = f", and wrote last:\n{last_lines}".replace("\n", "\n    ") if last_lines else ""
     return Text(f"last failure: {text}{lines}", style="yellow")
 
@@ -122,7 +122,7 @@ def _members(status: Status) -> Table:
 
 
 def _silence(status: Status) -> Text:
-    """Why nothing is known of a member's ranks: daemons forget a job that has ended."""
+    """Reason why nothing is known of a member's ranks: daemons forget a job that has ended."""
     return Text("ended") if status.ended else Text("no word from its daemon", style="red")
 
 
@@ -154,7 +154,7 @@ def _nodes(status: Status) -> Table:
 
 
 def conditions_view(conditions: Sequence[Condition]) -> Table:
-    """What holds, and why."""
+    """Table of the conditions, with their reasons."""
     table = make_table("condition", "", "reason", "message")
     for condition in conditions:
         table.add_row(

@@ -1,4 +1,4 @@
-"""Where parity comes from, and where else it could come from, in a plan. Only shows."""
+"""Formats where parity comes from in a plan, and where else it could. Decides nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast_core.protection.sources import (
 from holdfast_core.quantities import GIB
 
 _SHARDED = (("nothing sharded", 0), ("ZeRO-1 or ZeRO-2", 1), ("ZeRO-3 or FSDP", 3))
-"""What training may shard over replicas, and a stage of ZeRO that does."""
+"""Ways to shard training over replicas, each with a stage of ZeRO that does so."""
 
 _NOTES = (
     "by a node, for one snapshot; training waits for copies that a step does not hide, never for",
@@ -33,7 +33,7 @@ _NOTES = (
 def sources_view(
     job: MoETrainingJob, sizes: ModelSizes, assumed: Assumptions, found: Comparison
 ) -> RenderableType:
-    """What a node sends and copies for a full snapshot, with each source of parity."""
+    """Table of what a node sends and copies for a full snapshot, for each source of parity."""
     table = Table(box=None, pad_edge=False)
     table.add_column("parity of Full", no_wrap=True)
     for head in ("sent", "s", "copied", "s", "waits, s"):
