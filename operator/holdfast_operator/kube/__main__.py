@@ -28,7 +28,7 @@ from holdfast_protos.identity_gauges import show_identity
 EXIT_LEASE_LOST, EXIT_CANNOT_START = 1, 2
 
 YOUNG_OBJECTS_MAX = 100_000
-"""New objects before the garbage collector looks at them."""
+"""Number of new objects after which the garbage collector runs."""
 
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -48,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spare_collector() -> None:
-    """One look at a job of thousands makes tens of thousands of objects, hardly any of them in a
-    cycle. As Python is set, it would search those, and all that was imported, again and again: that
-    took longer than the look."""
+    """Keep the garbage collector from running often, and from searching what was imported.
+
+    One look at a job of thousands of members makes tens of thousands of objects, hardly any of them
+    in a cycle. With Python's defaults, the collector would search those and everything imported
+    again and again, which took longer than the look.
+    """
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
 

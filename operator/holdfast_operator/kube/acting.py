@@ -1,7 +1,7 @@
 """Carries out what was decided for one job, by requests to the API server and the daemons.
 
-Everything may fail and be tried again: the next look sees what is there and decides anew. So what
-failed is told and otherwise forgotten.
+Any action may fail: the next look sees what is there and decides anew. So a failure is reported as
+an event and otherwise forgotten.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from holdfast_operator.reconciler.views import (
 _log = logging.getLogger(__name__)
 
 STUCK_S = GRACE_S + 4.0
-"""A pod that is being stopped for longer, on a node whose daemon is silent, is not waited for."""
+"""Longest wait for a pod that is being stopped on a node whose daemon is silent."""
 
 
 _Work = partial[Coroutine[Any, Any, None]]
-"""What its method is called is what a failure is counted under."""
+"""One action; its failures are counted under the name of its method."""
 
 
 class Acting:
-    """The hands of one job's control loop.
+    """Carries out the decisions of one job's control loop.
 
     Args:
-        attempts: member → the highest attempt that was ever started.
+        attempts: by member, the highest attempt that was ever started.
     """
 
     def __init__(self, world: LoopContext, attempts: dict[int, int]) -> None:
@@ -60,7 +60,7 @@ class Acting:
 
     @property
     def pending(self) -> tuple[StartAgent, ...]:
-        """The agents whose pods are not there yet."""
+        """Agents whose pods do not exist yet."""
         return self._starting.pending
 
     async def carry_out(
@@ -73,14 +73,14 @@ class Acting:
         remembered: bool,
     ) -> list[Event]:
         """Carry out the actions of `decision`, in order where order matters. Pods are still being
-        created afterwards.
+        created when it returns.
 
         Args:
-            before: what was known when it was made.
-            remembered: what must not be forgotten is stored. Without that, no memory is freed.
+            before: the state that it was decided from.
+            remembered: whether what must not be lost is stored; if not, no memory is freed.
 
         Returns:
-            what could not be done, and which pods could not be created since the last call.
+            events for actions that failed, and for pods not created since the last call.
         """
         began = self._world.clock()
         self._note_losses(before, decision, observed)
@@ -109,7 +109,7 @@ class Acting:
                 case DeleteJob():
                     later.append(partial(self._delete, job))
                 case _:
-                    pass  # told as an event and a condition
+                    pass  # reported as an event and a condition
         if stops:
             self._starting.take_back(StartAgent(member=m, node=n) for m, n in stops)
             there = [pod for pod in pods if (pod.member, pod.node) in stops]
@@ -153,7 +153,8 @@ class Acting:
                 raise
 
     async def _clear_stuck(self, pods: Sequence[TrainerPod], observed: Observed) -> None:
-        """Nobody confirms the end of a pod on a node that is gone, so that it would stay."""
+        """Force the deletion of pods on nodes that are gone: no kubelet confirms their end, so they
+        would stay."""
         now = self._world.clock()
         stopping = {pod.uid: pod for pod in pods if pod.state is AgentState.STOPPING}
         self._stopping_since = {uid: self._stopping_since.get(uid, now) for uid in stopping}

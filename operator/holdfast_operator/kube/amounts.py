@@ -1,4 +1,4 @@
-"""Amounts of resources: what pods ask for and nodes have. Pure."""
+"""Amounts of resources: what pods request and nodes have. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FACTORS = {
 
 
 def amount(text: str | float) -> float:
-    """A Kubernetes quantity as a number; 0 for what is none."""
+    """A Kubernetes quantity as a number; 0 for a text that is none."""
     if isinstance(text, int | float):
         return float(text)
     digits = text.rstrip("KMGTPEikmnu")
@@ -28,7 +28,8 @@ def amount(text: str | float) -> float:
 
 
 def amounts(pod_spec: Object) -> Amounts:
-    """What a pod asks for: requests of all its containers, or limits where only those are given."""
+    """Amounts that a pod requests: requests of all its containers, or limits where only those are
+    given."""
     asked: list[Amounts] = []
     for container in pod_spec.get("containers") or []:
         resources = container.get("resources") or {}
@@ -48,7 +49,7 @@ def total(parts: Iterable[Amounts]) -> Amounts:
 
 def lacking(wanted: Amounts, there: Mapping[str, float], taken: Amounts) -> str:
     """The first resource of which less is left than wanted; empty when all fit. A resource that the
-    node does not name is not there."""
+    node does not list counts as 0."""
     used = dict(taken)
     for name, value in wanted:
         if value > there.get(name, 0.0) - used.get(name, 0.0):

@@ -1,8 +1,8 @@
-"""The API server, in plain values: one request at a time, counted and with errors of ours.
+"""The API server in plain values: each call is one request, counted, with Holdfast's own errors.
 
-The official client finds the cluster, its certificates and tokens, and keeps connections; objects
-stay the mappings that JSON has, because the typed models cost more than all else that the operator
-does and drop fields they do not know. This module must not retry: its callers are level-triggered.
+The official client finds the cluster, its certificates and tokens, and keeps connections. Objects
+stay plain JSON mappings, because the typed models cost more than everything else that the operator
+does, and drop unknown fields. This module must not retry: its callers are level-triggered.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_operator.kube.resources import Resource
 
 Object = dict[str, Any]
-"""An object of the API, as JSON has it."""
+"""An object of the API, as decoded from JSON."""
 
 REQUEST_S = 15.0
-"""A request that takes longer has failed."""
+"""Time limit of a request: one that takes longer has failed."""
 CONNECT_S = 5.0
 CONNECTIONS_MAX = 64
 
@@ -43,11 +43,11 @@ class ApiError(HoldfastError):
         self.status = status
         """HTTP status; 0 when no answer came."""
         self.reason = reason
-        """One word of the API server, such as AlreadyExists."""
+        """The API server's reason in one word, such as AlreadyExists."""
 
 
 class UpsertApi(Protocol):
-    """What of `Api` whoever keeps one object as it should be needs."""
+    """The part of `Api` that is needed to keep one object up to date."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
 
@@ -61,17 +61,17 @@ class UpsertApi(Protocol):
 
 
 class CountsRequests(Protocol):
-    """Is told of every request."""
+    """Counts requests."""
 
     def request(self, verb: str, resource: str, code: str) -> None:
-        """`code` is the HTTP status; `none` when no answer came, or it broke off."""
+        """Count a request. `code` is the HTTP status; `none` without a whole answer."""
 
 
 class Api:
     """A connection to the API server.
 
     Args:
-        api_client: of the official package; `connect` makes one.
+        api_client: client of the official package; `connect` makes one.
         counter: counts requests.
     """
 
@@ -82,7 +82,7 @@ class Api:
         await self._client.close()
 
     async def credentials(self) -> dict[str, Any]:
-        """How to reach and convince the API server, for another client of it, as of now."""
+        """Address of the API server and current credentials, for another client of it."""
         settings = self._client.configuration
         bearer = (await settings.auth_settings()).get("BearerToken", {}).get("value", "")
         found = {
@@ -99,7 +99,7 @@ class Api:
         """One object.
 
         Raises:
-            ApiError: for this and all other requests, when it failed.
+            ApiError: when the request failed. All other requests raise it likewise.
         """
         return await self._json("get", resource, resource.path(namespace, name))
 
@@ -115,8 +115,8 @@ class Api:
     async def replace(
         self, resource: Resource, namespace: str, body: Object, subresource: str = ""
     ) -> Object:
-        """Put `body` in the place of the object of its name; its `metadata.resourceVersion` is
-        checked by the server if it has one."""
+        """Replace the object of the same name by `body`. If `body` has a
+        `metadata.resourceVersion`, the server checks it."""
         path = resource.path(namespace, body["metadata"]["name"], subresource)
         return await self._json("update", resource, path, body, subresource=subresource)
 
@@ -136,7 +136,8 @@ class Api:
         self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
     ) -> Object:
         """Delete an object, only if it is still the one with `uid`. A `grace_s` of 0 does not wait
-        for a node; below 0 leaves it to the object. Returns the object, or a Status."""
+        for a node; a negative one leaves the time to the object. Returns the object, or a
+        Status."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if grace_s >= 0:
             options["gracePeriodSeconds"] = grace_s
@@ -147,8 +148,8 @@ class Api:
     async def watch(
         self, resource: Resource, namespace: str, *, silence_s: float, **query: str
     ) -> AsyncIterator[Object]:
-        """Events of a watch as the server sends them, until it ends the stream. Nothing for
-        `silence_s` ends it with an ApiError."""
+        """Events of a watch, as the server sends them, until it ends the stream. Silence for
+        `silence_s` raises an ApiError."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
         query = {"watch": "true", "allowWatchBookmarks": "true", **query}
         path = resource.path(namespace)
@@ -184,7 +185,7 @@ class Api:
         timeout: aiohttp.ClientTimeout,
         subresource: str = "",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a request, counted, if it is a good one."""
+        """Send a request and count it; gives its answer, unless that is an error."""
         what = f"{resource.plural}/{subresource}" if subresource else resource.plural
         url = f"{self._client.configuration.host}{path}"
         headers = {"Content-Type": MERGE_PATCH if verb == "patch" else "application/json"}
@@ -230,11 +231,11 @@ def _refusal(verb: str, path: str, status: int, body: bytes) -> ApiError:
 
 
 async def connect(counter: CountsRequests, kubeconfig: str = "", context: str = "") -> Api:
-    """A connection with the service account of the pod that this runs in, else with a kubeconfig:
-    the given one, $KUBECONFIG or ~/.kube/config.
+    """Connect with the kubeconfig or the context, if one is given; else with the service account of
+    the pod that this process runs in; else with $KUBECONFIG or ~/.kube/config.
 
     Raises:
-        UnreachableError: when there is neither.
+        UnreachableError: when there is none of them.
     """
     settings = client.Configuration()
     settings.connection_pool_maxsize = CONNECTIONS_MAX
@@ -251,7 +252,8 @@ async def connect(counter: CountsRequests, kubeconfig: str = "", context: str = 
 
 
 def _in_cluster(settings: client.Configuration) -> bool:
-    """Take the service account's address and token, if this runs in a pod."""
+    """Use the service account's address and token, if this process runs in a pod; returns whether
+    it does."""
     with suppress(ConfigException):
         config.load_incluster_config(settings)
         return True

@@ -1,7 +1,7 @@
-"""Knows whether this process has been listening, and notices daemons that fall silent.
+"""Tracks whether this process has been listening, and notices daemons that fall silent.
 
-A silent daemon sends no event, so somebody must look; it is done once for all jobs. And a process
-that was itself held up has not heard what was said: silence from before proves nothing.
+A silent daemon sends no event, so the operator must look, once for all jobs. And a process that was
+itself held up has not read the heartbeats that came: silence from before proves nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from holdfast_operator.reconciler.lookups import SUSPECT_AFTER_HEARTBEATS
 
 TICK_S = 0.1
 LAPSE_HEARTBEATS = 2.0
-"""A pause of this process that is longer makes silence from before it prove nothing."""
+"""Pause of this process after which silence from before it proves nothing."""
 
 
 class Attention:
-    """`run` it as a task.
+    """Looks for daemons that fall silent. `run` it as a task.
 
     Args:
-        wake: called with the keys of jobs that a daemon's silence concerns.
+        wake: called with the keys of the jobs that a daemon's silence affects.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Attention:
         self.lapsed_at = self._ticked_at
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             self.tick()
             await asyncio.sleep(TICK_S)
@@ -59,7 +59,7 @@ class Attention:
         return time >= self.lapsed_at
 
     def late(self) -> frozenset[str]:
-        """The nodes whose daemons are not on the line, or late with their heartbeats."""
+        """Nodes whose daemons are not connected, or are late with their heartbeats."""
         limit = self._clock() - SUSPECT_AFTER_HEARTBEATS * self._server.heartbeat_s
         return frozenset(
             name

@@ -1,7 +1,7 @@
-"""Which nodes one job should know of: its own, and enough others that could take its members.
+"""Chooses nodes for one job to consider: its own, and enough others to take its members.
 
-A job sees no more of the cluster than it can use, so that its cost grows with its own size, and
-jobs that are placed at the same time come to different nodes: the least used are offered first.
+A job sees no more of the cluster than it can use, so that its cost grows with its own size. The
+least used nodes are offered first, so that jobs placed at the same time come to different ones.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import NodeView
 
 SETTLE_S = 10.0
-"""After a start, nodes whose daemons were not heard yet are named too, so that the reconciler waits
-for what they know."""
+"""Time after a start in which nodes whose daemons were not heard yet are offered too, so that the
+reconciler waits for their reports."""
 SORTED_S = 0.25
-"""The order of nodes by use may be this old."""
+"""Longest age of the order of nodes by use."""
 
 
 class CandidateNodes:
-    """The nodes of the cluster, as jobs are shown them.
+    """The nodes of the cluster, as each job sees them.
 
     Args:
-        nodes: the watch's copy.
+        nodes: the watch's copy of the nodes.
         daemon_returns: whether the daemon of a node, last heard at a time, is about to come back.
-        requests_of: what a member of a job asks for, by the job's key.
+        requests_of: amounts that a member of a job requests, by the job's key.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class CandidateNodes:
     def views(
         self, key: str, wants: Wants, near: Iterable[str], others: int
     ) -> dict[str, NodeView]:
-        """The nodes `near` and all that hold something of the job, and up to `others` that could
-        take a member."""
+        """Views of the nodes `near`, of all that hold something of the job, and of up to `others`
+        that could take a member."""
         names = self._server.holders(key).union(near)
         views = {name: self._view(name, key, wants) for name in names}
         found = 0
@@ -84,7 +84,7 @@ class CandidateNodes:
         )
 
     def _by_use(self) -> list[str]:
-        """Nodes whose daemons are on the line, those with the fewest jobs first."""
+        """Nodes whose daemons are connected, those with the fewest jobs first."""
         if self._clock() - self._sorted_at >= SORTED_S:
             self._sorted_at = self._clock()
             connected = [name for name, view in self._server.nodes().items() if view.connected]

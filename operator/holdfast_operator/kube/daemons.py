@@ -1,7 +1,7 @@
-"""When daemons' pods start and end, for as long as their heartbeats cannot tell. Pure.
+"""Tracks when daemons' pods start and end, where their heartbeats cannot show it. Pure.
 
-A daemon that is ended on purpose, or was just started again, on a living node is worth waiting for:
-its memory is there.
+A daemon on a living node that is ended on purpose, or was just started again, is worth waiting for:
+its memory is still there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from holdfast_operator.kube.api import Object
 
 REVISION_LABEL = "controller-revision-hash"
-"""Of a DaemonSet's pods and ControllerRevisions; Kubernetes writes it."""
+"""Label that Kubernetes writes on the pods and ControllerRevisions of a DaemonSet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonPod:
-    """What matters of a daemon's pod: it is equal to itself until a process starts or ends."""
+    """The relevant part of a daemon's pod, equal to itself until a process starts or ends."""
 
     node: str
     uid: str
@@ -28,19 +28,19 @@ class DaemonPod:
     owner: str = field(default="", compare=False)
     """Uid of its DaemonSet."""
     revision: str = field(default="", compare=False)
-    """Hash of the template that it was made from."""
+    """Hash of the template that the pod was made from."""
     ready: bool = field(default=False, compare=False)
     begun: bool = field(default=False, compare=False)
-    """Some container has passed its startup probe since it was started last."""
+    """Whether some container has passed its startup probe since it was started last."""
 
     @property
     def runs(self) -> bool:
-        """All its containers run, and nobody ends them."""
+        """Whether all containers run, and the pod is not being ended."""
         return bool(self.containers) and all(on for _, on in self.containers) and not self.ending
 
 
 def read_daemon(raw: Object) -> DaemonPod:
-    """The pod."""
+    """Read a daemon's pod from the API's form."""
     metadata, status = raw["metadata"], raw.get("status") or {}
     conditions = status.get("conditions") or []
     containers = status.get("containerStatuses") or []
@@ -62,19 +62,19 @@ def read_daemon(raw: Object) -> DaemonPod:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateRevision:
-    """One version of the pods of a DaemonSet, as its controller keeps them. The newest is what a
-    new pod is made from; going back to an older one makes that the newest."""
+    """One version of the pods of a DaemonSet, as its controller keeps it. New pods are made from
+    the newest; a rollback makes an older one the newest."""
 
     owner: str
     """Uid of the DaemonSet."""
     owner_name: str
     number: int
     revision: str
-    """As in `DaemonPod.revision`."""
+    """Hash of the template, as in `DaemonPod.revision`."""
 
 
 def read_revision(raw: Object) -> TemplateRevision:
-    """The ControllerRevision."""
+    """Read a ControllerRevision from the API's form."""
     metadata = raw["metadata"]
     owner, name = owner_of(metadata)
     return TemplateRevision(
@@ -94,8 +94,8 @@ def owner_of(metadata: Object) -> tuple[str, str]:
 
 
 class Daemons:
-    """By node: when its daemon was last seen starting or ending, in monotonic seconds, and which
-    pod of it is being ended."""
+    """Times when the daemon of each node was last seen starting or ending, in monotonic seconds,
+    and the pod of it that is being ended."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -103,8 +103,9 @@ class Daemons:
         self._ending: dict[str, str] = {}
 
     def change(self, before: DaemonPod | None, now: DaemonPod | None) -> None:
-        """One pod came, changed or went. One that runs when it is seen first, as after a start of
-        this process, may have run for long: its node may have lost its power since."""
+        """Take in that a pod came, changed or went. A pod that already runs when it is first seen,
+        as after a start of this process, does not count as a change: it may have run for long, and
+        its node may have lost its power since."""
         if before is not None and self._ending.get(before.node) == before.uid:
             del self._ending[before.node]
         if now is not None and now.ending:
@@ -117,6 +118,6 @@ class Daemons:
 
     def returns(self, node: str, heard_at: float) -> bool:
         """Whether a daemon that was last heard at `heard_at` is about to come back: its pod is
-        being ended, as in an upgrade, or something of it started or ended after that. What the
-        kubelet tells of a process that ended may be late."""
+        being ended, as in an upgrade, or one of its containers started or ended after that. The
+        kubelet may report the end of a process late."""
         return node in self._ending or self._changed_at.get(node, float("-inf")) > heard_at

@@ -1,4 +1,4 @@
-"""Points the Service that daemons dial to the leader's own pod.
+"""Points the Service that daemons dial at the leader's own pod.
 
 The Service has no selector, because a selector would send daemons to replicas that do not lead.
 """
@@ -15,7 +15,7 @@ from holdfast_operator.kube.resources import ENDPOINT_SLICES
 _log = logging.getLogger(__name__)
 
 CHECK_S = 10.0
-"""How often the object is looked at: somebody may have deleted it."""
+"""Seconds between two checks of the slice, which another client may have deleted."""
 
 
 def endpoint_slice(service: str, namespace: str, address: str, port: int) -> Object:
@@ -39,13 +39,13 @@ def endpoint_slice(service: str, namespace: str, address: str, port: int) -> Obj
 
 
 class Endpoints:
-    """Keeps the slice pointed here. `run` it as a task while this process leads."""
+    """Keeps the slice pointed at this process. `run` it as a task while the process leads."""
 
     def __init__(self, api: UpsertApi, wanted: Object) -> None:
         self._api, self._wanted = api, wanted
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             try:
                 await self.point_here()
@@ -54,7 +54,7 @@ class Endpoints:
             await asyncio.sleep(CHECK_S)
 
     async def point_here(self) -> None:
-        """Make the slice what it should be.
+        """Point the slice at this process, if it is not.
 
         Raises:
             ApiError: when the API server refuses it.

@@ -1,4 +1,4 @@
-"""Tells people, by Events on the job, what was decided. Never holds up or ends a control loop."""
+"""Reports decisions to users, by Events on the job. Never delays or ends a control loop."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONTROLLER = "holdfast.dev/operator"
 NOTE_CHARACTERS_MAX = 1024
 WAITING_MAX = 1000
 REPEAT_S = 300.0
-"""The same words about the same job are not said again for this long."""
+"""Seconds for which an event is not posted again with the same words about the same object."""
 REMEMBERED_MAX = 4096
 
 
 class EventsApi(Protocol):
-    """What of `Api` is needed."""
+    """The part of `Api` that `Recorder` needs."""
 
     async def create(
         self, resource: Resource, namespace: str, body: Object, **query: str
@@ -40,7 +40,7 @@ class Recorder:
         instance: name of this operator's pod.
         clock: monotonic seconds.
         wall: seconds since the Unix epoch.
-        on_drop: called for each event that is given up.
+        on_drop: called for each event that could not be posted.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Recorder:
         self._said: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
     def tell(self, about: Object, event: Event) -> None:
-        """Post `event` about an object, a job if it does not say its kind, soon."""
+        """Queue `event` about an object, which is a job unless it names another kind."""
         metadata = about["metadata"]
         words = (metadata["uid"], event.reason, event.message)
         now = self._clock()
@@ -74,7 +74,7 @@ class Recorder:
             self._on_drop()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             namespace, body = await self._queue.get()
             try:
@@ -86,7 +86,7 @@ class Recorder:
                 self._queue.task_done()
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until what was told is posted, but not for longer than `timeout_s`."""
+        """Wait until all queued events are posted, but not for longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._queue.join()

@@ -1,7 +1,7 @@
-"""The finalizer: memory in the daemons is freed before a job is gone.
+"""The finalizer, which frees the daemons' memory before a job is gone.
 
-It never holds a job back for long, and nothing else needs it: a job without it, or an operator that
-is gone for good, leaves memory that the next operator finds and frees.
+It never delays a deletion for long, and nothing else needs it: if a job goes without it, or the
+operator is gone for good, the next operator finds the memory and frees it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from holdfast_operator.reconciler.views import AgentState
 
 FINALIZER = f"{GROUP}/free-memory"
 PATIENCE_S = 60.0
-"""After the deletion, daemons that have not freed the memory by then are not waited for."""
+"""Seconds after the deletion that daemons get to free the memory."""
 TURN_S = 0.5
 
 
 class Finalizer:
-    """Of one job.
+    """The finalizer of one job.
 
     Args:
-        expected: nodes that may hold something of the job, whether they were heard or not.
+        expected: nodes that may hold something of the job, heard or not.
     """
 
     def __init__(self, world: LoopContext, expected: frozenset[str]) -> None:
@@ -46,7 +46,7 @@ class Finalizer:
         self._kept = await self._patch(metadata, [*finalizers, FINALIZER])
 
     async def turn(self, resource: Object, pods: Sequence[TrainerPod]) -> float | None:
-        """One step of taking the job apart; how long to rest after it, None when it is done.
+        """Do one step of the deletion; returns the seconds to rest after it, None when it is done.
 
         Raises:
             ApiError: when the API server refuses something.
@@ -67,14 +67,14 @@ class Finalizer:
             return TURN_S
         left = [each for each in finalizers if each != FINALIZER]
         await self._patch(metadata, left)
-        return TURN_S  # until the watch says that it is gone
+        return TURN_S  # until the watch reports that it is gone
 
     def _waited_s(self, metadata: Object) -> float:
         deleted = seconds_of(metadata["deletionTimestamp"]) or 0.0
         return self._world.clocks.at_wall(self._world.clock()) - deleted
 
     async def _patch(self, metadata: Object, finalizers: list[str]) -> bool:
-        """Whether the job's finalizers are these now."""
+        """Set the job's finalizers; returns whether that succeeded."""
         body = {
             "metadata": {
                 "finalizers": finalizers,
@@ -86,7 +86,7 @@ class Finalizer:
         except ApiError as error:
             if error.status not in (CONFLICT, NOT_FOUND):
                 raise
-            return False  # the watch brings a newer form, and the next turn tries with that
+            return False  # the watch brings a newer version, and the next turn tries again
         return True
 
 

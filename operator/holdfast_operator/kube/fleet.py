@@ -1,4 +1,4 @@
-"""All jobs that this operator carries out: a control loop for each, and what wakes them."""
+"""All jobs of this operator: a control loop for each, and what wakes it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from holdfast_operator.reconciler.renewal import JobStand
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.2, 1.0
-"""Daemons serve many jobs: heartbeats are as frequent as the most demanding job wants, within
-these."""
+"""Bounds of the heartbeats' interval. Daemons serve many jobs: within these, the most demanding job
+sets it."""
 HOUSEKEEPING_S = 5.0
 ORPHAN_S = 60.0
-"""Memory of a job that this operator does not know is asked about after this long."""
+"""Seconds until the API server is asked about an unknown job that holds memory."""
 
 
 class Fleet:
-    """The jobs. `take_in` is told what the API server says of them; `run` keeps house."""
+    """The jobs. `take_in` receives each change of a job from the API server; `run` does the
+    housekeeping."""
 
     def __init__(self) -> None:
         self._world: LoopContext | None = None
@@ -37,13 +38,13 @@ class Fleet:
         self._seen_versions: dict[str, int] = {}
 
     def begin(self, world: LoopContext) -> None:
-        """From now on, jobs have control loops in `world`."""
+        """Use `world` for the control loops of all jobs that are taken in from now on."""
         self._world = world
 
     # --- what wakes jobs ----------------------------------------------------------------------
 
     def wake(self, keys: Iterable[str]) -> None:
-        """Something concerns these jobs; none means all that wait for something."""
+        """Wake the loops of these jobs; without keys, those of all jobs that are not running."""
         found = list(keys)
         for key in found:
             loop = self._loops.get(key)
@@ -55,7 +56,7 @@ class Fleet:
                     loop.wake()
 
     def take_in(self, kind: str | None, resource: Object) -> None:
-        """A job came, changed or went, as a watch says it."""
+        """Take in that a job came, changed or went; `kind` is that of the watch's event."""
         assert self._world is not None
         metadata = resource["metadata"]
         key = f"{metadata['namespace']}.{metadata['name']}"
@@ -76,30 +77,30 @@ class Fleet:
         self._tasks[key] = asyncio.get_running_loop().create_task(loop.run(), name=f"job {key}")
 
     def stands(self) -> list[JobStand]:
-        """What all jobs have to say to those who replace daemons."""
+        """Standing of every job that has one, for the replacement of daemons."""
         found = (loop.stand() for loop in self._loops.values())
         return [stand for stand in found if stand is not None]
 
     def requests_of(self, key: str) -> Amounts:
-        """What a member of the job takes of its node."""
+        """Amounts that a member of the job takes from its node."""
         loop = self._loops.get(key)
         if loop is None or loop.wants is None or not loop.holds_requests:
             return ()
         return loop.wants.requests
 
     def status_s(self) -> float:
-        """How long news of a job's status that can wait is kept back: a bounded number of writes
-        a second, however many jobs there are."""
+        """Seconds for which status changes that can wait are held back: this bounds the writes per
+        second, however many jobs there are."""
         return max(2.0, 0.1 * len(self._loops))
 
     def oldest_look_s(self, now: float) -> float:
-        """Seconds since the control loop looked that looked longest ago."""
+        """Seconds since the last look of the control loop that looked longest ago."""
         return max((now - loop.looked_at for loop in self._loops.values()), default=0.0)
 
     # --- housekeeping -------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self.adjust()
@@ -123,8 +124,9 @@ class Fleet:
         world.metrics.set("daemons_connected", connected)
 
     async def free_orphans(self) -> None:
-        """Free memory of jobs that were deleted while nobody was there to see it. The API server
-        is asked about each, because freeing it for a job that exists would lose its training."""
+        """Free the memory of jobs that were deleted while no operator was running. The API server
+        is asked about each, because freeing the memory of a job that exists would lose its
+        training."""
         assert self._world is not None
         now = self._world.clock()
         unknown = self._world.server.held_jobs() - self._loops.keys()
@@ -151,7 +153,7 @@ class Fleet:
             self._world.server.forget(key)
 
     async def stop(self) -> None:
-        """End all control loops; the jobs go on without."""
+        """End all control loops; the jobs go on without them."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

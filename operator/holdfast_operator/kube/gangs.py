@@ -1,4 +1,4 @@
-"""How a job's pods are admitted together: what each gang scheduler wants on pods, and beside them.
+"""Gang admission of a job's pods: what each scheduler requires on the pods, and beside them.
 
 Pure. A new scheduler is one more entry of `_GANGS`.
 """
@@ -19,20 +19,20 @@ from holdfast_operator.kube.resources import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangParts:
-    """What a gang scheduler needs to know the pods of one job."""
+    """Labels, annotations and objects by which a gang scheduler recognises the pods of one job."""
 
     labels: dict[str, str] = field(default_factory=dict)
-    """On each pod."""
+    """Labels of each pod."""
     annotations: dict[str, str] = field(default_factory=dict)
-    """On each pod."""
+    """Annotations of each pod."""
     scheduler_name: str = ""
-    """For pods whose template names none; empty for the cluster's own."""
+    """Scheduler for pods whose template names none; empty for the cluster's default."""
     objects: tuple[tuple[Resource, Object], ...] = ()
-    """Beside the pods; without metadata of their owner."""
+    """Objects beside the pods, without metadata of their owner."""
 
 
 def gang_parts(job: MoETrainingJob) -> GangParts:
-    """What `spec.scheduling` asks for."""
+    """The parts that `spec.scheduling` asks for."""
     return _GANGS[job.spec.scheduling.gang](job)
 
 

@@ -1,7 +1,7 @@
-"""kopf, for what it does well: it watches the jobs. Everything else would be done twice.
+"""Watches jobs with kopf, which does that well, and leaves the rest of kopf alone.
 
-Its handlers and their patches, annotations, finalizers, events and peering are left alone: a
-level-triggered control loop needs to know that a job changed, and nothing more.
+Its patches, annotations, finalizers, events and peering would do again what the operator does: a
+level-triggered control loop only needs to know that a job changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast_operator.kube.api import Api, Object
 from holdfast_operator.kube.resources import JOBS
 
 SERVER_S = 300
-"""The API server ends a watch after this long; kopf begins the next one where it ended."""
+"""Seconds after which the API server ends a watch; kopf resumes where it ended."""
 
 
 async def watch_jobs(
@@ -28,12 +28,12 @@ async def watch_jobs(
     namespace: str,
     begun: Callable[[], None],
 ) -> None:
-    """Call `take_in` with (kind of change, job) for every job there is, and each time that one
-    changes, until cancelled.
+    """Call `take_in` with (kind of change, job) for every existing job, and for each change of one,
+    until cancelled.
 
     Args:
-        namespace: of the jobs; empty for all.
-        begun: called once it is on its way and has put its signal handlers in the place of others.
+        namespace: namespace of the jobs; empty for all.
+        begun: called once kopf has started and has put its signal handlers in place of others.
 
     Raises:
         UnreachableError: when jobs cannot be watched.
@@ -59,7 +59,7 @@ async def watch_jobs(
     )
     begun()
     try:
-        # Not `kopf.run_tasks`: in the end that cancels every task of the process.
+        # Not `kopf.run_tasks`, which cancels every task of the process when it ends.
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         errors = [error for task in done if (error := task.exception()) is not None]
         raise UnreachableError(f"jobs are not watched any more: {errors}") from next(
@@ -78,5 +78,5 @@ def _settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True  # the CRD is there before the operator is
     settings.watching.server_timeout = SERVER_S
     settings.queueing.exit_timeout = 1.0
-    settings.process.ultimate_exiting_timeout = None  # the end of the process is not kopf's
+    settings.process.ultimate_exiting_timeout = None  # kopf must not end the process
     return settings

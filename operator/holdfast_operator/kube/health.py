@@ -1,8 +1,8 @@
-"""Whether the operator is well, for probes. Pure.
+"""Health of the operator, for probes. Pure.
 
-An operator that waits for its Lease is well. One that leads is not when a job was not looked at, or
-a watch made no attempt to hear anything, for longer than they ever should: then something hangs
-that only a new process heals. An API server that is away makes nobody unwell.
+An operator that waits for its Lease is well. A leader is not when a job was not looked at, or a
+watch neither heard nor tried anything, for far longer than normal: then something hangs that only a
+new process can fix. An unreachable API server does not make an operator unwell.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ WATCH_S_MAX = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """What probes are answered from."""
+    """The values that answers to probes are made from."""
 
     leads: bool
     ready: bool
-    """All of a leader's watches are in step, and daemons can dial in."""
+    """Whether all watches of a leader are in step, and daemons can connect."""
     oldest_look_s: float = 0.0
     watches_s: tuple[tuple[str, float], ...] = ()
     """(kind of object, seconds since its watch last heard or tried)."""
 
     def unwell(self) -> str:
-        """Why the process should be ended; empty when it is well."""
+        """Reason to end the process; empty when it is well."""
         if not self.leads:
             return ""
         if self.oldest_look_s > LOOK_S_MAX:
@@ -36,7 +36,7 @@ class Health:
         return ""
 
     def not_ready(self) -> str:
-        """Why others should not count on this process; empty when they may."""
+        """Reason not to rely on this process; empty when it is ready."""
         if self.leads and not self.ready:
             return "the first lists of pods and nodes are on their way"
         return self.unwell()

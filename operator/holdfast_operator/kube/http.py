@@ -1,5 +1,5 @@
-"""`/metrics`, `/healthz` and `/readyz`, answered by the operator's own event loop: when that is
-stuck, nothing is answered, and that is the answer."""
+"""Serves `/metrics`, `/healthz` and `/readyz` from the operator's own event loop: when the loop is
+stuck, probes get no answer, and so fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_operator.kube.health import Health
 
 
 class ProbeServer:
-    """Listens from `start` to `stop`."""
+    """HTTP server for probes and metrics; listens from `start` to `stop`."""
 
     def __init__(self, registry: CollectorRegistry, health: Callable[[], Health]) -> None:
         self._registry, self._health = registry, health
@@ -28,7 +28,7 @@ class ProbeServer:
         """Listen; returns the port.
 
         Raises:
-            UnreachableError: when the address cannot be had.
+            UnreachableError: when it cannot listen on the address.
         """
         await self._runner.setup()
         try:

@@ -1,8 +1,8 @@
 """The control loop of one job: observe, reconcile, write the status, carry out; and again.
 
-Level-triggered: it looks when something changed and when a deadline could have passed. What it
-remembers may be lost at any time; what must not be lost is in the status before it is acted upon.
-Decides nothing about failures.
+Level-triggered: it looks when something changed and when a deadline could have passed. Its memory
+may be lost at any time: what must not be lost is in the status before it is acted upon. It decides
+nothing about failures.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ from holdfast_operator.reconciler.views import (
 _log = logging.getLogger(__name__)
 
 SOON_S = 0.01
-"""What comes together is looked at together."""
+"""Least rest between two looks: changes that come together are looked at together."""
 DUTY = 4.0
-"""A loop rests this many times as long as its last look kept the process busy, whatever wakes
-it. Waiting for the API server is rest."""
+"""Rest after a look, as a multiple of the time for which that look kept the process busy, whatever
+wakes the loop. Waiting for the API server counts as rest."""
 REFUSED_S = 30.0
-"""How often a job is tried again whose pods the cluster refuses; nothing else changes its mind."""
+"""Seconds until a job that the cluster refuses is tried again: no event announces that it would be
+accepted now."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 30.0
 CANDIDATES_MIN = 16
 
 _NO_MORE = (400, 422)
-"""Answers to a pod that will be the same for ever."""
+"""HTTP statuses of refusals that stay the same however often a pod is tried."""
 
 
 class JobLoop:
-    """One job.
+    """The control loop of one job.
 
     Args:
         resource: the job, as the API has it.
@@ -68,7 +69,7 @@ class JobLoop:
         self._generation = -1
         self._job: MoETrainingJob | None = None
         self.wants: Wants | None = None
-        """What its pods need of a node; None while the document is not understood."""
+        """Requirements of the job's pods on a node; None until a valid document was read."""
         self._refusal: tuple[str, str] | None = None
         status = resource.get("status") or {}
         clocks = world.clocks
@@ -104,18 +105,18 @@ class JobLoop:
 
     @property
     def heartbeat_s(self) -> float | None:
-        """How often the job wants heartbeats; None while the document is not understood."""
+        """Heartbeat interval that the job asks for; None until a valid document was read."""
         if self._job is None:
             return None
         return self._job.spec.failure_policy.detection.heartbeat_seconds
 
     @property
     def holds_requests(self) -> bool:
-        """Whether the job's pods take what they ask for from their nodes."""
+        """Whether the job's pods take up the amounts that they request."""
         return self._job is not None and not self._job.spec.suspend
 
     def see(self, resource: Object) -> None:
-        """Take in a newer form of the job."""
+        """Take in a newer version of the job."""
         changed = resource["metadata"].get("generation") != self._generation
         self._resource = resource
         self._writer.see(resource)
@@ -129,7 +130,7 @@ class JobLoop:
             self._wake.set()
 
     async def run(self) -> None:
-        """Until the job is gone, or cancelled."""
+        """Run until the job is gone, or until cancelled."""
         try:
             await self._go_on()
         finally:
@@ -147,7 +148,7 @@ class JobLoop:
                 _log.warning("%s: %s; trying again in %.1f s", self.key, error, backoff_s)
                 pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
             except Exception:
-                # One job's trouble must not end the loops of all others.
+                # The failure of one job must not end the loops of all others.
                 _log.exception("%s: the control loop failed; it goes on", self.key)
                 pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
             if pause is None:
@@ -165,7 +166,7 @@ class JobLoop:
             self._woken_at = self._world.clock()
 
     async def _turn(self) -> float | None:
-        """One turn; how long to rest after it, None when the job is gone."""
+        """Do one turn; returns the seconds to rest after it, None when the job is gone."""
         metadata = self._resource["metadata"]
         if metadata.get("deletionTimestamp"):
             self._acting.close()
@@ -181,7 +182,7 @@ class JobLoop:
     # --- admission ----------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Understand the document, and ask the API server what it thinks of its pods."""
+        """Parse the document, and ask the API server whether it would accept the job's pods."""
         resource = self._resource
         generation = resource["metadata"].get("generation")
         try:
@@ -218,7 +219,7 @@ class JobLoop:
         began_s = world.worked_s()
         before = self._state
         if world.attention.listened_since(before.looked_at):
-            # Pauses between looks are this loop's own; heartbeats were heard all the time.
+            # The loop paused between looks by itself; heartbeats were heard all the time.
             before = replace(before, looked_at=now)
         pods = self._pods()
         observed = self._observe(job, wants, pods)
@@ -231,7 +232,7 @@ class JobLoop:
         self._story.follow(job, before, observed, decision, world.clocks.at_wall(now))
         status = self._status_of(job, observed, decision, pods, now)
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
-        # Before anything is done: an operator that starts again must know of it.
+        # Written before anything is done: an operator that starts again needs it.
         remembered = await self._writer.write(status)
         failed = await self._acting.carry_out(job, before, decision, pods, observed, remembered)
         for event in failed:
@@ -240,14 +241,14 @@ class JobLoop:
         return pause_s(job, decision, late=late, failed=bool(failed), now=world.clock())
 
     def _surroundings(self) -> list[Condition]:
-        """What the job has to bear, and did not choose."""
+        """Conditions that the job's surroundings impose on it."""
         found = [INSECURE] if self._world.insecure else []
         members = () if self._state.membership is None else self._state.membership.members
         outdated = self._world.outdated(place.node for place in members)
         return found if outdated is None else [*found, outdated]
 
     def stand(self) -> JobStand | None:
-        """What the job has to say to those who replace its daemons; None when it has nothing."""
+        """Standing of the job for the replacement of its daemons; None when there is none."""
         if self._job is None or self._state.membership is None:
             if not self._members_before:
                 return None
@@ -259,7 +260,7 @@ class JobLoop:
         return stand_of(self._job, self._state, Observed(nodes=nodes), now)
 
     def _pods(self) -> list[TrainerPod]:
-        """The job's pods; not those of another job that had its name."""
+        """The job's pods, without those of an earlier job of its name."""
         return [pod for pod in self._world.pods.of(self.key) if pod.owner == self.uid]
 
     def _observe(self, job: MoETrainingJob, wants: Wants, pods: list[TrainerPod]) -> Observed:
@@ -301,7 +302,7 @@ def _template(job: MoETrainingJob | None) -> Object | None:
 
 
 def _attempts(status: Object) -> dict[int, int]:
-    """member → attempt of its newest pod, from a status."""
+    """By member, the attempt of its newest pod, read from a status."""
     found = {}
     for member in status.get("members") or []:
         attempt = re.search(r"-(\d+)$", member.get("pod", ""))

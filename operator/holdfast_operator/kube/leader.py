@@ -1,8 +1,8 @@
-"""One operator at a time: a Lease, held and renewed, or the end of the process.
+"""Lets one operator work at a time: the process holds and renews a Lease, or ends.
 
-Not the official client's election: that one ends on a connection error, writes local time as UTC,
+The official client's election is not used: it ends on a connection error, writes local time as UTC,
 and does not give the Lease back when it stops, so that the next leader would wait for its end.
-Times of the Lease are never compared with a clock of ours, since clocks differ: a Lease has ended
+Times in the Lease are never compared with the local clock, since clocks differ: a Lease has ended
 when it was seen unchanged for its duration.
 """
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 LEASE_S = 15
 RENEW_DEADLINE_S = 10.0
-"""A leader that could not renew for this long stops before anybody may follow it."""
+"""Seconds without a renewal after which a leader stops, before another process may follow it."""
 RETRY_S = 2.0
 
 
@@ -26,7 +26,7 @@ class Leader:
     """A candidate for one Lease.
 
     Args:
-        identity: of this process; the same for a container that is started again in its pod.
+        identity: name of this process; the same when its container is started again in the pod.
         clock: monotonic seconds.
         wall: seconds since the Unix epoch.
     """
@@ -46,18 +46,18 @@ class Leader:
         self._api, self._namespace, self._name = api, namespace, name
         self._identity, self._clock, self._wall = identity, clock, wall
         self._seen: tuple[str, float] = ("", clock())
-        """(resource version of another's Lease, since when it is unchanged)."""
+        """(resource version of another process's Lease, time since when it is unchanged)."""
         self.leads = False
 
     async def acquire(self) -> None:
-        """Return when this process leads."""
+        """Wait until this process leads."""
         while not await self._try():
             await self._sleep(RETRY_S)
         self.leads = True
         _log.info("%s leads", self._identity)
 
     async def keep(self) -> None:
-        """Renew; returns when the Lease is lost."""
+        """Renew the Lease; returns when it is lost."""
         renewed_at = self._clock()
         while self._clock() - renewed_at < RENEW_DEADLINE_S:
             await self._sleep(RETRY_S)
@@ -69,7 +69,7 @@ class Leader:
         self.leads = False
 
     async def release(self) -> None:
-        """Let another one follow at once."""
+        """Give the Lease back, so that another process may lead at once."""
         if not self.leads:
             return
         self.leads = False
@@ -85,7 +85,7 @@ class Leader:
         return bool(self._seen[0])
 
     async def _try(self) -> bool:
-        """Take or renew the Lease; whether it is ours now."""
+        """Take or renew the Lease; returns whether this process holds it now."""
         try:
             lease = await self._api.get(LEASES, self._namespace, self._name)
         except ApiError as error:

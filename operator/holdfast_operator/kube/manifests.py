@@ -1,7 +1,7 @@
 """The objects that a job is made of: a pod for each member, and what all of them share. Pure.
 
-The trainer's container becomes the launcher, which starts the command of the template once for
-each rank. Everything that the template says and Holdfast does not need stays as it is.
+The trainer's container becomes the launcher, which starts the command of the template once for each
+rank. Everything else in the template that Holdfast does not need stays as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast_operator.kube.resources import (
 
 JOB_LABEL, MEMBER_LABEL, ATTEMPT_LABEL = f"{GROUP}/job", f"{GROUP}/member", f"{GROUP}/attempt"
 NODE_ANNOTATION = f"{GROUP}/node"
-"""The node that the pod was made for; a pod that waits for its scheduler has no other mark."""
+"""Annotation that names the node a pod was made for, also while the pod waits for its scheduler."""
 
 TRAINER_SELECTOR = "app.kubernetes.io/component=trainer,app.kubernetes.io/part-of=holdfast"
 
@@ -32,12 +32,12 @@ TOKEN_DIRECTORY = "/var/run/secrets/holdfast.dev"
 TOKEN_AUDIENCE = f"{GROUP}/daemon"
 TOKEN_S = 3600
 POD_IP = "HOLDFAST_POD_IP"
-"""Variable with the address that other nodes reach the trainer at; not that of its daemon."""
+"""Environment variable with the address at which other nodes reach the trainer, not its daemon."""
 SHARED_MEMORY_PATH = "/dev/shm"
 
 
 def common_labels(job: MoETrainingJob) -> dict[str, str]:
-    """On every object of the job."""
+    """Labels of every object of the job."""
     return {
         JOB_LABEL: job.metadata.name,
         "app.kubernetes.io/name": "moetrainingjob",
@@ -90,7 +90,7 @@ def pod_manifest(job: MoETrainingJob, member: int, node: str, attempt: int) -> O
 
 
 def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
-    """What the pods of the job share, in the order in which it is made."""
+    """Objects that the pods of the job share, in the order in which they are made."""
     name = job.metadata.name
     account = f"{name}-trainer"
     service: Object = {
@@ -147,8 +147,8 @@ def job_objects(job: MoETrainingJob) -> tuple[tuple[Resource, Object], ...]:
 
 
 def owner_reference(job: MoETrainingJob) -> Object:
-    """Makes an object go when the job goes. Does not block the job's deletion: that would need a
-    permission on finalizers and win nothing."""
+    """Reference by which an object is deleted with the job. It does not block the job's deletion:
+    that would need a permission on finalizers and gain nothing."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -160,11 +160,11 @@ def owner_reference(job: MoETrainingJob) -> Object:
 
 
 def _pin(spec: Object, node: str) -> None:
-    """Let the scheduler put the pod on `node` and nowhere else: unlike `nodeName`, this keeps its
-    accounts of what nodes have left, and its words about what is missing."""
+    """Have the scheduler put the pod on `node` and nowhere else. Unlike `nodeName`, this keeps its
+    accounts of what nodes have left, and its messages about what is missing."""
     affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
-    # Terms are alternatives, so that each of them must name the node.
+    # Terms are alternatives, so each of them must name the node.
     for term in required.setdefault("nodeSelectorTerms", [{}]) or [{}]:
         term["matchFields"] = [{"key": "metadata.name", "operator": "In", "values": [node]}]
 
@@ -182,7 +182,7 @@ def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
         *job.command,
     ]
     container.pop("args", None)
-    # A launcher that cannot even start says why in its log, which the pod's status then shows.
+    # A launcher that cannot even start logs the reason, which the pod's status then shows.
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     ours = {
         "PYTHONUNBUFFERED": "1",

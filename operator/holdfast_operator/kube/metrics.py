@@ -2,7 +2,7 @@
 
 The exposition, the documentation and the dashboard are made from this list, so that they cannot
 disagree. Every label has few values: no job, pod or node names, and causes are those of failure
-rules. Must not hold what anything decides by.
+rules. No decision may depend on a metric.
 """
 
 from __future__ import annotations
@@ -76,31 +76,31 @@ class OperatorMetrics:
         self._collectors = {each.name: _make(each, self.registry) for each in DEFINITIONS}
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
-        """Adds to the counter `name`."""
+        """Add to the counter `name`."""
         counter = self._find(name, labels)
         assert isinstance(counter, Counter)
         counter.inc(amount)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
-        """Sets the gauge `name`."""
+        """Set the gauge `name`."""
         gauge = self._find(name, labels)
         assert isinstance(gauge, Gauge)
         gauge.set(value)
 
     def follow(self, name: str, read: Callable[[], float], /, **labels: str) -> None:
-        """From now on the gauge `name` is what `read` returns at each exposition."""
+        """Make the gauge `name` show what `read` returns at each exposition."""
         gauge = self._find(name, labels)
         assert isinstance(gauge, Gauge)
         gauge.set_function(read)
 
     def observe(self, name: str, seconds: float, /) -> None:
-        """Adds an observation to the histogram `name`."""
+        """Add an observation to the histogram `name`."""
         histogram = self._find(name, {})
         assert isinstance(histogram, Histogram)
         histogram.observe(seconds)
 
     def request(self, verb: str, resource: str, code: str) -> None:
-        """Counts a request to the API server."""
+        """Count a request to the API server."""
         self.add("api_requests", verb=verb, resource=resource, code=code)
 
     def _find(self, name: str, labels: Mapping[str, str]) -> MetricWrapperBase:

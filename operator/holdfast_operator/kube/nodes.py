@@ -1,7 +1,7 @@
-"""Nodes as the reconciler wants them: what the API says of one, joined with what its daemon says.
+"""Views of nodes for the reconciler: a node's object in the API, joined with its daemon's reports.
 
 Pure. Whether a pod of the job could run on a node is judged as the scheduler would, as far as the
-node's own object and the pods of trainers tell; the scheduler has the last word.
+node's own object and the pods of trainers show; the scheduler has the last word.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from holdfast_operator.kube.notices import NOTICES, notice_of
 from holdfast_operator.reconciler.views import NodeView
 
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
-"""An administrator's word that the node is down for good."""
+"""Taint by which an administrator declares that the node is down for good."""
 
 _REPELLING = frozenset({"NoSchedule", "NoExecute"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taint:
-    """Repels pods that do not tolerate it."""
+    """A taint, which repels pods that do not tolerate it."""
 
     key: str
     value: str
@@ -35,7 +35,7 @@ class Taint:
 
 @dataclass(frozen=True, kw_only=True)
 class KubeNode:
-    """What matters of a node's object."""
+    """The relevant part of a node's object."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class KubeNode:
     taints: tuple[Taint, ...] = ()
     allocatable: Mapping[str, float] = field(default_factory=dict)
     leaving: str = ""
-    """Why the node will be taken away soon; empty when nobody says so."""
+    """Reason why the node will be taken away soon; empty when none was announced."""
 
     @cached_property
     def out_of_service(self) -> bool:
@@ -53,20 +53,20 @@ class KubeNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Wants:
-    """What a job's pods need of a node; made once for each version of the job."""
+    """Requirements of a job's pods on a node; made once for each version of the job."""
 
     selector: Mapping[str, str]
     terms: tuple[Object, ...]
-    """Of the required node affinity; one must match. Empty for any node."""
+    """Terms of the required node affinity, of which one must match; empty for any node."""
     tolerations: tuple[Object, ...]
     requests: Amounts
     domain_label: str
     memory_bytes: int
-    """For snapshots, within the daemon's budget."""
+    """Memory for snapshots, within the daemon's budget."""
 
 
 def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
-    """The node. `notices` are taints and conditions that announce its end."""
+    """Read a node from the API's form. Taints and conditions of `notices` announce its end."""
     metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     conditions = status.get("conditions") or []
     return KubeNode(
@@ -86,7 +86,7 @@ def read_node(raw: Object, notices: Collection[str] = NOTICES) -> KubeNode:
 
 
 def wants_of(job: MoETrainingJob) -> Wants:
-    """What the job's template asks for."""
+    """Requirements of the job's template."""
     spec = job.spec.trainer.template["spec"]
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
@@ -101,8 +101,8 @@ def wants_of(job: MoETrainingJob) -> Wants:
 
 
 def unfit(node: KubeNode, wants: Wants, taken: Amounts) -> str:
-    """Why a pod cannot come to the node, in words; empty when it can. `taken` is what trainers of
-    other jobs ask for there."""
+    """Reason why a pod cannot run on the node, in words; empty when it can. `taken` is what
+    trainers of other jobs request there."""
     if not node.ready:
         return "not ready"
     if node.cordoned:
@@ -128,8 +128,8 @@ def node_view(
     taken: Amounts = (),
     returning: bool = False,
 ) -> NodeView:
-    """The node for the reconciler. `node` is None when there is no such object (any more), `heard`
-    when no daemon has ever dialled in."""
+    """View of the node for the reconciler. `node` is None when there is no such object (any more),
+    `heard` when no daemon has ever connected."""
     view = heard or NodeView(name=name)
     if node is None:
         return replace(view, gone=True, schedulable=False)

@@ -1,7 +1,7 @@
-"""By which words of a node's object its end is announced. Pure.
+"""Taints and conditions that announce the end of a node. Pure.
 
-Clouds, autoscalers and their add-ons say so with a taint or a condition, each in its own words;
-Kubernetes has no word for it. More can be named on the operator's command line.
+Clouds, autoscalers and their add-ons each use a taint or a condition of their own; Kubernetes
+defines none. More can be named on the operator's command line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NOTICES = frozenset(
         "remediator.aks.microsoft.com/unschedulable",
     }
 )
-"""Keys of taints, and types of conditions. Not among them is what announces a pause as well, such
+"""Keys of taints, and types of conditions. Those that also announce a mere pause are left out, such
 as AKS's condition VMEventScheduled."""
 
 
 def notice_of(raw: Object, names: Collection[str] = NOTICES) -> str:
-    """Why the node will be taken away soon, in words; empty when nobody says so."""
+    """Reason why the node will be taken away soon, in words; empty when none was announced."""
     for taint in (raw.get("spec") or {}).get("taints") or []:
         if taint.get("key") in names:
             return f"taint {taint['key']}"

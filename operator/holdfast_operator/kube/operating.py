@@ -1,4 +1,4 @@
-"""One replica of the operator, put together: waits for its Lease, then leads until it ends."""
+"""Wires one replica of the operator, which waits for its Lease, then leads until it ends."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from holdfast_protos.identity import Identity
 _log = logging.getLogger(__name__)
 
 FAREWELL_S = 3.0
-"""For the last events."""
+"""Time limit for posting the last events."""
 
 
 class Operating:
-    """One replica. `run` it.
+    """One replica of the operator. `run` it.
 
     Args:
         lease_api: connections that nothing else uses: a renewal that waits behind the requests of
-            hundreds of jobs that start comes too late.
-        catch_signals: lets signals call `stop`; called again whenever a library took them.
+            hundreds of starting jobs would come too late.
+        catch_signals: makes signals call `stop`; called again when a library replaced the handlers.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Operating:
         self._ready = False
 
     def health(self) -> Health:
-        """For probes."""
+        """Health of this replica, for probes."""
         now = time.monotonic()
         return Health(
             leads=self._leader.leads,
@@ -139,7 +139,7 @@ class Operating:
         self._stop.set()
 
     async def run(self) -> bool:
-        """Until told to stop, or the Lease is lost; whether it ended as it was told to."""
+        """Run until told to stop or the Lease is lost; returns whether it was told to stop."""
         self._catch_signals(self)
         self._metrics.set("leader", 0)
         acquired = asyncio.create_task(self._leader.acquire())
@@ -240,7 +240,7 @@ class Operating:
         )
 
     def _watch_revisions(self) -> Watch:
-        """Not among those that a leader waits for: jobs do not need it."""
+        """The watch of template revisions. A leader does not wait for it: jobs do not need it."""
         selector = {"labelSelector": self._options.daemon_selector}
         return self._watch(CONTROLLER_REVISIONS, self._revisions, self._options.namespace, selector)
 
@@ -257,7 +257,7 @@ class Operating:
 
 
 async def _first(*work: asyncio.Future[None] | Coroutine[object, object, object]) -> None:
-    """Wait for the first to end, cancel those that were begun here, and raise what it raised."""
+    """Wait until the first of `work` ends, cancel what was begun here, and raise its error."""
     begun = [asyncio.ensure_future(each) for each in work]
     try:
         done, _ = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,5 @@
-"""The command line of `holdfast-operator`. What a pod knows of itself comes from its environment,
-which flags override."""
+"""The command line of `holdfast-operator`. The name, namespace and address of its pod come from the
+environment, which flags override."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ deleted without one: for the moment before it is uninstalled.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How this operator runs."""
+    """Options of this operator."""
 
     kubeconfig: str
     context: str
     namespace: str
-    """Where Holdfast itself is installed."""
+    """Namespace in which Holdfast is installed."""
     watch_namespace: str
-    """Whose jobs are carried out; empty for all."""
+    """Namespace whose jobs are carried out; empty for all."""
     identity: str
-    """Of this replica; the name of its pod."""
+    """Name of this replica, which is that of its pod."""
     address: str
-    """Where daemons reach this replica."""
+    """Address at which daemons reach this replica."""
     listen: str
     control_port: int
     http_port: int
@@ -51,11 +51,11 @@ class Options:
     daemon_selector: str
     """Labels of the daemons' pods in `namespace`."""
     renew_daemons: bool
-    """Delete the pods of daemons of an older version, when nobody loses by it."""
+    """Whether to delete the pods of daemons of an older version, when no job loses by it."""
     notice: tuple[str, ...]
     """More taints and conditions that announce the end of a node."""
     storage_locations: tuple[StorageLocation, ...]
-    """Where jobs may persist to; none: nowhere."""
+    """Locations that jobs may persist to; empty for none."""
     tls: str
     """Directory of this replica's certificate."""
     tls_domain: str
@@ -64,7 +64,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Options:
-    """The options; exits with a message when they are not right."""
+    """Parse the options; exits with a message when they are invalid."""
     parser = argparse.ArgumentParser(
         prog="holdfast-operator",
         description=DESCRIPTION,

@@ -1,7 +1,7 @@
-"""When a job's control loop must look again by itself. Pure.
+"""Pauses of a job's control loop before it looks again by itself. Pure.
 
-Whatever happens wakes the loop; this is for what happens by nothing happening. Looking is cheap
-but not free: hundreds of jobs that are well share one core.
+Every event wakes the loop; these pauses are for what shows by the absence of events. Looking is
+cheap but not free: hundreds of healthy jobs share one core.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from holdfast_operator.reconciler.conditions import phase as phase_of
 from holdfast_operator.reconciler.views import ControlState, Decision, StartAgent
 
 CALM_S = 5.0
-"""Of a job that is well: hangs and the steps in its status."""
+"""Pause of a healthy job, for noticing hangs and for the steps in its status."""
 ENDED_S = 60.0
 WAITING_S = 2.0
-"""Of a job that waits for nodes: the coming of one wakes it."""
+"""Pause of a job that waits for nodes, each of which wakes it when it comes."""
 BUSY_S = 0.5
 FAILED_S = 2.0
-"""After an action that the API server refused."""
+"""Pause after an action that the API server refused."""
 NOW_S = 0.05
-"""Acting changes what there is to see."""
+"""Pause after actions, which change what there is to see."""
 
 
 def pause_s(
@@ -31,11 +31,11 @@ def pause_s(
     failed: bool,
     now: float,
 ) -> float:
-    """How long the loop may rest after `decision`.
+    """Seconds for which the loop may rest after `decision`.
 
     Args:
         late: nodes whose daemons are silent.
-        failed: an action of the decision could not be carried out.
+        failed: whether an action of the decision could not be carried out.
     """
     state, phase = decision.state, phase_of(decision.conditions)
     if failed:
@@ -57,7 +57,7 @@ def pause_s(
 
 
 def _deadline(job: MoETrainingJob, state: ControlState) -> float | None:
-    """When a deadline of the spec passes."""
+    """Time when the next deadline of the spec passes; None without one."""
     if state.active_since is None:
         return None
     spec = job.spec

@@ -1,5 +1,5 @@
-"""Pods of trainers as the reconciler sees them. Pure, and tolerant: a pod is what a cluster made
-of it, not what was asked for."""
+"""Reads trainers' pods for the reconciler. Pure, and tolerant: a pod is what a cluster made of it,
+not what was asked for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast_operator.kube.manifests import (
 from holdfast_operator.reconciler.views import AgentState, AgentView, StartAgent
 
 KILLED_CODE = 128 + 9
-"""Of a container whose end nobody saw, such as that of an evicted pod."""
+"""Exit code of a container whose end was not observed, such as that of an evicted pod."""
 
 SCHEDULED = "PodScheduled"
 DISRUPTED = "DisruptionTarget"
@@ -34,7 +34,7 @@ class TrainerPod:
     job: str
     """Name of the job."""
     owner: str
-    """The uid of the job that it was made for."""
+    """Uid of the job that the pod was made for."""
     member: int
     attempt: int
     node: str
@@ -44,7 +44,7 @@ class TrainerPod:
     message: str = ""
     disruption: str = ""
     last_lines: str = ""
-    """Of what its container wrote before it failed."""
+    """Last lines that the pod's container wrote before it failed."""
     requests: Amounts = ()
 
     @property
@@ -53,7 +53,7 @@ class TrainerPod:
 
 
 def read_pod(raw: Object) -> TrainerPod | None:
-    """The pod; None when its labels are not those of a trainer."""
+    """Read a pod from the API's form; None when its labels are not those of a trainer."""
     metadata, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
     try:
@@ -84,7 +84,7 @@ def read_pod(raw: Object) -> TrainerPod | None:
 
 
 def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tuple[AgentView, ...]:
-    """The members' agents: for each member and node the newest pod that is not on its way out, or
+    """The members' agents: for each member and node the newest pod that is not being stopped, or
     else the newest that is; and those whose pods are still to be created."""
     newest: dict[tuple[int, str], TrainerPod] = {}
     for pod in pods:
@@ -118,7 +118,7 @@ def _rank(pod: TrainerPod) -> tuple[bool, int]:
 def _state(
     metadata: Object, spec: Object, status: Object
 ) -> tuple[AgentState, int | None, str, str]:
-    """(state, exit code, why in one word, why in a sentence)."""
+    """(state, exit code, reason in one word, reason in a sentence)."""
     if metadata.get("deletionTimestamp"):
         return AgentState.STOPPING, None, "", ""
     trainer = _trainer_status(spec, status)
@@ -138,8 +138,9 @@ def _state(
 
 
 def _last_lines(spec: Object, status: Object) -> str:
-    """The end of the log of a container that failed: the kubelet's words, by
-    `terminationMessagePolicy: FallbackToLogsOnError`. Variables of the template may be secret."""
+    """End of the log of a container that failed, which the kubelet reports by
+    `terminationMessagePolicy: FallbackToLogsOnError`. Secret variables of the template are
+    hidden."""
     ended = (_trainer_status(spec, status).get("state") or {}).get("terminated") or {}
     given = (spec.get("containers") or [{}])[0].get("env") or []
     variables = {str(each.get("name")): str(each.get("value", "")) for each in given}
@@ -159,7 +160,7 @@ def _waits_for(status: Object, trainer_state: Object) -> tuple[str, str]:
 
 
 def _trainer_status(spec: Object, status: Object) -> Object:
-    """Of the first container of the template."""
+    """Status of the container that is first in the template."""
     containers = spec.get("containers") or [{}]
     name = containers[0].get("name")
     statuses: list[Object] = status.get("containerStatuses") or []

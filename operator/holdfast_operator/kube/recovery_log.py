@@ -1,4 +1,4 @@
-"""A job's recoveries, told in its status and counted in metrics. Decides nothing."""
+"""A job's recoveries, recorded for its status and counted in metrics. Decides nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast_operator.reconciler.views import ControlState, Decision, Observed
 
 
 class RecoveryLog:
-    """Follows one job.
+    """The recoveries of one job.
 
     Args:
-        earlier: the recoveries that an earlier control loop told of.
+        earlier: the recoveries that an earlier control loop recorded.
     """
 
     def __init__(self, metrics: OperatorMetrics, earlier: Sequence[Recovery]) -> None:
@@ -27,7 +27,7 @@ class RecoveryLog:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Oldest first; times are of the wall clock."""
+        """The recoveries, oldest first, with wall-clock times."""
         return self._recoveries.all
 
     def follow(
@@ -38,7 +38,7 @@ class RecoveryLog:
         decision: Decision,
         wall: float,
     ) -> None:
-        """Take in one look, made at `wall`."""
+        """Take in one look, made at the wall-clock time `wall`."""
         was_over = self._last_is_over()
         self._recoveries.follow(observed, decision, wall)
         del self._recoveries.all[:-RECOVERIES_SHOWN]

@@ -1,8 +1,7 @@
-"""Brings new versions to the nodes: deletes the pods of daemons, whose DaemonSet leaves that to
-others (OnDelete). `holdfast_operator.reconciler.renewal` decides which, and when.
+"""Brings new versions to the nodes: deletes the daemons' pods, which their DaemonSet leaves to the
+operator (OnDelete). `holdfast_operator.reconciler.renewal` decides which, and when.
 
-What it remembers may be lost at any time: pods say of what version they are, and whether they
-serve.
+Its memory may be lost at any time: pods carry their version, and show whether they serve.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ _log = logging.getLogger(__name__)
 TICK_S = 1.0
 CATCH_UP_S = 60.0
 """Once a daemon is back, the next one of its job waits for a snapshot that is newer than what was
-protected before, but not for longer: saves may be rare."""
+protected before, but not for longer than this: saves may be rare."""
 ABSENT_S = 60.0
-"""A node that has no pod after its daemon was deleted is to get one, for so long."""
+"""Seconds for which a node whose daemon's pod was deleted is expected to get a new one."""
 TOLD_AFTER_S = 30.0
-"""Waiting is told once it lasts this long."""
+"""Seconds of waiting after which it is reported as an event."""
 
 
 class DeleteApi(Protocol):
-    """What of `Api` is needed."""
+    """The part of `Api` that `Renewing` needs."""
 
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str = "", grace_s: int = -1
@@ -48,20 +47,20 @@ class DeleteApi(Protocol):
 
 
 class TellsPeople(Protocol):
-    """What of `Recorder` is needed."""
+    """The part of `Recorder` that `Renewing` needs."""
 
     def tell(self, about: Object, event: Event) -> None: ...
 
 
 class Renewing:
-    """`run` it as a task.
+    """Replaces daemons of an older version. `run` it as a task.
 
     Args:
-        namespace: of the daemons' pods.
-        pods: of daemons, by namespace and name.
-        revisions: of their DaemonSet.
-        jobs: what all jobs have to say; None while they are not known yet.
-        changed: called with nodes whose daemons became old or new.
+        namespace: namespace of the daemons' pods.
+        pods: daemons' pods, by namespace and name.
+        revisions: revisions of their DaemonSet.
+        jobs: standing of all jobs; None while they are not known yet.
+        changed: called with nodes whose daemons became outdated, or are so no more.
     """
 
     def __init__(
@@ -82,27 +81,27 @@ class Renewing:
         self._changed, self._recorder = changed, recorder
         self._metrics, self._clock = metrics, clock
         self._deleted: set[str] = set()
-        """Uids of pods that were deleted from here, until they are gone."""
+        """Uids of the pods that this process deleted, until they are gone."""
         self._awaited: dict[str, tuple[Generation, float]] = {}
-        """Key of a job → what was protected when a daemon of it was replaced, and when one of its
-        daemons was last seen away."""
+        """Key of a job → what was protected when one of its daemons was replaced, and when one was
+        last seen away."""
         self._waits_since: dict[str, tuple[str, float]] = {}
         self._renewal = Renewal()
         self._replaced: dict[str, float] = {}
-        """Node → when its daemon was deleted from here, until all is done."""
+        """Node → when this process deleted its daemon, until all are replaced."""
 
     def condition(self, nodes: Iterable[str]) -> Condition | None:
-        """What a job with members on `nodes` is told; None when all their daemons are new."""
+        """Condition of a job with members on `nodes`; None when all their daemons are new."""
         return outdated_condition(self._renewal, nodes)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             await self.turn()
             await asyncio.sleep(TICK_S)
 
     async def turn(self) -> None:
-        """Look once, and do what is to be done."""
+        """Look once, and act on it."""
         newest = _newest(self._revisions().values())
         if newest is None:
             return
@@ -154,7 +153,7 @@ class Renewing:
         )
 
     def _catching_up(self, job: JobStand, stands: Mapping[str, DaemonStand]) -> JobStand:
-        """The job, which may ask to be left alone until it is protected anew."""
+        """The job, on hold if one of its daemons was replaced and it is not protected anew yet."""
         if job.key not in self._awaited:
             return job
         generation, away_at = self._awaited[job.key]
@@ -215,6 +214,6 @@ def _newest(revisions: Iterable[TemplateRevision]) -> TemplateRevision | None:
 
 
 def _by_node(pods: Iterable[DaemonPod]) -> dict[str, DaemonPod]:
-    """The daemon of each node; one that nobody ends before one that is on its way out."""
+    """The daemon of each node; a pod that is not being ended comes before one that is."""
     ordered = sorted((pod for pod in pods if pod.node), key=lambda pod: not pod.ending)
     return {pod.node: pod for pod in ordered}

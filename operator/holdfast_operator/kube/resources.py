@@ -1,4 +1,4 @@
-"""The kinds of object that the operator touches, and where the API server keeps them. Pure."""
+"""The kinds of object that the operator uses, and their paths in the API. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Resource:
     """A kind of object in the API."""
 
     group: str
-    """Empty for the core group."""
+    """API group; empty for the core group."""
     version: str
     plural: str
     namespaced: bool = True

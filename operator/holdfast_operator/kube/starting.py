@@ -1,8 +1,9 @@
 """Creates the pods of one job's members, a few at a time, while its control loop goes on looking:
 thousands take long, and a failure must not wait for them.
 
-Decides nothing. What is wanted counts as an agent that is starting, as if its pod were there: so a
-look neither wants it again nor misses it, and takes it back like a pod that has not started.
+Decides nothing. A pod that is still to be created counts as an agent that is starting, as if it
+existed: so a look neither asks for it again nor misses it, and can take it back like a pod that has
+not started.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.views import StartAgent
 
 AT_ONCE = 16
-"""Of one job, however many there are to create."""
+"""Number of pods of one job that are created at once, however many are wanted."""
 
 
 class Starting:
-    """Of one job.
+    """Creates the pods of one job.
 
     Args:
         attempts: member → the highest attempt that was ever started.
@@ -29,28 +30,28 @@ class Starting:
     def __init__(self, world: LoopContext, attempts: dict[int, int]) -> None:
         self._world, self._attempts = world, attempts
         self._wanted: dict[int, StartAgent] = {}
-        """By member; not begun."""
+        """By member, the pods whose creation has not begun."""
         self._under_way: set[StartAgent] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing = asyncio.Lock()
         self._prepared_for = ""
         self._lost_at: dict[int, float] = {}
-        """Member → last heartbeat of the node that it was lost with, until its pod is made."""
+        """Member → last heartbeat of the node that it was lost with, until its new pod is made."""
         self._failed: list[ApiError] = []
 
     @property
     def pending(self) -> tuple[StartAgent, ...]:
-        """What is wanted and not there yet."""
+        """Agents that are wanted and whose pods do not exist yet."""
         return (*self._wanted.values(), *self._under_way)
 
     def take_back(self, starts: Iterable[StartAgent]) -> None:
-        """Do not create these; those on their way go on, and have to be deleted."""
+        """Do not create these. A creation under way goes on, and its pod has to be deleted."""
         for each in starts:
             if self._wanted.get(each.member) == each:
                 del self._wanted[each.member]
 
     def want(self, job: MoETrainingJob, starts: Iterable[StartAgent]) -> None:
-        """Create these pods, too."""
+        """Create these pods as well."""
         new = {each.member: each for each in starts if each not in self._under_way}
         self._wanted.update(new)
         if new:
@@ -62,16 +63,17 @@ class Starting:
             task.add_done_callback(self._tasks.discard)
 
     def note_loss(self, member: int, heard_at: float) -> None:
-        """The member was lost with a node whose last heartbeat was then, in monotonic seconds."""
+        """Note that the member was lost with a node whose last heartbeat was at `heard_at`, in
+        monotonic seconds."""
         self._lost_at[member] = heard_at
 
     def failures(self) -> list[ApiError]:
-        """What was refused since this was asked last. The next look wants it again."""
+        """Refusals since the last call. The next look asks for those pods again."""
         found, self._failed = self._failed, []
         return found
 
     def close(self) -> None:
-        """Begin nothing more, and give up what is on its way."""
+        """Begin no more creations, and cancel those under way."""
         self._wanted = {}
         for task in self._tasks:
             task.cancel()
@@ -86,11 +88,11 @@ class Starting:
                 finally:
                     self._under_way.discard(start)
         except ApiError as error:
-            self._wanted = {}  # what speaks against one speaks against most
+            self._wanted = {}  # what is refused for one is refused for most
             self._failed.append(error)
 
     async def _prepare(self, job: MoETrainingJob) -> bool:
-        """Make what pods share, once; whether there are any to create."""
+        """Make what pods share, once; returns whether there are any to create."""
         async with self._preparing:
             if self._wanted and self._prepared_for != job.metadata.uid:
                 await self._world.trainers.prepare(job)

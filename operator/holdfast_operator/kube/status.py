@@ -1,6 +1,7 @@
 """A job's status as the API shows it. Pure.
 
-A copy for readers: only `counters` is ever read back by the operator, and all of it may be deleted.
+A copy for readers: all of it may be deleted. A control loop that starts again reads back the
+`counters`, and what it carries on from: members, recoveries, times.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def refusal_status(resource: Object, reason: str, message: str, now: str) -> Obj
 
 
 def _document(status: JobStatus) -> Object:
-    """`status` as it comes back from an API server, so that equal ones compare equal."""
+    """`status` as it would come back from an API server, so that equal ones compare equal."""
     document: Object = msgspec.json.decode(msgspec.json.encode(status))
     return document
 
@@ -135,7 +136,7 @@ def _document(status: JobStatus) -> Object:
 def conditions_of(
     conditions: Sequence[Condition], generation: int, previous: Object, now: str
 ) -> tuple[JobCondition, ...]:
-    """Conditions in the standard form; a transition time changes with the status alone."""
+    """Conditions in the standard form; a transition time changes only with the status."""
     earlier = {each["type"]: each for each in previous.get("conditions") or []}
     found = []
     for condition in conditions:
@@ -156,9 +157,9 @@ def conditions_of(
 
 
 def essence(status: Object) -> object:
-    """What of a status must be written at once, and before actions are carried out: what a control
-    loop that starts again must not forget, and what people wait for. Two equal ones may differ in
-    steps and texts."""
+    """The part of a status that must be written at once, before actions are carried out: what a
+    control loop that starts again needs, and what users wait for. Statuses with the same essence
+    may differ in steps and texts."""
     kept = {**(status.get("counters") or {})}
     kept.pop("saved", None)  # grows with every step
     kept.pop("losses", None)  # likewise
@@ -169,8 +170,8 @@ def essence(status: Object) -> object:
 
 
 def recoveries_of(status: Object) -> list[Recovery]:
-    """The recoveries in a status, for a control loop that starts again. The last one, if it was not
-    over, is taken up again."""
+    """The recoveries in a status, for a control loop that starts again, which continues the last
+    one if it was not over."""
     found = []
     for each in status.get("lastRecoveries") or []:
         seconds, at = each.get("seconds"), seconds_of(each.get("detectedAt")) or 0.0
@@ -192,7 +193,7 @@ def recoveries_of(status: Object) -> list[Recovery]:
 
 
 def _step_before(previous: Object, epoch: int, started_from: int | None) -> int:
-    """The newest step that is known when no rank tells of any, such as after the end."""
+    """The newest step that is known when no rank reports any, such as after the end."""
     reached: int = previous.get("step", 0)
     same = previous.get("epoch") == epoch
     return max(reached, started_from or 0) if same else started_from or reached

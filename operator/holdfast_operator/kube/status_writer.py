@@ -1,7 +1,7 @@
-"""Writes one job's status: checked against other writers, throttled, never twice the same.
+"""Writes one job's status: checked against other writers, throttled, and only when it changed.
 
-That of a large job takes the API server long. What must be there before anything is done is waited
-for; what only people look at is written beside the control loop.
+The API server takes long to write the status of a large job. The control loop waits for what must
+be stored before anything is done; what only users read is written beside the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRIES = 3
 
 
 class StatusApi(Protocol):
-    """What of `Api` is needed."""
+    """The part of `Api` that `StatusWriter` needs."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
 
@@ -36,7 +36,7 @@ class StatusWriter:
 
     Args:
         resource: the job, as it was last seen.
-        interval_s: how long news that can wait is kept back.
+        interval_s: seconds for which changes that can wait are held back.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class StatusWriter:
         self._interval_s, self._count = interval_s, count
         self._metadata: Object = {}
         self.written: Object = resource.get("status") or {}
-        """What the API server has, as far as is known."""
+        """Status on the API server, as far as is known."""
         self._written_at = float("-inf")
         self._beside: asyncio.Task[bool] | None = None
         self.see(resource)
 
     def see(self, resource: Object) -> None:
-        """Take over the resource version of a newer form of the job."""
+        """Take over the job's resource version, if it is newer."""
         metadata = resource["metadata"]
         known = int(self._metadata.get("resourceVersion", -1))
         if int(metadata["resourceVersion"]) > known:
@@ -66,7 +66,7 @@ class StatusWriter:
             self._metadata = {name: metadata[name] for name in names}
 
     async def write(self, status: Object) -> bool:
-        """Write `status` if it is due; whether what matters of it is on the server now."""
+        """Write `status` if it is due; returns whether its essence is on the server now."""
         if status == self.written:
             return True
         if essence(status) != essence(self.written):
@@ -78,7 +78,7 @@ class StatusWriter:
         return True
 
     async def close(self) -> None:
-        """Give up what is being written beside the control loop."""
+        """Cancel the write beside the control loop, if there is one."""
         if self._beside is not None:
             self._beside.cancel()
             await asyncio.wait([self._beside])
@@ -110,7 +110,8 @@ class StatusWriter:
         self.see(await self._api.replace(JOBS, self._metadata["namespace"], body, "status"))
 
     async def _refresh(self) -> bool:
-        """After a conflict: somebody changed the job, most often its spec."""
+        """Read the job again after a conflict: another client changed it, most often its spec.
+        Returns whether the write can be tried again."""
         try:
             fresh = await self._api.get(JOBS, self._metadata["namespace"], self._metadata["name"])
         except ApiError as error:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 Clock = Callable[[], float]
-"""Monotonic seconds."""
+"""Returns the time in seconds: monotonic, or since the Unix epoch for a clock named `wall`."""
 Sleep = Callable[[float], Awaitable[None]]
-"""Lets so many seconds pass."""
+"""Waits for a number of seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,26 +23,26 @@ class ClockPair:
     """Seconds since the Unix epoch."""
 
     def at_wall(self, now: float) -> float:
-        """A monotonic time in seconds since the Unix epoch."""
+        """Convert a monotonic time to seconds since the Unix epoch."""
         return self.wall + now - self.now
 
     def text(self, now: float) -> str:
-        """A monotonic time as the API writes it."""
+        """Write a monotonic time as the API does."""
         return timestamp(self.at_wall(now))
 
 
 def timestamp(wall: float) -> str:
-    """metav1.Time: seconds."""
+    """Write a time as metav1.Time, in whole seconds."""
     return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def micro_timestamp(wall: float) -> str:
-    """metav1.MicroTime: always six digits."""
+    """Write a time as metav1.MicroTime, always with six digits."""
     return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def seconds_of(text: object) -> float | None:
-    """Seconds since the Unix epoch of either form; None for anything else."""
+    """Read either form as seconds since the Unix epoch; None for anything else."""
     try:
         return datetime.fromisoformat(str(text)).timestamp()
     except ValueError:

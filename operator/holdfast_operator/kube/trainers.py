@@ -1,4 +1,4 @@
-"""The pods of trainers: all of them by job, and what is done to them at the API server.
+"""The pods of trainers: an index by job, and the requests that create and delete them.
 
 Every answer goes into the copy that the watch keeps, so that the next look of a control loop sees
 what the last one did. Decides nothing.
@@ -26,16 +26,16 @@ from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import AgentState
 
 GRACE_S = 8
-"""Between SIGTERM and SIGKILL of a pod; longer than the launcher gives its workers."""
+"""Seconds between SIGTERM and SIGKILL of a pod: longer than the launcher gives its workers."""
 AT_ONCE_MAX = 16
-"""Objects of all jobs that are created together, and also how many pods are deleted together: what
-must be stopped does not wait for thousands that start."""
+"""Number of objects of all jobs that are created at once, and likewise of pods that are deleted at
+once: a deletion does not wait for thousands of creations."""
 
 EXISTS = "AlreadyExists"
 
 
 class TrainersApi(Protocol):
-    """What of `Api` is needed."""
+    """The part of `Api` that `Trainers` needs."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Object: ...
 
@@ -56,7 +56,7 @@ class PodIndex:
         self._by_job: dict[str, dict[str, TrainerPod]] = {}
 
     def change(self, before: TrainerPod | None, now: TrainerPod | None) -> None:
-        """One pod came, changed or went."""
+        """Take in that a pod came, changed or went."""
         if before is not None:
             pods = self._by_job.get(before.job_key, {})
             pods.pop(before.name, None)
@@ -73,7 +73,7 @@ class PodIndex:
 
 
 class Trainers:
-    """What can be done to the pods of jobs.
+    """Creates and deletes the pods of jobs.
 
     Args:
         cache: the watch's copy of the pods.
@@ -87,7 +87,7 @@ class Trainers:
         self._stops = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def prepare(self, job: MoETrainingJob) -> None:
-        """Make what the job's pods share, where it is missing.
+        """Make the objects that the job's pods share, where they are missing.
 
         Raises:
             ApiError: when the API server refuses it.
@@ -103,20 +103,20 @@ class Trainers:
                         raise
 
     async def try_out(self, job: MoETrainingJob) -> None:
-        """Ask the API server whether it would take the job's pods, without making one.
+        """Ask the API server whether it would accept the job's pods, without making one.
 
         Raises:
-            ApiError: what it says against them.
+            ApiError: when it would refuse them.
         """
         body = pod_manifest(job, 0, "any", 0)
         if not _has_account(job):
-            # Admission looks for ours, which is made with the first pods.
+            # Admission looks for the job's own account, which is made with the first pods.
             body["spec"]["serviceAccountName"] = "default"
         async with self._starts:
             await self._api.create(PODS, job.metadata.namespace, body, dryRun="All")
 
     async def start(self, job: MoETrainingJob, member: int, node: str, attempt: int) -> None:
-        """Create the member's pod. One of its name that is there already is taken for it.
+        """Create the member's pod. An existing pod of its name counts as that pod.
 
         Raises:
             ApiError: when the API server refuses it.
@@ -133,7 +133,7 @@ class Trainers:
                 self._cache.put(await self._api.get(PODS, job.metadata.namespace, name))
 
     async def stop(self, pods: Iterable[TrainerPod], *, force: bool = False) -> None:
-        """Delete pods; with `force` without waiting for their nodes.
+        """Delete pods; with `force`, without waiting for their nodes.
 
         Raises:
             ApiError: when the API server refuses it.
@@ -141,7 +141,7 @@ class Trainers:
         await asyncio.gather(*(self._stop(pod, force) for pod in pods))
 
     async def _stop(self, pod: TrainerPod, force: bool) -> None:
-        # An ended pod has nothing to be graceful to.
+        # A pod that has ended needs no grace.
         force = force or pod.state is AgentState.EXITED
         async with self._stops:
             try:

@@ -1,8 +1,8 @@
-"""`holdfast-operator release-finalizers`: what must happen before the operator is uninstalled.
+"""`holdfast-operator release-finalizers`: prepares the uninstallation of the operator.
 
-A job with our finalizer cannot be deleted without an operator, and neither can its namespace. So
-the finalizers go first. The operator that still runs would put them back: it is ended by taking its
-Lease, which nobody gets back before `LEASE_S` have passed.
+A job with the operator's finalizer cannot be deleted without an operator, and neither can its
+namespace. So the finalizers go first. An operator that still runs would put them back: it is ended
+by taking its Lease, which no other process gets before `LEASE_S` have passed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from holdfast_operator.kube.times import Sleep, micro_timestamp
 _log = logging.getLogger(__name__)
 
 LEASE_S = 60
-"""Longer than it takes to delete the Deployment of the operator."""
+"""Duration of the Lease: longer than it takes to delete the Deployment of the operator."""
 OPERATOR_ENDS_S = 2 * RETRY_S
-"""The operator looks at its Lease every `RETRY_S`."""
+"""Time for the operator to end: it looks at its Lease every `RETRY_S`."""
 PAGE = "500"
 TRIES = 10
 
 
 class UninstallApi(UpsertApi, Protocol):
-    """What of `Api` is needed."""
+    """The part of `Api` that `release_finalizers` needs."""
 
     async def list(self, resource: Resource, namespace: str = "", **query: str) -> Object: ...
 
@@ -52,8 +52,8 @@ async def release_finalizers(
 
     Args:
         namespace: where the operator's Lease is.
-        identity: of this process.
-        watch_namespace: whose jobs; empty for all.
+        identity: name of this process.
+        watch_namespace: namespace of the jobs; empty for all.
         wall: seconds since the Unix epoch.
 
     Raises:
@@ -102,7 +102,7 @@ async def _take_lease(
 
 
 async def _release(api: UninstallApi, job: Object) -> bool:
-    """Whether the job had the finalizer."""
+    """Take the finalizer off a job; returns whether the job had it."""
     for _ in range(TRIES):
         metadata = job["metadata"]
         finalizers = metadata.get("finalizers") or []

@@ -2,9 +2,9 @@
 
 The official client has a watch (it decodes every object into models and gives up on connection
 errors) and an informer (threads); kopf's watches feed handlers, not a copy. This one keeps parsed
-objects, so that what is looked at often is read once, and tells of each change.
+objects, so that what is used often is parsed once, and reports each change.
 
-Never relists without need: bookmarks keep the resource version fresh, and only 410 starts over.
+It never relists without need: bookmarks keep the resource version fresh, and only 410 starts over.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from holdfast_operator.kube.times import Clock, Sleep
 _log = logging.getLogger(__name__)
 
 SERVER_S = 300
-"""The server ends a watch after this long, so that connections spread over API servers."""
+"""Seconds after which the server ends a watch, so that connections spread over API servers."""
 SILENCE_S = 90.0
-"""Bookmarks come about once a minute: a watch that hears nothing for longer is dead."""
+"""Silence after which a watch is dead: bookmarks come about once a minute."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 30.0
 PAGE = "500"
 
@@ -34,7 +34,7 @@ Key = tuple[str, str]
 
 
 class Fed(Protocol):
-    """What a watch feeds: a cache of objects of any kind."""
+    """The cache that a watch feeds, of objects of any kind."""
 
     version: int
 
@@ -46,11 +46,11 @@ class Fed(Protocol):
 
 
 class Cache(Generic[T]):
-    """The newest known form of every object, parsed by `parse`.
+    """The newest known version of every object, parsed by `parse`.
 
     Args:
-        parse: from the API's form; called once for each version.
-        on_change: (before, now) for each object that came, changed or went; None for absent.
+        parse: reads the API's form; called once for each version.
+        on_change: called with (before, now) when an object came, changed or went; None: absent.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Cache(Generic[T]):
         return self._objects.get((namespace, name))
 
     def all(self) -> Mapping[Key, T]:
-        """Every object; not to be kept."""
+        """Every object, in a mapping that callers must not keep, because it changes."""
         return self._objects
 
     def put(self, raw: Object) -> None:
@@ -83,8 +83,8 @@ class Cache(Generic[T]):
             self._on_change(before, now)
 
     def written(self, raw: Object) -> None:
-        """Take in the answer to a write of ours ahead of the watch, unless the watch is already
-        past it: then the object may be gone again."""
+        """Take in the answer to a write of this process ahead of the watch, unless the watch is
+        already past it: then the object may be gone again."""
         if _identity(raw)[1] > self.version:
             self.put(raw)
 
@@ -134,10 +134,10 @@ class Watch:
         self.synced = asyncio.Event()
         """Set once the first list is in the cache."""
         self.alive_at = clock()
-        """When the watch last heard from the server, or tried to."""
+        """Time when the watch last heard from the server, or tried to."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         backoff_s = BACKOFF_S_MIN
         while True:
             self.alive_at = self._clock()

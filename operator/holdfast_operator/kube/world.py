@@ -1,4 +1,4 @@
-"""What all jobs' control loops share. Only holds; `__main__` makes it."""
+"""Parts that the control loops of all jobs share. It only holds them; `operating` makes it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class LoopContext:
     clock: Callable[[], float]
     """Monotonic seconds."""
     worked_s: Callable[[], float]
-    """Processor time that this thread has used: on a busy machine much less than what passes."""
+    """Processor time that this thread has used: on a busy machine, much less than has passed."""
     clocks: ClockPair
     locations: Locations
-    """Where jobs may persist to."""
+    """Locations that jobs may persist to."""
     insecure: bool = False
-    """Daemons need not prove who they are: the one switch is off."""
+    """Whether daemons need not prove who they are: the one switch is off."""
     outdated: Callable[[Iterable[str]], Condition | None] = lambda nodes: None
-    """What is to be said of daemons of an older version on these nodes."""
+    """Condition about daemons of an older version on these nodes; None when there are none."""
     status_s: Callable[[], float]
-    """How long news of a job's status that can wait is kept back: the more jobs, the longer."""
+    """Seconds for which status changes that can wait are held back: the more jobs, the longer."""
