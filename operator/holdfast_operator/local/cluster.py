@@ -1,15 +1,15 @@
 """A job on virtual nodes of this machine: the reconciler over processes.
 
 ```python
-async with LocalCluster(job, directory) as cluster:
+async with LocalCluster(job, LocalSettings(directory=directory)) as cluster:
     await cluster.wait_for(lambda status: status.step >= 10, timeout_s=60)
     await cluster.kill_node("n2")
     outcome = await cluster.finished(timeout_s=600)
 ```
 
-`LocalCluster` only carries out what `reconcile` decides. Leaving the `with` block stops and removes
-everything; a control loop that dies instead leaves daemons and agents running, and the next one on
-the same directory adopts them.
+`LocalCluster` only carries out what `reconcile` decides. Leaving the `with` block stops all
+processes and frees the nodes' memory; a control loop that dies instead leaves daemons and agents
+running, and the next one on the same directory adopts them.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ from holdfast_operator.reconciler.counters import Outcome
 from holdfast_protos.identity import Identity, Role
 
 LOOK_S = 0.2
-"""How often to look when nothing calls."""
+"""Seconds between looks when nothing wakes the loop."""
 SOON_S = 0.01
-"""When to look at what the actions of the last look have changed."""
+"""Seconds until the loop looks at what its last actions have changed."""
 RENEW_AGAIN_S = 60.0
-"""Pause after certificates could not be renewed."""
+"""Seconds until certificates that could not be renewed are tried again."""
 INSECURE = (
     "identity is off: whoever reaches the loopback ports of this run may read and change its "
     "training state; leave out --insecure (or HOLDFAST_INSECURE) to turn it on"
 )
 USABLE_FRACTION = 0.8
-"""Of the free shared memory, what daemons may use together when the job sets no limit."""
+"""Fraction of the free shared memory that all daemons may use when the job sets no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSettings:
-    """How to run a job locally."""
+    """Settings of a local run."""
 
     directory: Path | None = None
     """Run directory; one below the temporary directory, named after the job, when None."""
     memory: Path | None = None
     """Directory on a tmpfs for the nodes' memory; below /dev/shm when None."""
     redis_url: str = ""
-    """Catalogue for the daemons; their own memory when empty."""
+    """URL of the daemons' catalogue; when empty, they keep it in their own memory."""
     insecure: bool = False
     """Whether daemons and the control loop do without certificates, and trainers without tokens."""
     commands: Commands = field(default_factory=Commands)
-    """How processes are started."""
+    """Command lines of the run's processes."""
 
 
 class LocalCluster:
     """One job on this machine.
 
     Raises (on construction):
-        InvalidJobError: the job asks for what is not supported, or belongs to another controller.
+        InvalidJobError: the job asks for something unsupported, or belongs to another controller.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class LocalCluster:
         )
 
     def _make_identity(self, insecure: bool) -> Identity | None:
-        """Certificates for all processes, and the token of the job."""
+        """Make certificates for all processes, and the token of the job."""
         if not self.directory.token_file.exists():
             write_private(self.directory.token_file, secrets.token_hex(32).encode())
         if insecure:
@@ -211,7 +211,7 @@ class LocalCluster:
             self._journal.tell("CertificatesNotRenewed", str(error), True)
 
     async def _listen(self, host: str, port: int) -> int:
-        """Listen where daemons dial already, if that is possible; else the new port."""
+        """Listen where daemons already dial, if possible; returns a port that is new, else 0."""
         assert self._server is not None
         try:
             bound = await self._server.start(host, port)
@@ -281,11 +281,11 @@ class LocalCluster:
     async def wait_for(
         self, predicate: Callable[[Status], bool], *, timeout_s: float, what: str = ""
     ) -> Status:
-        """Wait until the status is as wanted; returns it.
+        """Wait until `predicate` holds for the status; returns the status.
 
         Raises:
-            UnreachableError: when it did not become so in time, or the job ended without becoming
-                so; with where the job stands.
+            UnreachableError: when it does not hold in time, or the job ends before it holds. The
+                message includes where the job stands.
         """
         try:
             async with asyncio.timeout(timeout_s), self._news:
@@ -311,7 +311,7 @@ class LocalCluster:
         return f"{status.phase} at step {status.step}: {status.reason}; logs: {logs}"
 
     async def finished(self, *, timeout_s: float | None = None) -> Outcome:
-        """Wait for the end of the job.
+        """Wait for the end of the job; returns its outcome.
 
         Raises:
             UnreachableError: when it did not end in time.
@@ -323,7 +323,7 @@ class LocalCluster:
         return Outcome(status.phase)
 
     async def kill_rank(self, rank: int) -> str:
-        """SIGKILL a rank's process. All faults return what was done, in words, and are events."""
+        """SIGKILL a rank's process. Every fault is recorded as an event; returns what was done."""
         return self._injected(faults.signal_rank(self.directory, self.status, rank, signal.SIGKILL))
 
     async def kill_daemon(self, node: str) -> str:
@@ -348,7 +348,7 @@ class LocalCluster:
         try:
             await self._look_until_cancelled(control)
         finally:
-            async with self._news:  # whoever waits learns that nothing more will come
+            async with self._news:  # wake the waiters: nothing more will come
                 self._news.notify_all()
 
     async def _look_until_cancelled(self, control: ControlLoop) -> None:
@@ -367,7 +367,7 @@ class LocalCluster:
 
 
 def held_bytes(path: Path) -> int:
-    """Bytes that an earlier run's nodes hold below `path`, whose daemons may be writing there."""
+    """Bytes that an earlier run's nodes hold below `path`; their daemons may still be writing."""
     found = 0
     for directory, _, names in os.walk(path):
         for name in names:

@@ -16,7 +16,7 @@ from holdfast_protos.identity import Role
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """What to start."""
+    """Command line and environment of a process."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
@@ -24,7 +24,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commands:
-    """How daemons and agents are started."""
+    """Makes the commands of daemons and agents."""
 
     daemon_program: tuple[str, ...] = (sys.executable, "-m", "holdfast_daemon")
     agent_program: tuple[str, ...] = (sys.executable, "-m", "holdfast.launch")
@@ -33,7 +33,7 @@ class Commands:
     """Memory for snapshots that each daemon may use."""
 
     def daemon(self, directory: RunDirectory, run: RunRecord, node: NodeRecord) -> Command:
-        """The daemon of `node`."""
+        """Command of the daemon of `node`."""
         arguments = [
             *self.daemon_program,
             *("--root", node.root),
@@ -42,7 +42,7 @@ class Commands:
             *("--control", f"{run.control_host}:{run.control_port}"),
             *("--budget", str(self.budget_bytes)),
             *("--metrics-port", "0"),
-            "--storage-anywhere",  # that the person who runs it may write to
+            "--storage-anywhere",  # that the user who runs it may write to
             *self._security(directory, run),
             *("--log-file", str(directory.log(f"daemon-{node.name}"))),
         ]
@@ -67,7 +67,7 @@ class Commands:
         member: int,
         attempt: int,
     ) -> Command:
-        """The agent of `member` on `node`, which runs the job's trainer."""
+        """Command of the agent of `member` on `node`, which runs the job's trainer."""
         socket = str(directory.socket(node.name))
         workplace = Path(run.working_directory, str(job.container.get("workingDir", "")))
         arguments = [

@@ -1,7 +1,7 @@
-"""One look after another: observe, reconcile, carry out, report.
+"""The control loop of a local run: observe, reconcile, report, carry out; and again.
 
 The adapter between the pure reconciler and a local run's processes, daemons and files. It decides
-nothing. What it remembers may be lost at any time (`ControlState`).
+nothing. Its memory may be lost at any time (`ControlState`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from holdfast_operator.reconciler.views import (
 )
 
 STATUS_S = 0.5
-"""The status file is written at most this often, except when the epoch or the outcome changes."""
+"""Least seconds between writes of the status file, unless the epoch changes or events are new."""
 EVENTS_KEPT = 200
-"""Events in the status file, the newest."""
+"""Number of events in the status file, the newest."""
 EVENTS_IN_MEMORY_MAX = 10_000
-"""Events of a run that are kept by the process; older ones are forgotten."""
+"""Number of events of a run that the process keeps, the newest."""
 
 
 class Journal:
@@ -80,13 +80,13 @@ class ControlLoop:
         self._recoveries = Recoveries()
         self._written_at = float("-inf")
         self.status: Status | None = None
-        """None before the first look."""
+        """The newest status; None before the first look."""
 
     def look(self) -> bool:
-        """One look of the reconciler; whether it led to anything."""
+        """Look once; returns whether that led to actions and the job has not ended."""
         observed = self._observe()
         decision = reconcile(self._job, observed, self._state, time.monotonic())
-        # The next control loop must not tell again what this one has told.
+        # The next control loop must not repeat the events of this one.
         forced = decision.state.epoch != self._state.epoch or bool(decision.events)
         self._state = decision.state
         for event in decision.events:
@@ -103,7 +103,7 @@ class ControlLoop:
         for name in self._supervisor.run.nodes:
             node = heard.get(name) or NodeView(name=name)
             if self._supervisor.is_dead(name):
-                # Stands for the hardware: whatever its processes said last, it is not there.
+                # Stands in for hardware: the node is gone, whatever its processes reported last.
                 node = replace(node, connected=False, gone=True)
             elif self._supervisor.daemon_changed_at(name) > node.heard_at:
                 node = replace(node, returning=True)
@@ -125,7 +125,7 @@ class ControlLoop:
             case PersistNow():
                 self._server.persist(self._job.key)
             case Succeed() | Fail() | DeleteJob():
-                pass  # told as an event and a condition; whoever runs the job deletes it
+                pass  # reported as an event and a condition; the caller deletes the job
 
     # --- the status file ----------------------------------------------------------------------
 
@@ -147,10 +147,11 @@ class ControlLoop:
             try:
                 replace_file(self._directory.status_file, encode(self.status))
             except OSError:
-                return  # readers see an older one; the next look tries again
+                return  # readers see an older status; the next look tries again
 
     def remember(self) -> None:
-        """Take over counters of an earlier control loop, if its status file is there."""
+        """Take over counters, events and recoveries of an earlier control loop, if its status file
+        is there."""
         try:
             earlier = read_status(self._directory.status_file)
         except HoldfastError:

@@ -1,16 +1,16 @@
-"""Where a local run keeps its files, and its record of the processes that it started.
+"""Files of a local run, with the record of the processes that it started.
 
 ```
 <run>/lock              held by the control loop
 <run>/nodes.json        the nodes' processes: a control loop that starts again adopts them
 <run>/status.json       what `holdfast status` shows; may be deleted at any time
 <run>/dead/<node>       the node was lost, and its processes are not started again
-<run>/notices/<node>    the node will be lost soon; says why
+<run>/notices/<node>    the node will be lost soon; holds the reason
 <run>/exits/<agent>     exit code that the agent's launcher wrote
 <run>/exits/<agent>.waits  why the launcher cannot start its workers yet
 <run>/logs/             one file for each daemon and member
 <run>/tls/              a CA for this run, and what it certified for daemons and the control loop
-<run>/tokens/<job>      what trainers of the job show to daemons
+<run>/tokens/<job>      token that trainers of the job show to daemons
 <memory>/<node>/        the node's "tmpfs": its daemon's directory
 ```
 """
@@ -34,22 +34,22 @@ from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_operator.local.processes import ProcessId
 
 SOCKET_PATH_BYTES_MAX = 107
-"""A Unix socket's path, without its final NUL."""
+"""Longest path of a Unix socket, without its final NUL."""
 
 SHARED_MEMORY = Path("/dev/shm")
 NODES_MAX = 250
-"""Nodes have addresses of one loopback network of 254; one is the control loop's."""
+"""Most nodes of a run: they share the 254 addresses of a loopback network with the control loop."""
 
 
 class DaemonRecord(msgspec.Struct, kw_only=True):
-    """The daemon's process of a node."""
+    """The process of a node's daemon."""
 
     process: ProcessId
     attempt: int
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """The agent's process of a member."""
+    """The process of a member's agent."""
 
     process: ProcessId
     attempt: int
@@ -68,14 +68,14 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
-    """Everything that a control loop needs to go on with a run."""
+    """Everything that a control loop needs to continue a run."""
 
     job: str
     control_host: str
     control_port: int = 0
     working_directory: str = ""
     insecure: bool = False
-    """Its daemons were started without identity."""
+    """Whether the run's daemons were started without identity."""
     nodes: dict[str, NodeRecord] = {}
 
 
@@ -104,7 +104,7 @@ class RunDirectory:
         self._lock = -1
 
     def _default_memory(self) -> Path:
-        """Two runs of one job in different directories do not share memory."""
+        """Memory of this run: two runs of one job in different directories do not share it."""
         name = self.job_key
         if self.path != default_directory(self.job_key):
             name += "-" + blake2b(os.fsencode(self.path), digest_size=4).hexdigest()
@@ -137,15 +137,15 @@ class RunDirectory:
 
     @property
     def token_file(self) -> Path:
-        """With what trainers of the job show to daemons."""
+        """File with the token that trainers of the job show to daemons."""
         return self.tokens / job_file_name(self.job_key)
 
     def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call to a daemon of this run carries, so that it is answered: the job's token.
+        """Metadata that every call to a daemon of this run must carry: the job's token.
 
         Raises:
-            UnauthenticatedError: when there is no token to show: the run has ended, or is another
-                user's.
+            UnauthenticatedError: when there is no token to show: the run has ended, or belongs to
+                another user.
         """
         try:
             token = self.token_file.read_text(encoding="ascii").strip()
@@ -163,7 +163,7 @@ class RunDirectory:
         return self.root(node) / "daemon.sock"
 
     def mark(self, *parts: str | int) -> str:
-        """What marks the processes of this run, of a node, of an agent."""
+        """Mark of the processes of this run, of a node, or of an agent."""
         return ":".join([str(self.path), *map(str, parts)])
 
     # --- ownership ----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class RunDirectory:
 
         Raises:
             InvalidJobError: when paths would be too long for sockets.
-            StorageError: when a directory cannot be made, is not ours, or is in use.
+            StorageError: when a directory cannot be made, belongs to another user, or is in use.
         """
         longest = len(os.fsencode(self.memory / f"n{NODES_MAX}" / "daemon.sock"))
         if longest > SOCKET_PATH_BYTES_MAX:
@@ -200,7 +200,7 @@ class RunDirectory:
             _make_private(self.path / name)
 
     def close(self) -> None:
-        """Let another control loop have the directory."""
+        """Release the directory for another control loop."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -226,7 +226,7 @@ class RunDirectory:
         replace_file(self.path / "notices" / node, why.encode())
 
     def notice(self, node: str) -> str:
-        """Why the node will be lost soon; empty when nobody said so."""
+        """Reason why the node will be lost soon; empty when none was announced."""
         try:
             return (self.path / "notices" / node).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -235,10 +235,10 @@ class RunDirectory:
     # --- the record ---------------------------------------------------------------------------
 
     def read_record(self) -> RunRecord | None:
-        """What an earlier control loop left, None when it left nothing.
+        """Read the record that an earlier control loop left; None when there is none.
 
         Raises:
-            StorageError: when the file cannot be understood.
+            StorageError: when the file cannot be decoded.
         """
         try:
             record = _RUN_RECORD.decode(self.nodes_file.read_bytes())
@@ -253,10 +253,10 @@ class RunDirectory:
 
 
 def new_record(directory: RunDirectory, names: list[str]) -> RunRecord:
-    """Addresses and directories for nodes that do not exist yet.
+    """Record of a new run: addresses and directories for its nodes.
 
     Raises:
-        InvalidJobError: when there are more than one machine's loopback network can name.
+        InvalidJobError: when there are more than `NODES_MAX`.
     """
     if len(names) > NODES_MAX:
         raise InvalidJobError(f"{len(names)} virtual nodes; a local run has at most {NODES_MAX}")
@@ -275,7 +275,7 @@ def new_record(directory: RunDirectory, names: list[str]) -> RunRecord:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`; a reader sees the old content or the new."""
+    """Replace the content of `path` by `data`; a reader sees the old content or the new."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(data)
     temporary.replace(path)

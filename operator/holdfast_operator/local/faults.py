@@ -1,7 +1,8 @@
-"""Faults for people who want to see a job survive: on a run of this machine, through its files.
+"""Injects faults into a run of this machine, for users who want to see a job survive.
 
-They work on the running processes from outside, as a real fault would: the control loop is not
-told, except that a lost node is marked, because a virtual node has no hardware that could be gone.
+Faults act on the running processes and files from outside, as real ones would, and bypass the
+control loop. Only lost nodes and notices are marked in the run directory, because a virtual node
+has no hardware that could be gone, and no cloud.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def kill_daemon(directory: RunDirectory, node: str) -> str:
     """SIGKILL the daemon of a node; its memory stays.
 
     Raises:
-        InvalidJobError: when the node has none.
+        InvalidJobError: when there is no such node, or its daemon does not run.
     """
     record = directory.read_record()
     found = record.nodes.get(node) if record is not None else None
@@ -69,7 +70,7 @@ def kill_node(directory: RunDirectory, node: str) -> str:
 
 
 def notice(directory: RunDirectory, node: str) -> str:
-    """Announce that a node will be lost, as a cloud does of a spot instance; it is not.
+    """Announce that a node will be lost, as a cloud does of a spot instance; the node stays.
 
     Raises:
         InvalidJobError: when there is no such node, or it is lost already.
@@ -83,7 +84,7 @@ def corrupt(directory: RunDirectory, status: Status, rank: int, *, parity: bool 
     """Flip one byte of the newest sealed snapshot of a rank, or of a parity block on its node.
 
     Raises:
-        InvalidJobError: when there is nothing sealed.
+        InvalidJobError: when there is no such rank, or nothing sealed.
     """
     member = status.member_of(rank)
     node = status.node(member.node) if member is not None else None
@@ -144,7 +145,7 @@ def _flip(path: Path, offset: int) -> None:
 
 
 def _process_of(directory: RunDirectory, status: Status, rank: int) -> ProcessId:
-    """The rank's living process; a pid that is no process of this run any more is refused."""
+    """Find the rank's living process; a pid that no longer belongs to this run is refused."""
     found: RankStatus | None = status.rank(rank)
     if found is None:
         raise InvalidJobError(_no_rank(status, rank))

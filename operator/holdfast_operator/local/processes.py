@@ -1,8 +1,8 @@
-"""Processes of a local run: started, recognised, watched and killed.
+"""Starts, recognises, watches and kills the processes of a local run.
 
-A process is known by its pid *and* its start time, so that a pid that was given to someone else is
-never killed. Every process carries a mark in its environment, which its children inherit: that is
-how all processes of a virtual node are found, whoever started them. Linux only (pidfd, /proc).
+A process is identified by its pid *and* its start time, so that a pid that was reused is never
+killed. Every process carries a mark in its environment, which its children inherit: so all
+processes of a virtual node are found, whichever process started them. Linux only (pidfd, /proc).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ MARK = "HOLDFAST_LOCAL"
 """Environment variable of every process of a local run: `<run directory>:<node>:<what>`."""
 
 KILLED = -int(signal.SIGKILL)
-"""Exit code of a process whose real one is unknown, because nobody was there to see it."""
+"""Exit code assumed for a process whose real one is unknown."""
 
 TRACKER_S = 2.0
-"""What a resource tracker gets to clean up, once no process that it tracks for is left."""
+"""Seconds that a resource tracker gets to clean up, once the processes it tracks for are gone."""
 _TRACKER = b"from multiprocessing.resource_tracker import main"
-"""In the command line by which Python starts one."""
+"""Part of the command line by which Python starts a resource tracker."""
 
 _STARTTIME_FIELD = 19
-"""Of /proc/<pid>/stat, counted from the state, which is the first after the name."""
+"""Index of the start time in /proc/<pid>/stat, counted from the state, the first after the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, for ever."""
+    """One process, for ever: a later process with its pid is another one."""
 
     pid: int
     started: int
-    """Clock ticks after boot."""
+    """Start time in clock ticks after boot."""
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The living process that has `pid` now; None for a zombie or none."""
+    """The living process that has `pid` now; None when there is none, or a zombie."""
     with suppress(OSError, IndexError, ValueError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] not in ("Z", "X"):
@@ -56,13 +56,13 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def send(process: ProcessId, number: signal.Signals) -> bool:
-    """Send a signal to exactly this process; False when it is no more."""
+    """Send a signal to exactly this process; returns False when it has ended."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
         return False
     try:
-        if not is_alive(process):  # looked at after opening: the descriptor cannot change hands
+        if not is_alive(process):  # after opening: the descriptor stays with its process
             return False
         signal.pidfd_send_signal(descriptor, number)
         return True
@@ -157,8 +157,8 @@ def _poll(descriptor: int, patience_s: float) -> None:
 
 
 async def wait_exit(process: ProcessId) -> int | None:
-    """Wait until the process has ended. Its exit code (negative for a signal) when it was started
-    by this process, which also reaps it; None for one that was adopted."""
+    """Wait until the process has ended. Returns its exit code (negative for a signal) when this
+    process started it, and so reaps it; None for one that was adopted."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""From what the control loop knows to the status that people see. Pure."""
+"""Builds the status that users see from what the control loop observed. Pure."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _members(
 
 
 def _has_finished(agent: AgentView | None) -> bool:
-    """Whether a member's ranks have done their work: their daemon only knows that they are gone."""
+    """Whether a member's ranks have finished: their daemon only reports that they are gone."""
     return agent is not None and agent.state is AgentState.EXITED and agent.exit_code == 0
 
 

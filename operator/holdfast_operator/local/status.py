@@ -1,7 +1,7 @@
 """The status of a local run, as values, and as the file that `holdfast status` reads.
 
-The file is a copy for readers (invariant 6): it may be deleted at any time, and only counters are
-ever read back from it. Times are seconds since the Unix epoch.
+The file is a copy for readers (invariant 6) and may be deleted at any time. The next control loop
+reads back counters, events and recoveries from it. Times are seconds since the Unix epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast_operator.reconciler.recoveries import Recovery
 from holdfast_operator.reconciler.views import Condition
 
 FINISHED = "FINISHED"
-"""State of a rank that has ended well; what else there is are the daemon's (REFT §4.2)."""
+"""State of a rank that has ended well; all other states are the daemon's (REFT §4.2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,13 @@ class RankStatus:
     pid: int
     lost: bool
     restored: str
-    """Generation that it restored in this epoch; empty for none."""
+    """Generation that the rank restored in this epoch; empty for none."""
     restored_from: RestoreSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalMemberStatus:
-    """One member and what its daemon says."""
+    """One member, and the reports of its daemon."""
 
     index: int
     node: str
@@ -50,14 +50,14 @@ class LocalMemberStatus:
     """State of its agent: absent, starting, running, exited or stopping."""
     exit_code: int | None
     epoch: int
-    """That its daemon is in; 0 when the daemon is silent or knows nothing."""
+    """Epoch of the daemon; 0 when the daemon is silent or does not have the job."""
     ranks: tuple[RankStatus, ...]
     complete: str
     """Newest generation that all its ranks have committed; empty for none."""
     arena_bytes: int
     parity_bytes: int
     protection_bytes_s: float = 0.0
-    """Fetched from other nodes for parity of late, a second."""
+    """Bytes per second that were lately fetched from other nodes for parity."""
     skipped: int
     failed: int
     rebuilding: bool
@@ -70,7 +70,7 @@ class NodeStatus:
 
     name: str
     role: str
-    """`member N`, `spare` or `lost`, for people."""
+    """Role in words: `member N`, `spare` or `lost`."""
     member: int | None = None
     """Index of the member that lives here; None for a spare."""
     connected: bool
@@ -85,7 +85,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedEvent:
-    """Something that happened."""
+    """An event of a run."""
 
     time: float
     reason: str
@@ -95,18 +95,18 @@ class TimedEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """All that is known of a local run."""
+    """Everything that is known about a local run."""
 
     job: str
     time: float
     pid: int
-    """Of the control loop."""
+    """Pid of the control loop."""
     directory: str
     security: str = ""
-    """`mutual TLS`, or `insecure`: nobody proves anything."""
+    """`mutual TLS`, or `insecure`: no process proves who it is."""
     phase: Phase
     reason: str
-    """Why nothing is being done, or what is waited for."""
+    """Reason why the job ended, or why nothing is being done, or what is waited for."""
     epoch: int
     revision: int
     world_size: int
@@ -118,18 +118,18 @@ class Status:
     complete: str
     protected: str
     restarts: int
-    """Recoveries so far."""
+    """Number of recoveries so far."""
     failure: TrainerFailure | None = None
     """The newest rank or agent that failed by itself, and what it wrote last."""
     token_loss: JobLoss | None = None
-    """What recoveries cost in tokens; None where snapshots hold all experts, or it is not known."""
+    """Cost of recoveries in tokens; None where snapshots hold all experts, or it is not known."""
     conditions: tuple[Condition, ...] = ()
     members: tuple[LocalMemberStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()
     events: tuple[TimedEvent, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
     counters: dict[str, Any] = field(default_factory=dict)
-    """For the next control loop (`holdfast_operator.reconciler.counters`)."""
+    """Counters for the next control loop (`holdfast_operator.reconciler.counters`)."""
 
     def rank(self, rank: int) -> RankStatus | None:
         """The rank, None while no daemon reports it."""
@@ -158,7 +158,7 @@ def read_status(path: Path) -> Status:
     """The status in a file.
 
     Raises:
-        StorageError: when there is none or it cannot be understood.
+        StorageError: when there is none, or it cannot be decoded.
     """
     try:
         return _STATUS.decode(path.read_bytes())

@@ -1,7 +1,8 @@
-"""Keeps the processes of a local run: a daemon on every living node, agents where they are told.
+"""Keeps the processes of a local run: a daemon on every living node, and agents where asked.
 
-What a kubelet is to pods. It adopts what an earlier control loop started, and observes exits by
-pidfd. It decides nothing about the job: daemons that die alone are started again, agents are not.
+It does what a kubelet does for pods: it adopts processes that an earlier control loop started, and
+observes exits by pidfd. It decides nothing about the job: a daemon that dies is started again, an
+agent is not.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from holdfast_operator.reconciler.views import AgentState, AgentView, EventReaso
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 10.0
 STEADY_S = 30.0
-"""A daemon that lived this long is started again without waiting."""
+"""Seconds of life after which the next restart of a daemon has the shortest pause again."""
 GRACE_S = 8.0
-"""Between SIGTERM and SIGKILL; longer than the launcher gives its workers."""
+"""Seconds between SIGTERM and SIGKILL: longer than the launcher gives its workers."""
 
 
 class Supervisor:
     """All processes of a run.
 
     Args:
-        on_change: called when a process ended or was started.
-        tell: (reason, message, warning) for the run's events.
+        on_change: called when an agent has ended, or a daemon that is not started again.
+        tell: records an event of the run: (reason, message, warning).
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Supervisor:
     # --- beginning ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Adopt what lives, clear away what an earlier loop did not record, start the rest."""
+        """Adopt living processes, kill those that were not recorded, and start the rest."""
         self._kill_unrecorded()
         for node in self.run.nodes.values():
             if self.is_dead(node.name):
@@ -87,8 +88,8 @@ class Supervisor:
         self._directory.write_record(self.run)
 
     def _kill_unrecorded(self) -> None:
-        """A control loop that died between starting a process and recording it left one nobody
-        knows. Processes below recorded agents carry the same marks and stay."""
+        """Kill what is not recorded: a control loop may have died between starting a process and
+        recording it. Processes below recorded agents carry the same marks and stay."""
         for node in self.run.nodes.values():
             if node.daemon is None or not is_alive(node.daemon.process):
                 kill_marked(self._directory.mark(node.name, "daemon"))
@@ -103,7 +104,7 @@ class Supervisor:
         return self._directory.is_dead(node)
 
     def daemon_changed_at(self, node: str) -> float:
-        """When the node's daemon was last started or seen ended, in monotonic seconds."""
+        """Time when the node's daemon was last started or seen ended, in monotonic seconds."""
         return self._daemon_changed_at.get(node, float("-inf"))
 
     # --- daemons ------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class Supervisor:
             state = AgentState.RUNNING
         exit_code = code if state is AgentState.EXITED else None
         if exit_code is not None and exit_code < 0:
-            exit_code = 128 - exit_code  # as a shell and a kubelet say it
+            exit_code = 128 - exit_code  # as a shell and a kubelet report it
         lines = self._last_lines.get((member, node), "") if exit_code else ""
         return AgentView(
             member=member,
@@ -183,7 +184,7 @@ class Supervisor:
         )
 
     def _why_waiting(self, node: str, member: int, agent: AgentRecord) -> str:
-        """What the launcher says of workers that it cannot start yet; told when it begins to."""
+        """Reason why the launcher cannot start its workers yet; an event reports a new one."""
         try:
             why = self._directory.wait_file(member, agent.attempt).read_text().strip()
         except (OSError, UnicodeDecodeError):
@@ -196,7 +197,7 @@ class Supervisor:
         return why
 
     def start_agent(self, member: int, name: str) -> None:
-        """Start the member's agent on a node; nothing happens when it is there or the node lost."""
+        """Start the member's agent on a node, unless it is there or the node is lost."""
         node = self.run.nodes[name]
         if self._stopping or member in node.agents or self.is_dead(name):
             return
@@ -261,7 +262,7 @@ class Supervisor:
             self._tell("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
 
     async def _written_exit_code(self, member: int, agent: AgentRecord) -> int:
-        """The code of a process that was not ours to wait for."""
+        """Exit code that the launcher wrote, for a process that is not this process's child."""
         try:
             return int(self._directory.exit_file(member, agent.attempt).read_text())
         except (OSError, ValueError):
@@ -301,7 +302,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _end_process(self, process: ProcessId) -> None:
-        """SIGTERM, then SIGKILL. The one who watches the process reaps it."""
+        """End a process: SIGTERM, then SIGKILL. The task that watches the process reaps it."""
         if not send(process, signal.SIGTERM):
             return
         send(process, signal.SIGCONT)
@@ -312,7 +313,7 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
     async def _reap(self) -> None:
-        """Let the watchers see the end of their processes."""
+        """Wait until the watching tasks have seen the end of their processes; cancel the rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 while self._tasks:
