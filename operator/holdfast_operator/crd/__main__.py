@@ -11,7 +11,7 @@ import yaml
 from holdfast_operator.crd.reference import page
 from holdfast_operator.crd.schema import definition
 
-HEADER = "# Generated from core/holdfast_core/job_*.py by `make crds`; not edited by hand.\n"
+HEADER = "# Generated from core/holdfast_core/job by `make crds`; not edited by hand.\n"
 
 
 class _Dumper(yaml.SafeDumper):
