@@ -1,14 +1,14 @@
 """The snapshot engine: a sans-I/O state machine, one per job on a node.
 
-`JobEngine` takes what happened (a request of a trainer, a message of a peer, a membership, the end
-of an effect, time) and returns the effects to carry out. It touches nothing itself: no clock, no
-socket, no file, so that the simulator runs this very code.
+`JobEngine` consumes inputs (a trainer's request, a peer's message, a membership, the end of an
+effect, the passing of time) and returns the effects to carry out. It uses no clock, no socket and
+no file itself, so the simulator runs this very code.
 
-`job` has the inputs and the questions, `state`, `slots` and `epoch` what is remembered. An input
-changes that, and `convergence` brings it to rest with functions that look at the whole of it and
+`job` defines the inputs and the queries; `state`, `slots` and `epoch` hold the memory. An input
+changes the memory, and `convergence` then settles it with functions that look at all of it and
 start what is missing: `upkeep`, `rebuilding`, `loading`, `persisting`. `leader` and
-`persist_leader` have what only a leader decides; `answers` and `overview` read. Nothing outside
-this folder depends on what is remembered, or how.
+`persist_leader` make the decisions that only a leader makes; `answers` and `overview` only read. No
+code outside this folder depends on the layout of the memory.
 """
 
 from holdfast_daemon.engine.answers import EpochProgress, OpenedSession, RestoreState, WorldState

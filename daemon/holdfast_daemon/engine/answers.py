@@ -1,7 +1,7 @@
-"""Answers to what trainers and agents wait for, read off the engine's memory.
+"""Answers to the requests of trainers and agents, read from the engine's memory.
 
-Adapters ask again after each change, so that a waiting request never hangs on an event that was
-lost. Nothing here changes anything.
+Adapters ask again after each change, so a lost event never leaves a request hanging. These
+functions change nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ class OpenedSession:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Granted:
-    """Where a trainer may write a snapshot."""
+    """A slot granted to a trainer, and the places for the pieces of its snapshot."""
 
     slot: int
     places: bytes
-    """For each piece the slot at whose offset it goes; empty when all go into `slot`."""
+    """One byte per piece: the slot that it is written into, at its own offset; empty when all
+    pieces go into `slot`."""
     carried: bool
-    """Whether the pieces that the trainer called unchanged are carried over; otherwise it has to
-    write everything."""
+    """Whether the pieces that the trainer declared unchanged are carried over; otherwise it must
+    write every piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreState:
-    """How far a restore is. `ready` with a slot, or ready with none for a fresh start."""
+    """Progress of a restore. Once `ready`, it has a slot, or none for a fresh start."""
 
     phase: RestorePhase
     detail: str
@@ -70,13 +71,13 @@ class WorldState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochProgress:
-    """How the snapshots of a session's epoch fare."""
+    """Progress of the snapshots in a session's epoch."""
 
     epoch_ended: int = 0
-    """The epoch that has begun since; 0 while the session's own goes on."""
+    """Number of the newer epoch that has begun; 0 while the session's own is current."""
     redundant: bool = False
-    """Whether the job has redundancy. Where it has none, what all have committed is the most that
-    becomes of a generation."""
+    """Whether the job has redundancy. Without it, a generation gets no further than committed by
+    all ranks."""
     newest: Generation | None = None
     """The newest generation that is protected, or committed where there is no redundancy."""
     dead: tuple[Generation, ...] = ()
@@ -86,7 +87,7 @@ class EpochProgress:
 
 
 def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
-    """Where `rank` starts in this epoch, or how far finding out has come.
+    """Where `rank` starts in this epoch, or how far the decision has come.
 
     Raises:
         NoRecoveryLineError: training has gone on without this rank's restore, or the rank's
@@ -135,7 +136,7 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
 
 
 def watched(memory: JobMemory, session: TrainerSession) -> EpochProgress:
-    """What there is to tell a session now."""
+    """Progress to report to a session now."""
     epoch = memory.current
     if epoch is None or epoch.number > session.epoch:
         return EpochProgress(epoch_ended=memory.epoch if memory.epoch > session.epoch else 0)
@@ -184,7 +185,8 @@ def _loading(
 
 
 def _is_lost(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) -> bool:
-    """Whether nobody can give the rank the snapshot back, as far as settled reports say."""
+    """Whether neither storage nor the parity group can restore the rank's snapshot, judged only
+    once all members of the group have verified what they hold."""
     if rank in memory.rebuilds:
         return False
     if loading.may_load(epoch, generation) and not loading.is_failed(memory, rank, generation):

@@ -1,4 +1,4 @@
-"""What the end of an effect changes in the engine's memory."""
+"""Applies the results of effects to the engine's memory."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from holdfast_daemon.engine.slots import ArenaView, ParityState, RebuildJob, Slo
 from holdfast_daemon.engine.state import JobMemory
 
 WRONG_REBUILDS = 3
-"""A rebuild is tried so often before its parity is given up: the first may be wrong for a reason of
-this node."""
+"""Number of wrong rebuilds after which the parity is blamed: the first may be the fault of this
+node."""
 
 
 class Times(NamedTuple):
-    """When an effect ended, and when what failed may be tried again."""
+    """Time at which an effect ended, and the earliest time for another try should it have
+    failed."""
 
     now: float
     retry_at: float
 
 
 def apply(memory: JobMemory, event: Completion, at: Times) -> None:
-    """Take the end of an effect into account."""
+    """Apply the result of an effect."""
     match event:
         case SlotSealed():
             _sealed(memory, event)
@@ -161,7 +162,7 @@ def _give_up(
     *,
     corrupt: bool = False,
 ) -> None:
-    """A rebuild cannot go on; it begins anew later."""
+    """Abandon a rebuild that cannot go on; it is started again later."""
     del memory.rebuilds[rank]
     if job.stored:
         loading.failed(memory, rank, job.generation, why, corrupt=corrupt, now=at.now)
@@ -223,7 +224,8 @@ def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:
 
 
 def _blame_parity(memory: JobMemory, rank: int, generation: Generation, position: int) -> None:
-    """Tell the owner of a block that it is wrong, once that does not look like our own fault."""
+    """Tell the owner of a parity block that it is wrong, once this node is unlikely to be at
+    fault."""
     memory.wrong_rebuilds[rank] = memory.wrong_rebuilds.get(rank, 0) + 1
     if memory.wrong_rebuilds[rank] >= WRONG_REBUILDS and memory.current is not None:
         membership = memory.current.membership
@@ -242,7 +244,7 @@ def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:
         slot.verified = True
         return
     memory.note(JobEvent.CORRUPT, rank=event.rank, generation=event.generation, detail=event.detail)
-    # What is wrong may be a piece that another snapshot shares with this one.
+    # The damaged piece may be one that another snapshot shares with this one.
     others = [s for s in arena.slots if s is not slot and s.state is SlotState.SEALED]
     for other in others if arena.is_mixed else ():
         upkeep.verify_slot(memory, arena, other)

@@ -1,8 +1,8 @@
-"""How a job's memory comes to rest after an input, and how the other daemons come to know of it.
+"""Settles a job's memory after an input, and sends the other daemons what is new.
 
 Every input of the engine ends in `Convergence.settle`, which runs the level-triggered upkeep until
-nothing changes and sends the leader and the parity group what is new. What is remembered here is
-only what was sent: all else is in the job's memory.
+nothing changes and sends news to the leader and the parity group. `Convergence` remembers only what
+it has sent and concluded; everything else is in the job's memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from holdfast_daemon.engine.slots import ParityState, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
 _ROUNDS_MAX = 4
-"""Bound for one input: each round acts on what the one before has decided."""
+"""Maximum number of rounds for one input: each acts on the decisions of the one before."""
 
 
 class Convergence:
-    """Brings the memory of one job to rest.
+    """Settles the memory of one job.
 
     Args:
         memory: changed in place.
@@ -41,18 +41,18 @@ class Convergence:
         self._sent_directive: Directive | None = None
         self._repeated_at = self._latest = float("-inf")
         self._said: reporting.News | None = None
-        """In the newest report; None when it must be said again."""
+        """Content of the newest report; None when it must be sent again."""
         self._led: tuple[Membership, Directive, list[MemberReport]] | None = None
-        """From what a leader concluded nothing new the last time."""
+        """Inputs from which the leader last concluded nothing new."""
 
     def settle(self, now: float) -> list[Effect]:
-        """Do what there is to do; the effects of this, and of the input before it."""
+        """Start whatever is due; return its effects after those of the input itself."""
         self.settle_into(now)
         effects, self._memory.out = self._memory.out, []
         return effects
 
     def settle_into(self, now: float) -> None:
-        """The same, for an input that is about to fail: the effects wait for the next one."""
+        """Settle for an input that is about to fail: the effects wait for the next input."""
         memory, epoch = self._memory, self._memory.current
         if now < self._latest:  # a clock that jumped back must not stretch a pause
             memory.retry_at.clear()
@@ -67,7 +67,7 @@ class Convergence:
             upkeep.verify(memory)
             loading.forget_failures(memory, now)
             self._report(epoch)
-            before = (epoch.directive, len(memory.out))  # what was said so far changes nothing
+            before = (epoch.directive, len(memory.out))  # a report is no progress
             if epoch.leads:
                 epoch = self._lead(epoch, now)
                 epoch = self.direct(epoch, persist_leader.lead(memory, epoch, now))
@@ -80,10 +80,10 @@ class Convergence:
         self._send_directive(epoch)
 
     def direct(self, epoch: Epoch, directive: Directive) -> Epoch:
-        """Let `directive` be what the leader has decided, and keep it on disk before acting on it.
+        """Adopt `directive` as the leader's decision, and save it before acting on it.
 
         Returns:
-            The current epoch, with it.
+            The current epoch, with that directive.
         """
         memory, known = self._memory, epoch.directive
         if directive == known:
@@ -109,11 +109,12 @@ class Convergence:
         return epoch
 
     def say_again(self) -> None:
-        """Send report and directive once more, whether they have changed or not."""
+        """Have report and directive sent again, whether they have changed or not."""
         self._said = self._sent_directive = None
 
     def repeat_after(self, pause_s: float, now: float) -> None:
-        """`say_again` once every `pause_s`, however much else was said since, to some."""
+        """Call `say_again` once every `pause_s`, whatever else was sent to some of the members
+        meanwhile."""
         if now - self._repeated_at >= pause_s:
             self.say_again()
             self._repeated_at = now
@@ -121,7 +122,7 @@ class Convergence:
     # --- inside -----------------------------------------------------------------------------------
 
     def _lead(self, epoch: Epoch, now: float) -> Epoch:
-        """Conclude what follows from the reports; from the same reports nothing new does."""
+        """Decide what follows from the reports; unchanged reports are not considered again."""
         memory = self._memory
         known = (epoch.membership, epoch.directive, list(memory.reports.values()))
         if epoch.line is not None and known == self._led:
@@ -134,7 +135,7 @@ class Convergence:
         return after
 
     def _leave(self) -> None:
-        """This node is no longer a member: what it holds serves nobody."""
+        """Free everything: this node is no longer a member, so what it holds is of no use."""
         memory = self._memory
         for arena, slot in memory.slots():
             if slot.state is SlotState.SEALED:
@@ -144,7 +145,8 @@ class Convergence:
                 upkeep.free_parity(memory, parity)
 
     def _report(self, epoch: Epoch) -> None:
-        """Send the leader and the parity group what changed, each what it acts on."""
+        """Send a changed report to the leader, and to the parity group if it acts on what
+        changed."""
         memory, membership, me = self._memory, epoch.membership, epoch.me
         said, known = reporting.news(memory, epoch), self._said
         if said == known:

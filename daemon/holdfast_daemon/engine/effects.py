@@ -1,4 +1,4 @@
-"""What the engine asks of the world, and what the world tells it.
+"""Effects that the engine asks for, and the events that end them.
 
 The engine consumes events and returns effects; adapters (or the simulator) carry the effects out.
 Effects of one call are carried out in order. Those marked *at once* are finished before the next
@@ -39,7 +39,7 @@ class HeldSlot:
     slot: int
     manifest: Manifest
     digest: int
-    """Of the manifest."""
+    """Digest of the manifest."""
     places: bytes
 
 
@@ -53,7 +53,8 @@ class SaveEpoch:
     membership: Membership
     line: Line | None
     retained: Generation | None
-    """What the leader said must be kept; a leader that restarts must not forget it."""
+    """Generation that the leader promised to keep, a promise that must survive a restart of the
+    leader."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,11 +106,11 @@ class ForgetPeers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopPersisting:
-    """Let the writers of ranks that run now give up soon: their set is over."""
+    """Ask the running writers of ranks to give up soon: their set is over."""
 
 
 class JobEvent(StrEnum):
-    """What can happen to a job on a node, by its name in logs and in the catalogue."""
+    """Event of a job on a node, by its name in logs and in the catalogue."""
 
     EPOCH_BEGAN = "epoch_began"
     MEMBERSHIP_FOR_OTHER_MEMORY = "membership_for_other_memory"
@@ -132,9 +133,9 @@ class JobEvent(StrEnum):
     """Some rank will never complete the generation."""
 
     ARENA_REFUSED = "arena_refused"
-    """Its memory could not be allocated."""
+    """Memory for an arena could not be allocated."""
     ARENA_OVERGROWN = "arena_overgrown"
-    """A trainer took memory beyond its arena, which was cut off."""
+    """A trainer took memory beyond its arena; the excess was cut off."""
     CUT_BACK_FAILED = "cut_back_failed"
 
     PARITY_BUILT = "parity_built"
@@ -167,7 +168,7 @@ class JobEvent(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """Something happened that logs, metrics and the catalogue should say."""
+    """Event to record in logs, metrics and the catalogue."""
 
     event: JobEvent
     rank: int | None = None
@@ -188,7 +189,7 @@ class AllocateArena:
     parity_lanes: tuple[int, ...]
     """Parity lanes that need blocks beside it: one for each row of the group's code."""
     parity_bytes: int
-    """Size that each of the two parity blocks of these lanes must at least have."""
+    """Minimum size of each of the two parity blocks of these lanes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,9 +204,9 @@ class BuildParity:
     group: tuple[int, ...]
     code: Code
     block: BlockId
-    """Which of the group's blocks it is; its owner is this member."""
+    """Identity of the block within the group; its owner is this member."""
     sources: tuple[PeerSnapshot, ...]
-    """The members whose chunks go into it."""
+    """Snapshots whose chunks go into it, one per member."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,20 +229,20 @@ class Rebuild:
     manifest: Manifest
     encoded: bytes
     places: bytes = b""
-    """Where its pieces go."""
+    """Places for its pieces."""
     own_position: int
     code: Code
     sources: tuple[PeerSnapshot, ...]
-    """Other members of the group that hold their snapshots."""
+    """Snapshots that other members of the group hold."""
     blocks: frozenset[BlockId]
-    """The group's parity blocks that are there."""
+    """Parity blocks of the group that still exist."""
     members: tuple[MemberPlace, ...]
-    """Where all members of the group are, by position."""
+    """All members of the group, by position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FindStored:
-    """Ask storage which whole sets it holds of the job → `StoredFound`."""
+    """Ask storage which complete sets of the job it holds → `StoredFound`."""
 
     epoch: int
     tier: Tier
@@ -255,7 +256,8 @@ class OpenStored:
     rank: int
     generation: Generation
     held: tuple[HeldSlot, ...] = ()
-    """Experts that these hold in the right version are not read from storage."""
+    """Snapshots in memory: experts that they hold in the right version are not read from
+    storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,9 +271,9 @@ class LoadStored:
     manifest: Manifest
     encoded: bytes
     places: bytes = b""
-    """Where its pieces go."""
+    """Places for its pieces."""
     held: tuple[HeldSlot, ...] = ()
-    """As when it was opened; they stay as they are until this ends."""
+    """Same snapshots as in `OpenStored`; they do not change until the load ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,21 +298,22 @@ class VerifyParity:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PersistRank:
     """Write a sealed snapshot to the durable tier, straight from its places, verified on the way
-    → `RankPersisted`. Its slot is not used for anything else before."""
+    → `RankPersisted`. Until then the slot is not used for anything else."""
 
     epoch: int
     number: int
-    """Of the order."""
+    """Number of the persist order."""
     rank: int
     slot: int
     manifest: Manifest
     encoded: bytes
     layout: bytes
-    """Encoded."""
+    """The encoded layout."""
     places: bytes
     tier: Tier
     base: Generation | None = None
-    """The complete set that this one may name sets of, where copies leave experts out."""
+    """The complete set that this one may build on, where copies leave experts out; see
+    `sparse_files.may_build_on`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,13 +325,13 @@ class CommitSet:
     number: int
     generation: Generation
     files: tuple[RankFile, ...]
-    """By rank."""
+    """Files of all ranks, in rank order."""
     tier: Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendReport:
-    """Send to a member; best effort, newest wins."""
+    """Send a report to a member; best effort, newest wins."""
 
     to: MemberPlace
     report: MemberReport
@@ -336,7 +339,7 @@ class SendReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendDirective:
-    """Send to a member; best effort, newest wins."""
+    """Send a directive to a member; best effort, newest wins."""
 
     to: MemberPlace
     directive: Directive
@@ -344,7 +347,8 @@ class SendDirective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendSuspect:
-    """Tell a member that bytes of its snapshot do not match their manifest; best effort."""
+    """Tell a member that the rank's bytes, read from its snapshot or rebuilt from its parity, do
+    not match their manifest; best effort."""
 
     to: MemberPlace
     rank: int
@@ -401,11 +405,11 @@ class ManifestFetched:
     rank: int
     generation: Generation
     manifest: bytes
-    """Encoded; empty when no peer had it."""
+    """The encoded manifest; empty when no peer had it."""
     layout: bytes
     error: str = ""
     corrupt: bool = False
-    """What is there is not right, so that asking again would not help."""
+    """Whether what was found is damaged, so that asking again would not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -414,21 +418,21 @@ class Rebuilt:
     slot: int
     generation: Generation
     error: str = ""
-    """Empty when the slot is sealed."""
+    """Why the rebuild failed; empty when the slot is sealed."""
     corrupt: bool = False
-    """Bytes from storage do not match their manifest."""
+    """Whether bytes from storage did not match their manifest."""
     damaged: int | None = None
-    """Position in the group of the owner of the parity block that it came out wrong of, although
+    """Position in the group of the owner of the damaged parity block: the result was wrong although
     every other source was right."""
     mixture: str = ""
-    """Where the experts came from, in words, where it was not one file."""
+    """Sources of the experts, in words, when there was more than one file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFound:
     epoch: int
     found: Found | None
-    """None when storage could not be read."""
+    """Sets that storage holds; None when it could not be read."""
     error: str = ""
 
 
@@ -460,10 +464,10 @@ class RankPersisted:
     generation: Generation
     file: RankFile | None
     older: tuple[ExpertVersion, ...] = ()
-    """Versions of experts that the set may give back to other ranks; see `Manifest.older`."""
+    """Versions of experts that the set may restore on other ranks; see `Manifest.older`."""
     error: str = ""
     corrupt: bool = False
-    """The snapshot did not match its manifest."""
+    """Whether the snapshot did not match its manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -472,9 +476,9 @@ class SetCommitted:
     number: int
     generation: Generation
     error: str = ""
-    """Empty when the set is complete."""
+    """Why the commit failed; empty when the set is complete."""
     left: str = ""
-    """Why sets that are no longer needed are still there."""
+    """Why sets that are no longer needed could not be removed; empty when they were."""
 
 
 Completion = (

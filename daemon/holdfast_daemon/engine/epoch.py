@@ -1,4 +1,4 @@
-"""The epoch that a node takes part in, as one value: it is there as a whole, or not at all."""
+"""The epoch that a node takes part in, as one value: present as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast_core.snapshots.reports import Directive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """Who takes part, which of the members is here, and what their leader has decided so far."""
+    """An epoch: its membership, the member on this node, and the leader's decisions so far."""
 
     membership: Membership
     me: int
@@ -28,7 +28,7 @@ class Epoch:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The members of the parity group of this one."""
+        """The members of this member's parity group."""
         return self.membership.group_of(self.me)
 
     @property

@@ -1,11 +1,10 @@
-"""`JobEngine`: all that can happen to a job on this node, and the questions that adapters ask.
+"""`JobEngine`: every input of a job on this node, and the queries that adapters make.
 
-An input changes the memory and is then settled (`convergence`), which gives the effects to carry
-out. Requests are answered by questions about the state (`opened`, `committed`, `restore_state`,
-`world_state`), which an adapter asks again after each change: so a request never hangs on an event
-that was lost.
+An input changes the memory, which is then settled (`convergence`): that yields the effects to carry
+out. Adapters answer requests by querying the state (`opened`, `committed`, `restore_state`,
+`world_state`) again after each change, so a lost event never leaves a request hanging.
 
-Adapters read nothing but the answers: the memory is the engine's own.
+Adapters use only these queries: the memory is private to the engine.
 """
 
 from __future__ import annotations
@@ -63,14 +62,15 @@ from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """How often a daemon repeats itself."""
+    """Pauses, in seconds, before a daemon repeats reports and directives, or retries."""
 
     resend_s: float = 1.0
-    """While something is unsettled: reports and directives are repeated, since any may be lost."""
+    """Pause before reports and directives are repeated, since any may be lost, while something is
+    unsettled."""
     idle_resend_s: float = 5.0
-    """While all is settled."""
+    """Pause before reports and directives are repeated while all is settled."""
     retry_s: float = 0.25
-    """Before a failed build or rebuild is tried again."""
+    """Pause before a failed build or rebuild is tried again."""
 
 
 class JobEngine:
@@ -99,9 +99,9 @@ class JobEngine:
         """Take over what an earlier daemon left. Nothing counts as held before it is verified.
 
         Args:
-            arenas: (rank, encoded layout, {slot: (encoded manifest, places)}, whether a living
-                process holds the claim) of each.
-            parities: (lane, slot, entry) of each.
+            arenas: for each, (rank, encoded layout, {slot: (encoded manifest, places)}, whether a
+                living process holds the claim).
+            parities: for each, (lane, slot, entry).
         """
         memory = self.memory
         for rank, encoded, sealed, claimed in arenas:
@@ -135,15 +135,15 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def claim_ended(self, arena: ArenaView, now: float) -> list[Effect]:
-        """The trainer of an earlier daemon is gone: its slots can be used again."""
+        """Reclaim the slots of an earlier daemon's trainer, which is gone."""
         for slot in arena.slots:
             if slot.state is SlotState.GRANTED and slot.generation is None:
                 slot.clear()
         return self._convergence.settle(now)
 
     def set_membership(self, membership: Membership, now: float) -> list[Effect]:
-        """A membership from the control loop. Older ones, and ones that name another memory for
-        this node, are ignored."""
+        """Take a membership from the control loop. One that is older, or that names another memory
+        for this node, is ignored."""
         memory = self.memory
         known = memory.membership
         mine = membership.member_on(memory.node)
@@ -169,8 +169,8 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def on_report(self, report: MemberReport, now: float) -> list[Effect]:
-        """A peer's report. A newer epoch than ours fences us; an older one is ignored, and so is
-        one of somebody who is no member."""
+        """Take a peer's report. A newer epoch fences this daemon; a report of an older epoch is
+        ignored, and so is one from a sender that is not a member."""
         memory = self.memory
         if not self._see_epoch(report.epoch):
             if not self.is_member(report.member):
@@ -182,7 +182,7 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def on_directive(self, directive: Directive, now: float) -> list[Effect]:
-        """A directive of the leader."""
+        """Merge a directive of the leader into the current one."""
         memory = self.memory
         if not self._see_epoch(directive.epoch):
             if directive.epoch < memory.epoch or memory.current is None:
@@ -194,13 +194,14 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def on_peer_epoch(self, epoch: int, now: float) -> list[Effect]:
-        """A peer answered with its own epoch."""
+        """Take the epoch with which a peer answered: a newer one fences this daemon."""
         return self._convergence.settle(now) if self._see_epoch(epoch) else []
 
     def on_suspect(self, epoch: int, rank: int, generation: Generation, now: float) -> list[Effect]:
-        """A member received bytes of ours that are wrong. Of our own snapshot: look again. Of
-        another's, which comes out wrong of our parity although that matches its digests: give the
-        parity up, so that the next epoch goes on from something else."""
+        """Handle a member's complaint that bytes from this daemon are wrong. If they are of a
+        snapshot held here, verify it again. Otherwise the rank was rebuilt wrong from parity held
+        here, although the block matches its digests: give the block up, so that the next epoch
+        starts from something else."""
         held = self.memory.sealed(rank, generation)
         if epoch == self.memory.epoch and held is not None:
             upkeep.verify_slot(self.memory, *held)
@@ -209,8 +210,8 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def scrub(self, now: float, *, snapshot: bool, index: int, slot: int) -> list[Effect]:
-        """Look again at the snapshot of rank `index`, or the parity block of lane `index`, in slot
-        `slot`; it stays in use meanwhile."""
+        """Verify once more the snapshot of rank `index`, or the parity block of lane `index`, in
+        slot `slot`; it stays in use meanwhile."""
         memory = self.memory
         for arena, held in memory.slots() if snapshot else ():
             if (arena.rank, held.index) == (index, slot) and held.state is SlotState.SEALED:
@@ -221,23 +222,24 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def request_persist(self, now: float) -> list[Effect]:
-        """Somebody wants the newest generation in the durable tier soon.
+        """Request that the newest generation be persisted soon.
 
         Raises:
-            InvalidJobError: the job has none.
+            InvalidJobError: the job has no durable tier.
         """
         persisting.request(self.memory)
         return self._convergence.settle(now)
 
     def on_completion(self, event: Completion, now: float) -> list[Effect]:
-        """An effect ended."""
+        """Apply the result of an effect."""
         completions.apply(
             self.memory, event, completions.Times(now=now, retry_at=now + self._settings.retry_s)
         )
         return self._convergence.settle(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passed: retry, and repeat reports and directives that may have been lost."""
+        """Act on the passing of time: retry, and repeat reports and directives that may have been
+        lost."""
         pause_s = self._settings.idle_resend_s if self.settled else self._settings.resend_s
         self._convergence.repeat_after(pause_s, now)
         return self._convergence.settle(now)
@@ -270,7 +272,7 @@ class JobEngine:
         pid: int,
         now: float,
     ) -> tuple[str, list[Effect]]:
-        """Begin a session; `opened` tells when its arena is there.
+        """Begin a session; `opened` returns it once its arena is allocated.
 
         Raises:
             StaleEpochError, InvalidJobError, RankInUseError, CorruptError, LayoutMismatchError.
@@ -304,7 +306,8 @@ class JobEngine:
         return session.id, self._convergence.settle(now)
 
     def claimed(self, session_id: str, now: float) -> list[Effect]:
-        """The trainer holds the arena's lock: no other process writes into it any more."""
+        """Record that the trainer holds the arena's lock: no other process writes into the arena
+        any more."""
         session = self._session(session_id)
         session.claimed = True
         record = self.memory.rank(session.rank)
@@ -327,11 +330,11 @@ class JobEngine:
         base: Generation | None = None,
         unchanged: bytes = b"",
     ) -> tuple[Granted, list[Effect]]:
-        """A slot for the snapshot of `step`, and where in the arena its pieces go.
+        """Grant a slot for the snapshot of `step`, and places in the arena for its pieces.
 
         Args:
-            base: the snapshot from which the trainer wants to carry pieces over; when it is not
-                here, whole, in this layout, everything has to be written.
+            base: the snapshot from which the trainer wants to carry pieces over; unless it is held
+                here, verified and in this layout, everything has to be written.
             unchanged: bit map of those pieces.
 
         Raises:
@@ -388,7 +391,8 @@ class JobEngine:
         experts: tuple[ExpertVersion, ...] = (),
         now: float,
     ) -> list[Effect]:
-        """The slot is filled: seal it. `committed` tells when; repeating it is harmless."""
+        """Seal the filled slot. `committed` returns the digest once that is done; repeating the
+        call is harmless."""
         memory, session = self.memory, self._session(session_id)
         self._check_epoch(epoch, f"rank {session.rank}")
         generation = Generation(epoch, step)
@@ -444,7 +448,7 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def abort(self, session_id: str, *, epoch: int, step: int, now: float) -> list[Effect]:
-        """The trainer gives a granted slot back."""
+        """Free a granted slot that the trainer gives back."""
         session = self._session(session_id)
         for arena, slot in self.memory.slots():
             if (
@@ -456,7 +460,7 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def session_ended(self, session_id: str, *, clean: bool, now: float) -> list[Effect]:
-        """The trainer closed its session, or its process is gone."""
+        """End a session: the trainer has closed it, or its process is gone."""
         memory = self.memory
         session = memory.sessions.get(session_id)
         if session is None:
@@ -484,7 +488,7 @@ class JobEngine:
         failure: str = "",
         loss: LossReport | None = None,
     ) -> None:
-        """A sign of life of a rank, and how its saves fare."""
+        """Record a rank's sign of life and the state of its saves."""
         record = self.memory.rank(self._session(session_id).rank)
         if step > record.last_step:
             record.last_step, record.last_sign = step, now
@@ -492,7 +496,8 @@ class JobEngine:
         record.loss = loss
 
     def agent_waits(self, after_epoch: int) -> bool:
-        """This member's agent left the world of `after_epoch` and waits for the next one.
+        """Record that this member's agent has left the world of `after_epoch` and waits for the
+        next.
 
         Returns:
             Whether that is new.
@@ -503,8 +508,8 @@ class JobEngine:
         return True
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str = "") -> None:
-        """The agent saw a worker of `epoch` fail, and kept the end of its stderr. Of an ended epoch
-        it says nothing: workers are killed then.
+        """Record that a worker of `epoch` failed, and the end of its stderr. Failures in an ended
+        epoch are ignored: workers are killed then.
 
         Raises:
             InvalidJobError: the rank does not live here.
@@ -515,7 +520,7 @@ class JobEngine:
             record.exited, record.last_lines = (epoch, exit_code), last_lines
 
     def publish_store(self, epoch: int, address: str, now: float) -> list[Effect]:
-        """The agent of the first member serves the world's store."""
+        """Announce the address of the world's store, which the first member's agent serves."""
         memory = self.memory
         self._check_epoch(epoch, "the agent")
         if memory.current is not None:
@@ -523,7 +528,7 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def restore_given(self, state: RestoreState) -> None:
-        """A trainer was told to restore what `state`, an answer with a slot, names."""
+        """Record that a trainer was told to restore the slot of `state`."""
         assert state.arena is not None and state.line is not None
         record = self.memory.rank(state.arena.rank)
         record.restored = (state.line.generation, state.source)
@@ -551,7 +556,7 @@ class JobEngine:
 
     @property
     def verified(self) -> bool:
-        """Whether everything that is held here was verified in this epoch."""
+        """Whether everything held here has been verified in this epoch."""
         return self.memory.verified
 
     @property
@@ -562,28 +567,29 @@ class JobEngine:
 
     @property
     def wants_persist(self) -> bool:
-        """Whether this node waits for a generation to be persisted."""
+        """Whether a generation requested on this node is still to be persisted."""
         return self.memory.persist.wanted is not None
 
     def is_due_soon(self, now: float) -> bool:
-        """Whether what is protected would be persisted before long, as far as is known here."""
+        """Whether what is protected is due to be persisted before long, as far as this daemon
+        knows."""
         return persist_leader.is_due_soon(self.memory, now)
 
     def overview(self) -> JobOverview:
-        """What there is to say of the job now."""
+        """The state of the job now, as a frozen value."""
         return overview.overview(self.memory)
 
     def held(self) -> HeldOverview:
-        """What slots and parity blocks hold now."""
+        """The contents of slots and parity blocks now."""
         return overview.held(self.memory)
 
     def evidence(self) -> tuple[object, ...]:
-        """What the control loop may act upon, and is told at once."""
+        """The state that the control loop may act upon: changes to it are reported at once."""
         return overview.evidence(self.memory)
 
     @property
     def settled(self) -> bool:
-        """Whether repeating reports can wait: a line is told, and nothing is on its way."""
+        """Whether repeating reports can wait: the line is announced, and nothing is in progress."""
         epoch = self.memory.current
         if epoch is None or epoch.line is None or self.memory.rebuilds:
             return False
@@ -611,7 +617,7 @@ class JobEngine:
         return session_id in self.memory.sessions
 
     def watched(self, session_id: str) -> EpochProgress | None:
-        """What there is to tell a session now; None once it has ended."""
+        """Progress to report to a session now; None once it has ended."""
         session = self.memory.sessions.get(session_id)
         return None if session is None else answers.watched(self.memory, session)
 
@@ -651,7 +657,7 @@ class JobEngine:
         raise SnapshotSkippedError(f"step {step} was not sealed: {why}")
 
     def restore_state(self, rank: int, epoch: int) -> RestoreState:
-        """Where `rank` starts in this epoch, or how far finding out has come.
+        """Where `rank` starts in this epoch, or how far the decision has come.
 
         Raises:
             StaleEpochError: the epoch has ended.
@@ -719,7 +725,7 @@ class JobEngine:
         memory.note(JobEvent.EPOCH_BEGAN, detail=str(membership.epoch))
 
     def _see_epoch(self, epoch: int) -> bool:
-        """Whether `epoch` is newer than ours, which fences us."""
+        """Note a peer's `epoch`; return whether it is newer than this daemon's, which fences it."""
         memory = self.memory
         if epoch > memory.epoch_seen:
             memory.epoch_seen = epoch
@@ -729,7 +735,7 @@ class JobEngine:
 
     def _arena(self, rank: int, encoded: bytes) -> ArenaView:
         layout = decode_layout(encoded)
-        encoded = encode_layout(layout)  # one spelling, whatever the sender's
+        encoded = encode_layout(layout)  # one encoding, whatever the sender's
         if layout.rank != rank:
             raise InvalidJobError(f"rank {rank} opens with the layout of rank {layout.rank}")
         return ArenaView(rank=rank, layout_id=layout_id(encoded), layout=layout, encoded=encoded)

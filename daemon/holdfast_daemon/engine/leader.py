@@ -1,7 +1,7 @@
-"""What the leader of a job decides: the line, what is protected, what may be freed.
+"""Decisions of a job's leader: the line, what is protected, what may be freed.
 
-A pure function of the reports. Every field of a directive only grows within an epoch, so the result
-is merged with what was said before and never takes anything back.
+The directive is a pure function of the reports and of the directive before it. Within an epoch its
+fields only advance: it never takes back what was announced.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive, MemberReport
 
 Consult = Callable[[Line, Generation | None], tuple[Line | None, Generation | None]]
-"""From the line that memory gives, and what is being loaded, to the line, if there is one now, and
-what is to be loaded; see `loading.consult`."""
+"""Function from the line that memory gives and the generation being loaded to the line, if there is
+one now, and the generation to load; see `loading.consult`."""
 
 
 def lead(
@@ -25,7 +25,7 @@ def lead(
     previous: Directive,
     consult: Consult = lambda line, load: (line, load),
 ) -> Directive:
-    """The directive that follows from the reports of this epoch, never less than `previous`."""
+    """The directive that follows from the reports of this epoch, never behind `previous`."""
     previous = _remember(membership, reports, previous)
     inventories = {member: report.inventory for member, report in reports.items()}
     holdings = recovery.Holdings.of(membership, inventories)
@@ -78,7 +78,7 @@ def lead(
 
 
 def merge(known: Directive, heard: Directive) -> Directive:
-    """Both directives of one epoch together: each field at its furthest."""
+    """Merge two directives of one epoch: each field takes its most advanced value."""
     return replace(
         known,
         line=known.line or heard.line,
@@ -96,7 +96,7 @@ def with_announced(
     membership: Membership, directive: Directive, line: Line, retained: Generation | None
 ) -> Directive:
     """`directive` with what was announced earlier in this epoch."""
-    # What was kept of an older epoch need not be protected; what is, the inventories say again.
+    # A generation kept from an older epoch need not be protected; inventories show which is.
     current = retained is not None and retained.epoch == membership.epoch
     protected = retained if current and membership.redundancy is not Redundancy.NONE else None
     protected = _newest([], directive.protected, protected)
@@ -112,7 +112,7 @@ def with_announced(
 def _remember(
     membership: Membership, reports: Mapping[int, MemberReport], previous: Directive
 ) -> Directive:
-    """A leader that restarted learns from the reports what it has announced before."""
+    """Recover, from the reports, what this leader announced before it restarted."""
     for report in reports.values():
         if report.line is not None:
             previous = with_announced(membership, previous, report.line, report.retained)

@@ -1,12 +1,12 @@
-"""Going on from storage when memory has no line: the leader chooses, every daemon loads its ranks.
+"""Loads from storage when memory has no line: the leader chooses, every daemon loads its ranks.
 
-The line comes last. While memory has none, the leader asks storage which whole sets there are and
-names one generation (`Directive.load`); every daemon loads its ranks' snapshots of it into slots.
-When all of them are in memory, that generation is the line, by the same rule as any other: so all
-ranks start from one set or none does, and a set that turns out to be damaged on one rank is left
-for the next older one before anybody has used a byte of it.
+The line comes last. While memory has none, the leader asks storage for its complete sets and names
+one generation (`Directive.load`); every daemon loads its ranks' snapshots of it into slots. Once
+all of them are in memory, that generation is the line, by the same rule as any other. So all ranks
+start from one set or none does, and a set that turns out to be damaged on one rank is abandoned for
+the next older one before any rank has used a byte of it.
 
-Storage that cannot be read is waited for. Each failure in a row doubles the pause before the next
+While storage cannot be read, the job waits. Each failure in a row doubles the pause before the next
 try, up to `PAUSE_S_MAX`.
 """
 
@@ -31,10 +31,11 @@ from holdfast_daemon.engine.slots import ArenaView, RebuildJob, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 60.0
-"""Before what failed is tried again; doubled with each failure in a row."""
+"""First and longest pause before a failed task is tried again; each failure in a row doubles it."""
 
 FORGET_S, FORGET_S_MAX = 30.0, 600.0
-"""Before bytes that were not right are looked at again: somebody may have repaired them."""
+"""First and longest pause before damaged bytes are read again: an operator may have repaired
+them."""
 
 _REASON_CHARS_MAX = 300
 _LOOK = "look"
@@ -46,8 +47,8 @@ _LOOK = "look"
 def consult(
     memory: JobMemory, epoch: Epoch, line: Line, load: Generation | None, now: float
 ) -> tuple[Line | None, Generation | None]:
-    """The line that follows from `line`, which memory alone gives, and what is to be loaded before
-    there can be one."""
+    """Return the line that follows from `line`, which memory alone gives, and the generation to
+    load before there can be one."""
     membership, state = epoch.membership, memory.loading
     tier = membership.tier
     if tier is None:
@@ -97,7 +98,7 @@ def _look(memory: JobMemory, tier: Tier, now: float) -> None:
 
 
 def found(memory: JobMemory, event: StoredFound, now: float) -> None:
-    """Storage was looked at, in this epoch or an earlier one."""
+    """Take the result of a look at storage; one from an earlier epoch is ignored."""
     state = memory.loading
     if event.epoch != memory.epoch:
         return
@@ -126,7 +127,7 @@ def _unusable(memory: JobMemory) -> dict[Generation, str]:
 
 
 def may_load(epoch: Epoch, generation: Generation) -> bool:
-    """Whether `generation` is one that this epoch takes from storage."""
+    """Whether this epoch loads `generation` from storage."""
     if epoch.membership.tier is None:
         return False
     line = epoch.line
@@ -141,12 +142,12 @@ def wanted(epoch: Epoch) -> Generation | None:
 
 
 def is_failed(memory: JobMemory, rank: int, generation: Generation) -> bool:
-    """Whether what storage holds of it was found wrong lately."""
+    """Whether the rank's snapshot in storage was recently found damaged."""
     return (rank, generation) in memory.loading.failed
 
 
 def unloadable(memory: JobMemory) -> tuple[FailedLoad, ...]:
-    """For the report to the leader."""
+    """Failed loads, for the report to the leader."""
     return tuple(
         FailedLoad(rank=rank, generation=generation, reason=why)
         for (rank, generation), why in sorted(memory.loading.failed.items())
@@ -154,14 +155,14 @@ def unloadable(memory: JobMemory) -> tuple[FailedLoad, ...]:
 
 
 def forget_failures(memory: JobMemory, now: float) -> None:
-    """What was wrong a while ago may have been repaired."""
+    """Forget failures after a while: the damage may have been repaired."""
     for rank, generation in list(memory.loading.failed):
         if now >= memory.retry_at.get(_failed_key(rank, generation), now):
             del memory.loading.failed[rank, generation]
 
 
 def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) -> None:
-    """Begin to load a rank's snapshot, unless it was found wrong lately."""
+    """Begin to load a rank's snapshot, unless it was recently found damaged."""
     if not may_load(epoch, generation) or is_failed(memory, rank, generation):
         return
     tier = epoch.membership.tier
@@ -177,9 +178,9 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
 
 
 def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slot]:
-    """The slots that experts are taken from when `generation` is loaded: of each rank the oldest
-    snapshot after it, which has most of what `generation` had. Where copies hold all experts, none:
-    what is read from storage anyway is read from there."""
+    """The slots that experts are taken from when `generation` is loaded: for each rank the oldest
+    snapshot after it, which has most in common with `generation`. None where copies hold all
+    experts: everything is then read from storage."""
     tier = epoch.membership.tier
     if tier is None or not tier.experts:
         return []
@@ -218,9 +219,9 @@ def _are_there(memory: JobMemory, rank: int, held: Iterable[HeldSlot]) -> bool:
 def load_into_slot(
     memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJob, arena: ArenaView
 ) -> None:
-    """With the manifest and the arena at hand: a free slot, then the bytes."""
+    """Start the load into a free slot, given the manifest and the arena."""
     if not _are_there(memory, rank, job.held):
-        del memory.rebuilds[rank]  # the next look begins anew, with what is there
+        del memory.rebuilds[rank]  # the next round begins anew, with what is there
         return
     slot = arena.free_slot()
     if slot is None or job.manifest is None or not may_load(epoch, job.generation):
@@ -243,7 +244,8 @@ def load_into_slot(
 def failed(
     memory: JobMemory, rank: int, generation: Generation, why: str, *, corrupt: bool, now: float
 ) -> None:
-    """A rank's snapshot could not be loaded: not usable at all, or not now."""
+    """Record that a rank's snapshot could not be loaded: it is damaged (`corrupt`), or unavailable
+    now."""
     why = why[:_REASON_CHARS_MAX]
     memory.note(JobEvent.LOAD_FAILED, rank=rank, generation=generation, detail=why)
     epoch = memory.current
@@ -263,8 +265,8 @@ def failed(
 
 
 def loaded(memory: JobMemory, rank: int, generation: Generation) -> None:
-    """A rank's snapshot is in memory. Where copies leave experts out, it is not written to storage
-    again: that could not be byte for byte, because experts came back in other versions."""
+    """Record that a rank's snapshot is in memory. Where copies leave experts out, it is not written
+    to storage again: the bytes would differ, because experts came back in other versions."""
     tier = memory.membership.tier if memory.membership is not None else None
     if tier is not None and tier.experts:
         known = memory.persist.stored

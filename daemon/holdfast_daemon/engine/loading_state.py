@@ -1,4 +1,4 @@
-"""What the engine knows of storage in one epoch. Plain records; `loading` changes them."""
+"""The engine's memory of storage within one epoch: a plain record that `loading` changes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from holdfast_core.snapshots.generations import Generation
 
 @dataclass(slots=True)
 class Loading:
-    """One epoch's dealings with storage: of the leader, which looks, and of those who load."""
+    """State of storage in one epoch: the leader's search, and the loads of this daemon."""
 
     looking: bool = False
     found: Found | None = None
-    """What the leader saw when it looked last; None until it has."""
+    """Result of the leader's latest look at storage; None before the first."""
     why: str = ""
     """Why memory has no line, in the words of the decision."""
     logged_reason: str = ""
-    """The leader's newest choice, in words."""
+    """Reason of the leader's newest logged choice, in words."""
     problem: str = ""
-    """Why there is no line yet, in words for people; empty when all is well."""
+    """Why there is no line yet, in words for operators; empty when all is well."""
     beyond: int = 0
-    """An epoch in storage that this one does not come after; 0: none."""
+    """Epoch of an earlier run in storage, which this epoch must pass first; 0: none."""
     tries: dict[str, int] = field(default_factory=dict)
-    """What has failed how often in a row."""
+    """Consecutive failures of each task."""
     failed: dict[tuple[int, Generation], str] = field(default_factory=dict)
-    """Ranks' snapshots whose bytes in storage are not right, and what is wrong."""
+    """Snapshots found damaged in storage, by (rank, generation), and what is wrong."""

@@ -1,8 +1,9 @@
-"""What a daemon knows of a job at one moment: for heartbeats, metrics, the catalogue and people.
+"""State of a job on this daemon at one moment: for heartbeats, metrics, the catalogue and
+operators.
 
-`overview` and `held` read it off the engine's memory as frozen values, so that nothing outside the
-engine depends on how the memory is laid out. `evidence` is the part that the control loop acts
-upon; it is asked for after every change, and so is a tuple of its own.
+`overview` and `held` copy it from the engine's memory into frozen values, so that no code outside
+the engine depends on how the memory is laid out. `evidence` is the part that the control loop acts
+upon; it is read after every change, and is therefore a tuple of its own.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class RankOverview:
     last_sign: float
     """Monotonic time in seconds at which the rank was last seen to progress."""
     pid: int
-    """Process of its session; 0 without one."""
+    """Process id of the rank's trainer; 0 without a session."""
     lost: bool
-    """Its session broke off in this epoch."""
+    """Whether its session broke off in this epoch."""
     restored: tuple[Generation | None, RestoreSource] | None
     exit_code: int
     """Exit code with which its worker failed in this epoch; 0 when it has not."""
@@ -54,7 +55,7 @@ class SlotOverview:
     generation: Generation | None
     verified: bool
     payload_bytes: int
-    """0 when it holds no snapshot."""
+    """Bytes of the snapshot's payload; 0 when the slot holds none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,7 @@ class ParityOverview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOverview:
-    """What the slots and parity blocks of a job on this node are used for."""
+    """Contents of the slots and parity blocks of a job on this node."""
 
     job: str
     slots: tuple[SlotOverview, ...]
@@ -78,19 +79,19 @@ class HeldOverview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PersistOverview:
-    """The durable tier, as this daemon knows it."""
+    """State of the durable tier, as far as this daemon knows."""
 
     stored: Generation | None
     """The newest complete set."""
     persisting: Generation | None
-    """What is being written now."""
+    """The generation that is being written now."""
     failure: str
     since: float
     """Monotonic time in seconds at which the newest set was complete, or this daemon began to serve
-    the job; -inf before."""
+    the job, whichever is later; -inf before."""
 
     def age_s(self, now: float) -> float:
-        """Seconds since then, 0 before."""
+        """Seconds since `since`; 0 while that is -inf."""
         return max(0.0, now - self.since) if self.since > float("-inf") else 0.0
 
 
@@ -101,14 +102,14 @@ class JobOverview:
     job: str
     epoch: int
     membership: Membership | None
-    """The newest one, whether it has a member on this node or not."""
+    """The newest membership, whether it has a member on this node or not."""
     member: int | None
     """The member on this node."""
     leads: bool
     fenced: bool
     verified: bool
     directive: Directive | None
-    """What the leader has decided; None while this node takes no part."""
+    """Decisions of the leader; None while this node takes no part."""
     complete: Generation | None
     """The newest generation that all ranks of this node have committed."""
     ranks: tuple[RankOverview, ...]
@@ -117,20 +118,21 @@ class JobOverview:
     rebuilding: tuple[int, ...]
     """Ranks whose snapshots are being rebuilt or loaded."""
     loading: bool
-    """Whether one of them is being loaded from storage."""
+    """Whether a snapshot is being loaded from storage."""
     problem: str
     """Why nothing is protected, in words; empty when all is well."""
     storage_problem: str
     stored_epoch: int
-    """An epoch in storage that this one does not come after; 0: none."""
+    """Epoch of an earlier run in storage, which this epoch must pass first; 0: none."""
     skipped: int
     failed: int
     loss: LossReport | None
     """Lost tokens of all ranks here; None where snapshots hold all experts."""
     current_loss: LossReport | None
-    """Likewise of ranks at work in this epoch, with the newest recovery alone."""
+    """Lost tokens of the ranks here that are at work in this epoch, with only the newest
+    recovery."""
     persist: PersistOverview | None
-    """None where the job has no durable tier."""
+    """State of the durable tier; None where the job has none."""
 
     @property
     def line(self) -> Line | None:
@@ -142,7 +144,7 @@ class JobOverview:
 
 
 def overview(memory: JobMemory) -> JobOverview:
-    """What there is to say of the job now."""
+    """The state of the job now."""
     committed = _committed(memory)
     return JobOverview(
         job=memory.job,
@@ -171,7 +173,7 @@ def overview(memory: JobMemory) -> JobOverview:
 
 
 def held(memory: JobMemory) -> HeldOverview:
-    """What slots and parity blocks hold now."""
+    """The contents of slots and parity blocks now."""
     return HeldOverview(
         job=memory.job,
         slots=tuple(
@@ -198,10 +200,10 @@ def held(memory: JobMemory) -> HeldOverview:
 
 
 def evidence(memory: JobMemory) -> tuple[object, ...]:
-    """What the control loop may act upon, and is told at once:
-    `holdfast_operator.control.heartbeats` calls it the same. Steps and generations grow all the
-    time, and are told with the next heartbeat that is due: one for each save would be most of an
-    operator's work."""
+    """The state that the control loop may act upon, reported at once when it changes; see
+    `evidence_of` in `holdfast_operator.control.heartbeats`. Steps and generations grow all the time
+    and wait for the next heartbeat that is due: one for each save would be most of an operator's
+    work."""
     epoch, number = memory.current, memory.epoch
     line = epoch.directive.line if epoch is not None else None
     start = line.generation.step if line and line.generation else 0
@@ -225,7 +227,7 @@ def evidence(memory: JobMemory) -> tuple[object, ...]:
 
 
 def rank_health(memory: JobMemory, rank: int, record: RankRecord) -> RankHealth:
-    """What the rank does (REFT §4.2)."""
+    """Health of the rank (REFT §4.2)."""
     if record.lost_in == memory.epoch:
         return RankHealth.OFFLINE
     session = record.session
@@ -239,13 +241,14 @@ def rank_health(memory: JobMemory, rank: int, record: RankRecord) -> RankHealth:
 
 
 def exit_code(memory: JobMemory, record: RankRecord) -> int:
-    """What the rank's worker failed with in this epoch, 0 when it has not."""
+    """Exit code with which the rank's worker failed in this epoch; 0 when it has not."""
     epoch, code = record.exited
     return code if epoch == memory.epoch else 0
 
 
 def last_lines(memory: JobMemory, record: RankRecord) -> str:
-    """What that worker wrote to stderr last; empty when none has failed in this epoch."""
+    """Last lines that the failed worker wrote to stderr; empty when none has failed in this
+    epoch."""
     return record.last_lines if exit_code(memory, record) else ""
 
 
@@ -277,14 +280,15 @@ def problem(memory: JobMemory) -> str:
 
 
 def loss_report(memory: JobMemory) -> LossReport | None:
-    """What the ranks here say of lost tokens; None where snapshots hold all experts."""
+    """Lost tokens of all ranks here; None where snapshots hold all experts."""
     records = (memory.ranks.get(rank) for rank in memory.my_ranks())
     return merged(record.loss for record in records if record and record.loss)
 
 
 def current_loss(memory: JobMemory) -> LossReport | None:
-    """Likewise of ranks at work in this epoch, without recoveries but the newest: the control loop
-    adds up those of all daemons, and older words would not fit newer ones."""
+    """Lost tokens of the ranks here that are at work in this epoch, with only the newest recovery:
+    the control loop adds up the reports of all daemons, and older recoveries would not match newer
+    ones."""
     records = (memory.ranks.get(rank) for rank in memory.my_ranks())
     found = merged(
         record.loss

@@ -1,4 +1,4 @@
-"""What the leader of a job decides of the durable tier: which generation is written, when, and when
+"""Decisions of a job's leader about the durable tier: which generation is written, when, and when
 the set of its files is complete or given up. Why that is safe: see `persisting`.
 """
 
@@ -18,11 +18,12 @@ from holdfast_daemon.engine.persist_memory import CommitOutcome
 from holdfast_daemon.engine.state import JobMemory
 
 SOON = 0.5
-"""Of an interval: what is due after so much of it is worth the last moments of a daemon."""
+"""Fraction of an interval: a generation that is due after this much of it is worth the last moments
+of a daemon."""
 
 
 def lead(memory: JobMemory, epoch: Epoch, now: float) -> Directive:
-    """The directive with what follows from the reports, and from `now`, for persisting."""
+    """The directive, updated with what follows for persisting from the reports and from `now`."""
     directive, tier = epoch.directive, epoch.membership.tier
     if tier is None or directive.line is None or memory.fenced:
         return directive
@@ -72,7 +73,7 @@ def _begin(
 
 
 def facts_of(memory: JobMemory, epoch: Epoch, candidate: Generation, now: float) -> schedule.Facts:
-    """What this daemon knows that `persist_plan.why_due` asks."""
+    """Facts for `holdfast_core.durable.schedule.why_due`, as this daemon knows them."""
     persist, membership, directive = memory.persist, epoch.membership, epoch.directive
     assert directive.line is not None
     since = max(persist.stored_at, persist.watched_since)
@@ -92,7 +93,7 @@ def facts_of(memory: JobMemory, epoch: Epoch, candidate: Generation, now: float)
 
 
 def is_due_soon(memory: JobMemory, now: float) -> bool:
-    """Whether what is protected would be persisted before long, as far as this daemon knows."""
+    """Whether what is protected is due to be persisted before long, as far as this daemon knows."""
     epoch = memory.current
     if epoch is None or epoch.membership.tier is None or memory.fenced:
         return False
@@ -110,7 +111,7 @@ def _candidate(
     memory: JobMemory, membership: Membership, directive: Directive
 ) -> tuple[Generation, bool] | None:
     """The newest generation to persist, and whether its redundancy is lost; None when storage has
-    it, or when there is none. Only one that nobody may have freed."""
+    it, or when there is none. Generations that a member may have freed are left out."""
     assert directive.line is not None
     holdings = memory.holdings(membership)
     kept = [
@@ -132,8 +133,8 @@ def _candidate(
 
 
 def _was_protected(memory: JobMemory, membership: Membership, directive: Directive) -> bool:
-    """Whether there is something to lose, and everybody has said what there is. What an epoch goes
-    on from is nothing to lose once storage has it: most often it came from there."""
+    """Whether there is something to lose, and every member has reported what it holds. The line is
+    not at risk once storage has it: most often it came from there."""
     members = [memory.reports.get(place.index) for place in membership.members]
     line, stored = directive.line and directive.line.generation, directive.persisted
     promised = directive.protected or (line if line != stored else None)
@@ -141,7 +142,7 @@ def _was_protected(memory: JobMemory, membership: Membership, directive: Directi
 
 
 def _lead_order(memory: JobMemory, number: int, now: float) -> None:
-    """What the leader gathers is of this order from now on."""
+    """Begin to gather the files of this order."""
     persist = memory.persist
     persist.leading, persist.moved_at = number, now
     persist.gathered, persist.committing, persist.outcome = {}, False, None
@@ -155,7 +156,7 @@ def _continue_order(
     order: PersistOrder,
     now: float,
 ) -> Directive:
-    """Gather files, commit the set when all are there, give it up when that cannot be."""
+    """Gather files; commit the set when all are there, or give it up when that is impossible."""
     persist = memory.persist
     if persist.leading != order.number:  # this leader has restarted, or follows another
         _lead_order(memory, order.number, now)
@@ -190,7 +191,7 @@ def _continue_order(
 
 
 def _failure_of(membership: Membership, answers: list[MemberReport], missing: list[int]) -> str:
-    """Why one of the missing ranks will stay missing; empty as long as all may come."""
+    """Why one of the missing ranks will stay missing; empty while all may still come."""
     lacking = {membership.member_of(rank) for rank in missing}
     return next(
         (
@@ -203,7 +204,7 @@ def _failure_of(membership: Membership, answers: list[MemberReport], missing: li
 
 
 def _member_bytes(memory: JobMemory) -> int:
-    """What the largest member writes, at most."""
+    """Upper bound on the bytes that one member writes."""
     return max(
         (
             sum(entry.payload_bytes for entry in report.inventory.snapshots)
@@ -214,7 +215,7 @@ def _member_bytes(memory: JobMemory) -> int:
 
 
 def set_committed(memory: JobMemory, event: SetCommitted) -> None:
-    """The commit of a set ended; whether its order still stands or not, a complete set counts."""
+    """Record the end of a commit: a complete set counts whether its order still stands or not."""
     persist = memory.persist
     if not event.error:
         persist.committed = max(event.generation, persist.committed or event.generation)
@@ -227,7 +228,7 @@ def set_committed(memory: JobMemory, event: SetCommitted) -> None:
 def _ended(
     memory: JobMemory, directive: Directive, order: PersistOrder, error: str, now: float
 ) -> Directive:
-    """The order is over: its set is complete, or given up."""
+    """End the order: its set is complete, or given up."""
     persist = memory.persist
     persist.outcome, persist.committing = None, False
     directive = replace(directive, persist=replace(order, ended=True))

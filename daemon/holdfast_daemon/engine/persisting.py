@@ -1,23 +1,23 @@
 """How the daemons of a job write a generation to the durable tier together, level-triggered.
 
 The leader orders it (`persist_leader`), each daemon writes its own ranks straight from their slots
-and reports the files, and the leader makes the set complete when it knows of all of them. An order
-that cannot be carried out is *ended* and counted, and a later one, with the next number, tries
-again: with the generation that is the newest by then, and every file written anew. Nothing waits
-for storage: a slot that is being written is one slot less for snapshots, and that is all.
+and reports the files, and the leader makes the set complete once all files are reported. An order
+that cannot be carried out is *ended* and counted. A later one, with the next number, tries again
+with the newest generation of that time, and writes every file anew. Nothing waits for storage:
+while a slot is being written, snapshots merely have one slot less.
 
-Why no two leaders can spoil a set. A set is named by its generation, and so are its files. Of each
-rank there is one snapshot of a generation: its trainer asks for each step once, and what is rebuilt
-elsewhere is verified against the same manifest. So whoever writes a file of that name writes the
-same bytes, verified against that manifest, or fails. A leader that was replaced, and does not know
-it, can therefore only make complete what is whole: the worst it does is the work of another. It
-stops as soon as it hears of the next epoch. Cleaning up spares what a complete set's manifest
-names; should it remove files of a set that another leader is about to make complete, that leader
-finds them missing, and its order ends as any other failure does.
+Why no two leaders can spoil a set. A set is named by its generation, and so are its files. Each
+rank has only one snapshot of a generation: its trainer asks for each step once, and a snapshot
+rebuilt elsewhere is verified against the same manifest. So every daemon that writes a file of that
+name writes the same bytes, verified against that manifest, or fails. A leader that was replaced
+without noticing can therefore only complete a set that is whole: at worst it repeats the work of
+another. It stops as soon as it learns of the next epoch. Cleaning up spares the files that a
+complete set's manifest names; should it remove files of a set that another leader is about to
+complete, that leader finds them missing, and its order ends like any other failure.
 
-Who lost what. A daemon that restarts has forgotten what it wrote, and writes again what the order
-still waits for. A leader that restarts learns the order and the files from the reports. In a new
-epoch everything begins anew, except for what is in storage.
+What a restart forgets. A daemon that restarts no longer remembers what it wrote, and writes again
+what the order still waits for. A leader that restarts learns the order and the files from the
+reports. A new epoch starts over, except for what is in storage.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Reported(TypedDict):
 
 
 def request(memory: JobMemory) -> None:
-    """This node wants the newest generation, or a later one, in storage.
+    """Request that the newest generation, or a later one, be persisted.
 
     Raises:
-        InvalidJobError: there is no storage.
+        InvalidJobError: the job has no durable tier.
     """
     epoch, membership = memory.current, memory.membership
     if membership is None or membership.tier is None:
@@ -64,9 +64,9 @@ def request(memory: JobMemory) -> None:
 
 
 def reported(memory: JobMemory, epoch: Epoch) -> Reported:
-    """What this daemon tells the leader."""
+    """Fields about persisting in this daemon's report to the leader."""
     persist, order = memory.persist, epoch.directive.persist
-    # What was written for the order before says nothing of one that was only just heard of.
+    # Files written for the previous order do not count for one that has only just arrived.
     current = order is not None and order.number == persist.number
     return Reported(
         persist=order,
@@ -132,7 +132,8 @@ def _write_rank(
 
 
 def _stop(memory: JobMemory) -> None:
-    """Once for each order: its writers may go on for long where storage is slow."""
+    """Ask the writers to stop, once for each order: where storage is slow they may go on for
+    long."""
     persist = memory.persist
     if persist.stopped != persist.number:
         persist.stopped = persist.number
@@ -149,7 +150,7 @@ def _learn(memory: JobMemory, stored: Generation | None, now: float) -> None:
 
 
 def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
-    """A writer ended; what it says counts if its order still does."""
+    """Record the end of a writer; its result counts only while its order stands."""
     arena = memory.arenas.get((event.rank, event.layout_id))
     if arena is not None:
         slot = arena.slots[event.slot]
@@ -177,7 +178,7 @@ def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
 
 
 def tell(memory: JobMemory, known: Directive, directive: Directive) -> None:
-    """Note what `directive` says of persisting that `known`, the one before, did not."""
+    """Note what is new about persisting in `directive` since `known`, the one before."""
     if directive.persisted is not None and directive.persisted != known.persisted:
         memory.note(JobEvent.PERSISTED, generation=directive.persisted)
     order = directive.persist
@@ -189,7 +190,7 @@ def tell(memory: JobMemory, known: Directive, directive: Directive) -> None:
 
 
 def moved(before: Membership | None, after: Membership) -> int:
-    """How many members are on another memory than before."""
+    """Number of members that are on another memory than before."""
     places = {place.index: place.memory_id for place in before.members} if before else {}
     return sum(
         places.get(place.index, place.memory_id) != place.memory_id for place in after.members

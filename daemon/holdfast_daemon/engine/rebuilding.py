@@ -1,4 +1,4 @@
-"""Recovering what this member must hold and does not, step by step: from parity, or from storage.
+"""Recovers what this member must hold and lacks, step by step: from parity, or from storage.
 
 Level-triggered, as `upkeep` is: each call looks at the whole state and starts what is missing.
 """
@@ -16,7 +16,7 @@ from holdfast_daemon.engine.state import JobMemory
 
 
 def rebuild(memory: JobMemory, epoch: Epoch, now: float) -> None:
-    """Recover what this member must hold and does not, step by step."""
+    """Recover what this member must hold and lacks, step by step."""
     target = upkeep.anchor(epoch) or loading.wanted(epoch)
     if memory.fenced or target is None:
         return
@@ -58,7 +58,7 @@ def _start_rebuild(
 
 
 def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJob) -> None:
-    """With the manifest at hand: the arena, then a free slot, then the bytes."""
+    """Continue, given the manifest, with the arena, then a free slot, then the bytes."""
     assert job.manifest is not None
     if _is_rebuilding(memory, rank):
         return

@@ -1,4 +1,4 @@
-"""What a daemon tells its leader and its parity group."""
+"""Reports of a daemon to its leader and its parity group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from holdfast_daemon.engine.state import JobMemory
 
 
 class News(NamedTuple):
-    """What a report says, apart from who says it and when: engines compare it all the time."""
+    """Content of a report without its sender and number, so that it can be compared with the last
+    one."""
 
     epoch: int
     verified: bool
@@ -25,14 +26,14 @@ class News(NamedTuple):
     unloadable: tuple[FailedLoad, ...]
 
     def told_to_group(self) -> tuple[object, ...]:
-        """What the parity group acts on. The rest, such as which saves have begun, only the leader
-        has a use for."""
+        """Part that the parity group acts on. Only the leader needs the rest, such as which saves
+        have begun."""
         held = self.inventory
         return self.epoch, self.verified, held.snapshots, held.parities
 
 
 def news(memory: JobMemory, epoch: Epoch) -> News:
-    """What there is to tell now."""
+    """Content of a report at this moment."""
     return News(
         epoch=epoch.number,
         verified=memory.verified,

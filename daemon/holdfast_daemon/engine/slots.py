@@ -1,8 +1,8 @@
 """Slots of arenas and of parity lanes, as the engine sees them: what each holds, and whether it is
 free.
 
-Plain mutable records with the questions that follow from their own fields. What changes them, and
-why, is in the modules beside this one; what is on disk behind them is the adapters' business.
+Plain mutable records, with the properties that follow from their own fields. The modules beside
+this one change them; the adapters manage the files behind them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from holdfast_daemon.engine.effects import HeldSlot
 
 
 class SlotState(Enum):
-    """What a slot of an arena is used for."""
+    """Use of a slot of an arena."""
 
     FREE = "free"
     GRANTED = "granted"
-    """A trainer may be writing into it; only the end of that trainer frees it."""
+    """A trainer may be writing into it, until it commits, gives the slot back or ends."""
     SEALING = "sealing"
     SEALED = "sealed"
     REBUILDING = "rebuilding"
     LEFT = "left"
-    """Freed while it was being persisted: it is free when that ends."""
+    """Freed while it was being persisted: it becomes free when that ends."""
 
 
 @dataclass(slots=True)
@@ -42,23 +42,24 @@ class Slot:
     verified: bool = False
     verifying: bool = False
     rebuilt_in: int = 0
-    """Epoch in which this daemon rebuilt it from parity; 0 when a trainer wrote it."""
+    """Epoch in which this daemon rebuilt it from parity; 0 when it did not."""
     loaded_in: int = 0
-    """Epoch in which this daemon loaded it from storage; likewise."""
+    """Epoch in which this daemon loaded it from storage; 0 when it did not."""
     places: bytes = b""
     """Where its pieces lie, or are being written; see `holdfast_core.snapshots.pieces`."""
     unchanged: bytes = b""
-    """While it is granted: bit map of the pieces that are carried over."""
+    """Bit map of the pieces that are carried over, while the slot is granted."""
     base_digests: bytes = b""
-    """While it is granted: the digests of the snapshot that they are carried over from."""
+    """Digests of the snapshot that pieces are carried over from, while the slot is granted."""
     older: tuple[ExpertVersion, ...] = ()
-    """Once it is in storage: versions of experts that the set may give back to other ranks."""
+    """Versions of experts that the stored set may restore on other ranks; empty until it is in
+    storage."""
     persisting: Generation | None = None
-    """What is being written from it to the durable tier. Until that ends, which may be long after
-    the set was given up, its pieces stay as they are."""
+    """Generation being written from it to the durable tier. Until that ends, which may be long
+    after the set was given up, its pieces stay as they are."""
 
     def all_digests(self, written: bytes) -> bytes:
-        """The digests of what was written, and of what is carried over. Raises CorruptError."""
+        """Digests of all pieces, `written` ones and those carried over. Raises CorruptError."""
         if len(written) % DIGEST_BYTES:
             raise CorruptError(
                 f"{len(written)} bytes of digests: each has {DIGEST_BYTES}; save this step again"
@@ -69,8 +70,8 @@ class Slot:
 
     @property
     def manifest_for_trainer(self) -> bytes:
-        """The manifest, encoded, as the trainer is told it: with the older versions of experts that
-        other ranks may have been given, which only storage knows."""
+        """The encoded manifest for the trainer: with the older versions of experts that other ranks
+        may have been given, which only the stored set records."""
         if self.manifest is None or not self.older or self.manifest.older:
             return self.encoded
         return encode_manifest(replace(self.manifest, older=self.older))
@@ -80,7 +81,7 @@ class Slot:
         return PieceMap(slot=self.index, places=self.places)
 
     def clear(self) -> None:
-        """Forget the snapshot. The slot can be used again, once nobody reads it."""
+        """Forget the snapshot. The slot can be used again, once it is no longer being persisted."""
         self.state = SlotState.LEFT if self.persisting else SlotState.FREE
         self.generation = self.manifest = None
         self.encoded, self.digest = b"", 0
@@ -92,7 +93,7 @@ class Slot:
             self.places = b""
 
     def persisted(self) -> None:
-        """Nobody reads it any more."""
+        """Note that persisting has ended: a slot that was left meanwhile becomes free."""
         self.persisting = None
         if self.state is SlotState.LEFT:
             self.clear()
@@ -108,9 +109,9 @@ class RebuildJob:
     encoded: bytes = b""
     layout_id: str = ""
     stored: bool = False
-    """It comes from storage; the digest is not known before the manifest is there."""
+    """Whether it comes from storage; its digest is then not known before the manifest is there."""
     held: tuple[HeldSlot, ...] = ()
-    """What memory still has of the rank, to take experts from."""
+    """Snapshots of the rank still in memory, to take experts from."""
 
 
 @dataclass(slots=True)
@@ -123,15 +124,15 @@ class ArenaView:
     slots: list[Slot] = field(default_factory=lambda: [Slot(i) for i in range(SLOTS_PER_ARENA)])
 
     def free_slot(self) -> Slot | None:
-        """A slot to write into; none while a trainer of an earlier daemon may write into places
-        that nobody knows."""
+        """A slot to write into; None while a trainer of an earlier daemon may write into unknown
+        places."""
         if self.has_unknown_writer:
             return None
         return next((s for s in self.slots if s.state is SlotState.FREE), None)
 
     @property
     def uses(self) -> str:
-        """What the slots are used for, in words."""
+        """Uses of the slots, in words."""
         return ", ".join(f"{s.state.value} {s.generation}" for s in self.slots)
 
     def whole(self, generation: Generation | None) -> Slot | None:
@@ -152,11 +153,11 @@ class ArenaView:
 
     @property
     def has_unknown_writer(self) -> bool:
-        """Whether a trainer of an earlier daemon holds the claim, for all that is known."""
+        """Whether a trainer of an earlier daemon may still hold the claim."""
         return any(s.state is SlotState.GRANTED and s.generation is None for s in self.slots)
 
     def places_for(self, slot: Slot, base: Slot | None = None, unchanged: bytes = b"") -> bytes:
-        """Where the pieces of a snapshot in the free `slot` go; see `places.choose`."""
+        """Places for the pieces of a snapshot in the free `slot`; see `snapshots.pieces.choose`."""
         return choose(
             slot.index,
             piece_count(self.layout.slot_bytes, self.layout.piece_bytes),
@@ -178,7 +179,7 @@ class ArenaView:
 
 
 class ParityState(Enum):
-    """What one of a lane's two parity blocks is used for."""
+    """Use of one of a lane's two parity blocks."""
 
     FREE = "free"
     BUILDING = "building"

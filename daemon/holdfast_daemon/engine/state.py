@@ -41,23 +41,23 @@ class TrainerSession:
     layout_id: str
     pid: int
     claimed: bool = False
-    """The trainer received the arena's descriptor, and with it the lock."""
+    """Whether the trainer has received the arena's descriptor, and with it the lock."""
     allocated: bool = False
     error: HoldfastError | None = None
 
 
 @dataclass(slots=True)
 class RankRecord:
-    """What the daemon knows of one of its ranks."""
+    """Record of one of this node's ranks."""
 
     session: TrainerSession | None = None
     passed: Generation | None = None
     lost_in: int = 0
     """Epoch in which its session ended without Close."""
     exited: tuple[int, int] = (0, 0)
-    """(epoch, exit code) of its worker's newest failure, in the agent's words."""
+    """(epoch, exit code) of its worker's newest failure, as reported by the agent."""
     last_lines: str = ""
-    """Of what that worker wrote to stderr, for people."""
+    """Last lines that the failed worker wrote to stderr, for operators."""
     last_step: int = 0
     last_sign: float = 0.0
     seal_error: str = ""
@@ -68,25 +68,27 @@ class RankRecord:
     failure: str = ""
     """Newest cause of a failed save, in the SDK's words."""
     loss: LossReport | None = None
-    """What leaving experts out of snapshots costs; None where they hold everything."""
+    """Cost of leaving experts out of snapshots; None where they hold everything."""
     restored: tuple[Generation | None, RestoreSource] | None = None
-    """What the rank was told to restore in this epoch, and from where."""
+    """Generation that the rank was told to restore in this epoch, and its source."""
 
 
 @dataclass(slots=True)
 class JobMemory:
-    """Everything the engine knows of one job."""
+    """Everything that the engine remembers of one job."""
 
     job: str
     node: str
     memory_id: str
     incarnation: int
     current: Epoch | None = None
-    """None before there is a membership, and when the newest one has no member on this node."""
+    """The epoch that this node takes part in; None before there is a membership, and when the
+    newest one has no member on this node."""
     left: Membership | None = None
     """The newest membership, when it has no member on this node."""
     epoch_seen: int = 0
-    """Newest epoch heard of; larger than the membership's when this daemon is fenced."""
+    """Newest epoch seen, here or at a peer; larger than the membership's when this daemon is
+    fenced."""
     reports: dict[int, MemberReport] = field(default_factory=dict)
     sequence: int = 0
     arenas: dict[tuple[int, str], ArenaView] = field(default_factory=dict)
@@ -95,7 +97,8 @@ class JobMemory:
     sessions: dict[str, TrainerSession] = field(default_factory=dict)
     rebuilds: dict[int, RebuildJob] = field(default_factory=dict)
     wrong_rebuilds: dict[int, int] = field(default_factory=dict)
-    """Rank → how often, in this epoch, parity gave other bytes than its manifest says."""
+    """Number of rebuilds from parity in this epoch, by rank, whose bytes did not match the
+    manifest."""
     parity_failure: str = ""
     """Why the newest parity block could not be made; empty once one could be, or in a new epoch."""
     retry_at: dict[str, float] = field(default_factory=dict)
@@ -168,7 +171,8 @@ class JobMemory:
             record.last_step, record.restored = 0, None
 
     def revise(self, membership: Membership) -> Epoch | None:
-        """Take other addresses of the same members; the current epoch with them."""
+        """Take a membership with new addresses of the same members; return the current epoch with
+        it."""
         if self.current is None:
             self.left = membership
         else:
@@ -176,7 +180,7 @@ class JobMemory:
         return self.current
 
     def direct(self, directive: Directive) -> Epoch:
-        """Let `directive` be what the leader of the current epoch has decided."""
+        """Replace the directive of the current epoch."""
         assert self.current is not None
         self.current = replace(self.current, directive=directive)
         return self.current
@@ -196,7 +200,7 @@ class JobMemory:
                 yield arena, slot
 
     def sealed(self, rank: int, generation: Generation) -> tuple[ArenaView, Slot] | None:
-        """Where this daemon holds the snapshot, verified or not."""
+        """Arena and slot of the sealed snapshot, verified or not; None when it is not held."""
         return next(
             (
                 (arena, slot)
@@ -210,19 +214,19 @@ class JobMemory:
 
     @property
     def verified(self) -> bool:
-        """Whether everything that the inventory lists was verified in this epoch."""
+        """Whether every sealed snapshot and parity block was verified in this epoch."""
         for _, slot in self.slots():
             if slot.state is SlotState.SEALED and not slot.verified:
                 return False
         return all(p.verified for p in self.parities.values() if p.state is ParityState.READY)
 
     def holdings(self, membership: Membership) -> Holdings:
-        """What the members hold, as far as they have told this daemon."""
+        """What the members hold, according to their reports to this daemon."""
         inventories = {member: report.inventory for member, report in self.reports.items()}
         return Holdings.of(membership, inventories)
 
     def inventory(self) -> Inventory:
-        """What this daemon holds, in a fixed order."""
+        """What this daemon holds and has verified, in a fixed order."""
         snapshots, writing = [], []
         for arena, slot in self.slots():
             if slot.generation is None:

@@ -1,7 +1,7 @@
-"""What a daemon does on its own, level-triggered: verify, free, protect.
+"""The work that a daemon does on its own, level-triggered: verify, free, protect.
 
-Each function looks at the whole state and starts what is missing; calling it once more changes
-nothing. So it does not matter which event woke the engine, or which message was lost.
+Each function looks at the whole state and starts what is missing; calling it again changes nothing.
+So it does not matter which event woke the engine, or which message was lost.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def verify_parity(memory: JobMemory, parity: ParitySlot) -> None:
 
 
 def free_slot(memory: JobMemory, arena: ArenaView, slot: Slot) -> None:
-    """Forget a sealed snapshot: unlinked first, then reusable."""
+    """Forget a sealed snapshot: its manifest is unlinked before the slot is reused."""
     memory.out.append(FreeSlot(rank=arena.rank, layout_id=arena.layout_id, slot=slot.index))
     slot.clear()
 
@@ -75,7 +75,8 @@ def free_parity(memory: JobMemory, parity: ParitySlot) -> None:
 
 
 def give_up_parity_of(memory: JobMemory, rank: int, generation: Generation) -> None:
-    """Free the blocks that were made from the rank's snapshot: it comes out wrong of them."""
+    """Free the blocks that were made from the rank's snapshot: a rebuild from them comes out
+    wrong."""
     for parity in memory.parities.values():
         made = parity.entry is not None and rank in dict(parity.entry.sources)
         if parity.state is ParityState.READY and parity.generation == generation and made:
@@ -111,8 +112,7 @@ def release(memory: JobMemory, epoch: Epoch) -> None:
 
 
 def _make_room_to_load(memory: JobMemory, epoch: Epoch) -> None:
-    """Memory has no line, as all members have verified, so nothing in it serves any more but what
-    is being loaded."""
+    """Free what the load does not need: all members have verified, and memory has no line."""
     wanted = loading.wanted(epoch)
     if wanted is None:
         return
@@ -151,14 +151,15 @@ def _is_awaited(memory: JobMemory, epoch: Epoch, rank: int, slot: Slot) -> bool:
 
 
 def _is_spare(memory: JobMemory, epoch: Epoch, slot: Slot) -> bool:
-    """Whether the snapshot is the newest in storage, where copies leave experts out: memory has all
-    of them, and storage older ones (PEC §3.2). It stays until its slot is needed."""
+    """Whether copies leave experts out and the snapshot is the newest in storage: memory has all
+    its experts, storage older versions of some (PEC §3.2). It stays until its slot is needed."""
     tier = epoch.membership.tier
     return tier is not None and bool(tier.experts) and slot.generation == memory.persist.stored
 
 
 def slot_to_write(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | None:
-    """A slot for a trainer: a free one, or else one that is only kept while nobody needs it."""
+    """A slot for a trainer: a free one, or else a spare one, which is freed; None when there is
+    none."""
     if arena.free_slot() is None and not arena.has_unknown_writer:
         for slot in arena.slots:
             sealed = slot.state is SlotState.SEALED and slot.persisting is None
@@ -168,7 +169,7 @@ def slot_to_write(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | N
 
 
 def _remove_idle_arenas(memory: JobMemory, mine: range) -> None:
-    """Delete arenas of a layout that the rank no longer uses and that hold nothing."""
+    """Delete empty arenas of a layout that the rank no longer uses."""
     idle = [(key, arena) for key, arena in memory.arenas.items() if arena.ready and arena.idle]
     if not idle:
         return
@@ -187,9 +188,9 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
     """Start building this member's parity blocks for the oldest generation that its group has
     sealed and that it has no block for.
 
-    The oldest, so that all owners come to the same one: if each took the newest that it saw, they
-    could fill their two blocks with different generations, none of them complete, for ever. A
-    member that was away makes room by giving up a younger block that nobody was promised.
+    Taking the oldest leads all owners to the same one: if each took the newest that it saw, they
+    could fill their two blocks with different generations, none of them ever complete. A member
+    that was away makes room by giving up a younger block that was not promised.
     """
     if memory.fenced or epoch.line is None:
         return
@@ -233,8 +234,8 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
 def _make_room(
     memory: JobMemory, epoch: Epoch, slots: list[ParitySlot], wanted: Generation
 ) -> ParitySlot | None:
-    """A block that nobody was promised, freed: of a generation younger than `wanted`, or of one
-    that nobody can go back to any more; None when there is none."""
+    """Free a block that was not promised: of a generation younger than `wanted`, or of one that can
+    no longer be restored. None when there is none."""
     for parity in slots:
         held = parity.generation
         if held is None or held == epoch.retained:
@@ -248,7 +249,8 @@ def _make_room(
 
 def _is_of_use(memory: JobMemory, epoch: Epoch, lane: int, generation: Generation) -> bool:
     """Whether the group has the generation in this lane, or can rebuild what was lost of it.
-    What lacks both stays lost: blocks are made of all snapshots, and a snapshot of all blocks."""
+    Otherwise it stays lost: new blocks are made from all snapshots, and lost snapshots from
+    blocks."""
     membership, holdings = epoch.membership, memory.holdings(epoch.membership)
     return all(
         (rank, generation) in holdings.snapshots
@@ -261,8 +263,8 @@ def _oldest_unprotected(
     memory: JobMemory, epoch: Epoch, lane: int, have: set[Generation | None]
 ) -> Generation | None:
     """The oldest generation that every member of the group has sealed in this lane and that is not
-    in `have`; none while a member has not verified all it holds, because what it does not list yet
-    is not gone."""
+    in `have`; None while a member has not verified all that it holds: what it does not list yet is
+    not lost."""
     wanted = _generations_of(memory, epoch, epoch.me, lane) - have
     for member in epoch.group if wanted else ():
         wanted &= _generations_of(memory, epoch, member, lane)
