@@ -1,8 +1,8 @@
-"""The bytes of parity: rebuilds lost payloads, verifies them and blocks, and builds blocks from
-whole chunks where that cannot be done from what has changed (`updating`).
+"""The bytes of parity: rebuilds lost payloads, verifies payloads and blocks, and builds blocks from
+whole chunks where they cannot be built from changes (`update`).
 
-`holdfast_core.protection.codes` says which ranges go into what, `combining` moves and combines
-them. This module knows no network and no files."""
+`holdfast_core.protection.codes` defines which ranges go into what; `combining` moves and combines
+them. This module uses no network and no files."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ def rebuild(
 
     Args:
         write: Puts bytes at an offset of its payload.
-        manifest: Of the lost snapshot; every piece is verified against it before this returns.
-        code: Of the group.
-        sources: By position, the manifests of the members that hold their snapshots.
-        blocks: The group's parity blocks that are there.
+        manifest: Manifest of the lost snapshot; every piece is verified against it before this
+            returns.
+        code: Code of the group.
+        sources: Manifests, by position, of the members that hold their snapshots.
+        blocks: Parity blocks of the group that still exist.
         check: Called before each stride; raises HoldfastError to give up.
 
     Raises:
         SourceCorruptError: a source does not match its manifest.
-        ParityCorruptError: what came out does not match `manifest`: a parity block is damaged.
-        CorruptError: more is gone than the code makes up for.
+        ParityCorruptError: the result does not match `manifest`: a parity block is damaged.
+        CorruptError: more is lost than the code can recover.
         InvalidJobError: the manifests do not belong together.
         HoldfastError: what `fetch` raised.
     """
@@ -97,7 +98,7 @@ def verify(
     """Index of a piece of a payload that does not match its digest, or None when all do.
 
     Args:
-        read_into: Fills a view from an offset of the payload on; what it raises is raised.
+        read_into: Fills a view with the payload from an offset on; its errors are passed on.
     """
     stride_bytes = round_up(STRIDE_BYTES, piece_bytes)
 
@@ -119,7 +120,7 @@ def verify(
 def verify_in_place(
     payload: memoryview, digests: bytes, piece_bytes: int, *, threads: int = THREADS
 ) -> int | None:
-    """The same for what lies in memory that nobody else can take away."""
+    """Verify a payload in memory that no other process can truncate; returns as `verify` does."""
 
     def first_bad(start: int, end: int) -> int | None:
         first = start // piece_bytes
@@ -139,12 +140,12 @@ def build_from_chunks(
     check: Callable[[], None] = lambda: None,
     effort: Effort | None = None,
 ) -> tuple[int, bytes]:
-    """Fill `block` with the parity of others, where changes do not give it (REFT §4.3).
+    """Fill `block` with the parity of other members from their whole chunks (REFT §4.3).
 
     Args:
-        code: Of the group.
-        which: Which of the group's blocks it is.
-        sources: By position, the manifests of the members whose chunks go into it.
+        code: Code of the group.
+        which: Identity of the block within the group.
+        sources: Manifests, by position, of the members whose chunks go into it.
         check: Called before each stride; raises HoldfastError to give up.
 
     Returns:
@@ -202,7 +203,7 @@ def build_from_chunks(
 
 
 def put_into(block: memoryview) -> Callable[[int, memoryview], None]:
-    """What puts bytes at an offset of `block`."""
+    """Return a function that puts bytes at an offset of `block`."""
 
     def put(at: int, data: memoryview) -> None:
         block[at : at + len(data)] = data
@@ -225,7 +226,7 @@ def _recovery_inputs(
     sources: Mapping[int, Manifest],
     piece_bytes: int,
 ) -> tuple[Input, ...]:
-    """What a chunk is recovered from."""
+    """The inputs that a chunk is recovered from."""
     nbytes = step.range.nbytes
     needed = round_up(nbytes, piece_bytes)
     factors = [factor for _, factor in step.blocks] + [c.factor for c in step.others]

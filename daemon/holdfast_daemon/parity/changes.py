@@ -1,12 +1,12 @@
-"""How a snapshot differs from an older one of its rank: all that parity needs of it, normally.
+"""Changes: how a snapshot differs from an older one of its rank, normally all that parity needs.
 
 A parity block is the XOR of the chunks that went into it. So the block for a newer generation is
-the old one XOR, for each piece that changed, its old bytes XOR its new ones; what did not change
-need not travel, and a snapshot of some experts costs the network what it holds anew. Which pieces
-changed is known from the digests in both manifests, to whoever keeps them.
+the old one XOR, for each piece that changed, its old bytes XOR its new ones. Unchanged pieces need
+not travel: a snapshot of some experts costs the network only what is new in it. The digests in both
+manifests show which pieces changed.
 
-The sender verifies both versions of a piece before it combines them, because whoever receives the
-result has nothing to verify it against; the result carries a digest of its own (see
+The sender verifies both versions of a piece before it combines them, because the receiver has
+nothing to verify the result against; the result carries a digest of its own (see
 `transport.protocol.Kind`)."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def change_of(storage: JobBytes, request: Request) -> Iterator[bytes]:
     """The reply to a request for a change, a piece and its digest at a time.
 
     Raises:
-        StorageError: one of the two generations is not held, or they are not on this grid.
-        CorruptError: a piece of one of them does not match its manifest; raised on the way.
+        StorageError: one of the two generations is not held, or not on this grid.
+        CorruptError: a piece of one of them does not match its manifest; raised while iterating.
     """
     rank, size = request.index, request.piece_bytes
     held = [storage.held(rank, one) for one in (request.base, request.generation)]
@@ -63,9 +63,10 @@ def _changes(held: list[Held], start: int, nbytes: int, piece_bytes: int) -> Ite
 
 
 def _read_piece(held: Held, at: int, buffer: memoryview) -> int:
-    """Put the piece at `at` at the start of `buffer`; its length, 0 beyond the payload's end.
+    """Put the piece at `at` at the start of `buffer`; return its length, 0 beyond the payload's
+    end.
 
-    What is verified is what is used: the arena's bytes may change at any time.
+    The copy is verified, not the arena, whose bytes may change at any time.
     """
     manifest = held.manifest
     nbytes = max(min(manifest.payload_bytes - at, manifest.piece_bytes), 0)
@@ -83,7 +84,7 @@ def _read_piece(held: Held, at: int, buffer: memoryview) -> int:
 
 
 def changed_pieces(before: Manifest, after: Manifest, start: int, nbytes: int) -> Iterator[int]:
-    """The pieces of [start, start + nbytes) that are not the same in both."""
+    """The pieces of [start, start + nbytes) that differ between the two."""
     size = after.piece_bytes
     for piece in range(start // size, -(-(start + nbytes) // size)):
         at = piece * size
@@ -94,7 +95,7 @@ def changed_pieces(before: Manifest, after: Manifest, start: int, nbytes: int) -
 
 
 class ChangeFetch(Protocol):
-    """Where the changes of the group's members come from."""
+    """Source of the changes of the group's members."""
 
     def open_change(
         self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
@@ -110,7 +111,7 @@ class ChangeStream:
         self._piece_bytes = piece_bytes
 
     def read_into(self, view: memoryview) -> None:
-        """Fill `view`: whole pieces, or the rest.
+        """Fill `view` with whole pieces; the last one of the reply may be shorter.
 
         Raises:
             CorruptError: a piece did not arrive as it was sent.

@@ -1,23 +1,23 @@
 """Combines ranges of several members' bytes into one destination while they are in cache.
 
-Stride by stride, in buffers of one stride a thread: every input's bytes are received (the first
-input's where the sum is made, the others' into a scratch), verified (invariant 1), XORed into the
-sum and hashed, all while they are in cache; then the sum is put where it belongs. Nothing is read a
-second time. Where inputs are multiplied first, all go through the scratch.
+Each thread works stride by stride, in buffers of one stride: every input's bytes are received (the
+first input's where the sum is made, the others' into a scratch), verified (invariant 1), XORed into
+the sum and hashed, all while they are in cache. Then the sum is copied to its destination. Nothing
+is read a second time. Where inputs are multiplied first, all go through the scratch.
 
-Sums are made aside because nothing can be said of a destination: a bit that flips there meanwhile
-must not be among what digests are of, and a file of a trainer may be cut under whoever touches it.
+Sums are computed and hashed in a private buffer because a destination cannot be trusted: a bit that
+flips there meanwhile must not get into the digests, and a trainer may truncate its file at any
+time.
 
-What is verified depends on what comes out. Parity has no digests yet, so each input is verified
-against its source's manifest before it is used. A payload that is rebuilt has: when it matches its
-manifest, every input was right, and only when it does not are they fetched again and looked at one
-by one, to say whose is wrong.
+What is verified depends on the result. New parity has no digests yet, so each input is verified
+against its source's manifest before it is used. A rebuilt payload has digests: when it matches its
+manifest, every input was right. Only when it does not are the inputs fetched again and verified one
+by one, to find the wrong one.
 
 A piece that does not match is fetched once more: a byte that flipped on the wire costs one round
 trip. A piece that does not match twice is the source's fault, and the error names its rank.
 
-Memory: twice `threads * stride_bytes`. This module knows no network and no
-files.
+Memory: twice `threads * stride_bytes`. This module uses no network and no files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from holdfast_daemon.parity.multiplying import fill_zeros, multiply_into, xor_in
 from holdfast_daemon.transport.protocol import Kind
 
 STRIDE_BYTES = 3 * 1024 * 1024
-"""Received, verified and combined at a time. Measured: 1 MiB takes 1.5 times as long, as does 8."""
+"""Bytes received, verified and combined at a time. Measured: 1 MiB takes 1.5 times as long, as does
+8."""
 
 THREADS = 2
 
@@ -44,21 +45,21 @@ _Result = TypeVar("_Result")
 
 
 class SourceCorruptError(CorruptError):
-    """A source's bytes do not match its manifest, also when they are fetched again."""
+    """A source's bytes do not match its manifest, even when they are fetched again."""
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
-        """Whose snapshot is damaged."""
+        """Rank whose snapshot is damaged."""
 
 
 class ParityCorruptError(CorruptError):
-    """What comes out of parity blocks is wrong although every source is right."""
+    """The result of a rebuild from parity is wrong although every source is right."""
 
     def __init__(self, message: str, *, owners: tuple[int, ...]) -> None:
         super().__init__(message)
         self.owners = owners
-        """Positions in the group of those who own the blocks: one of the blocks is damaged."""
+        """Group positions of the blocks' owners: one of the blocks is damaged."""
 
 
 class Stream(Protocol):
@@ -68,11 +69,11 @@ class Stream(Protocol):
         """Fill `view` with the next bytes; raises HoldfastError."""
 
     def close(self) -> None:
-        """No more bytes are wanted."""
+        """Release the stream: no more bytes are wanted."""
 
 
 class Fetch(Protocol):
-    """Where the bytes of the group's members come from. Called from several threads at once."""
+    """Source of the bytes of the group's members. Called from several threads at once."""
 
     def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
         """Bytes [offset, offset + nbytes) of the snapshot, or of the parity block of `row`, of the
@@ -81,11 +82,11 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How much of the machine one build or rebuild may take."""
+    """Limits on the resources that one build or rebuild may take."""
 
     threads: int = THREADS
     stride_bytes: int = STRIDE_BYTES
-    """Rounded up to whole pieces."""
+    """Bytes of each stride; rounded up to whole pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +100,12 @@ class Input:
     nbytes: int
     """Bytes to read: whole pieces unless the member has no more, so that all can be verified."""
     manifest: Manifest | None
-    """None for parity, which is verified by what comes out."""
+    """Manifest that the bytes are verified against; None for parity, which is verified by the
+    result."""
     row: int = 0
-    """Of a parity block."""
+    """Row of the group's code, for a parity block."""
     factor: int = 1
-    """What the bytes are multiplied by; see `multiplying`."""
+    """Factor that the bytes are multiplied by; see `multiplying`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,25 +113,26 @@ class Work:
     """One destination and all that goes into it."""
 
     nbytes: int
-    """Of the destination."""
+    """Bytes of the destination."""
     put: Callable[[int, memoryview], None]
-    """Puts finished bytes at an offset of the destination. Called from several threads at once;
-    raises HoldfastError."""
+    """Function that puts finished bytes at an offset of the destination. Called from several
+    threads at once; raises HoldfastError."""
     inputs: tuple[Input, ...]
-    """The longest first: where it covers the whole destination and nothing is multiplied, its
-    bytes are received where the sum is made."""
+    """Inputs, the longest first: where it covers the whole destination and nothing is multiplied,
+    its bytes are received where the sum is made."""
     piece_bytes: int
     fetch: Fetch
     finish: Callable[[int, memoryview], bool]
-    """Called with the offset and the bytes of each stride before it is put; False when they are
-    wrong."""
+    """Function called with the offset and the bytes of each stride before it is put; False when
+    they are wrong."""
     check: Callable[[], None]
-    """Raises HoldfastError when the work is no longer wanted."""
+    """Function that raises HoldfastError when the work is no longer wanted."""
     effort: Effort
     proves: bool = False
-    """Whether `finish` verifies what came out, so that inputs need not be before."""
+    """Whether `finish` verifies the result, so that inputs need not be verified first."""
     owners: tuple[int, ...] = ()
-    """Whose parity is damaged when `finish` still says False after a second try."""
+    """Group positions of the members whose parity is damaged when `finish` still returns False
+    after a second try."""
 
     @property
     def in_place(self) -> bool:
@@ -139,7 +142,7 @@ class Work:
 
 
 def combine(work: Work) -> None:
-    """Do the work, a segment of the destination for each thread; all stop when one fails."""
+    """Do the work, one segment of the destination per thread; all stop when one fails."""
     stride_bytes = round_up(max(work.effort.stride_bytes, 1), work.piece_bytes)
     failed = threading.Event()
 
@@ -154,7 +157,7 @@ def combine(work: Work) -> None:
 
 
 class _Segment:
-    """What one thread does: a contiguous part of the destination, stride by stride."""
+    """Work of one thread: a contiguous part of the destination, stride by stride."""
 
     def __init__(self, work: Work, stride_bytes: int, failed: threading.Event) -> None:
         self._work = work
@@ -164,9 +167,9 @@ class _Segment:
         alone = self._in_place and len(work.inputs) == 1
         self._scratch = memoryview(bytearray(0 if alone else stride_bytes))
         self._sum = memoryview(bytearray(0 if self._in_place else work.piece_bytes))
-        """The last piece, where the destination ends in the middle of it."""
+        """Buffer for the last piece, where the destination ends in the middle of it."""
         self._made = memoryview(bytearray(stride_bytes))
-        """Where a stride is made."""
+        """Buffer in which a stride is made."""
 
     def run(self, start: int, end: int) -> None:
         work = self._work
@@ -199,8 +202,7 @@ class _Segment:
     def _stride(
         self, at: int, stop: int, streams: Sequence[Stream | None], *, verify: bool
     ) -> bool:
-        """Combine [at, stop) of the destination, and put it there; whether what came out is right,
-        and so was put."""
+        """Combine [at, stop) of the destination; put it there and return True if it is right."""
         made = self._made[: stop - at]
         self._make(made, at, stop, streams, verify=verify)
         right = self._work.finish(at, made)
@@ -281,7 +283,8 @@ class _Segment:
             self._ensure(item, item.manifest, at, view)
 
     def _ensure(self, item: Input, manifest: Manifest, at: int, view: memoryview) -> None:
-        """Let `view`, at `at` of the input, match the manifest, fetching bad pieces once more."""
+        """Make `view`, at `at` of the input, match the manifest by fetching bad pieces once
+        more."""
         piece_bytes = self._work.piece_bytes
         first = (item.start + at) // piece_bytes
         tried = -1
@@ -310,7 +313,8 @@ class _Segment:
 def over_segments(
     nbytes: int, grid_bytes: int, threads: int, run: Callable[[int, int], _Result]
 ) -> list[_Result]:
-    """`run(start, end)` over [0, nbytes) at once in up to `threads` segments on the grid."""
+    """Call `run(start, end)` over [0, nbytes), in up to `threads` concurrent segments on the
+    grid."""
     strides = -(-nbytes // grid_bytes)
     count = min(threads, strides)
     if count <= 1:

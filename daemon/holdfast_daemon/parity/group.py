@@ -1,7 +1,7 @@
 """The members of a parity group as a source of manifests and bytes, within one epoch.
 
-What a build or a rebuild needs of others, asked with the epoch that the work belongs to: a peer in
-a newer epoch refuses, and so does the work itself once its own daemon has entered one.
+Builds and rebuilds fetch through it, with the epoch that the work belongs to: a peer in a newer
+epoch refuses, and the work itself stops once its own daemon has entered one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast_daemon.transport.protocol import Kind, Request
 
 
 class PeerClient(Protocol):
-    """Small questions to other daemons. Called from several threads at once."""
+    """Small requests to other daemons. Called from several threads at once."""
 
     def fetch_manifest(
         self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
@@ -35,23 +35,23 @@ class BulkOpener(Protocol):
     """Bulk bytes of other daemons: `transport.client.BulkClient`."""
 
     def open(self, address: str, request: Request) -> Stream:
-        """Raises HoldfastError."""
+        """Open a stream of the requested bytes. Raises HoldfastError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFetch:
-    """`parity.Fetch` over the bulk services of a parity group."""
+    """`combining.Fetch` and `changes.ChangeFetch` over the bulk services of a parity group."""
 
     bulk: BulkOpener
     job: str
     epoch: int
     generation: Generation
     sources: Mapping[int, PeerSnapshot]
-    """By position."""
+    """Snapshots to read, by position."""
     places: Sequence[MemberPlace] = ()
-    """Of the group's members, by position; for their parity blocks."""
+    """The group's members, by position, for their parity blocks."""
     parity_lanes: Sequence[int] = ()
-    """By row of the group's code."""
+    """Parity lanes, by row of the group's code."""
 
     def open_change(
         self, position: int, base: Generation, offset: int, nbytes: int, piece_bytes: int
@@ -93,14 +93,14 @@ class Group:
     """Asks the members of a parity group for what they hold of one job."""
 
     storage: JobBytes
-    """What is kept here already need not be asked for."""
+    """This node's storage: manifests and layouts kept in it need not be fetched."""
     bulk: BulkOpener
     peers: PeerClient
 
     def describe(
         self, sources: Iterable[PeerSnapshot], generation: Generation, scope: EpochScope
     ) -> dict[int, tuple[bytes, bytes]]:
-        """(manifest, layout) of each source by position: what is kept here, else what it says."""
+        """(manifest, layout) of each source, by position: as kept here, or else fetched from it."""
         described = {}
         for source in sources:
             kept = self.storage.describe(source.rank, generation)
@@ -119,10 +119,10 @@ class Group:
         digest: int,
         scope: EpochScope,
     ) -> tuple[bytes, bytes]:
-        """(manifest, layout) from the first of `places` that has exactly what is asked for.
+        """(manifest, layout) from the first of `places` that has exactly the ones asked for.
 
         Raises:
-            UnreachableError: none has, with what each of them said.
+            UnreachableError: none has; the message gives the reason of each.
             StaleEpochError: a newer epoch has begun.
         """
         membership = scope.current()

@@ -5,7 +5,7 @@ piece (see `holdfast_core.protection.codes`), so that each eighth of a product i
 eighths of the other factor. numpy does that at the speed of memory, for any factor and on any
 machine; tables, which is what a byte for each element would need, are ten times slower in numpy.
 
-All of it releases the GIL.
+All operations release the GIL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.galois import bit_matrix
 
 BITS = 8
-"""Of an element: into so many parts a piece is cut."""
+"""Bits of an element, and the number of parts that a piece is cut into."""
 
 
 def xor_into(destination: memoryview, source: memoryview) -> None:
@@ -31,7 +31,7 @@ def xor_into(destination: memoryview, source: memoryview) -> None:
 
 
 def fill_zeros(view: memoryview) -> None:
-    """Let every byte be 0."""
+    """Set every byte to 0."""
     np.frombuffer(view, dtype=np.uint8).fill(0)
 
 

@@ -2,12 +2,12 @@
 
 The holder of a replica has the state of an older generation. Where the newer one carries the
 gradient of an expert and a recipe that starts at exactly that generation, the state follows from
-them (MoEtion §5.2), and does not need to cross the network.
+them (MoEtion §5.2) and need not cross the network.
 
-Nothing is believed: every piece that was computed is compared with the digest that the owner's
-manifest has of it, every time. A piece that is not the same to the bit is put back as it was, and
-fetched like any other change. So a wrong recipe, a damaged gradient or an optimizer whose
-arithmetic differs costs bytes and nothing else, and no tolerance is needed.
+Results are always verified: every computed piece is compared with its digest in the owner's
+manifest. A piece that differs in a single bit is put back as it was, and fetched like any other
+change. So a wrong recipe, a damaged gradient or an optimizer whose arithmetic differs costs bytes
+and nothing else, and no tolerance is needed.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _NONE: Floats = np.zeros(0, dtype=np.float32)
 
 @dataclass(slots=True)
 class Recomputed:
-    """What was computed instead of fetched, by all jobs of a daemon. Thread-safe."""
+    """Counters of what all jobs of a daemon computed instead of fetching. Thread-safe."""
 
     units: int = 0
     nbytes: int = 0
-    """Of the pieces that came out right, and so were not fetched."""
+    """Bytes of the pieces that came out right, and so were not fetched."""
     pieces_differed: int = 0
-    """Computed, not the same, and fetched."""
+    """Pieces that came out different, and so were fetched."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, units: int, nbytes: int, pieces_differed: int) -> None:
@@ -64,12 +64,12 @@ class Recomputed:
 
 
 class Forward:
-    """How one payload can be brought from one generation to another by computing.
+    """Brings one payload from one generation to another by computing.
 
     Args:
-        layout: of both generations.
-        before, after: the manifests of both.
-        counted: where to count.
+        layout: the layout of both generations.
+        before, after: the manifests of the two generations.
+        counted: counters to add to.
     """
 
     def __init__(
@@ -106,10 +106,12 @@ class Forward:
         withheld: frozenset[int],
         check: Callable[[], None],
     ) -> list[int]:
-        """Make what can be made of the `withheld` pieces; the others, which must be fetched.
+        """Compute the `withheld` pieces that can be computed; return the others, which must be
+        fetched.
 
         Args:
-            payload: of the newer generation but for those pieces, which are as in the older one.
+            payload: the payload of the newer generation, except for those pieces, which are as in
+                the older one.
             older: the payload of the older generation.
             check: called before each unit; raises HoldfastError to give up.
         """
@@ -125,7 +127,7 @@ class Forward:
             if usable:
                 units += 1
                 computed |= pieces
-        # Not before all are done: units that are captured in ranges share pieces.
+        # Only after all are computed: units that are captured in ranges share pieces.
         right = self._keep_right(payload, older, sorted(computed))
         made = right & withheld
         differed = len(computed & withheld) - len(made)
@@ -135,7 +137,7 @@ class Forward:
         return sorted(withheld - made)
 
     def _recipe(self, payload: memoryview, one: Recomputable) -> Recipe | None:
-        """The parameter's recipe, when it starts from what is here."""
+        """The parameter's recipe, if it starts from the generation held here."""
         recipe = decode_recipe(bytes(_bytes(payload, one.recipe)))
         if recipe is None or Generation(recipe.epoch, recipe.base_step) != self._before.generation:
             return None
@@ -147,7 +149,7 @@ class Forward:
     def _keep_right(
         self, payload: memoryview, older: memoryview, pieces: Iterable[int]
     ) -> frozenset[int]:
-        """The pieces that are as the manifest says; all others are put back as they were."""
+        """Return the pieces that match the manifest; put all others back as they were."""
         right = set()
         for piece in pieces:
             low = piece * self._size
@@ -161,8 +163,8 @@ class Forward:
         return frozenset(right)
 
     def _state_pieces(self) -> dict[str, frozenset[int]]:
-        """For each unit with recipes, the pieces of its state; without units that have a piece in
-        common with a gradient, which must be there before anything is computed."""
+        """Pieces of the state of each unit with recipes. Units that share a piece with a gradient
+        are left out: gradients must be there before anything is computed."""
         found: dict[str, set[int]] = {unit: set() for unit in self._parameters}
         beside: set[int] = set()
         for entry in self._layout.entries:
@@ -182,8 +184,8 @@ def forwards(
     after: Mapping[int, Manifest],
     counted: Recomputed,
 ) -> dict[int, Forward]:
-    """By position, how the payloads that a block is made of can be computed: only where the block
-    is the whole payload of one member, and its layout, which is encoded here, has recipes."""
+    """Ways to compute the payloads that a block is made of, by position: only where the block is
+    the whole payload of one member, and its encoded layout has recipes."""
     if code.chunks != 1:
         return {}
     return {
@@ -198,7 +200,7 @@ def _pieces(entry: Entry, size: int) -> range:
 
 
 def _compute(payload: memoryview, one: Recomputable, recipe: Recipe) -> None:
-    """Do the optimizer's step to one parameter, in place."""
+    """Apply the optimizer's step to one parameter, in place."""
     weights = _floats(payload, one.weights)
     first = _NONE if one.first is None else _floats(payload, one.first)
     second = _NONE if one.second is None else _floats(payload, one.second)

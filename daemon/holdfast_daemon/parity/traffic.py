@@ -1,9 +1,9 @@
-"""What making parity takes of a node's network: counted, and kept below a limit.
+"""Network traffic for making parity on a node: counted, and kept below a limit.
 
-Training uses the same network, so a job or a node may have a limit. It binds what is fetched for
-generations of the running epoch, for which nothing waits. What a restart waits for is fetched as
-fast as it comes: rebuilds, and parity of the line that an epoch began from, without which the next
-loss of a node would take that line.
+Training uses the same network, so a job or a node may have a limit. It applies to generations of
+the running epoch, for which nothing waits. Fetches that a restart waits for are not limited:
+rebuilds, and parity of the line that an epoch began from, without which the next loss of a node
+would destroy that line.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from holdfast_daemon.parity.recomputing import Recomputed
 from holdfast_daemon.transport.protocol import Kind
 
 PART_BYTES = 256 * 1024
-"""Read, and paid for in a limit, at a time."""
+"""Bytes read, and counted against a limit, at a time."""
 
 WINDOW_S = 10.0
-"""Time constant of the shown rate: what was fetched so long ago counts by 1/e."""
+"""Time constant of the shown rate: bytes fetched that long ago count by 1/e."""
 
 
 class NodeTraffic:
-    """What all jobs of a daemon fetch for parity, or compute instead. Thread-safe.
+    """Traffic of all jobs of a daemon for parity: bytes fetched, or computed instead. Thread-safe.
 
     Args:
-        limit_bytes_s: of the daemon; 0: none.
+        limit_bytes_s: the daemon's limit; 0: none.
         clock: monotonic seconds.
     """
 
@@ -42,11 +42,11 @@ class NodeTraffic:
         self.allowance = Allowance(clock)
         self.recomputed = Recomputed()
         self.received_bytes = 0
-        """Fetched for parity so far."""
+        """Bytes fetched for parity so far."""
         self._lock = threading.Lock()
 
     def of_job(self) -> JobTraffic:
-        """The part of one more job."""
+        """Begin to count the traffic of one more job."""
         return JobTraffic(self)
 
     def count(self, nbytes: int) -> None:
@@ -55,7 +55,7 @@ class NodeTraffic:
 
 
 class JobTraffic:
-    """What one job fetches for parity. Thread-safe."""
+    """Traffic of one job for parity. Thread-safe."""
 
     def __init__(self, node: NodeTraffic) -> None:
         self._node = node
@@ -65,17 +65,17 @@ class JobTraffic:
 
     @property
     def recomputed(self) -> Recomputed:
-        """Counts what of replicas is computed rather than fetched."""
+        """Counters of replicas' pieces that are computed rather than fetched."""
         return self._node.recomputed
 
     @property
     def bytes_s(self) -> float:
-        """Bytes a second that were fetched of late."""
+        """Bytes a second fetched recently, as a decaying average over `WINDOW_S`."""
         with self._lock:
             return self._rate_at(self._node.clock())
 
     def paced(self, fetch: GroupFetch, generation: Generation, scope: EpochScope) -> PacedFetch:
-        """`fetch` for parity of `generation`, counted and within the limits."""
+        """Wrap `fetch` for parity of `generation`: counted and within the limits."""
         membership = scope.current()
         limits = (membership.protection_bytes_s, self._node.limit_bytes_s)
         limit = min((each for each in limits if each), default=0)
@@ -83,7 +83,7 @@ class JobTraffic:
         return PacedFetch(fetch, self, 0 if urgent else limit, scope)
 
     def take(self, nbytes: int, limit: int, scope: EpochScope) -> None:
-        """Return when `nbytes` may be read. Raises StaleEpochError when the epoch ends first."""
+        """Wait until `nbytes` may be read. Raises StaleEpochError when the epoch ends first."""
         self._node.allowance.take(nbytes, limit, scope.ended.wait)
         scope.check()
 
@@ -122,7 +122,7 @@ class PacedFetch:
 @dataclass(frozen=True, slots=True)
 class PacedStream:
     """A stream that is read part by part, as the limit allows. The sender waits meanwhile: TCP
-    takes no more than the receiver's buffer holds."""
+    accepts no more than the receiver's buffer holds."""
 
     stream: Stream
     traffic: JobTraffic

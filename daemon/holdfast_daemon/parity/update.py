@@ -1,9 +1,9 @@
-"""The normal way to a parity block: from the older one and what has changed since (see `changes`).
+"""Builds a parity block the normal way: from the older one and the changes since (see `changes`).
 
 Cost: the changed bytes on the network, and one copy of the block in memory. It needs an older block
-of the same group, and peers that still hold what that was made of. Where anything is in its way,
-`parity.build.build_from_chunks` makes the block from whole chunks: nothing here is the only way to
-anything.
+of the same group, and peers that still hold the snapshots that it was made from. Where any of that
+fails, `parity.build.build_from_chunks` builds the block from whole chunks: no result depends on
+this module alone.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ def build_from_changes(
     """Fill `block` with the parity of `after`, given that of `before` (REFT §4.3).
 
     Args:
-        older: The block of `before`, as long as it is in use.
-        code: Of the group.
-        which: Which of the group's blocks it is.
-        before, after: By position, the manifests of the members whose chunks go into it.
+        older: The part of the block of `before` that is in use.
+        code: Code of the group.
+        which: Identity of the block within the group.
+        before, after: Manifests, by position, of the members whose chunks go into it.
         check: Called before each transfer; raises HoldfastError to give up.
         effort: Memory beside the block: its `stride_bytes`.
-        forward: By position, how changes can be computed instead of fetched; only where the block
-            is one member's whole payload.
+        forward: Ways, by position, to compute changes instead of fetching them; only where the
+            block is one member's whole payload.
 
     Returns:
         The bytes of `block` that are in use, and their digests on the grid of pieces.
 
     Raises:
-        InvalidJobError: chunks do not lie alike in both generations, or the block is too small.
-        CorruptError: the older block does not match its digests, or a change did not arrive whole.
+        InvalidJobError: chunks are laid out differently in the two generations, or the block is too
+            small.
+        CorruptError: the older block does not match its digests, or a change did not arrive as it
+            was sent.
         HoldfastError: what `fetch` raised.
     """
     size = next(iter(after.values())).piece_bytes
@@ -74,7 +76,7 @@ def build_from_changes(
         nbytes = max(was.range.nbytes, now.range.nbytes)
         if nbytes == 0:
             continue
-        # An empty chunk is said to start where its payload ends, not where the chunk would.
+        # The range of an empty chunk starts where its payload ends, not where the chunk would.
         start = max(was.range.start, now.range.start)
         base = before[now.position].generation
         way = _Way(now.position, base, start, nbytes, now.factor, fetch, check)
@@ -89,11 +91,11 @@ def build_from_changes(
 
 
 class _Made:
-    """A block on its way from one generation to the next, with the digests of what it should hold.
+    """A block on its way from one generation to the next, with the digests that it should have.
 
-    They are never taken from the block itself. A piece that changes is copied, verified, changed
-    and hashed aside, and put back: so a bit that flips in the block at any time does not match, and
-    is found, here or by whoever verifies the block next.
+    Digests are never taken from the block itself. A piece that changes is copied, verified, changed
+    and hashed in a private buffer, then copied back into the block. So a bit that flips in the
+    block at any time is detected, here or by the next verification.
 
     Raises:
         CorruptError: on construction, when the older block does not match its digests.
@@ -132,7 +134,8 @@ class _Made:
         self._block[start:end] = part
 
     def adopt(self, pieces: Iterable[int], digests: bytes) -> None:
-        """Whole pieces were made that have these digests of a payload that the block is."""
+        """Take over the digests of whole pieces that were computed in the block, a copy of one
+        payload."""
         for piece in pieces:
             of = slice(DIGEST_BYTES * piece, DIGEST_BYTES * (piece + 1))
             self._digests[of] = digests[of]
@@ -161,20 +164,20 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How the changes of one member's chunk get into the block."""
+    """Brings the changes of one member's chunk into the block."""
 
     position: int
     base: Generation
     start: int
-    """With `nbytes`, where the chunk lies in the member's payload."""
+    """First byte of the chunk in the member's payload; it is `nbytes` long."""
     nbytes: int
     factor: int
     fetch: ChangeFetch
     check: Callable[[], None]
 
     def bring(self, made: _Made, pieces: Iterable[int]) -> None:
-        """Add the changes of these pieces of the payload. What is multiplied is whole pieces: where
-        the change ends in the middle of one, the rest is zeros."""
+        """Add the changes of these pieces of the payload. Only whole pieces can be multiplied:
+        where the change ends in the middle of one, the rest is zeros."""
         size = made.size
         for first, end in _joined(pieces):
             self.check()
@@ -208,7 +211,7 @@ def _check_alike(
 
 
 def _joined(pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Pieces [first, end) that follow each other."""
+    """Runs of consecutive pieces, as [first, end)."""
     first = end = -1
     for piece in pieces:
         if piece != end:
