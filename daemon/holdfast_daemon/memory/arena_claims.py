@@ -1,4 +1,5 @@
-"""Claims on arenas: a file lock that says which process writes into an arena."""
+"""Claims on arenas: a file lock that only one trainer process holds, the one that writes into the
+arena."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from holdfast_core.errors import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimRequest:
-    """What a token entitles to."""
+    """Access to an arena that a token grants."""
 
     path: Path
     """The arena's file."""
@@ -24,7 +25,7 @@ class ClaimRequest:
 
 
 def open_claim(claim: ClaimRequest) -> int:
-    """A descriptor of a fresh open file description of the arena, locked for a claim.
+    """Open the arena once more and return the new descriptor, locked for a claim.
 
     Raises:
         RankInUseError: another living process holds the arena.

@@ -1,8 +1,8 @@
 """Arenas: the files that trainers copy their snapshots into, and the manifests that seal them.
 
-`<rank>-<layout id>/layout.json` is written last, so that an arena exists exactly when it is usable;
-`slot-<n>.manifest` is written last, so that a snapshot exists exactly when all of it does. Neither
-is ever changed in place. This module reserves no budget and takes no lock: `memory.job_storage`
+`<rank>-<layout id>/layout.json` is written last, so an arena exists exactly when it is usable;
+`slot-<n>.manifest` is written last, so a snapshot exists exactly when all of it does. Neither is
+ever changed in place. This module reserves no budget and takes no lock: `memory.job_storage`
 does."""
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class SealedSlot:
 
     @property
     def file_bytes(self) -> bytes:
-        """What its file holds."""
+        """Content of the slot's manifest file."""
         return self.encoded + encode_places(self.places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaPart:
-    """Bytes of a payload that lie together: from `offset` of the payload, at `at` of the arena."""
+    """Consecutive bytes of a payload: from `offset` of the payload, at `at` of the arena."""
 
     offset: int
     at: int
@@ -94,7 +94,7 @@ class Arena:
         """Fill `view` with the bytes of a payload from `start` on, as they are now.
 
         Raises:
-            CorruptError: the file no longer has them: its trainer cut it.
+            CorruptError: the file no longer has them, because its trainer cut it.
             StorageError: the file system failed.
         """
         with storage_errors(f"reading {self.path}"):
@@ -112,7 +112,7 @@ class Arena:
                 file.write(part.at, data[at : at + part.nbytes])
 
     def close(self) -> None:
-        """Nothing more is read or written; what runs may end."""
+        """Stop using the file; reads and writes in progress may finish."""
         self._file = None
 
     def _opened(self) -> SharedFile:
@@ -126,13 +126,13 @@ class Arena:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptedArena:
-    """An arena that a starting daemon found, with what was sealed in it."""
+    """An arena that a starting daemon found, with the slots sealed in it."""
 
     rank: int
     layout: Layout
     layout_id: str
     sealed: Mapping[int, SealedSlot]
-    """By slot."""
+    """Sealed slots, by number."""
 
 
 class ArenaFiles:
@@ -145,7 +145,7 @@ class ArenaFiles:
         self._grants = grants
 
     def allocate(self, rank: int, encoded_layout: bytes) -> Arena:
-        """A fresh arena; OSError when there is no memory, and nothing is left behind then."""
+        """Make a fresh arena; OSError when there is no memory: then nothing is left behind."""
         layout = decode_layout(encoded_layout)
         if layout.rank != rank:
             raise CorruptError(f"the layout for rank {rank} is of rank {layout.rank}")
@@ -163,7 +163,7 @@ class ArenaFiles:
         return arena
 
     def remove(self, arena: Arena) -> None:
-        """Delete the arena: what is sealed in it first, then its layout, then its memory."""
+        """Delete the arena: its sealed slots first, then its layout, then its memory."""
         for slot in sorted(arena.sealed):
             self.free(arena, slot)
         self._files.unlink(arena.directory / LAYOUT_FILE)
@@ -181,9 +181,10 @@ class ArenaFiles:
         arena.sealed.pop(slot, None)
 
     def adopt(self) -> tuple[list[Arena], list[str]]:
-        """Every arena that is whole, with what is whole in it, and what was not, in words.
+        """Take over every whole arena with its whole slots; return them, and in words what was
+        damaged.
 
-        Whatever is not whole is removed: it was never promised to anyone.
+        Whatever is not whole is removed: it was never promised to any other process.
         """
         arenas: list[Arena] = []
         problems: list[str] = []
@@ -223,7 +224,7 @@ class ArenaFiles:
 
 
 def granted_below(jobs: Path) -> Iterator[tuple[Path, int, str]]:
-    """(file, bytes, job) of every arena of a node that has a layout; nothing is verified."""
+    """(file, bytes, job) of every arena on a node that has a layout; nothing is verified."""
     for layout in sorted(jobs.glob(f"*/arenas/*/{LAYOUT_FILE}")):
         with suppress(HoldfastError, OSError):
             nbytes = decode_layout(layout.read_bytes()).arena_bytes

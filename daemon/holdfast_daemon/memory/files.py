@@ -1,8 +1,8 @@
-"""The few file operations that storage is made of.
+"""The few file operations that the daemon's storage is built from.
 
 Everything that changes a file goes through `Files`, one system-level step a call, so that tests can
-stop the world between any two steps and look at what a restarted daemon would adopt. This module
-knows paths and bytes only; what they mean is decided in `storage` and the modules beside it.
+stop between any two steps and look at what a restarted daemon would adopt. This module handles
+paths and bytes only; the modules beside it define what they mean.
 
 There is no fsync: the files lie on tmpfs, which outlives a process and not a machine.
 """
@@ -38,7 +38,7 @@ class Files(Protocol):
     """Steps that change the file system. All raise OSError."""
 
     def mkdir(self, path: Path) -> None:
-        """Make `path` and its parents; nothing happens when it exists."""
+        """Make `path` and its parents; do nothing when it exists."""
 
     def write(self, path: Path, data: bytes) -> None:
         """Create or replace `path` with `data`; not atomic."""
@@ -47,20 +47,20 @@ class Files(Protocol):
         """Put `source` in the place of `target`, atomically."""
 
     def unlink(self, path: Path) -> None:
-        """Remove the file `path`; nothing happens when it is missing."""
+        """Remove the file `path`; do nothing when it is missing."""
 
     def rmdir(self, path: Path) -> None:
         """Remove the empty directory `path`."""
 
     def remove_tree(self, path: Path) -> None:
-        """Remove `path` and everything below it; nothing happens when it is missing."""
+        """Remove `path` and everything below it; do nothing when it is missing."""
 
     def allocate(self, path: Path, start: int, nbytes: int) -> None:
         """Extend `path` (created when missing) by [start, start + nbytes), backed by memory that is
         charged to this process and already faulted in."""
 
     def truncate(self, path: Path, nbytes: int) -> None:
-        """Cut `path` to `nbytes`, and take back memory beyond its end."""
+        """Cut `path` to `nbytes`, and free memory beyond its end."""
 
     def overwrite(self, path: Path, data: bytes) -> None:
         """Put `data` at the start of `path`, which exists, in the memory that it has."""
@@ -91,7 +91,7 @@ class RealFiles:
     def allocate(self, path: Path, start: int, nbytes: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # All of it first, so that a lack of memory shows before the slow part.
+            # Reserve all of it first, so that a lack of memory shows before the slow part.
             os.posix_fallocate(descriptor, start, nbytes)
             for at in range(start, start + nbytes, FILL_BYTES):
                 size = min(FILL_BYTES, start + nbytes - at)
@@ -111,18 +111,20 @@ class RealFiles:
 
 
 def is_open(path: Path) -> bool:
-    """Whether a process, this one too, has the file open or mapped; False when it is missing.
+    """Whether any process, including this one, has the file open or mapped; False when it is
+    missing.
 
-    Who has can do what he likes with it, also after it has lost its name. A lease tells: the kernel
-    gives it to nobody else's file, and only while nobody else has the file open. Where the file
-    system knows no leases, the answer is False.
+    Such a process can do what it likes with the file, even after the file has lost its name. A
+    lease reveals it: the kernel grants a write lease only to the file's owner, and only while no
+    other descriptor of the file is open. Where the file system has no leases, the answer is False.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        # Whoever opens the file meanwhile lets the kernel send a signal: one that is ignored.
+        # If another process opens the file meanwhile, the kernel sends a signal: choose one that is
+        # ignored.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:
@@ -133,7 +135,7 @@ def is_open(path: Path) -> bool:
 
 
 def replace(files: Files, path: Path, data: bytes) -> None:
-    """Make `path` hold `data`; whoever looks sees the old content or the new, never a mixture."""
+    """Make `path` hold `data`; readers see the old content or the new, never a mixture."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         files.write(temporary, data)
@@ -145,12 +147,12 @@ def replace(files: Files, path: Path, data: bytes) -> None:
 
 
 def sign(body: bytes) -> bytes:
-    """`body` as a file that proves itself: its xxh3-64 in 16 hex digits, a newline, then it."""
+    """`body` with its own checksum: its xxh3-64 in 16 hex digits, a newline, then `body`."""
     return xxhash.xxh3_64_hexdigest(body).encode() + b"\n" + body
 
 
 def signed_body(data: bytes, what: str) -> bytes:
-    """The body that `sign` was given; raises CorruptError when the checksum does not match."""
+    """The body that was given to `sign`; raises CorruptError when the checksum does not match."""
     head, _, body = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(body).encode() != head:
         raise CorruptError(f"{what} does not match its own checksum")
@@ -159,7 +161,7 @@ def signed_body(data: bytes, what: str) -> bytes:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Translate OSError: `what` is the attempt in words, such as "sealing slot 1 of rank 0"."""
+    """Translate OSError to StorageError; `what` is the attempt, such as "sealing slot 1"."""
     try:
         yield
     except OSError as error:
@@ -167,11 +169,11 @@ def storage_errors(what: str) -> Iterator[None]:
 
 
 class SharedFile:
-    """A file that others may cut or punch at any time: what they have a descriptor of.
+    """A file that other processes may cut or punch at any time, because they have a descriptor of
+    it.
 
-    It is never mapped: whoever touches a page of a mapping that the file no longer has is killed
-    by SIGBUS. Closed with its last reference, so that it stays open under whoever uses it. Its
-    methods are for any thread.
+    It is never mapped: touching a mapped page that the file no longer has kills the process by
+    SIGBUS. It is closed with its last reference, so that it stays open while in use. Thread-safe.
 
     Raises:
         OSError: on construction, when it cannot be opened.
@@ -190,7 +192,7 @@ class SharedFile:
         """Fill `view` with the bytes from `at` on.
 
         Raises:
-            CorruptError: the file ends before.
+            CorruptError: the file ends before `view` is full.
             OSError: the file system failed.
         """
         while len(view):
@@ -208,9 +210,9 @@ class SharedFile:
 def map_shared(path: Path) -> memoryview:
     """All bytes of `path`, writable, shared with every other mapping of it.
 
-    The mapping lives as long as a view of it does. Only for files that nobody else has a descriptor
-    of, and that are never cut below a size that they were sealed with: who touches a page that the
-    file no longer has is killed (`SharedFile`).
+    The mapping lives as long as a view of it does. Only for files of which no other process has a
+    descriptor, and which are never cut below the size that they were sealed with: touching a page
+    that the file no longer has kills the process (`SharedFile`).
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -1,9 +1,9 @@
-"""How large each file may be that a trainer has a descriptor of, and cutting back what is larger.
+"""Limits the size of each file that a trainer has a descriptor of, and cuts back larger ones.
 
-A trainer can extend its arena's file, also without changing its size, and so take the memory of all
-jobs of the node. Nothing takes a descriptor away from a process; so files are looked at, and cut.
-An arena that is removed while somebody has it open is kept by name, cut to nothing, until nobody
-has: the memory of a file without a name could not be taken back. Thread-safe.
+A trainer can extend its arena's file, even without changing its size, and so take the memory of all
+jobs of the node. A descriptor cannot be taken away from a process, so files are checked and cut. An
+arena that is removed while a process has it open is kept under another name, cut to nothing, until
+no process has: the memory of a file without a name could not be taken back. Thread-safe.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from holdfast_daemon.memory.files import Files, is_open
 
 LEFT_MAX = 64
-"""Removed arenas that processes of one job still have open; then it gets no new one."""
+"""Maximum number of removed arenas that one job's processes still have open; a job that reaches it
+gets no new arena."""
 
 HUGE_PAGE_BYTES = 2 << 20
-"""The last page of a file may be as large as this, and reach beyond its end."""
+"""Size of a huge page: the last page of a file may be one, and reach beyond its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +31,30 @@ class _Grant:
 
 
 class Grants:
-    """What was granted, of all jobs of a daemon."""
+    """Bytes granted to files, of all jobs of a daemon."""
 
     def __init__(self, left: Path, files: Files) -> None:
-        """`left`: a directory for what is removed while it is open."""
+        """`left`: directory for files that are removed while they are open."""
         self._left, self._files = left, files
         self._granted: dict[Path, _Grant] = {}
         self._overgrown: dict[str, dict[Path, int]] = {}
         self._lock = threading.Lock()
 
     def adopt(self) -> None:
-        """Cut what an earlier daemon left behind. Raises OSError."""
+        """Cut the removed files that an earlier daemon left behind. Raises OSError."""
         if self._left.is_dir():
             for path in self._left.iterdir():
                 self.grant(path, 0, "")
         self.tidy()
 
     def grant(self, path: Path, nbytes: int, job: str) -> None:
-        """From here on the file may take so many bytes."""
+        """Allow the file `nbytes` from here on."""
         with self._lock:
             self._granted[path] = _Grant(nbytes, job)
 
     def remove(self, path: Path) -> None:
-        """Delete the file, or keep it by another name, empty, while somebody has it open. Harmless
-        when it is missing. Raises OSError."""
+        """Delete the file, or keep it under another name, empty, while a process has it open.
+        Harmless when it is missing. Raises OSError."""
         with self._lock:
             grant = self._granted.pop(path, None)
         if not is_open(path):
@@ -74,8 +75,8 @@ class Grants:
             )
 
     def cut_back(self, job: str | None = None) -> int:
-        """Cut what is larger than granted, of one job or of all; how many bytes that were. Raises
-        OSError."""
+        """Cut files that are larger than granted, of one job or of all; return how many bytes were
+        cut. Raises OSError."""
         with self._lock:
             granted = [(p, g) for p, g in self._granted.items() if job in (None, g.job)]
         freed = 0
@@ -89,12 +90,13 @@ class Grants:
         return freed
 
     def take_overgrown(self, job: str) -> dict[Path, int]:
-        """By file, how many bytes were cut off since the last call."""
+        """Bytes cut off since the last call, by file."""
         with self._lock:
             return self._overgrown.pop(job, {})
 
     def tidy(self) -> None:
-        """Delete what nobody has open any more, and cut the rest. Raises OSError."""
+        """Delete removed files that no process has open any more, and cut the rest. Raises
+        OSError."""
         with self._lock:
             left = [path for path in self._granted if path.parent == self._left]
         for path in left:
@@ -106,7 +108,7 @@ class Grants:
 
 
 def _excess_bytes(path: Path, granted: int) -> int:
-    """What a file takes beyond `granted`; 0 when it is missing."""
+    """Bytes that a file takes beyond `granted`; 0 when it is missing."""
     with suppress(FileNotFoundError):
         found = path.stat()
         if found.st_size > granted:

@@ -1,7 +1,8 @@
-"""What carrying out a job's effects needs of whoever keeps the job's bytes.
+"""Interface to the bytes of a job, as far as carrying out its effects needs it.
 
-`JobStorage` keeps them on real files, the simulation on virtual disks; `worker`, `group` and
-`changes` know only this. Every method raises StorageError when the file system fails.
+`JobStorage` keeps them in real files, the simulation on virtual disks; `worker`, `parity.group` and
+`parity.changes` use only this interface. Every method raises StorageError when the file system
+fails.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from holdfast_daemon.memory.arenas import SealedSlot
 from holdfast_daemon.memory.parity_blocks import ParityRecord
 
 ReadInto = Callable[[int, memoryview], None]
-"""Fills a view with the bytes of a payload from an offset on. Raises CorruptError, StorageError.
-"""
+"""Function that fills a view with the bytes of a payload from an offset on. Raises CorruptError,
+StorageError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A sealed snapshot: what it is, and `memory.arenas.Arena.read_into` of its payload."""
+    """A sealed snapshot: its manifest, and `memory.arenas.Arena.read_into` of its payload."""
 
     manifest: Manifest
     read_into: ReadInto
@@ -38,7 +39,7 @@ class OlderParity:
     record: ParityRecord
     view: memoryview
     manifests: Mapping[int, Manifest]
-    """By rank, of the snapshots that it was made from."""
+    """Manifests, by rank, of the snapshots that it was made from."""
 
 
 class ArenaBytes(Protocol):
@@ -104,8 +105,8 @@ def find_older(
     from are kept here, with these manifests by rank.
 
     Args:
-        records: What is sealed, by (lane, slot).
-        kept: The (manifest, layout) that is kept of a rank's generation, encoded.
+        records: Sealed blocks, by (lane, slot).
+        kept: Function that gives the encoded (manifest, layout) kept of a rank's generation.
     """
     for (of_lane, other), record in records.items():
         if of_lane != lane or other == slot:

@@ -1,8 +1,8 @@
 """Everything that one job keeps on this node.
 
 `JobStorage` joins arenas, parity blocks, kept manifests and the newest membership, and accounts for
-their memory. It carries out what the engine decided and decides nothing; it answers the bulk server
-where bytes lie. Thread-safe: short steps share one lock, allocations another, so that pre-faulting
+their memory. It carries out what the engine decided and decides nothing; for the bulk server it
+locates bytes. Thread-safe: short steps share one lock, allocations another, so that pre-faulting
 gigabytes never delays a seal or a transfer.
 
 `adopt` must be called once, before anything else.
@@ -54,16 +54,16 @@ class AdoptedParity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptedJob:
-    """What a starting daemon found of a job. Nothing of it is verified yet."""
+    """Everything that a starting daemon found of a job; not verified yet."""
 
     membership: Membership | None
-    """None when there is none, or none that can be read."""
+    """The newest membership; None when there is none, or none that can be read."""
     line: Line | None
     retained: Generation | None
     arenas: tuple[AdoptedArena, ...]
     parities: tuple[AdoptedParity, ...]
     problems: tuple[str, ...]
-    """What was damaged and removed, in words."""
+    """Damage found and removed, in words."""
 
 
 class JobStorage:
@@ -81,7 +81,8 @@ class JobStorage:
         self._lock = threading.RLock()
         self._allocating = threading.Lock()
         self._quota_bytes = 0
-        """What the job may take, as its newest membership says; 0: all that the node may give."""
+        """Limit of the job's memory from its newest membership; 0: only the node's budget limits
+        it."""
 
     @property
     def arena_bytes(self) -> int:
@@ -98,7 +99,7 @@ class JobStorage:
     # --- the start of a daemon -------------------------------------------------------------------
 
     def adopt(self) -> AdoptedJob:
-        """Take over what an earlier daemon left: sealed things only; the rest is removed."""
+        """Take over what an earlier daemon left whole; everything else is removed."""
         with self._lock, storage_errors(f"adopting job {self.job}"):
             arenas, problems = self._arena_files.adopt()
             self._arenas = {(arena.rank, arena.layout_id): arena for arena in arenas}
@@ -142,8 +143,8 @@ class JobStorage:
     def allocate(
         self, rank: int, layout: bytes, *, parity_lanes: tuple[int, ...] = (), parity_bytes: int = 0
     ) -> Arena:
-        """The arena of `rank` for `layout`, made and pre-faulted when there is none, and the two
-        parity blocks of each of `parity_lanes` with at least `parity_bytes` each.
+        """Return the arena of `rank` for `layout`, made and pre-faulted when there is none. Each of
+        `parity_lanes` then has its two parity blocks, with at least `parity_bytes` each.
 
         Raises:
             MemoryBudgetError: beyond what the job may take, or the budget, or the file system is
@@ -175,12 +176,13 @@ class JobStorage:
         return arena
 
     def seal(self, rank: int, layout: str, slot: int, sealed: SealedSlot) -> None:
-        """From here on the snapshot exists."""
+        """Seal the slot: from here on the snapshot exists."""
         with self._lock, storage_errors(f"sealing slot {slot} of rank {rank} of job {self.job}"):
             self._arena_files.seal(self.arena(rank, layout), slot, sealed)
 
     def free_slot(self, rank: int, layout: str, slot: int) -> None:
-        """From here on the snapshot no longer exists. Harmless when there is none."""
+        """Free the slot: from here on the snapshot no longer exists. Harmless when there is
+        none."""
         with self._lock, storage_errors(f"freeing slot {slot} of rank {rank} of job {self.job}"):
             arena = self._arenas.get((rank, layout))
             if arena is not None:
@@ -203,7 +205,7 @@ class JobStorage:
             return self._blocks.view(lane, slot)
 
     def parity_record(self, lane: int, slot: int) -> ParityRecord:
-        """What is sealed in a parity block; StorageError when nothing is."""
+        """The record of a sealed parity block; StorageError when the block is not sealed."""
         with self._lock:
             record = self._blocks.records.get((lane, slot))
         if record is None:
@@ -211,19 +213,19 @@ class JobStorage:
         return record
 
     def sealed_parity_bytes(self, lane: int, slot: int) -> int:
-        """Bytes of what is sealed in a parity block; 0 when nothing is."""
+        """Bytes in use of a sealed parity block; 0 when it is not sealed."""
         with self._lock:
             record = self._blocks.records.get((lane, slot))
         return 0 if record is None else record.nbytes
 
     def seal_parity(self, slot: int, record: ParityRecord) -> None:
-        """From here on the parity block exists."""
+        """Seal the parity block: from here on it exists."""
         lane = record.entry.lane
         with self._lock, storage_errors(f"sealing parity {slot} of lane {lane} of {self.job}"):
             self._blocks.seal(slot, record)
 
     def free_parity(self, lane: int, slot: int) -> None:
-        """From here on the parity block does not exist; its memory stays."""
+        """Free the parity block: from here on it does not exist; its memory stays reserved."""
         with self._lock, storage_errors(f"freeing parity {slot} of lane {lane} of {self.job}"):
             self._blocks.free(lane, slot)
 
@@ -259,7 +261,8 @@ class JobStorage:
             return OlderParity(record=record, view=view, manifests=manifests)
 
     def locate_parity(self, lane: int, generation: Generation, start: int, nbytes: int) -> Located:
-        """The same for a sealed parity block."""
+        """Where bytes [start, start + nbytes) of a sealed parity block lie, as far as there are
+        any; StorageError when it is not held."""
         with self._lock:
             for (at_lane, slot), record in self._blocks.records.items():
                 if at_lane == lane and record.entry.generation == generation:
@@ -277,7 +280,7 @@ class JobStorage:
         return sealed.encoded, arena.encoded_layout
 
     def keep(self, manifest: bytes, layout: bytes) -> None:
-        """Keep another member's manifest and layout, so that it can be told what it had."""
+        """Keep another member's manifest and layout, so that the member can get them back."""
         with self._lock, storage_errors(f"keeping a manifest for job {self.job}"):
             self._kept.keep(manifest, layout)
 
@@ -287,7 +290,7 @@ class JobStorage:
             self._kept.forget(keep)
 
     def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
-        """The slot is sealed and its file still says so.
+        """Check that the slot is sealed and its file unchanged.
 
         Raises:
             StorageError: nothing is sealed there.
@@ -302,14 +305,15 @@ class JobStorage:
                 raise CorruptError(f"the manifest file of slot {slot} of rank {rank} was changed")
 
     def check_entry_file(self, lane: int, slot: int) -> None:
-        """The same for a parity block's entry."""
+        """Check that the parity block is sealed and its entry file unchanged; raises as
+        `check_manifest_file` does."""
         with self._lock, storage_errors(f"reading the entry of parity {slot} of lane {lane}"):
             record = self.parity_record(lane, slot)
             if self._blocks.entry_path(lane, slot).read_bytes() != encode_record(record):
                 raise CorruptError(f"the entry file of parity {slot} of lane {lane} was changed")
 
     def drop(self) -> None:
-        """Free all that the job holds; what is sealed goes first, the epoch last."""
+        """Free all that the job holds; sealed slots and blocks go first, the epoch last."""
         with self._allocating, self._lock, storage_errors(f"dropping job {self.job}"):
             for rank, layout in sorted(self._arenas):
                 self.remove_arena(rank, layout)
@@ -323,7 +327,7 @@ class JobStorage:
             self._files.remove_tree(self.directory)
 
     def overgrown(self) -> dict[Path, int]:
-        """By arena file, what was cut off since the last call. Raises StorageError."""
+        """Bytes cut off since the last call, by arena file. Raises StorageError."""
         with storage_errors(f"cutting back the arenas of job {self.job}"):
             self._node.grants.cut_back(self.job)
         return self._node.grants.take_overgrown(self.job)
@@ -339,7 +343,8 @@ class JobStorage:
             )
 
     def _check_quota(self, needed: int, rank: int) -> None:
-        """Memory that is held already stays, also beyond a quota that has become smaller."""
+        """Refuse memory beyond the quota; memory already held stays, even beyond a quota that was
+        lowered."""
         held = self.arena_bytes + self.parity_bytes
         if needed and 0 < self._quota_bytes < held + needed:
             left = max(self._quota_bytes - held, 0)

@@ -1,11 +1,11 @@
-"""`holdfast-daemon mount`: makes the tmpfs that arenas lie on, and the directory of the sockets.
+"""`holdfast-daemon mount`: mounts the tmpfs for arenas, and makes the directory of the sockets.
 
-The step before the daemon on a Kubernetes node, and the only one with privileges. The tmpfs is
-mounted on the node itself, so it outlives the daemon's container, pod and upgrades, and only a
-reboot loses it. Running it again changes what differs and nothing else: what a running daemon, or
-one that will adopt it, has there stays.
+This is the step before the daemon on a Kubernetes node, and the only one with privileges. The tmpfs
+is mounted on the node itself, so it outlives the daemon's container, pod and upgrades; only a
+reboot loses it. Running the command again changes only what differs: the files there, which a
+daemon uses or will adopt, stay.
 
-`decide` is pure; the rest asks the kernel and does what was decided.
+`decide` is pure; the rest asks the kernel and carries out the decision.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Mount:
     point: Path
     file_system: str
     shared: bool
-    """Whether what is mounted below it appears in other mount namespaces too."""
+    """Whether mounts below it appear in other mount namespaces too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MountedMemory:
-    """What a mounted tmpfs can hold, and holds."""
+    """Capacity and use of a mounted tmpfs."""
 
     size_bytes: int
     used_bytes: int
@@ -69,11 +69,11 @@ class MountDecision:
     action: MountAction
     reason: str
     warning: bool = False
-    """Whether the reason is one that somebody should look at."""
+    """Whether an operator should look at the reason."""
 
 
 def parse_mounts(mountinfo: str) -> list[Mount]:
-    """The mounts of a namespace, the ones that cover others last."""
+    """The mounts of a namespace; a mount that covers another comes after it."""
     mounts = []
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -103,12 +103,12 @@ def mount_above(path: Path, mounts: Iterable[Mount]) -> Mount | None:
 def decide(
     path: Path, mounts: Iterable[Mount], held: MountedMemory | None, wanted_bytes: int
 ) -> MountDecision:
-    """What must happen so that a tmpfs of `wanted_bytes` is at `path`.
+    """Decide what must be done so that a tmpfs of `wanted_bytes` is at `path`.
 
-    `held` is what is mounted there, None when nothing is.
+    `held` is the capacity and use of what is mounted there; None when nothing is.
 
     Raises:
-        StorageError: when it cannot be done, and why.
+        StorageError: it cannot be done; the message gives the reason.
     """
     mounts = list(mounts)
     there, above = mount_at(path, mounts), mount_above(path, mounts)
@@ -145,10 +145,10 @@ def decide(
 
 
 def mount_memory(path: Path, size_bytes: int, huge: str, owner: int) -> MountDecision:
-    """Have a tmpfs of `size_bytes` at `path` that belongs to `owner` alone; what was done.
+    """Ensure a tmpfs of `size_bytes` at `path` that belongs to `owner` alone; return what was done.
 
     Raises:
-        StorageError: when it cannot be had.
+        StorageError: it cannot be mounted.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -165,10 +165,10 @@ def mount_memory(path: Path, size_bytes: int, huge: str, owner: int) -> MountDec
 
 
 def make_socket_directory(path: Path, owner: int) -> None:
-    """A directory that `owner` writes and everybody may enter.
+    """Make a directory that `owner` writes and every user may enter.
 
     Raises:
-        StorageError: when it cannot be made.
+        StorageError: it cannot be made.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def make_socket_directory(path: Path, owner: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line; 0 when memory and sockets are ready, 2 when they cannot be."""
+    """Run the command line; 0 when memory and sockets are ready, 2 when they cannot be."""
     options = _parser().parse_args(arguments)
     try:
         decision = mount_memory(options.path, options.size, options.huge, options.owner)
@@ -232,7 +232,7 @@ def _mount_with(path: Path, size_bytes: int, huge: str, *, again: bool) -> None:
     except OSError as error:
         if error.errno != EINVAL:
             raise
-        # A kernel without huge pages in tmpfs does not know the option.
+        # A kernel without huge pages in tmpfs rejects the option.
         _mount(path, f"size={size_bytes}", again=again)
 
 
@@ -245,7 +245,7 @@ def _mount(path: Path, options: str, *, again: bool) -> None:
 
 
 def _own(path: Path, owner: int, mode: int) -> None:
-    """Give `path` to `owner`; with everything below when it belonged to somebody else, as after a
+    """Give `path` to `owner`, with everything below when it belonged to another user, as after a
     change of the daemon's user."""
     if path.stat().st_uid != owner:
         for directory, names, files in os.walk(path):

@@ -1,8 +1,8 @@
-"""The daemon's directory: whose memory it is, who may use it, and how much.
+"""The daemon's directory: its identity, its lock, and the budget of its memory.
 
-`NodeStorage` owns `<root>` (docs/data-path.md): it keeps a second daemon out, gives the memory
-its identity, counts the starts, and holds the one account of bytes that all jobs draw from
-(invariant 5). What lies below `<root>/jobs/<job>` belongs to `memory.job_storage`.
+`NodeStorage` owns `<root>` (docs/data-path.md): it keeps a second daemon out, gives the memory its
+identity, counts the starts, and holds the one budget of bytes that all jobs draw from (invariant
+5). Everything below `<root>/jobs/<job>` belongs to `memory.job_storage`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JOB_NAME_BYTES_MAX = 255
 
 
 class Budget:
-    """The account of bytes that arenas and parity blocks are drawn from. Thread-safe."""
+    """The budget of bytes that arenas and parity blocks draw from. Thread-safe."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -44,7 +44,7 @@ class Budget:
         """Take `nbytes` for `what`.
 
         Raises:
-            MemoryBudgetError: when they are not there; nothing is taken then.
+            MemoryBudgetError: fewer are left; nothing is taken then.
         """
         with self._lock:
             available = max(self.total_bytes - self._reserved_bytes, 0)
@@ -88,7 +88,7 @@ class NodeStorage:
             self.files.mkdir(root / "jobs")
         self._lock_descriptor = _lock_directory(root)
         try:
-            # First what trainers took beyond their arenas: nothing may fit before that.
+            # First cut back what trainers took beyond their arenas: before that, nothing may fit.
             with storage_errors(f"cleaning {root}"):
                 for path, nbytes, job in granted_below(root / "jobs"):
                     self.grants.grant(path, nbytes, job)
@@ -102,8 +102,8 @@ class NodeStorage:
             self.close()
             raise
         self.is_tmpfs = file_system_of(root) in ("tmpfs", "ramfs")
-        """False deserves a warning: snapshots on a disk are slow, and its pages are not memory that
-        the budget accounts for."""
+        """Whether the directory is in memory. False deserves a warning: snapshots on a disk are
+        slow, and the budget does not account for its pages."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -111,20 +111,20 @@ class NodeStorage:
 
     @property
     def essential(self) -> Files:
-        """For what must be written also when there is no memory left."""
+        """`Files` for what must be written even when there is no memory left."""
         return dataclasses.replace(self.files, always=True)
 
     def tidy(self) -> None:
-        """Cut back what trainers took, and make the reserve whole, as far as that can be done."""
+        """Cut back what trainers took, and refill the reserve, as far as possible."""
         with suppress(OSError):
             self.grants.tidy()
         self.files.reserve.fill(self.files.files)
 
     def job_directory(self, job: str) -> Path:
-        """Where the files of `job` lie; the name is quoted, so that it stays one path component.
+        """Directory of the files of `job`; the name is quoted, so that it stays one path component.
 
         Raises:
-            InvalidJobError: when the name is empty or too long for a file name.
+            InvalidJobError: the name is empty or too long for a file name.
         """
         name = job_file_name(job)
         if not name or len(name) > JOB_NAME_BYTES_MAX:
@@ -140,12 +140,12 @@ class NodeStorage:
             return sorted(job_of_file_name(path.name) for path in (self.root / "jobs").iterdir())
 
     def free_bytes(self) -> int:
-        """Bytes that the file system could still give."""
+        """Bytes that are free in the file system."""
         with storage_errors(f"asking for the free space of {self.root}"):
             return shutil.disk_usage(self.root).free
 
     def close(self) -> None:
-        """Let another daemon have the directory. Harmless when repeated."""
+        """Release the directory for another daemon. Harmless when repeated."""
         if self._lock_descriptor >= 0:
             os.close(self._lock_descriptor)
             self._lock_descriptor = -1
@@ -181,13 +181,14 @@ class NodeStorage:
         except OSError:
             if not path.exists():
                 raise
-            # A daemon must start on memory that is full. No longer than its page, so never torn.
+            # A daemon must start even on full memory. The number fits one page, so it is never
+            # torn.
             self.files.overwrite(path, new)
         return incarnation
 
 
 def file_system_of(path: Path) -> str:
-    """Type of the file system that `path` lies on, as mount(8) calls it; empty when unknown."""
+    """Type of the file system of `path`, as mount(8) names it; empty when unknown."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):

@@ -1,6 +1,6 @@
 """Parity blocks: two files of memory per parity lane, and the entries that seal them.
 
-A block is memory and stays; its `.entry` says what is in it and is written last, so that a parity
+A block is memory and stays; its `.entry` describes the content and is written last, so a parity
 block exists exactly when it is whole. While one block holds the newest protected generation, the
 next is built in the other. This module reserves no budget and takes no lock: `memory.job_storage`
 does."""
@@ -34,7 +34,7 @@ _BLOCK_NAME = re.compile(r"(\d+)-(\d+)\.block")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityRecord:
-    """What an entry file holds: enough to find and verify every byte of the block."""
+    """Content of an entry file: enough to find and verify every byte of the block."""
 
     entry: ParityEntry
     nbytes: int
@@ -94,9 +94,9 @@ class ParityBlocks:
         )
 
     def grow(self, lanes: Sequence[int], nbytes: int) -> None:
-        """Let both blocks of each of `lanes` have at least `nbytes`.
+        """Grow both blocks of each of `lanes` to at least `nbytes`.
 
-        A block grows at its end, in place: what is sealed in it stays valid. On OSError every block
+        A block grows at its end, in place, so its sealed bytes stay valid. On OSError every block
         has its old size.
         """
         before = dict(self._sizes)
@@ -125,7 +125,7 @@ class ParityBlocks:
         """All bytes of a block.
 
         Raises:
-            StorageError: when the lane has no such block.
+            StorageError: the lane has no such block.
         """
         if (lane, slot) not in self._sizes:
             raise StorageError(f"lane {lane} has no parity block {slot}: no arena asked for one")
@@ -142,7 +142,8 @@ class ParityBlocks:
         self.records.pop((lane, slot), None)
 
     def adopt(self) -> list[str]:
-        """Take over every block and every whole entry; what was not whole is removed, and said."""
+        """Take over every block and every whole entry; remove what is not whole, and return it in
+        words."""
         problems: list[str] = []
         if not self._directory.is_dir():
             return problems

@@ -1,8 +1,8 @@
-"""What a daemon keeps for others: manifests and layouts of its parity group's snapshots.
+"""Manifests and layouts of a parity group's snapshots, kept for the other members.
 
-A member that lost its memory gets back from here what it must rebuild. Everything is checked when
-it is read: a damaged file is as good as none, because any other member of the group keeps a copy.
-This module takes no lock: `memory.job_storage` does.
+A member that lost its memory gets back from here the manifests of what it must rebuild. Everything
+is checked when it is read: a damaged file counts as missing, because any other member of the group
+keeps a copy. This module takes no lock: `memory.job_storage` does.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PeerManifests:
         """Keep an encoded manifest and its layout.
 
         Raises:
-            CorruptError: when the manifest does not match its own checksum, or is not of this
-                layout: a file is named after what it says.
+            CorruptError: the manifest does not match its own checksum, or is not of this layout:
+                its content names the file.
         """
         decoded = decode_manifest(manifest)
         if layout_id(layout) != decoded.layout_id:
@@ -47,7 +47,7 @@ class PeerManifests:
         replace(self._files, self._manifest_path(decoded.rank, decoded.generation), manifest)
 
     def get(self, rank: int, generation: Generation) -> tuple[bytes, bytes] | None:
-        """(manifest, layout) as `keep` got them, or None when they are not here or not whole."""
+        """(manifest, layout) as given to `keep`, or None when they are not here or not whole."""
         try:
             manifest = self._manifest_path(rank, generation).read_bytes()
             decoded = decode_manifest(manifest)

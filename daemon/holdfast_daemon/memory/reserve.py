@@ -1,8 +1,8 @@
-"""Room on the tmpfs that is the daemon's own: small files, made beforehand, that become what must
-be written when there is no memory left.
+"""A reserve of memory on the tmpfs for the daemon alone: small files, made beforehand, that become
+what must be written when there is no memory left.
 
-A file that was made has its memory, whatever others take meanwhile; room that is merely left free
-would be anybody's. Decides nothing about what may use it: `ReservedFiles` does.
+A file that exists has its memory, whatever other processes take meanwhile; space that is merely
+left free could be taken by any of them. `ReservedFiles` decides what may use the reserve.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ SPARES = 8
 SPARE_BYTES_MIN = 64 << 10
 SPARE_BYTES_MAX = 8 << 20
 SPARES_IN_BUDGET = 2048
-"""A spare has this part of the budget: far more than the manifest of a snapshot that fits it."""
+"""Spares in a budget: one spare is far larger than the manifest of any snapshot that fits the
+budget."""
 
 FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-"""What the file system says when there is no memory left."""
+"""Errors of the file system when there is no memory left."""
 
 
 class Reserve:
@@ -35,11 +36,12 @@ class Reserve:
         self.spare_bytes = size - size % PAGE_BYTES
 
     def limit(self, room_bytes: int) -> None:
-        """Make no more spares than fit there: none takes what the budget has promised."""
+        """Make no more spares than fit into `room_bytes`, so that they take nothing from the
+        budget."""
         self._count = min(SPARES, max(room_bytes, 0) // self.spare_bytes)
 
     def fill(self, files: Files) -> None:
-        """Make the spares that are missing, as far as there is memory."""
+        """Make the missing spares, as far as there is memory."""
         with suppress(OSError):
             files.mkdir(self._directory)
             for path in self._spares()[: self._count]:
@@ -47,7 +49,7 @@ class Reserve:
                     files.allocate(path, 0, self.spare_bytes)
 
     def write(self, files: Files, path: Path, data: bytes) -> bool:
-        """Let a spare become `path` with `data`; False when there is none. Raises OSError."""
+        """Turn a spare into `path` with `data`; False when there is none. Raises OSError."""
         for spare in self._spares():
             if spare.exists() and len(data) <= spare.stat().st_size:
                 files.overwrite(spare, data)
@@ -62,8 +64,8 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class ReservedFiles:
-    """`Files` that cut back what trainers took before they say that there is no memory; what must
-    be written then, or all the same (`always`), is written into the reserve."""
+    """`Files` that, when memory is full, cut back what trainers took and try again. A write that
+    still fails goes into the reserve if something was cut back, or in any case with `always`."""
 
     files: Files
     grants: Grants

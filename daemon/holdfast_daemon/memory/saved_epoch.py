@@ -1,4 +1,4 @@
-"""The newest membership of a job as it lies on the node's memory: `epoch.json`."""
+"""The newest membership of a job as saved in the node's memory: `epoch.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCH_FILE = "epoch.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedEpoch:
-    """What epoch.json holds: fencing must survive a restart of the daemon."""
+    """Content of epoch.json: fencing must survive a restart of the daemon."""
 
     membership: Membership
     line: Line | None
@@ -27,7 +27,7 @@ _SAVED_EPOCH = msgspec.json.Decoder(SavedEpoch)
 
 
 def decode_epoch(data: bytes) -> SavedEpoch:
-    """What an epoch.json says; raises CorruptError for anything else."""
+    """Decode an epoch.json; raises CorruptError for anything else."""
     body = signed_body(data, EPOCH_FILE)
     try:
         return _SAVED_EPOCH.decode(body)
