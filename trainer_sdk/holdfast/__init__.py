@@ -1,4 +1,4 @@
-"""Holdfast keeps Mixture-of-Experts training alive.
+"""Fault tolerance for Mixture-of-Experts training.
 
     session = holdfast.init(model=model, optimizer=optimizer,
                             stateful={"sampler": sampler}, topology=holdfast.Topology(dp=4, ep=4))
@@ -8,7 +8,8 @@
         handle = session.save(step)          # .staged, .committed, .protected, .persisted: futures
     session.close()
 
-This module is the whole public API; `holdfast.testing` has a daemon for tests.
+These names are the public API; `holdfast.testing` has a daemon for tests, and `holdfast.dcp` reads
+and writes checkpoints through torch.distributed.checkpoint.
 """
 
 from holdfast._daemon.handles import SaveHandle

@@ -1,7 +1,7 @@
-"""The only module of the SDK that reads the environment, or writes it.
+"""Environment variables of the SDK; no other module of it reads or writes the environment.
 
-torchrun says which rank this is, the job's runner says where the daemon is. Explicit arguments of
-`holdfast.init` beat what is found here.
+torchrun sets the rank, the job's runner sets the daemon's socket. Explicit arguments of
+`holdfast.init` beat the values found here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _POLICY = msgspec.json.Decoder(Policy)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What the environment says about this process."""
+    """Values of this process's environment variables."""
 
     socket: Path | None
-    """`HOLDFAST_SOCKET`: the daemon's Unix socket; None when nothing protects this process."""
+    """`HOLDFAST_SOCKET`: the daemon's Unix socket; None when no daemon protects this process."""
     job: str
     """`HOLDFAST_JOB`."""
     rank: int
@@ -39,20 +39,22 @@ class Environment:
     copy_threads: int | None
     """`HOLDFAST_COPY_THREADS`."""
     token_file: Path | None
-    """`HOLDFAST_TOKEN_FILE`: proves to the daemon which pod this is; None when it does not ask."""
+    """`HOLDFAST_TOKEN_FILE`: file with the token that proves to the daemon which pod this is; None
+    when the daemon requires none."""
     policy: Policy
     """`HOLDFAST_POLICY`: the job's `snapshot.policy`, as JSON."""
     recoveries_per_day: float | None
-    """`HOLDFAST_RECOVERIES_PER_DAY`: expected; only where the interval follows from it."""
+    """`HOLDFAST_RECOVERIES_PER_DAY`: expected rate; None unless the interval follows from it."""
     compare_replicas_every: int
     """`HOLDFAST_COMPARE_REPLICAS_EVERY`."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """The environment of this process, or `variables` instead.
+    """Read the environment of this process, or `variables` instead.
 
     Raises:
-        InvalidJobError: when a number is none, or a daemon is named without a job.
+        InvalidJobError: when a number or the policy cannot be parsed, or a daemon is named without
+            a job.
     """
     found = os.environ if variables is None else variables
     socket, job = found.get("HOLDFAST_SOCKET", ""), found.get("HOLDFAST_JOB", "")
@@ -80,27 +82,27 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def read_local_rank() -> int:
-    """`LOCAL_RANK` of this process: which of its node's workers it is."""
+    """Read `LOCAL_RANK`: this process's number among its node's workers."""
     return _number(os.environ, "LOCAL_RANK", 0)
 
 
 def read_secrets() -> tuple[str, ...]:
-    """What of this process's environment must not be shown."""
+    """Values of this process's environment that must not be shown."""
     return secrets_among(os.environ)
 
 
 def read_token_file(variables: Mapping[str, str] | None = None) -> Path | None:
-    """`HOLDFAST_TOKEN_FILE` of this process, or of `variables` instead."""
+    """Read `HOLDFAST_TOKEN_FILE` of this process, or of `variables` instead."""
     found = (os.environ if variables is None else variables).get("HOLDFAST_TOKEN_FILE", "")
     return Path(found) if found else None
 
 
 def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:
-    """Put into this process's environment what its agent and its workers are to find."""
+    """Set the environment variables for this process's agent and its workers."""
     os.environ["HOLDFAST_SOCKET"] = str(socket)
     os.environ["HOLDFAST_JOB"] = job
-    # All nodes start equally many workers: no need to ask them in the store, where one that has
-    # just been lost would be waited for.
+    # All nodes start equally many workers, so the agent need not ask them through the store, where
+    # it would wait for a node that has just been lost.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     if nproc > 1:  # as torchrun does
         os.environ.setdefault("OMP_NUM_THREADS", "1")

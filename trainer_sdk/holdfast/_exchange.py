@@ -1,7 +1,8 @@
-"""Talk between the ranks of the training world: tables before the first save, bytes in a restore.
+"""Collectives between the ranks of the training world: tables before the first save, bytes in a
+restore.
 
-Over a gloo group of the session's own, so that its collectives never meet those of training. What
-travels is bytes; nothing is unpickled. A world of one needs no group.
+They run over the session's own gloo group, so that they never mix with those of training. Only
+bytes travel; nothing is unpickled. A world of one needs no group.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast_core.errors import UnreachableError
 
 
 class Broadcast(Protocol):
-    """Sends a tensor from one rank of a group to the others."""
+    """Broadcast of a tensor from one rank of a group to the others."""
 
     def __call__(self, buffer: torch.Tensor, source: int) -> None:
         """Fill `buffer` on every member from rank `source`."""
@@ -29,19 +30,20 @@ class Exchange(Protocol):
 
     @property
     def together(self) -> bool:
-        """Whether there is anyone to talk to."""
+        """Whether there are other ranks to talk to."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """`data` of each rank. Raises UnreachableError when a rank does not take part."""
+        """Gather the `data` of each rank. Raises UnreachableError when a rank does not take
+        part."""
 
     def add(self, numbers: Sequence[int]) -> list[int]:
-        """The sum of all ranks' `numbers`, equally many, element by element. Raises
-        UnreachableError when a rank does not take part."""
+        """Sum all ranks' `numbers`, equally many, element by element. Raises UnreachableError when
+        a rank does not take part."""
 
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        """A broadcast for each of `groups` that this rank is in, one after the other."""
+        """Yield a broadcast for each of `groups` that this rank is in, one after the other."""
 
 
 class Alone:
@@ -63,7 +65,8 @@ class Alone:
 
 
 class GlooExchange:
-    """All ranks of torch's default process group. Making one is itself a collective."""
+    """Exchange between all ranks of torch's default process group. Making one is itself a
+    collective."""
 
     together = True
 
@@ -97,7 +100,7 @@ class GlooExchange:
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        # The backend of training for its devices; gloo, whatever training uses, for host memory.
+        # Training's own backend for its devices; for host memory always gloo.
         backend = "gloo" if device.type == "cpu" else None
         for ranks in groups:
             with _translated():
@@ -119,7 +122,7 @@ def _new_group(
     ranks: list[int] | None, backend: str | None, timeout: timedelta
 ) -> dist.ProcessGroup:
     group: Any = dist.new_group(ranks, backend=backend, timeout=timeout)
-    return cast(dist.ProcessGroup, group)  # a constant instead, on ranks that are not in it
+    return cast(dist.ProcessGroup, group)  # on ranks outside the group it is a constant
 
 
 @contextmanager
@@ -134,7 +137,7 @@ def _translated() -> Iterator[None]:
 
 
 def make_exchange(world_size: int, timeout_s: float) -> Exchange:
-    """How the ranks of this world talk; collective when there is a process group."""
+    """Make the exchange of this world's ranks; collective when there is a process group."""
     if world_size > 1 and dist.is_available() and dist.is_initialized():
         return GlooExchange(timeout_s)
     return Alone()

@@ -1,4 +1,4 @@
-"""Wires a session from its parts: where the daemon is, which rank this is, what is saved."""
+"""Composition root of a session: which daemon, which rank, which state."""
 
 from __future__ import annotations
 
@@ -42,31 +42,32 @@ def init(
     rank: int | None = None,
     daemon: DaemonClient | None = None,
 ) -> Session:
-    """A session for this rank. Every rank calls it, after `init_process_group` where there is one.
+    """Make a session for this rank. Every rank calls it, after `init_process_group` if there is
+    one.
 
-    Without a daemon (no `HOLDFAST_SOCKET`, `socket` or `daemon`) the session says once that nothing
-    is protected, and training runs as before.
+    Without a daemon (no `HOLDFAST_SOCKET`, `socket` or `daemon`) the session logs one warning that
+    nothing is protected, and training runs as before.
 
     Args:
-        model: what is trained; also wrapped by DDP or FSDP2.
+        model: the trained module, which DDP or FSDP2 may wrap.
         optimizer: a torch optimizer, or several in a list; a hook on `step` waits until a save is
             staged.
-        stateful: what else a restore must bring back (scheduler, sampler, …), by name.
+        stateful: other objects that a restore must bring back (scheduler, sampler, …), by name.
         topology: which ranks hold the same state; without it all ranks are data-parallel replicas.
         units: (name, tensor) → its `UnitKey`, or None to follow the conventions: experts are the
             numbered children of a module called `experts`, or slices of stacked weights
             `[experts, …]`; gates are called `gate` or `router`; layers are numbered.
-        private: names of tensors that no other rank holds although the topology says so, such as
-            the states of a sharded optimizer (`layer.weight:exp_avg`).
+        private: names of tensors that no other rank holds, contrary to the topology, such as the
+            states of a sharded optimizer (`layer.weight:exp_avg`).
         settings: see `Settings`.
         socket: the daemon's Unix socket, instead of `HOLDFAST_SOCKET`.
-        job: instead of `HOLDFAST_JOB`.
-        rank: instead of the process group's, or `RANK`.
+        job: the job's key, instead of `HOLDFAST_JOB`.
+        rank: this rank, instead of `RANK`; a process group's rank must equal it.
         daemon: a client to use as it is, such as `holdfast.testing.FakeDaemon`.
 
     Raises:
-        InvalidJobError: when the topology does not fit the training world, an optimizer has not
-            torch's `param_groups` and `state`, or arguments contradict.
+        InvalidJobError: when the topology does not fit the training world, an optimizer lacks
+            torch's `param_groups` and `state`, or arguments contradict each other.
     """
     environment = read_environment()
     path = Path(socket) if socket is not None else environment.socket
@@ -101,7 +102,7 @@ def init(
 
 
 def _comparing(topology: Topology, settings: Settings) -> Comparing:
-    """What compares replicas again, where there are any. Collective."""
+    """Make the comparison of replicas after the first save, where there are any. Collective."""
     every = settings.compare_replicas_every if settings.check_replicas else None
     if not every or len(topology.dense_replicas(0)) == 1:
         return Comparing(Alone(), topology, 0)
@@ -111,14 +112,14 @@ def _comparing(topology: Topology, settings: Settings) -> Comparing:
 
 
 def _counting(world_size: int, settings: Settings) -> Exchange | None:
-    """Between ranks whose policy leaves experts out. Collective."""
+    """Make the exchange of ranks whose policy leaves experts out. Collective."""
     if settings.experts is None:
         return None
     return make_exchange(world_size, settings.exchange_timeout_s)
 
 
 def _pacing(world_size: int, settings: Settings) -> Pacing | None:
-    """What takes the saves that are worth it, where that is measured. Collective."""
+    """Make the pacing that picks the saves to take, where the interval is measured. Collective."""
     if settings.recoveries_per_day is None:
         return None
     exchange = make_exchange(world_size, settings.exchange_timeout_s)
@@ -126,7 +127,7 @@ def _pacing(world_size: int, settings: Settings) -> Pacing | None:
 
 
 def _tuned(settings: Settings | None, environment: Environment) -> Settings:
-    """`settings`, with what they leave to the environment."""
+    """Settings of the session: `settings`, completed from the environment."""
     tuned = settings if settings is not None else Settings()
     if settings is None and environment.copy_threads is not None:
         tuned = replace(tuned, copy_threads=environment.copy_threads)
@@ -140,7 +141,7 @@ def _tuned(settings: Settings | None, environment: Environment) -> Settings:
 
 
 def _world(environment: Environment, rank: int | None) -> tuple[int, int]:
-    """(rank, world size): the process group's where there is one, else the environment's."""
+    """Pair (rank, world size): the process group's if there is one, else the environment's."""
     if dist.is_available() and dist.is_initialized():
         if rank not in (None, dist.get_rank()):
             raise InvalidJobError(

@@ -1,6 +1,6 @@
-"""The session that a training script talks to: what it may ask for, and what it is promised.
+"""Interface of a session: what a training script may ask for, and what it is promised.
 
-`_session` has the one behind a daemon, `_nodaemon` the one without. This module decides nothing.
+`_session` implements it with a daemon, `_nodaemon` without one. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from holdfast_core.errors import HoldfastError
 
 
 class Session(ABC):
-    """One rank's protection, from `holdfast.init` to `close`. A context manager that closes."""
+    """One rank's protection, from `holdfast.init` to `close`; as a context manager it closes."""
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """The membership epoch of this training world; 0 before it is known or without a daemon."""
+        """Membership epoch of this training world; 0 before it is known or without a daemon."""
 
     @property
     @abstractmethod
     def problem(self) -> HoldfastError | None:
-        """Why no save can succeed any more, or before replicas are equal again; None when all is
-        well."""
+        """Reason why no save can succeed any more, or until replicas are equal again; None when all
+        is well."""
 
     @property
     @abstractmethod
     def counters(self) -> SaveCounters:
-        """How many saves were committed, skipped and failed, and the newest cause."""
+        """Numbers of saves that were committed, skipped and failed, and the newest cause."""
 
     @abstractmethod
     def restore(self) -> int | None:
         """Load the recovery line into the model, the optimizers and the stateful objects.
 
         Every rank calls it, once, before its first save. All ranks restore the same step, or all
-        raise.
-        Tensors are copies; optimizer state that does not exist yet is allocated.
+        raise. Tensors are copied into place; optimizer state that does not exist yet is allocated.
 
         Returns:
             The last completed step, or None for a fresh start.
@@ -50,22 +49,22 @@ class Session(ABC):
         Raises:
             LayoutMismatchError: a tensor differs in name, shape or dtype from the snapshot's.
             CorruptError: bytes do not match their checksums. The state is then undefined.
-            NoRecoveryLineError: ranks were told different generations, or training has gone on:
-                this session has restored or saved before.
+            NoRecoveryLineError: the ranks' daemons named different generations, or training has
+                gone on: this session has restored or saved before.
             UnreachableError: the daemon or another rank did not answer in time.
             StaleEpochError: this process belongs to a training world that has ended.
         """
 
     @abstractmethod
     def save(self, step: int) -> SaveHandle:
-        """Begin to capture the state after `step` completed steps; returns at once, never raises.
+        """Begin to capture the state after `step` completed steps. Returns at once, never raises.
 
-        Tensors may not change until the handle's `staged`; the hook on the optimizer's `step` sees
-        to that, and `wait_staged` for everything else. A save whose tensors changed in place before
-        they were copied is dropped, as far as that can be seen. Buffers and extras are copied
-        before this returns.
+        Tensors must not change until the handle's `staged`: the hook on the optimizer's `step`
+        waits for it, and `wait_staged` does so before any other change. A save whose tensors
+        changed in place before they were copied is dropped, where the change can be detected.
+        Buffers and extras are copied before this returns.
 
-        With an optimizer that is none of torch's it returns only when the tensors are copied, until
+        With an optimizer that is not torch's, this returns only when the tensors are copied, until
         the loop calls `wait_staged` between saves.
         """
 
@@ -73,10 +72,11 @@ class Session(ABC):
     def count_tokens(
         self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
     ) -> None:
-        """Say how many of this rank's tokens went to each expert of a layer since the last call.
+        """Count this rank's tokens that went to each expert of a layer since the last call.
 
-        Snapshots that leave experts out count by it what a recovery loses. Without it nothing is
-        lost but the numbers. Cheap: counts on a device are added up there, and nobody waits.
+        Snapshots that leave experts out use the counts to measure what a recovery loses. Without
+        them only these numbers are missing. The call is cheap: counts on a device are added up
+        there, without waiting.
 
         Args:
             counts: for each expert of the layer, over all ranks, the tokens that it processed;
@@ -87,7 +87,7 @@ class Session(ABC):
 
     @abstractmethod
     def bubble(self) -> AbstractContextManager[None]:
-        """While this stage of a pipeline waits for another one: `with session.bubble(): recv()`.
+        """Mark a time in which this pipeline stage is idle: `with session.bubble(): recv()`.
 
         Copies of a snapshot are kept for such times, as far as recent steps had them. Without
         pipeline parallelism it does nothing.
@@ -95,16 +95,17 @@ class Session(ABC):
 
     @abstractmethod
     def capacity_factors(self, layer: int, experts: int) -> list[float]:
-        """What to multiply the capacity of each expert of a layer by, in the next step.
+        """Factors for the capacity of each expert of a layer in the next step.
 
-        1.1 for an expert that a recovery returned to an older version, until this rank has made up
-        for the tokens that it lost to it (MoEtion §6), which `count_tokens` tells; otherwise 1.0.
-        Ranks are done at different steps. So what one may send to another needs the room that
-        `capacity_room` says, whatever the factors are. While this rank has tokens to make up for,
-        the first call after `count_tokens` waits for counts that are on a device, all at once.
+        A factor is 1.1 for an expert that a recovery returned to an older version, until this rank
+        has made up for the tokens lost by it (MoEtion §6), as counted by `count_tokens`; otherwise
+        it is 1.0. Ranks finish this at different steps, so buffers for tokens from other ranks need
+        the room that `capacity_room` gives, whatever this rank's factors are. While this rank has
+        tokens to make up for, the first call after `count_tokens` waits for all counts that are on
+        a device at once.
 
         Args:
-            experts: of the layer, over all ranks.
+            experts: number of the layer's experts, over all ranks.
 
         Returns:
             A factor for each expert, in the order of `count_tokens`.
@@ -113,25 +114,25 @@ class Session(ABC):
     @property
     @abstractmethod
     def capacity_room(self) -> float:
-        """The largest factor that any rank may give any expert before the next restore: 1.0 or 1.1,
+        """Largest factor that any rank may give any expert before the next restore: 1.0 or 1.1,
         equal on all ranks."""
 
     @abstractmethod
     def prepare(self) -> None:
         """Allocate the arena now rather than in the background of the first save.
 
-        Every rank calls it, after the first optimizer step. Returns when the session is open, or
-        when that failed, which is logged.
+        Every rank calls it, after the first optimizer step. It returns when the session is open, or
+        when opening failed, which is logged.
         """
 
     @abstractmethod
     def wait_staged(self) -> None:
-        """Return when tensors may change. For loops without a torch optimizer, which call it before
-        every step, and before weights change otherwise: averages that are swapped in, clamps."""
+        """Return when tensors may change. Call it before every step of an optimizer that is not
+        torch's, and before any other change of weights: swapping in averages, clamping."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the save in progress and end the session. Snapshots stay with the daemon."""
+        """Finish the save in progress and end the session. The daemon keeps its snapshots."""
 
     def __enter__(self) -> Session:
         return self

@@ -1,4 +1,4 @@
-"""The topology that a torch DeviceMesh describes."""
+"""Topology of a torch DeviceMesh."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _KNOWN = ("dp", "ep", "tp", "pp")
 
 
 def topology_from_device_mesh(mesh: DeviceMesh, *, ep: int | None = None) -> Topology:
-    """The topology of a mesh with dimensions named `pp`, `dp`, `ep`, `tp`, outermost first.
+    """Topology of a mesh with dimensions named `pp`, `dp`, `ep`, `tp`, outermost first.
 
     A dimension `ep` within `dp` (the mesh `(dp, ep)`) means that data parallelism spans both, as in
-    `Topology`: dp is the product. A mesh without `ep` may be given the degree here.
+    `Topology`: dp is the product. For a mesh without `ep`, the argument gives the degree.
 
     Raises:
-        InvalidJobError: when dimensions are unnamed, unknown, or in an order in which the ranks
-            would not be numbered as `Topology` numbers them.
+        InvalidJobError: when dimensions are unnamed or unknown, when the argument contradicts the
+            mesh, or when the mesh numbers the ranks in another order than `Topology`.
     """
     names = mesh.mesh_dim_names or ()
     unknown = [name for name in names if name not in _KNOWN]

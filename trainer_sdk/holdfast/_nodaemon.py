@@ -1,4 +1,4 @@
-"""The session where no daemon is named: training runs as before, and nothing is protected."""
+"""Session without a daemon: training runs as before, and nothing is protected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHY = "HOLDFAST_SOCKET is not set: no daemon protects this process"
 
 
 class UnprotectedSession(Session):
-    """Says once that nothing is protected."""
+    """Session that skips every save, and warns once that nothing is protected."""
 
     def __init__(self) -> None:
         self._counters = SaveCounters()

@@ -1,7 +1,8 @@
-"""A distributed sampler whose position can be saved and restored exactly (PEC §3.2).
+"""Distributed sampler whose position can be saved and restored exactly (PEC §3.2).
 
-What was consumed before a crash is skipped without being loaded. The position counts what training
-has consumed, not what a loader has prefetched, so it is exact with worker processes too.
+Samples consumed before a crash are skipped without being loaded. The position counts the samples
+that training has consumed, not those that a loader has prefetched, so it is exact with worker
+processes too.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from torch.utils.data import Sampler
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: keeps the orders of neighbouring seeds and epochs apart."""
+"""Quotient of 2**64 and the golden ratio: keeps the orders of neighbouring seeds and epochs
+apart."""
 
 
 class RecoverableSampler(Sampler[int]):
     """Indices of a data set for one rank: shuffled by seed and epoch, the same number on each rank.
 
-    The position is advanced by `advance`, called with the number of samples that training consumed
-    (a batch) and before the step that consumed them is saved. Without data-loader workers, and with
-    `counting=True`, iteration advances it instead; a loader with workers prefetches, so there
-    iteration would count what training has not seen yet.
+    Call `advance` with the number of samples that training has consumed (a batch) before the step
+    that consumed them is saved. Without data-loader workers, `counting=True` lets iteration advance
+    the position instead; a loader with workers prefetches, so iteration would count samples that
+    training has not seen yet.
 
     At the end of an epoch (an exhausted iterator, or `advance` to its end) the next `iter` begins
     the following epoch.
@@ -33,7 +35,7 @@ class RecoverableSampler(Sampler[int]):
         data: anything with a length, in samples.
         rank: this data-parallel rank.
         replicas: number of data-parallel ranks.
-        seed: of the shuffle; equal on all ranks.
+        seed: seed of the shuffle; equal on all ranks.
         shuffle: False for the order of the data set.
         drop_last: drop the tail that does not fill all ranks; otherwise repeat indices from the
             epoch's beginning until it does.
@@ -74,16 +76,16 @@ class RecoverableSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that were completed."""
+        """Number of completed passes over the data."""
         return self._epoch
 
     @property
     def position(self) -> int:
-        """Samples of this epoch that this rank has consumed."""
+        """Number of this epoch's samples that this rank has consumed."""
         return self._position
 
     def __len__(self) -> int:
-        """Samples of this rank that are left in the epoch."""
+        """Number of this rank's samples that are left in the epoch."""
         return self._length - self._position
 
     def __iter__(self) -> Iterator[int]:
@@ -95,7 +97,7 @@ class RecoverableSampler(Sampler[int]):
             yield index
 
     def advance(self, samples: int) -> None:
-        """Training has consumed `samples` more of this rank's samples.
+        """Count `samples` more of this rank's samples as consumed by training.
 
         Raises:
             InvalidJobError: when the epoch has fewer left.
@@ -110,15 +112,15 @@ class RecoverableSampler(Sampler[int]):
             self._epoch, self._position = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is, and what the order depends on."""
+        """Position of training, and the values that the order depends on."""
         return {"epoch": self._epoch, "position": self._position, "order": self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the position of `state_dict()`.
 
         Raises:
-            LayoutMismatchError: when the data set, its split over ranks or the seed differ, so that
-                the position would mean other samples.
+            LayoutMismatchError: when the size of the data set, its split over ranks, the seed or
+                the shuffle differ, so that the position would mean other samples.
         """
         saved, here = state_dict["order"], self._order()
         differ = [name for name in here if saved.get(name) != here[name]]
@@ -143,7 +145,7 @@ class RecoverableSampler(Sampler[int]):
 
     def _indices(self, epoch: int) -> list[int]:
         if self._shuffle:
-            # Two numbers into one, such that epochs of neighbouring seeds do not repeat each other.
+            # One number from two, chosen so that epochs of neighbouring seeds do not repeat.
             generator = torch.Generator().manual_seed((self._seed * _GOLDEN + epoch) % 2**63)
             order = torch.randperm(self._total, generator=generator)
         else:

@@ -1,6 +1,6 @@
-"""The session behind a daemon.
+"""Session with a daemon.
 
-Everything here runs on the training thread: it must be quick in `save`, and it never raises there.
+Everything here runs on the training thread, so `save` must be quick, and it never raises.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ProtectedSession(Session):
     ) -> None:
         self._live = live
         self._pacing = pacing
-        """Takes some of the saves that the loop calls; None to take all of them."""
+        """Pacing that picks the saves to take; None takes all that the loop calls."""
         self._stateful = dict(stateful)
         self._settings = settings
         self._device = device
@@ -100,7 +100,7 @@ class ProtectedSession(Session):
         self._eager: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._last_step: int | None = None
         self._began = ""
-        """The newest call after which it is too late to restore."""
+        """Newest call after which it is too late to restore."""
         self._number = 0
         self._tokens = Tokens()
         self._capacity = Capacity()
@@ -113,20 +113,20 @@ class ProtectedSession(Session):
             if isinstance(optimizer, torch.optim.Optimizer)
         ]
         self._held = not unheld
-        """Whether every optimizer waits by itself until a save is staged."""
+        """Whether a hook makes every optimizer wait until a save is staged."""
         self._asked = False
-        """Whether the loop has waited for that since the save before."""
+        """Whether the loop has called `wait_staged` since the save before."""
         if unheld:
             _warn_unheld(unheld)
 
     @property
     def live(self) -> LiveState:
-        """What is captured of the model and the optimizers."""
+        """State of the model and the optimizers that is captured."""
         return self._live
 
     @property
     def stateful(self) -> Mapping[str, Stateful]:
-        """What else is captured, by name."""
+        """Other objects that are captured, by name."""
         return self._stateful
 
     @property
@@ -202,10 +202,10 @@ class ProtectedSession(Session):
             self._saver.wait_staged()
 
     def _is_due(self, handle: SaveHandle, pacing: Pacing, now: float) -> bool:
-        """Whether the snapshot is to be taken; if not, the handle says why.
+        """Whether to take the snapshot; if not, the handle has the reason.
 
         Raises:
-            SnapshotSkippedError: this rank does not know yet.
+            SnapshotSkippedError: the ranks have not agreed on the interval yet.
         """
         called = pacing.called(handle, now)
         self.counters.interval_steps = pacing.steps
@@ -224,7 +224,7 @@ class ProtectedSession(Session):
         return called.due
 
     def _waited(self, began_s: float) -> None:
-        """Training did nothing else since `began_s`."""
+        """Count the time since `began_s` as time in which training only waited."""
         if self._pacing is not None:
             self._pacing.waited(time.monotonic() - began_s)
 
@@ -245,7 +245,7 @@ class ProtectedSession(Session):
         if self._gradients is not None:
             self._gradients.settle()
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
-        # Taken over by the saver's thread; kept here until a task has really carried them there.
+        # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
         tokens, self._tokens = self._tokens, Tokens()
         return Task(

@@ -1,6 +1,6 @@
-"""What a user may tune about a session.
+"""Settings of a session that a user may tune.
 
-Defaults suit most jobs. Where the daemon is and which rank this is come from `_environment`.
+Defaults suit most jobs. `_environment` has the daemon's socket and this process's rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast_core.snapshots.sharding import ShardStrategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a session copies, waits and checks.
+    """Settings for how a session copies, waits and checks.
 
     Raises:
         InvalidJobError: when a value is out of its range.
@@ -25,49 +25,49 @@ class Settings:
     copy_threads: int = 2
     """Threads that copy and hash. Two reach the speed of a plain memcpy on most machines."""
     start_wait_s: float = 1.0
-    """How long the optimizer hook lets the daemon take to grant a slot before it gives the save up.
-    Once copying has begun the hook waits for its end: tensors must not change under it."""
+    """Time that the optimizer hook gives the daemon to grant a slot before it gives the save up.
+    Once copying has begun the hook waits for its end, because tensors must not change under it."""
     rpc_timeout_s: float = 10.0
     """Deadline of a control call."""
     open_timeout_s: float = 600.0
     """Deadline of the call that allocates and pre-faults the arena."""
     restore_timeout_s: float = 600.0
-    """How long `restore` waits for the daemon to appear and to decide."""
+    """Time that `restore` waits for the daemon to appear and to decide."""
     exchange_timeout_s: float = 300.0
     """Deadline of the collectives of the session's own gloo group."""
     reopen_backoff_s: float = 1.0
     """First pause after the daemon was lost; doubles up to `reopen_backoff_max_s`."""
     reopen_backoff_max_s: float = 30.0
     report_interval_s: float = 1.0
-    """At most one progress report in this time."""
+    """Least time between two progress reports."""
     nan_check_every: int = 50
     """Saves between two checks of all units for NaN, from the second save on; 0 for never."""
     check_replicas: bool = True
     """Whether the first save compares the units that the topology declares to be replicas."""
     compare_replicas_every: int | None = None
-    """Saves from one comparison of them to the next; 1 for every save, 0 for the first save only.
-    Equal on all ranks. What is saved in between is not looked at. None is what the job says in
-    `snapshot.compareReplicasEvery`, or 10; it is `HOLDFAST_COMPARE_REPLICAS_EVERY` here."""
+    """Saves from one comparison of replicas to the next; 1 for every save, 0 for the first only.
+    Equal on all ranks. Saves in between are not compared. None takes the job's
+    `snapshot.compareReplicasEvery`, through `HOLDFAST_COMPARE_REPLICAS_EVERY`, or 10."""
     recoveries_per_day: float | None = None
-    """Of the saves that the loop calls, take those that lose the least time if the job goes back to
-    a snapshot so often (REFT appendix A, eq. 9); None to take all of them. Equal on all ranks. A
-    job with `snapshot.interval.steps: auto` says so, by `HOLDFAST_RECOVERIES_PER_DAY`."""
+    """Expected recoveries a day: of the saves that the loop calls, take those that lose the least
+    time at this rate (REFT appendix A, eq. 9); None takes all of them. Equal on all ranks. A job
+    with `snapshot.interval.steps: auto` sets it through `HOLDFAST_RECOVERIES_PER_DAY`."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
-    """How replicas divide the capture of what they share (PEC §3.2)."""
+    """Strategy by which replicas divide the capture of shared state (PEC §3.2)."""
     partial_experts: PartialExperts | None = None
-    """Capture some experts of each layer instead of all (PEC §3.1). A job says so in
+    """Capture some experts of each layer instead of all (PEC §3.1). A job sets it in
     `snapshot.policy`, which reaches the trainer as `HOLDFAST_POLICY`."""
     selective: Selective | None = None
-    """Capture as many experts as can be copied within a step, where most tokens are at risk
-    (MoEtion §4), instead of all; in place of `partial_experts`."""
+    """Capture as many experts as can be copied within a step, those with most tokens at risk
+    (MoEtion §4), instead of all; excludes `partial_experts`."""
 
     @property
     def experts(self) -> ExpertPolicy | None:
-        """How experts are chosen; None when every snapshot captures all of them."""
+        """Policy that chooses experts; None when every snapshot captures all of them."""
         return self.partial_experts or self.selective
 
     def with_experts(self, policy: ExpertPolicy | None) -> Settings:
-        """These settings with another policy for experts."""
+        """Settings like these with another policy for experts."""
         if isinstance(policy, Selective):
             return replace(self, partial_experts=None, selective=policy)
         return replace(self, partial_experts=policy, selective=None)

@@ -5,11 +5,11 @@
 
     dcp.load(state_dict, storage_reader=HoldfastReader("s3://bucket/tier", job="moe"))
 
-`load_into` does it for a model of plain tensors, whatever share of the experts a rank holds.
+`load_into` does the same for a model of plain tensors, whatever share of the experts a rank holds.
 
 `HoldfastWriter` gives a trainer that calls `dcp.async_save` the memory tier.
 
-A module of its own, because torch takes a second to import its checkpoints.
+`holdfast` does not import this module, because torch takes a second to import its checkpoints.
 """
 
 from holdfast._dcp.load import load_into

@@ -2,8 +2,9 @@
 
     python -m holdfast.export s3://bucket/tier --job default.moe --to checkpoint
 
-One process writes it, tensor by tensor, each in full; it never holds the whole model. What comes
-out loads with `dcp.load(state_dict, checkpoint_id="checkpoint")` and nothing of Holdfast installed.
+One process writes the checkpoint tensor by tensor, each in full; it never holds the whole model.
+The result loads with `dcp.load(state_dict, checkpoint_id="checkpoint")`, without Holdfast
+installed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def export_dcp(reader: HoldfastReader, to: Path, *, model_only: bool = False) ->
         The generation.
 
     Raises:
-        CheckpointException: torch's; its `failures` has what went wrong.
+        CheckpointException: torch's own; its `failures` has the causes.
         HoldfastError: the set cannot be opened.
     """
     source = reader.source
@@ -61,7 +62,7 @@ def export_dcp(reader: HoldfastReader, to: Path, *, model_only: bool = False) ->
 
 
 def _put(state: dict[str, Any], path: Sequence[str | int], value: object) -> None:
-    """Put `value` where `path` says: numbers in it are indices of lists."""
+    """Put `value` at `path`, whose numbers are indices of lists."""
     at: Any = state
     for key, following in pairwise(path):
         made: Any = [] if isinstance(following, int) else {}
@@ -75,7 +76,7 @@ def _put(state: dict[str, Any], path: Sequence[str | int], value: object) -> Non
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Gives the writer each tensor when it is about to write it."""
+    """Planner that reads each tensor only when the writer is about to write it."""
 
     def __init__(self, source: WholeSet) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 0, or 2 with a message that says what to do."""
+    """Run the command; return 0, or 2 with a message that says what to do."""
     parser = argparse.ArgumentParser(prog="holdfast.export", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("uri", help="of the tier")

@@ -1,8 +1,8 @@
-"""Starts the workers of one node under torchrun, with membership from the node's daemon.
+"""Launcher of one node's workers under torchrun, with membership from the node's daemon.
 
-The first process of a trainer container, and of a member in a local run. It only wires: the
-rendezvous is `_rendezvous`, the agent `_agent`. It ends when the job has ended or the workers are
-done; failures of workers are the control loop's business.
+It is the first process of a trainer container, and of a member in a local run. It only wires: the
+rendezvous is in `_launch.rendezvous`, the agent in `_launch.agent`. It ends when the job has ended
+or the workers are done; the control loop handles failures of workers.
 
 Exit codes: 0 when this node's workers finished; 128 + n when signal n ended the agent; 75 when the
 job ended while this node was waiting for a world; 69 when the daemon stayed away; 77 when it denied
@@ -46,8 +46,8 @@ EXIT_DENIED = 77
 MONITOR_S = 0.1
 GRACE_S = 5.0
 PRELOAD = ["torch", "torch._dynamo", "holdfast._launch.agent", "holdfast._launch.script"]
-"""What every worker imports. The compiler is among it because the first optimizer that is made
-imports it."""
+"""Modules that every worker imports. The compiler is one of them because creating the first
+optimizer imports it."""
 
 _EPILOG = """\
 examples:
@@ -66,30 +66,31 @@ Kubernetes.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSettings:
-    """What to start on this node."""
+    """Workers to start on this node, and how."""
 
     socket: Path
     """The daemon's Unix socket."""
     job: str
     """Key of the job."""
     nproc: int
-    """Workers on each node."""
+    """Number of workers on each node."""
     command: tuple[str, ...]
     """The trainer's command line."""
     host: str = ""
-    """Address that the job's other nodes reach this process at; the daemon's when empty."""
+    """Address at which the job's other nodes reach this process; the daemon's when empty."""
     fresh: bool = False
     """Start every worker as a new program instead of a fork that has imported torch."""
     log_dir: Path | None = None
-    """Where the workers' output goes, in a folder for each restart; passed through when None."""
+    """Directory for the workers' output, with a folder for each restart; None passes the output
+    through."""
     wait_file: Path | None = None
-    """Says why the workers cannot be started, while that is so."""
+    """File that gives the reason while the workers cannot be started."""
     grace_s: float = GRACE_S
-    """What workers get between SIGTERM and SIGKILL."""
+    """Time that workers get between SIGTERM and SIGKILL."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     settings, exit_file = _parse(argv)
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
@@ -104,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch(settings: LaunchSettings) -> int:
-    """Runs the workers until they are done or the job has ended; returns the exit code."""
+    """Run the workers until they are done or the job has ended; return the exit code."""
     set_for_workers(socket=settings.socket, job=settings.job, nproc=settings.nproc)
     script = None if settings.fresh else script_of(settings.command, sys.executable)
     if script is not None:
-        # Now, so that it imports while this process waits for the world.
+        # Started now, so that it imports while this process waits for the world.
         multiprocessing.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
     return _run_agent(settings, script)
@@ -118,7 +119,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     daemon = GrpcDaemon(settings.socket, settings.job, read_token_file())
     rendezvous = HoldfastRendezvous(daemon, settings.job, settings.host)
     entrypoint: Callable[..., None] | str = run_script if script else settings.command[0]
-    # Files of their own keep everything that workers write.
+    # With a log directory, files already keep everything that workers write.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
     paths = () if stderr is None else stderr.paths
     spec = WorkerSpec(
@@ -166,7 +167,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
 
 
 def _tell_waiting(file: Path | None, why: str) -> None:
-    """Say in `file` why workers wait; nothing when they do no longer."""
+    """Write to `file` why workers wait; remove it once they no longer do."""
     if file is None:
         return
     try:
@@ -179,10 +180,10 @@ def _tell_waiting(file: Path | None, why: str) -> None:
 
 
 def script_of(command: Sequence[str], interpreter: str) -> tuple[str, ...] | None:
-    """What `run_script` is to run for `command`: None unless it is a plain call of `interpreter`.
+    """Arguments for `run_script` that run `command`; None unless it is a plain interpreter call.
 
-    A bare `python` or `python3` means `interpreter`, as it does for torchrun. With options of the
-    interpreter other than -u and -m the command is not plain.
+    A plain call starts `interpreter`, with no interpreter options but -u and -m. A bare `python` or
+    `python3` means `interpreter`, as it does for torchrun.
     """
     first, *rest = command
     if Path(first).name == first:
@@ -249,7 +250,8 @@ def _log_to_stderr(node: str | None) -> None:
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"
     )
-    # torch's own formatter imports its compiler when a worker fails: a second lost at each node.
+    # torch's own formatter imports its compiler when a worker fails, which costs each node a
+    # second.
     agent = logging.getLogger("torch.distributed.elastic")
     agent.handlers, agent.propagate = logging.getLogger().handlers, False
 

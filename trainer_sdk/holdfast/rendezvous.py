@@ -1,7 +1,7 @@
-"""Registers the rendezvous backend `holdfast` with torchrun.
+"""Entry point of the rendezvous backend `holdfast` for torchrun.
 
-torchrun loads this module while it imports its own rendezvous package, whether the backend is used
-or not; so it must import next to nothing. The backend itself is `_rendezvous`.
+torchrun loads this module while it imports its own rendezvous package, whether or not the backend
+is used, so it must import next to nothing. The backend itself is in `_launch.rendezvous`.
 
 torchrun's own agent counts restarts differently on each node, and workers that find their store
 through it derive its keys from that count. `holdfast.launch` starts an agent that counts epochs
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def create_handler() -> Callable[[RendezvousParameters], HoldfastRendezvous]:
-    """What torchrun's registry calls once; returns the function that makes a handler."""
+    """Return the function that makes a handler. torchrun's registry calls this once."""
     return handler_of
 
 
 def handler_of(params: RendezvousParameters) -> HoldfastRendezvous:
-    """The handler for `--rdzv-backend holdfast --rdzv-endpoint SOCKET --rdzv-id JOB`.
+    """Handler for `--rdzv-backend holdfast --rdzv-endpoint SOCKET --rdzv-id JOB`.
 
     Raises:
         ValueError: when the endpoint is missing.
     """
-    # It needs the package of torch that loads this module.
+    # `_launch.rendezvous` needs the package of torch that loads this module.
     from holdfast._environment import read_token_file  # noqa: PLC0415
     from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous  # noqa: PLC0415
 

@@ -1,11 +1,11 @@
-"""A daemon in memory, for tests of training scripts: no process, no socket, real bytes.
+"""Daemon inside the test's process, for tests of training scripts: no socket, real bytes.
 
     daemon = FakeDaemon(directory)
     session = holdfast.init(model=model, optimizer=optimizer, daemon=daemon)
 
-It keeps one rank's arenas as files in `directory`, so that another FakeDaemon over the same
-directory, in this process or a new one, restores what was committed. Failures are injected by
-method and step. It protects a snapshot as soon as it is committed, unless told otherwise.
+It keeps one rank's arenas as files in `directory`, so another FakeDaemon over the same directory,
+in this process or a new one, restores what was committed. Failures are injected by method and step.
+By default a snapshot is protected as soon as it is committed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class FakeSnapshot:
-    """A sealed snapshot, in the arena that is the folder `home`."""
+    """A sealed snapshot, in the arena of the folder `home`."""
 
     home: Path
     piece_map: PieceMap
@@ -88,12 +88,12 @@ class _Granted:
 
 
 class FakeDaemon:
-    """The daemon of one rank.
+    """Daemon of one rank.
 
     Args:
         directory: where arenas are kept; a tmpfs makes copies as fast as in production.
-        rank: of the only trainer that this daemon serves.
-        epoch: what trainers are told; raise it to play a new training world.
+        rank: rank of the only trainer that this daemon serves.
+        epoch: membership epoch; raise it to play a new training world.
         protects: whether a committed snapshot is announced as protected at once.
         line: the generation to restore; by default the newest that was committed when the first
             trainer of the epoch restored or opened its session.
@@ -120,7 +120,7 @@ class FakeDaemon:
         """Names of the methods that were called, in order."""
         self.reports: list[TrainerReport] = []
         self.manifests: list[Manifest] = []
-        """All that were ever committed here."""
+        """Manifests of all snapshots committed here."""
         self._failures: dict[str, list[_Failure]] = {}
         self._gates: dict[str, threading.Event] = {}
         self._session = ""
@@ -130,7 +130,7 @@ class FakeDaemon:
         self._granted: dict[int, _Granted] = {}
         self._protected: Generation | None = None
         self._lines: dict[int, Generation | None] = {}
-        """Epoch → where its training world starts."""
+        """Epoch → the generation from which its training world starts."""
         self._news: queue.SimpleQueue[DaemonEvent | HoldfastError | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
 
@@ -139,11 +139,11 @@ class FakeDaemon:
     def fail(
         self, method: str, error: HoldfastError, *, step: int | None = None, times: int = 1
     ) -> None:
-        """Let the next `times` calls of `method` (of `step` only) raise `error`."""
+        """Let the next `times` calls of `method` raise `error`; with `step`, only calls for it."""
         self._failures.setdefault(method, []).append(_Failure(error, step, times))
 
     def hold(self, method: str) -> threading.Event:
-        """Let calls of `method` wait until the event that this returns is set."""
+        """Let calls of `method` wait until the returned event is set."""
         self._gates[method] = threading.Event()
         return self._gates[method]
 
@@ -156,7 +156,7 @@ class FakeDaemon:
             self._news = queue.SimpleQueue()
 
     def announce(self, stage: str, generation: Generation | None = None, *, epoch: int = 0) -> None:
-        """Send the trainer news: a `Stage`, such as `protected`."""
+        """Send the trainer an event: a `Stage`, such as `protected`."""
         event = DaemonEvent(stage=Stage(stage), generation=generation, epoch=epoch)
         with self._lock:
             if event.stage is Stage.PROTECTED:
@@ -164,7 +164,7 @@ class FakeDaemon:
             self._news.put(event)
 
     def sealed(self) -> dict[Generation, FakeSnapshot]:
-        """What could be restored."""
+        """Snapshots that could be restored."""
         found = {}
         for path in sorted(self.directory.glob(f"{self.rank}-*/slot-*.manifest")):
             encoded, places = split_places(path.read_bytes())
@@ -228,7 +228,7 @@ class FakeDaemon:
         )
 
     def _line(self) -> Generation | None:
-        """Where the epoch starts: decided once, as real daemons do."""
+        """Generation from which the epoch starts; decided once, as real daemons do."""
         decided = self._lines.setdefault(self.epoch, max(self.sealed(), default=None))
         return self.line if self.line is not None else decided
 
@@ -251,7 +251,7 @@ class FakeDaemon:
             self._sessions += 1
             self._session = f"session-{self._sessions}"
             self._granted.clear()
-            self._news.put(None)  # a watch of the session before ends
+            self._news.put(None)  # ends a watch of the session before
             self._news = queue.SimpleQueue()
             return Opened(
                 session=self._session,
