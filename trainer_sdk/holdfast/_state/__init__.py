@@ -1,1 +1,1 @@
-"""The training state: which tensors there are, and everything else worth saving."""
+"""Training state: the tensors, and everything else worth saving."""

@@ -1,12 +1,12 @@
-"""What there is to capture: the tensors of a model and its optimizers, unit by unit.
+"""Tensors to capture: those of a model and its optimizers, unit by unit.
 
-`LiveState` finds them, notices cheaply when they change, and makes room for a snapshot's optimizer
-state before a restore. Stacked expert weights, and the optimizer state of the same shape, appear as
-one tensor for each expert: views, never copies. Tied weights appear once. Sharded tensors (DTensor,
-FSDP2) appear as their local shard, which no other rank is assumed to hold.
+`LiveState` finds them and notices cheaply when they change. Stacked expert weights, and the
+optimizer state of the same shape, appear as one tensor for each expert: views, never copies. Tied
+weights appear once. Sharded tensors (DTensor, FSDP2) appear as their local shard, which no other
+rank is assumed to hold.
 
-It must not copy a byte, save for what `_copy` asks of it: staging for tensors that are not
-contiguous, and clones of buffers, which forward passes change.
+Finding tensors must not copy a byte. It only allocates staging, which a save fills: for tensors
+that are not contiguous, and for buffers, which forward passes change.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 from holdfast_core.topology import Topology
 
 _ORPHAN = "optimizer/"
-"""Begins the names of parameters that only an optimizer holds."""
+"""Prefix of the names of parameters that only an optimizer holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """What a local tensor is to the whole one: see the fields of `Entry` with these names."""
+    """Part of the whole tensor that a local one is: see the fields of `Entry` with these names."""
 
     global_shape: tuple[int, ...] = ()
     global_offsets: tuple[int, ...] = ()
@@ -55,11 +55,11 @@ class TensorSource:
     optimizer state."""
     role: TensorRole
     tensor: torch.Tensor
-    """The local bytes; a view of the live tensor, detached."""
+    """Local bytes: a detached view of the live tensor."""
     private: bool
-    """No other rank holds these bytes."""
+    """Whether no other rank holds these bytes."""
     eager: bool = False
-    """Copied to `staging` within `save`, because a forward pass may change it."""
+    """Whether `save` copies it to `staging`, because a forward pass may change it."""
     staging: torch.Tensor | None = None
     """Contiguous copy of a tensor that is not contiguous, or is eager."""
     whole: Whole = field(default=Whole())
@@ -69,41 +69,42 @@ class TensorSource:
         return self.tensor.numel() * self.tensor.element_size()
 
     def settle(self) -> None:
-        """Give the tensor the bytes that were put into its staging, if it has one."""
+        """Copy the staging, if there is one, back into the tensor."""
         if self.staging is None:
             return
-        # What is expanded has one memory for many elements, which torch refuses to write so often.
+        # An expanded tensor has one memory for many elements; torch refuses to write it repeatedly.
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in self.tensor.stride())
         self.tensor[once].copy_(self.staging[once])
 
     def flat(self) -> torch.Tensor:
-        """The bytes to copy: uint8 [nbytes], sharing memory with the tensor or its staging."""
+        """Bytes to copy: uint8 [nbytes], sharing memory with the tensor or its staging."""
         tensor = self.tensor if self.staging is None else self.staging
         return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Where an optimizer state of the given base name belongs."""
+    """Parameter, or slice of one, to which the optimizer states of a base name belong."""
 
     optimizer: int
     parameter: torch.Tensor
     index: int | None
-    """Which slice of a stacked parameter; None for the whole."""
+    """Index of the slice of a stacked parameter; None for the whole."""
     place: TensorPlace
 
 
 class LiveState:
-    """The model and its optimizers, as units.
+    """State of a model and its optimizers, as units.
 
     Args:
-        optimizers: anything with torch's `state` and `param_groups`.
-        rank: this rank in `topology`, which says which experts it holds.
+        optimizers: any objects with torch's `state` and `param_groups`.
+        rank: this rank in `topology`, which determines the experts that it holds.
         units: see `holdfast.init`.
-        private: names (of tensors, optimizer states as `name:key`) that no other rank holds.
+        private: names of tensors (of optimizer states as `name:key`) that no other rank holds.
 
     Raises:
-        InvalidJobError: when the model has no parameters, or an optimizer no groups of them.
+        InvalidJobError: when the model has no parameters, or an optimizer lacks `state` or
+            `param_groups`.
     """
 
     def __init__(
@@ -125,41 +126,43 @@ class LiveState:
         self._parameter_groups: list[Mapping[str, torch.Tensor | None]] = []
         self._module_groups: list[Mapping[str, nn.Module | None]] = []
         self._empty: list[Mapping[str, object]] = []
-        """What modules had nothing in."""
+        """Dictionaries of modules that were empty at the last `discover`."""
         self._inventory: TensorInventory | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self.watched = Watched({})
-        """What may not change in place while it is copied."""
+        """Tensors that must not change in place while they are copied."""
         self._found: tuple[TensorSource, ...] = ()
         self.anchors: dict[str, Anchor] = {}
-        """By base name: of each parameter, and of each slice of a stacked one."""
+        """Base name → anchor, for each parameter and each slice of a stacked one."""
         self.names: dict[int, str] = {}
-        """id of each parameter → its name."""
+        """`id` of each parameter → its name."""
         self._groups: dict[int, int] = {}
-        """id of each parameter that is in an optimizer → its parameter group, over all of them."""
+        """`id` of each optimizer's parameter → number of its parameter group, over all
+        optimizers."""
         self.changed_groups: dict[int, Members] = {}
-        """By optimizer, the parameter groups of those that have others than this program began
-        with."""
+        """Number of an optimizer → its parameter groups, for those whose groups have changed since
+        the program began."""
         self._begun = ParamGroups(self.optimizers)
         self._first = {name: weakref.ref(p) for name, p in model.named_parameters()}
-        """The model's parameters when the session began."""
+        """Name → parameter of the model when the session began."""
         if next(model.parameters(), None) is None:
             raise InvalidJobError("the model has no parameters; pass the module that is trained")
 
     def begin(self) -> None:
-        """This program is where it is when it is started again: its parameter groups are those
+        """Take the current parameter groups as those that the program has whenever it starts, and
         that a restore finds."""
         self._begun = ParamGroups(self.optimizers)
 
     # --- finding ----------------------------------------------------------------------------------
 
     def changed(self) -> bool:
-        """Whether any tensor moved, appeared, went or is read otherwise since `discover`."""
+        """Whether any tensor has moved, appeared, vanished or changed its form since `discover`."""
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
 
     def _objects(self) -> Iterator[object]:
-        """Everything that `discover` looks at, in a fixed order, without descending into Python."""
+        """Yield everything that `discover` looks at, in a fixed order, from remembered containers
+        rather than by walking the modules again."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield group
@@ -177,15 +180,15 @@ class LiveState:
         self._inventory = TensorInventory(self._objects())
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """What `discover` found, which looks again only when something changed since."""
+        """All tensors, discovered again only when something has changed."""
         return self.discover() if self.changed() else self._found
 
     def discover(self) -> tuple[TensorSource, ...]:
-        """All tensors, by name of the model's order.
+        """Find all tensors, in the order of the model.
 
         Raises:
-            InvalidJobError: when two tensors would get one name, or a tensor, which is named, could
-                not be copied or restored.
+            InvalidJobError: when two tensors would get one name, or a tensor could not be copied or
+                restored; the message names it.
         """
         self.anchors.clear()
         self.names.clear()
@@ -232,7 +235,7 @@ class LiveState:
         place: TensorPlace,
         role: TensorRole | None = None,
     ) -> Iterator[TensorSource]:
-        """The sources of one parameter, and the anchors for its states."""
+        """Yield the sources of one parameter, and add the anchors for its states."""
         local, kind = readable(place.name, parameter), role or TensorRole.COMPUTE
         group = self._groups.get(id(parameter), -1)
         self.anchors[place.name] = Anchor(optimizer, parameter, None, place)
@@ -246,7 +249,8 @@ class LiveState:
             yield self._source(unit, name, kind, local[i], parameter, sliced=True, group=group)
 
     def _foreign_parameters(self) -> Iterator[TensorSource]:
-        """Parameters that optimizers hold and the model does not: usually float32 masters.
+        """Yield the parameters that optimizers hold and the model does not: usually float32
+        masters.
 
         When an optimizer's parameters match the model's one by one in shape, they are its masters;
         otherwise they are private tensors without a layer.
@@ -271,8 +275,8 @@ class LiveState:
                 yield from self._add(index, parameter, place, TensorRole.MASTER)
 
     def _refuse_replaced(self, optimizer: int, foreign: Sequence[torch.Tensor]) -> None:
-        """Raises InvalidJobError when one of `foreign` was in the model: what trains it trains
-        nothing, and this program could not restore it."""
+        """Raise InvalidJobError when one of `foreign` was in the model before: the optimizer would
+        train a tensor that the model no longer uses, and a restore could not fill it."""
         before = {id(ref()): name for name, ref in self._first.items() if ref() is not None}
         for parameter in foreign:
             if id(parameter) in before:
@@ -348,7 +352,7 @@ class LiveState:
 
     def is_private(self, name: str) -> bool:
         """Whether no other rank holds the tensor `name`, which need not exist yet. Unknown names
-        are: nobody can be offered what nobody can place."""
+        count as private: a tensor without a place cannot be shared with other ranks."""
         base = name.partition(":")[0]
         anchor = self.anchors.get(base)
         if anchor is None or name in self._private or base.startswith(_ORPHAN):
@@ -365,7 +369,8 @@ class LiveState:
         sliced: bool = False,
         group: int = 0,
     ) -> TensorSource:
-        """Of the first of `holders`, which is the tensor itself or (`sliced`) its stack."""
+        """Make the source of a tensor. The first of `holders` is the tensor itself or, when
+        `sliced`, its stack."""
         staging = None
         if not local.is_contiguous():
             staging = torch.empty_like(local, memory_format=torch.contiguous_format)

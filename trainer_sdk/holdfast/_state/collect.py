@@ -1,8 +1,8 @@
-"""Extras: collects what is not tensors of units, and puts it back.
+"""Extras: state that is not a tensor of a unit, collected and put back.
 
-The user's stateful objects, the states of the random number generators, the optimizers'
-hyperparameters and scalar states. Each rank has its own. Collected within `save`, because training
-changes it right after; so it should be small.
+Extras are the user's stateful objects, the states of the random number generators, and the
+optimizers' hyperparameters and scalar states. Each rank has its own. They are collected within
+`save`, because training changes them right after, so they should be small.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from holdfast_core.errors import LayoutMismatchError
 
 
 class Stateful(Protocol):
-    """What `stateful` holds: schedulers, samplers, gradient scalers, the user's own objects."""
+    """An object in `stateful`: a scheduler, a sampler, a gradient scaler, the user's own."""
 
     def state_dict(self) -> Any:
-        """The state, of the types that `encode_extras` names."""
+        """Return the state, in types that `encode_extras` supports."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
 
 
 def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dict[str, Any]:
-    """The extras of this rank after `step`."""
+    """Collect the extras of this rank after `step`."""
     return {
         "step": step,
         "stateful": {name: item.state_dict() for name, item in stateful.items()},
@@ -41,7 +41,7 @@ def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dic
 
 
 def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[str, Any]) -> None:
-    """Load `extras` into everything that `collect` read.
+    """Load `extras` into the objects that `collect` reads.
 
     Raises:
         LayoutMismatchError: when the names or groups differ.
@@ -72,8 +72,8 @@ def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:
 
 
 def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
-    """Give optimizers the parameter groups that they had, where the program had changed them since
-    it began; before anything else is put back.
+    """Give optimizers the parameter groups of the snapshot, where the program had changed them
+    since it began. Call it before anything else is put back.
 
     Raises:
         LayoutMismatchError: when a parameter is unknown.

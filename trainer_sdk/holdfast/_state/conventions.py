@@ -1,11 +1,11 @@
-"""How the parts of a model are recognised by their names and shapes.
+"""Conventions that recognise the parts of a model by their names and shapes.
 
-Almost all MoE models follow few conventions: a ModuleList called `experts`, or stacked weights
-`[experts, …]` of a grouped GEMM; a `gate` or `router`; numbered layers; embeddings; a head. Who
-differs says so with the `units` argument of `holdfast.init`.
+Almost all MoE models follow a few conventions: a ModuleList called `experts`, or stacked weights
+`[experts, …]` of a grouped GEMM; a `gate` or `router`; numbered layers; embeddings; a head. For a
+model that differs, the caller passes the `units` argument of `holdfast.init`.
 
 A wrong guess costs balance, not correctness, with one exception: experts taken for dense weights
-would be taken for replicas. The first save finds that out and refuses (`_replicas`).
+would be taken for replicas. The first save detects that and refuses (`_saving.replicas`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """What a tensor of the model belongs to."""
+    """Unit and name of a tensor of the model."""
 
     unit: UnitKey
-    """For stacked weights the unit of the first expert in the stack."""
+    """Unit of the tensor; for stacked weights that of the first expert in the stack."""
     name: str
-    """Name that is the same on every rank that holds the tensor and unique in the model: experts
-    are counted over all ranks."""
+    """Name that is unique in the model and the same on every rank that holds the tensor: experts
+    are numbered over all ranks."""
     stacked: bool = False
-    """True when the first dimension counts experts."""
+    """Whether the first dimension counts experts."""
 
 
 def plain_name(name: str) -> str:
-    """`name` without the components that wrappers of torch add."""
+    """Strip from `name` the components that wrappers of torch add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -57,15 +57,15 @@ def place_tensor(
     ep_index: int,
     first_in_stack: int | None = None,
 ) -> TensorPlace:
-    """Where `tensor` belongs.
+    """Find the unit and the name of `tensor`.
 
     Args:
         name: path in the model, with wrappers.
         tensor: the local tensor.
         modules: all modules of the model by path.
-        ep_index: which share of the experts this rank holds.
-        first_in_stack: global index of the first expert of a stack, where the sharding says so;
-            otherwise `ep_index` times the experts in it.
+        ep_index: number of the share of experts that this rank holds.
+        first_in_stack: global index of the first expert of a stack, where the sharding determines
+            it; otherwise it is `ep_index` times the number of experts in the stack.
     """
     plain = plain_name(name)
     parts = plain.split(".")

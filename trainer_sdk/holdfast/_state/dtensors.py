@@ -1,7 +1,6 @@
-"""Tells DTensors without importing them, and what this rank holds of them.
+"""Recognition of DTensors without importing them, and the parts of them that this rank holds.
 
-The import costs a second of CPU in every process, and where nobody has imported them there are
-none.
+The import costs a second of CPU in every process; until some code has imported them there are none.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def global_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(shape of the whole, index of the local tensor's first element in it) of a DTensor; empty for
-    plain tensors and where this rank is not in the mesh. None when the local tensor is no box."""
+    """Pair (shape of the whole, index of the local tensor's first element in it) of a DTensor.
+
+    Both are empty for plain tensors and where this rank is not in the mesh. None when the local
+    tensor is not a box of the whole.
+    """
     if not is_dtensor(tensor) or tensor.device_mesh.get_coordinate() is None:
         return (), ()
     if not is_box(tensor.placements, tensor.device_mesh.shape):
         return None
-    # What torch's own checkpoints ask of a DTensor; it knows shards of shards, which FSDP2 makes of
+    # torch's own checkpoints call this; it handles shards of shards, which FSDP2 makes of
     # tensor-parallel weights.
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(tensor.shape), tuple(chunk.offsets)
@@ -38,8 +40,8 @@ def global_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] 
 def is_box(placements: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Whether shards of these placements over a mesh of `sizes` are boxes of the whole.
 
-    A strided shard is one of slices that lie apart, unless later mesh dimensions cut the tensor's
-    dimension into as many parts: then the two together give one slice, as FSDP2 has them.
+    A strided shard consists of separate slices, unless later mesh dimensions cut the tensor's
+    dimension into as many parts: then the two together give one slice, as in FSDP2.
     """
     for at, placement in enumerate(placements):
         factor = getattr(placement, "split_factor", 1)
@@ -54,18 +56,18 @@ def is_box(placements: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on this rank: `tensor` itself, or the local part of a DTensor."""
+    """Return the tensor on this rank: `tensor` itself, or the local part of a DTensor."""
     # The public `to_local` builds an autograd node, 100 times slower; this runs in `save`.
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor` that are on this rank, detached and sharing memory."""
+    """Return the part of `tensor` on this rank, detached and sharing memory."""
     return raw(tensor).detach()
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether other ranks hold other parts of it."""
+    """Whether other ranks hold other parts of `tensor`."""
     return is_dtensor(tensor) and any(
         not placement.is_replicate() and tensor.device_mesh.size(dim) > 1
         for dim, placement in enumerate(tensor.placements)

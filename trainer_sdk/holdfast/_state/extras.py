@@ -1,7 +1,7 @@
-"""A codec for extras: what is not tensors of units, as bytes that can execute nothing.
+"""Codec for extras, the state that is not a tensor of a unit, as bytes that can execute nothing.
 
-State dicts hold nested containers of numbers, strings, tensors and arrays. Pickle would take them
-all, and would run code from a snapshot when it is read; this codec writes a closed set of types in
+State dicts hold nested containers of numbers, strings, tensors and arrays. Pickle would accept them
+all, and would run code from a snapshot when it is read. This codec writes a closed set of types in
 MessagePack and refuses the rest by name, when the state is saved rather than when it is needed.
 
 A value is a scalar as it is, or an array `[tag, ...]`; mappings are lists of pairs, so that keys of
@@ -25,10 +25,11 @@ from holdfast_core.errors import CorruptError, HoldfastError
 
 _DEPTH_MAX = 200
 _DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|[<>|=][mM]8")
-"""What numpy calls the dtypes that are written here. It would read much more: Python, of a kind."""
+"""Names by which numpy knows the dtypes written here. numpy itself would accept much more, even
+literals of Python."""
 _EMPTY_ELEMENTS_MAX = 1 << 20
 _INTEGER_BITS_MAX = 8192
-"""Python reads no longer decimal numbers than of 4300 digits."""
+"""Limit on integers: Python reads decimal numbers of at most 4300 digits."""
 _INT64 = range(-(2**63), 2**64)
 _OPENING = b"hfx1"
 _JOINED = b"hfx2"
@@ -41,13 +42,13 @@ _dtypes: dict[str, torch.dtype] = {
 
 
 class UnsupportedValueError(HoldfastError):
-    """A state holds a value that extras cannot carry; the message names its path."""
+    """A state dict holds a value that extras cannot carry; the message names its path."""
 
     code = "unsupported_value"
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype that prints as `torch.<name>`.
+    """Look up the torch dtype that prints as `torch.<name>`.
 
     Raises:
         CorruptError: when there is none.
@@ -59,12 +60,12 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """How layouts and extras write `dtype`: `float32`."""
+    """Name of `dtype` in layouts and extras, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def encode_extras(value: object) -> bytes:
-    """`value` as bytes.
+    """Encode `value` as bytes.
 
     Supported: None, bool, int (up to 8192 bits), float, complex, str, bytes, dict (and OrderedDict)
     with keys of these scalar types or tuples of them, list, tuple, set, torch.Tensor (copied from
@@ -77,10 +78,10 @@ def encode_extras(value: object) -> bytes:
 
 
 def decode_extras(data: bytes | bytearray | memoryview) -> Any:
-    """The value that `encode_extras` wrote. Tensors are on the CPU and own their memory.
+    """Decode the bytes that `encode_extras` wrote. Tensors are on the CPU and own their memory.
 
     Raises:
-        CorruptError: when the bytes are not what `encode_extras` writes.
+        CorruptError: when `encode_extras` cannot have written the bytes.
     """
     raw = bytes(data)
     if not raw.startswith(_OPENING):
@@ -103,12 +104,12 @@ def decode_extras(data: bytes | bytearray | memoryview) -> Any:
 
 
 def join_extras(first: bytes, second: bytes) -> bytes:
-    """An encoded value and other bytes as one; `split_extras` takes them apart."""
+    """Join an encoded value and other bytes; `split_extras` separates them."""
     return _JOINED + len(first).to_bytes(8, "little") + first + second
 
 
 def split_extras(data: bytes) -> tuple[bytes, bytes]:
-    """What `join_extras` joined; (data, b"") when nothing was.
+    """Separate the parts that `join_extras` joined; (data, b"") for bytes that were not joined.
 
     Raises:
         CorruptError: when the first part is longer than `data`.
@@ -145,7 +146,7 @@ def _pack(value: Any, path: str, depth: int) -> object:
         return ["d" if kind is dict else "o", pairs]
     if kind in _SEQUENCES:
         if set(map(type, value)) == {int} and min(value) in _INT64 and max(value) in _INT64:
-            items = list(value)  # such as the state of Python's generator
+            items = list(value)  # for example the state of Python's random generator
         else:
             items = [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
         return [_SEQUENCES[kind], items]
@@ -233,7 +234,7 @@ def _array(dtype: str, shape: list[int], data: bytes, depth: int) -> np.ndarray[
         raise CorruptError(f"extras hold an array of dtype {str(dtype)[:80]}")
     kind = np.dtype(dtype)
     if kind.itemsize == 0:
-        # numpy makes such elements a byte long; then there must be few, as there are no bytes.
+        # No bytes bound the number of such elements, and numpy takes a byte for each.
         if math.prod(shape) > _EMPTY_ELEMENTS_MAX:
             raise CorruptError(f"extras hold {math.prod(shape)} elements of no size")
         return np.zeros(shape, kind)

@@ -1,9 +1,9 @@
-"""Parameter groups that a program changes after it began, such as layers that it unfreezes late.
+"""Parameter groups that a program changes while it runs, such as layers that it unfreezes late.
 
-A program that starts again has the groups that it begins with, and snapshots of later ones do not
-fit it. So a snapshot names the parameters of groups that have changed since, and a restore makes
-them so before it looks for their state. Parameters are found by their names in the model; what a
-program makes late and gives to an optimizer alone has no name that a restore could find.
+A program that starts again has its initial groups, and snapshots taken with later groups do not fit
+them. So a snapshot names the parameters of groups that have changed, and a restore recreates these
+groups before it looks for their state. Parameters are found by their names in the model; a
+parameter that is created late and given only to an optimizer has no name that a restore could find.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from holdfast_core.errors import InvalidJobError, LayoutMismatchError
 
 Members = list[list[str]]
-"""For each parameter group of an optimizer the names of its parameters."""
+"""Names of the parameters in each parameter group of an optimizer."""
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Raises InvalidJobError for what has not torch's `param_groups` and `state`."""
+    """Raise InvalidJobError for an optimizer without torch's `param_groups` and `state`."""
     for index, optimizer in enumerate(optimizers):
         groups = getattr(optimizer, "param_groups", None)
         grouped = isinstance(groups, Sequence) and all(
@@ -35,7 +35,7 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 class ParamGroups:
-    """The parameter groups of `optimizers`, beside those of the moment when this is made."""
+    """Parameter groups of `optimizers`, compared with those at construction."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
@@ -47,14 +47,14 @@ class ParamGroups:
     def changed(
         self, names: Mapping[int, str], own: Mapping[int, torch.Tensor]
     ) -> dict[int, Members]:
-        """By optimizer, the groups of those that have others than at first.
+        """Map the number of each optimizer whose groups have changed to its current groups.
 
         Args:
-            names: id of each parameter → its name.
-            own: the model's parameters, by id.
+            names: `id` of each parameter → its name.
+            own: the model's parameters, by `id`.
 
         Raises:
-            InvalidJobError: a restore could not make these groups.
+            InvalidJobError: when a restore could not recreate these groups.
         """
         found: dict[int, Members] = {}
         for index, (optimizer, begun) in enumerate(zip(self._optimizers, self._begun, strict=True)):
@@ -90,12 +90,12 @@ def regroup(
     """Give `optimizer` the groups of a snapshot.
 
     Args:
-        members: names of the parameters.
+        members: names of the parameters in each group.
         saved: hyperparameters of each group.
-        parameters: of the live model and its optimizers, by name.
+        parameters: parameters of the live model and its optimizers, by name.
 
     Raises:
-        LayoutMismatchError: naming a parameter that is unknown.
+        LayoutMismatchError: when a parameter is unknown; the message names it.
     """
     for name in (name for names in members for name in names):
         if name not in parameters:

@@ -1,19 +1,19 @@
-"""Finds saves that training overtook: tensors that changed in place before they were copied.
+"""Detection of saves that training overtook: tensors changed in place before they were copied.
 
-Nothing may change between `save` and the end of the copy. A hook sees to that for torch's
-optimizers; an exchange of weights for their averages, a clamp, an embedding that scales its rows in
-a forward pass have none. What they leave in a snapshot is a mixture of two moments with valid
-checksums. So `save` notes two things, and they are compared when everything is copied:
+Nothing may change between `save` and the end of the copy. For torch's optimizers a hook ensures
+that. Swapping weights for their averages, clamping, or an embedding that scales its rows in a
+forward pass have no hook: the snapshot would mix two moments, with valid checksums. So `save`
+records two things, which are compared when everything is copied:
 
-- torch's version counter of each tensor, which each change through torch raises, also under
+- torch's version counter of each tensor, which every change through torch increments, also under
   `no_grad`, through views and through `detach()`;
-- on the CPU, a few elements spread over all tensors. They tell of changes that raise no counter:
-  through `.data`, through numpy, by kernels of others, by torch's fused optimizers, by
-  `torch._foreach_*` of DTensors, and by an operation that is not over yet.
+- on the CPU, a few elements spread over all tensors. They reveal changes that increment no counter:
+  through `.data`, through numpy, by third-party kernels, by torch's fused optimizers, by
+  `torch._foreach_*` of DTensors, and by an operation that is still running.
 
-What neither sees is a change without a counter of few elements, or on a device.
+A change that increments no counter goes undetected if it touches few elements or is on a device.
 
-It takes no byte of a device, and nothing but a note of a few elements in `save`.
+The check reads no byte of a device, and `save` only records a few elements.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from holdfast._state.dtensors import local_of, raw
 from holdfast_core.errors import SnapshotSkippedError
 
 SAMPLES = 256
-"""Elements that are compared. What changes all weights changes them, and they cost microseconds."""
+"""Number of compared elements. Whatever changes all weights changes them too, and they cost
+microseconds."""
 
 _version = attrgetter("_version")
 
 
 class Watched:
-    """The tensors that must not change while they are copied.
+    """Tensors that must not change while they are copied.
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         counted = [
             (name, tensor)
             for name, one in tensors.items()
-            # Of a DTensor either counter may rise: whichever was changed.
+            # Of a DTensor either counter may rise: its own, or that of its local tensor.
             for tensor in ((one,) if raw(one) is one else (one, raw(one)))
             if not tensor.is_inference()
         ]
@@ -57,7 +58,7 @@ class Watched:
             if raw(tensor).device.type == "cpu" and raw(tensor).numel()
         }
         self.sampled: list[str] = []
-        """Of each of `samples` the tensor."""
+        """Name of the tensor of each of `samples`."""
         self.samples: list[torch.Tensor] = []
         """Bytes of one element each."""
         for name in list(here)[:: math.ceil(len(here) / SAMPLES) or 1]:
@@ -67,10 +68,10 @@ class Watched:
 
 
 class InPlaceCheck:
-    """What `watched` was when this was made, on the training thread.
+    """Record of `watched` at construction, on the training thread.
 
     Args:
-        watched: tensors that are where they were when it was made.
+        watched: tensors that have not moved since it was made.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -79,10 +80,10 @@ class InPlaceCheck:
         self._sample = _joined(watched.samples)
 
     def check(self) -> None:
-        """Whether nothing has changed; called before tensors may.
+        """Check that nothing has changed. Call it before tensors may change.
 
         Raises:
-            SnapshotSkippedError: naming a tensor that has.
+            SnapshotSkippedError: when a tensor has changed; the message names it.
         """
         name = self._changed()
         if name is not None:
@@ -110,7 +111,8 @@ def _joined(samples: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _samples(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """uint8 [bytes of an element], sharing memory with `tensor`: elements at even distances."""
+    """Yield `count` elements at even distances: uint8 [bytes of an element], sharing memory with
+    `tensor`."""
     count = min(count, tensor.numel())
     for i in range(count):
         at = np.unravel_index((2 * i + 1) * tensor.numel() // (2 * count), tuple(tensor.shape))

@@ -1,11 +1,11 @@
-"""Notices that live tensors are no longer those that a snapshot was planned for.
+"""Inventory that detects live tensors other than those that a snapshot was planned for.
 
-A snapshot is planned once, by addresses and shapes, and taken many times. So every `save` asks
-whether anything moved, appeared, went, or is read in another way since: a tensor whose `data`
-became another view of the same memory has its old address, and other bytes.
+A snapshot is planned once, by addresses and shapes, and taken many times. So every `save` checks
+whether any tensor has moved, appeared, vanished or changed its form: a tensor whose `data` became
+another view of the same memory keeps its address but has other bytes.
 
-It knows nothing of units or names, and reads no byte of a tensor. All of it runs in `save`, so it
-takes about a microsecond a tensor.
+This module has no notion of units or names, and reads no byte of a tensor. All of it runs in
+`save`, so it takes about a microsecond a tensor.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     attrgetter("dtype"),
     attrgetter("device"),
 )
-"""What says which bytes a tensor is, and in which order; an offset in the storage is part of the
-address."""
+"""Properties that determine which bytes a tensor has, and in which order; the address includes the
+offset in the storage."""
 
 
 class TensorInventory:
-    """Objects in a fixed order, and where the bytes of the tensors among them are.
+    """Objects in a fixed order, with the addresses and forms of the tensors among them.
 
     Args:
-        objects: tensors, and whatever else must stay the same object.
+        objects: tensors, and all other objects whose identity must stay the same.
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
@@ -47,7 +47,7 @@ class TensorInventory:
         self._forms = [list(map(part, self._tensors)) for part in _FORM]
 
     def differs(self, objects: Iterable[object]) -> bool:
-        """Whether `objects` are others, or a tensor among them has other bytes."""
+        """Whether `objects` are not the same ones, or a tensor among them has other bytes."""
         return (
             list(map(id, objects)) != self._ids
             or any(raw(sharded) is not local for sharded, local in self._sharded)

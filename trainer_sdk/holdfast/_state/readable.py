@@ -1,7 +1,7 @@
-"""Which tensors have bytes that can be copied, and what keeps the others from it, in words.
+"""Check that a tensor has bytes that can be copied, with the reason in words when it has not.
 
-It reads no byte. Whoever copies asks here first: torch answers some of these questions by an error
-that names no tensor, and memory that was freed by the end of the process.
+This module reads no byte. Callers check here before they copy: for some such tensors torch raises
+an error that names no tensor, and for freed memory the process crashes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from holdfast_core.errors import InvalidJobError
 
 
 def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor` that are on this rank, detached and sharing memory.
+    """Return the part of `tensor` on this rank, detached and sharing memory.
 
     Raises:
-        InvalidJobError: they cannot be copied; with the name, the reason and what to do.
+        InvalidJobError: when its bytes cannot be copied; the message has the name, the reason and
+            what to do.
     """
     local = raw(tensor)
     why = why_without_bytes(local)
@@ -31,8 +32,8 @@ def readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_without_bytes(tensor: torch.Tensor) -> str | None:
-    """Why a tensor on this rank has no bytes in a plain order, and what to do: the end of a
-    sentence about it. None when it has."""
+    """Explain why a tensor on this rank has no bytes in a plain order, and what to do: the end of a
+    sentence that begins with its name. None when it has them."""
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet; run a forward pass before anything is saved"
     if tensor.is_meta:
