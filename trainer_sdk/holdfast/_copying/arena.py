@@ -1,10 +1,10 @@
-"""This rank's arena in this process: a mapping of the descriptor that the daemon passed.
+"""Mapping of this rank's arena into this process, from the descriptor that the daemon passed.
 
 `mmap.mmap` would duplicate the descriptor, and a duplicate in a forked data-loader worker keeps the
 arena claimed after the trainer has died. So the mapping is made with libc, is not inherited by
 children (MADV_DONTFORK), and children close the descriptor and the connection as they start.
 
-Nobody may touch `address` or a view after `close`.
+Callers must not touch `address` or a view after `close`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _open: weakref.WeakSet[MappedArena] = weakref.WeakSet()
 class MappedArena:
     """Bytes [0, nbytes) of an arena, mapped shared.
 
-    For writing, every page is present from the start. For reading, pages are mapped by `populate`
-    or as they are read, once: with small pages that costs as much as `pread` does.
+    For writing, every page is present from the start. For reading, each page is mapped once, by
+    `populate` or on its first read: with small pages that costs as much as `pread` does.
 
     Raises:
         StorageError: when the kernel refuses the mapping, or the file is shorter than it.
@@ -105,7 +105,8 @@ class MappedArena:
         _open.discard(self)
 
     def close_later(self) -> None:
-        """`close` on a thread of its own: unmapping goes page by page, and nobody waits for it."""
+        """Call `close` on a thread of its own: unmapping goes page by page, and the caller need not
+        wait for it."""
         threading.Thread(target=self.close, name="holdfast-unmap", daemon=True).start()
 
     def _close_files(self) -> None:
@@ -124,7 +125,7 @@ class MappedArena:
 def populate(address: int, nbytes: int) -> None:
     """Map the pages of [address, address + nbytes) of a mapping before they are read.
 
-    Measured with huge pages: 1 ms for 1 GiB, where faults that come one by one take 5 to 30 ms.
+    Measured with huge pages: 1 ms for 1 GiB, where single faults take 5 to 30 ms.
     Before Linux 5.14 nothing happens, and pages are mapped as they are read.
     """
     low = address - address % mmap.PAGESIZE
@@ -140,22 +141,22 @@ os.register_at_fork(after_in_child=_forget_all_in_child)
 
 
 def claim_arena(arena_socket: Path, token: str, nbytes: int, *, timeout_s: float) -> MappedArena:
-    """The arena of `nbytes` that `token` entitles to write, from the daemon's arena socket.
+    """Claim the arena of `nbytes` that `token` entitles to write, from the daemon's arena socket.
 
-    The connection stays open as long as the arena: its end tells the daemon that this process is
-    gone.
+    The connection stays open as long as the arena: by its end the daemon recognises that this
+    process is gone.
 
     Raises:
         UnreachableError: when the socket does not answer in `timeout_s`.
         RankInUseError: when another living process holds the arena.
-        HoldfastError: whatever else the daemon answers.
+        HoldfastError: any other error that the daemon answers.
     """
     descriptor, connection = _receive(arena_socket, token, timeout_s)
     return MappedArena(descriptor, nbytes, connection)
 
 
 def read_arena(arena_socket: Path, token: str, nbytes: int, *, timeout_s: float) -> MappedArena:
-    """The arena of `nbytes` that `token` entitles to read. Raises as `claim_arena` does."""
+    """Map the arena of `nbytes` that `token` entitles to read. Raises as `claim_arena` does."""
     descriptor, connection = _receive(arena_socket, token, timeout_s)
     connection.close()
     return MappedArena(descriptor, nbytes, writable=False)

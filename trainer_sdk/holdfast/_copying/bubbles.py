@@ -1,11 +1,12 @@
 """Copies in the idle time of a pipeline stage (MoEtion §5.3, algorithm 4).
 
-The training loop says when it waits for another stage; what every recent step had of such time is
-counted on. A capture has its blocks handed out here: those that fit into the bubbles while one is
-open, the others beside the computation. What is left when training needs its tensors is handed out
-at once, as it is when the time of a step has passed without the bubbles that were counted on.
+The training loop marks when it waits for another stage; the schedule counts on the idle time that
+every recent step had. This module hands out the blocks of a capture: those that fit into the
+bubbles while one is open, the others beside the computation. Blocks that are left when training
+needs its tensors are handed out at once; so are those left when the time of a step has passed
+without the expected bubbles.
 
-Must not be used without pipeline parallelism: there are no bubbles then, and nothing to hand out.
+It must not be used without pipeline parallelism: there are no bubbles then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from holdfast_core.experts.bubbles import CopySchedule, common_windows, schedule_copies
 
 STEPS_KEPT = 4
-"""Steps with a snapshot whose bubbles are remembered."""
+"""Number of steps with a snapshot whose bubbles are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +29,17 @@ class PieceBlock:
     """Pieces that are copied together."""
 
     first: int
-    """The number of the first one."""
+    """Number of the first piece."""
     nbytes: int
-    """Of those that are copied."""
+    """Bytes of the pieces that are copied."""
 
 
 class Bubbles:
-    """The idle times of this rank's stage, as its training loop tells of them.
+    """Idle times of this rank's stage, as marked by its training loop.
 
     Args:
-        stages: of the pipeline, at least 2.
-        clock: in seconds.
+        stages: number of the pipeline's stages, at least 2.
+        clock: time in seconds.
     """
 
     def __init__(self, stages: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,19 +48,19 @@ class Bubbles:
         self._steps: deque[list[float]] = deque(maxlen=STEPS_KEPT)
         """Seconds of the bubbles between a save and the next change of the tensors."""
         self._step: list[float] | None = None
-        """Those of the step under way; None when tensors may change."""
+        """Bubbles of the step under way, in seconds; None while tensors may change."""
         self._open = False
         self._began_s, self._step_s = clock(), 0.0
         self._bytes_s = 0.0
-        """How fast blocks are copied; 0 before the first was."""
+        """Measured speed at which blocks are copied; 0 before the first capture has ended."""
         self.waited_s = 0.0
-        """Of the newest capture: while none of its threads copied, for want of a bubble."""
+        """Time of the newest capture in which none of its threads copied, for want of a bubble."""
 
     # --- the training thread ----------------------------------------------------------------------
 
     @contextmanager
     def bubble(self) -> Iterator[None]:
-        """While the stage waits for another one."""
+        """Mark a time in which the stage waits for another one."""
         with self._changed:
             self._open = True
             self._changed.notify_all()
@@ -73,14 +74,14 @@ class Bubbles:
                     self._step.append(self._clock() - began_s)
 
     def begin(self) -> None:
-        """A snapshot was asked for: from here on tensors stay as they are."""
+        """Begin a snapshot: from here on tensors stay as they are."""
         with self._changed:
             now = self._clock()
             self._began_s, self._step_s = now, now - self._began_s
             self._step = []
 
     def end(self) -> None:
-        """Tensors are about to change: what is not copied yet is waited for."""
+        """End the step, as tensors are about to change: remaining blocks are handed out at once."""
         with self._changed:
             if self._step is not None:
                 self._steps.append(self._step)
@@ -90,17 +91,18 @@ class Bubbles:
     # --- the copying threads ----------------------------------------------------------------------
 
     def feed(self, blocks: Sequence[PieceBlock]) -> Feed:
-        """Hands out the blocks of one capture to the threads that call it."""
+        """Make the feed that hands out the blocks of one capture to the threads that call it."""
         return Feed(self, blocks)
 
     def schedule(self, nbytes: int) -> CopySchedule:
-        """What of a capture is kept for the bubbles; nothing before both were measured."""
+        """Schedule the bytes of a capture that are kept for bubbles; none until both bubbles and
+        speed have been measured."""
         windows_s = common_windows(self._steps) if self._bytes_s else ()
         return schedule_copies(nbytes, self._bytes_s or 1.0, windows_s, stages=self._stages)
 
 
 class Feed:
-    """The blocks of one capture, in the order in which threads are to copy them."""
+    """Blocks of one capture, in the order in which threads are to copy them."""
 
     def __init__(self, bubbles: Bubbles, blocks: Sequence[PieceBlock]) -> None:
         self._bubbles = bubbles
@@ -108,8 +110,9 @@ class Feed:
         with bubbles._changed:
             self.schedule = bubbles.schedule(self._nbytes)
         self._kept: deque[int] = deque()
-        """For bubbles."""
+        """First pieces of the blocks that are kept for bubbles."""
         self._free: deque[int] = deque()
+        """First pieces of the other blocks."""
         left = self.schedule.bubble_bytes
         for block in blocks:
             left -= block.nbytes
@@ -118,12 +121,13 @@ class Feed:
         self._copying: set[int] = set()
         """Threads that copy a block."""
         self._since_s = 0.0
-        """When the first of them began."""
+        """Time at which the first of these threads began."""
         self._copying_s = 0.0
-        """How long any of them has copied; without the time under way."""
+        """Time in which at least one thread copied, without the stretch under way."""
 
     def __call__(self) -> int | None:
-        """The first piece of the next block, once it may be copied; None when none is left."""
+        """Wait until the next block may be copied; return its first piece, or None when no block
+        is left."""
         bubbles, me = self._bubbles, threading.get_ident()
         with bubbles._changed:
             if me in self._copying:
@@ -141,7 +145,8 @@ class Feed:
             return first
 
     def _measure(self) -> None:
-        """All is copied: what that took, without the time in which all threads waited."""
+        """Record how long the copies took, without the time in which all threads waited, once all
+        blocks are copied."""
         bubbles, copying_s = self._bubbles, self._copying_s
         bubbles.waited_s = bubbles._clock() - self._created_s - copying_s
         if copying_s:

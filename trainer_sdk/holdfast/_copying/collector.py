@@ -1,7 +1,7 @@
-"""Keeps Python's cycle collector out of short, busy stretches.
+"""Guard that keeps Python's cycle collector out of short, busy stretches.
 
-Plans and restores make thousands of tuples and no cycles. They would set off full collections, and
-one of those takes longer, in a process that holds torch, than the copy of a gigabyte.
+Plans and restores make thousands of tuples and no cycles. They would trigger full collections; in a
+process that has loaded torch, one takes longer than copying a gigabyte.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """No collection in between; leaves the collector as it was.
+    """Suspend collections meanwhile; leave the collector as it was.
 
-    What the stretch has made is looked at when it ends, and no more: the collector would otherwise
-    count it as reason for a full collection there and then.
+    At the end only the youngest generation is collected: otherwise the collector would count the
+    new objects as a reason for a full collection at once.
     """
     enabled = gc.isenabled()
     gc.disable()

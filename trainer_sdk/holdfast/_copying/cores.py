@@ -1,9 +1,9 @@
-"""Keeps threads that work side by side on different cores, where cores are few.
+"""Placement of threads that work side by side on different cores, where cores are few.
 
-Threads that pass the interpreter's lock to each other wake each other, and Linux likes to put who
-is woken beside who woke it: two threads that copy then share one core for tens of milliseconds
-while the other core idles, which is most of the time that a small snapshot takes. Where there are
-many cores the kernel finds an idle one.
+Threads that pass the interpreter's lock to each other wake each other, and Linux prefers to run a
+woken thread on the core of the one that woke it. Two copying threads then share one core for tens
+of milliseconds while the other core idles, which is most of the time that a small snapshot takes.
+Where there are many cores the kernel finds an idle one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _CORES_MAX = 2
-"""For each thread; with more, nothing is done."""
+"""Cores for each thread above which threads are not placed."""
 
 
 def apart(work: Callable[[], None], side: int, sides: int) -> Callable[[], None]:
-    """`work`, kept meanwhile to the cores of one of `sides` that share none; the thread may go
-    where it could before when it ends."""
+    """Wrap `work` so that its thread runs only on the cores of one of `sides` disjoint sets; the
+    thread's previous cores are restored when it ends."""
 
     def run() -> None:
         allowed = os.sched_getaffinity(0)

@@ -1,11 +1,11 @@
-"""Where live tensors are: host memory, or a CUDA device behind a side stream.
+"""Devices that hold live tensors: host memory, or a CUDA device behind a side stream.
 
 A device copies between its tensors and a slot without ever waiting for the whole device: the copies
 come after a fence that `save` left on the training stream, they run on a stream of their own, and
-events say when a block has arrived. The arena is registered as pinned memory, so that the copies
+events signal when a block has arrived. The arena is registered as pinned memory, so that the copies
 are direct (REFT §4.1).
 
-This module moves bytes only; what to move is in the plan.
+This module only moves bytes; the plan lists which.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 from holdfast_core.errors import StorageError
 
 Fence = object
-"""What the copies must come after; only the device that made it can read it."""
+"""Point in the training stream that copies must come after; only the device that made it can read
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMove:
-    """Bytes of a tensor on a device, and where they lie in the slot."""
+    """Bytes of a tensor on a device, and their range in the slot."""
 
     start: int
     nbytes: int
     flat: torch.Tensor
-    """uint8 [nbytes], on the device."""
+    """Bytes of the tensor: uint8 [nbytes], on the device."""
 
 
 class Device(Protocol):
-    """Copies between a slot and tensors that are not in host memory."""
+    """Device that copies between a slot and tensors that are not in host memory."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin an arena's mapping. Raises StorageError when that is refused."""
@@ -43,29 +44,30 @@ class Device(Protocol):
         """Unpin it, before it is unmapped."""
 
     def fence(self) -> Fence:
-        """Called by the training thread: later copies come after what is queued now."""
+        """Make a fence behind the work queued so far. Called by the training thread."""
 
     def reach(self, fence: Fence) -> None:
-        """Return when what the fence comes after is done. Called by any thread."""
+        """Return when all work before the fence is done. Called by any thread."""
 
     def after(self, fence: Fence) -> AbstractContextManager[None]:
-        """What this thread does with tensors within it comes after the fence, beside training."""
+        """Run this thread's tensor operations after the fence, beside training."""
 
     def download(
         self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
     ) -> Sequence[Callable[[], None]]:
-        """Queue the copies of all blocks into the slot; one wait for each block."""
+        """Queue the copies of all blocks into the slot. Return callables that wait for a block
+        each."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory to read into: uint8 [nbytes]."""
+        """Allocate host memory to read into: uint8 [nbytes]."""
 
     def upload(self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int) -> None:
-        """Copy from `buffer`, which holds the slot's bytes from `start` on, to the device; returns
+        """Copy from `buffer`, which holds the slot's bytes from `start` on, to the device. Returns
         when they have arrived. Called by any thread."""
 
 
 class CpuDevice:
-    """No device: all tensors are in host memory."""
+    """Stand-in for a device: all tensors are in host memory."""
 
     def register(self, address: int, nbytes: int) -> None:
         del address, nbytes
@@ -103,7 +105,7 @@ _CUDA_SUCCESS = 0
 
 
 class CudaDevice:
-    """One CUDA device, the current one of the thread that makes this."""
+    """CUDA device that is current in the constructing thread."""
 
     def __init__(self) -> None:
         self._index = torch.cuda.current_device()
@@ -168,5 +170,5 @@ class CudaDevice:
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> Device:
-    """The device that holds `tensors`: CUDA when any of them is there."""
+    """Choose the device for `tensors`: CUDA when any of them is on it."""
     return CudaDevice() if any(tensor.is_cuda for tensor in tensors) else CpuDevice()

@@ -1,11 +1,11 @@
-"""The copy engine: one copy per byte, hashed or verified while the piece is in cache.
+"""Copy engine: one copy per byte, hashed or verified while the piece is in cache.
 
 Capture copies each piece of a slot from the live tensors and hashes it; restore copies each piece
-out and verifies it. Threads stay for the life of the engine and take blocks of pieces in turn;
-memmove and xxh3 both run without the interpreter's lock. Measured: two threads reach the speed of a
-plain memcpy, one 1.2 times that.
+out and verifies it. Threads live as long as the engine and take blocks of pieces in turn; memmove
+and xxh3 both run without the interpreter's lock. Measured: two threads take as long as a plain
+memcpy, one 1.2 times that.
 
-Everything that can be worked out beforehand is in the `CopyPlan`. This module knows nothing of
+Everything that can be worked out beforehand is in the `CopyPlan`. This module must not depend on
 units, ranks or daemons.
 """
 
@@ -32,31 +32,32 @@ from holdfast._copying.placed import Flags, Placed
 from holdfast_core.snapshots.layouts import piece_count
 
 BLOCK_PIECES = 16
-"""Pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
+"""Number of pieces that a thread takes at a time: 4 MiB, a fraction of a millisecond of work."""
 
 _memmove = ctypes.memmove
 
 Digests = npt.NDArray[np.uint64]
 
 HostMove = tuple[int, int, int]
-"""(first byte in the slot, address of the tensor's bytes, number of bytes), within one piece."""
+"""Triple (first byte in the slot, address of the tensor's bytes, number of bytes), within one
+piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPlan:
-    """What to copy between a slot and live tensors."""
+    """Ranges to copy between a slot and live tensors."""
 
     piece_bytes: int
     host_moves: tuple[tuple[HostMove, ...], ...]
-    """For each piece the ranges of tensors in host memory."""
+    """Ranges of tensors in host memory, by piece."""
     device_moves: tuple[tuple[DeviceMove, ...], ...]
-    """For each block of pieces the ranges of tensors on a device; empty without any."""
+    """Ranges of tensors on a device, by block of pieces; empty without any."""
     staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """(contiguous staging tensor, live tensor) for tensors that are not contiguous."""
+    """Pairs (contiguous staging tensor, live tensor) for tensors that are not contiguous."""
 
 
 class BadPieceError(Exception):
-    """A piece does not match its checksum; the caller knows what lies in it."""
+    """A piece does not match its checksum; the caller can name the tensors in it."""
 
     def __init__(self, piece: int) -> None:
         super().__init__(f"piece {piece} does not match its checksum")
@@ -64,7 +65,7 @@ class BadPieceError(Exception):
 
 
 class CopyEngine:
-    """Copies with `threads` threads: its own and the one that calls."""
+    """Engine that copies with `threads` threads: the calling one and its own."""
 
     def __init__(self, threads: int, device: Device) -> None:
         self._device = device
@@ -78,18 +79,18 @@ class CopyEngine:
         skip: Flags | None = None,
         bubbles: Bubbles | None = None,
     ) -> Digests:
-        """Copy all tensors into the target, and hash the pieces that they fill. Then the tensors
-        may change; `finish` does what is left.
+        """Copy all tensors into the target, and hash the pieces that they fill. Afterwards tensors
+        may change; `finish` writes the rest.
 
         Args:
-            fence: what the copies must come after on the device.
+            fence: point that the copies must come after on the device.
             skip: pieces that are left as they are, bool [at most as many as hold tensors]; none of
                 them holds extras. None for no piece.
-            bubbles: when to copy what; None for everything now.
+            bubbles: idle times that schedule the copies; None copies everything now.
 
         Returns:
             uint64 [pieces that hold tensors], xxh3-64 of each; 0 for those of `skip`, and for the
-            last one if extras go on in it.
+            last one if extras begin in it.
         """
         with torch.no_grad():
             for staging, live in plan.staged:
@@ -128,7 +129,7 @@ class CopyEngine:
         return digests
 
     def finish(self, target: Placed, extras: bytes, digests: Digests) -> bytes:
-        """Put the extras behind the tensors that `capture` hashed, and hash what it could not.
+        """Write the extras behind the tensors, and hash the pieces that `capture` could not.
 
         Returns:
             xxh3-64 of each piece of the payload, which ends after the extras; 8 bytes
@@ -147,12 +148,12 @@ class CopyEngine:
     def restore(self, plan: CopyPlan, source: Placed, payload_bytes: int, digests: bytes) -> None:
         """Copy the payload into the live tensors, and verify it.
 
-        A piece is hashed right after it was copied, while it is in cache: the other way round
-        costs 1.4 times as much. So bytes that do not match may lie in a tensor when this raises,
-        beside those of other pieces; whoever restores must not use any of them then.
+        A piece is hashed right after it was copied, while it is in cache: the reverse order costs
+        1.4 times as much. So when this raises, tensors may hold bytes that do not match; the caller
+        must not use any of them then.
 
         Args:
-            source: which nobody writes meanwhile.
+            source: the snapshot; it must not be written meanwhile.
 
         Raises:
             BadPieceError: for a piece that does not match; tensors are then partly written.
@@ -194,8 +195,8 @@ class CopyEngine:
         self._run(block, range(0, count, BLOCK_PIECES))
 
     def each(self, work: Callable[[int], None], count: int, fence: Fence = None) -> None:
-        """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raises what
-        one of them raised."""
+        """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raise the
+        first error of a call."""
 
         def after(index: int) -> None:
             with self._device.after(fence):
@@ -214,8 +215,8 @@ class CopyEngine:
         firsts: Collection[int],
         feed: Callable[[], int | None] | None = None,
     ) -> None:
-        """Call `block` for each of `firsts`, on all threads, in the order in which `feed` gives
-        them; raise what one raised."""
+        """Call `block` for each of `firsts`, on all threads, in the order of `feed`; raise the
+        first error of a call."""
         take = feed or _in_turn(firsts)
         failures: list[BaseException] = []
 
@@ -272,10 +273,11 @@ def plan_copy(
     staged: Sequence[tuple[torch.Tensor, torch.Tensor]],
     piece_bytes: int,
 ) -> CopyPlan:
-    """The plan for `ranges`: (first byte in the slot, first byte in the tensor, uint8 tensor).
+    """Plan the copies of `ranges`: (first byte in the slot, first byte in the tensor, uint8
+    tensor).
 
     Each uint8 tensor holds exactly the bytes to move, flat and contiguous; the first byte in the
-    tensor is for messages only. Ranges that are neighbours in the slot and in memory become one.
+    tensor is not used here. Ranges that are neighbours in the slot and in memory become one.
     """
     host: list[tuple[int, int, int]] = []
     device: list[DeviceMove] = []
@@ -302,7 +304,7 @@ def plan_copy(
 
 
 def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:
-    """One after the other, whichever thread asks."""
+    """Make a function that returns `firsts` one after the other, to any thread that calls it."""
     todo, lock = iter(firsts), threading.Lock()
 
     def take() -> int | None:
@@ -313,8 +315,8 @@ def _in_turn(firsts: Iterable[int]) -> Callable[[], int | None]:
 
 
 def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
-    """By the first piece of each block of `count` pieces, those that are copied; blocks without any
-    are left out."""
+    """Map the first piece of each block of `count` pieces to its pieces that are copied; blocks
+    without any are left out."""
     if skip is None:
         firsts = range(0, count, BLOCK_PIECES)
         return {first: range(first, min(first + BLOCK_PIECES, count)) for first in firsts}
@@ -333,8 +335,8 @@ def _blocks(count: int, skip: Flags | None) -> dict[int, Sequence[int]]:
 def _in_arena(
     moves: Sequence[Sequence[DeviceMove]], target: Placed, blocks: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[DeviceMove, ...], ...]:
-    """The moves of each block, at the arena's offsets; without those of pieces that are not copied,
-    which hold whole tensors."""
+    """Shift the moves of each block to the arena's offsets; leave out those of pieces that are not
+    copied."""
     size = target.layout.piece_bytes
     return tuple(
         tuple(

@@ -1,9 +1,10 @@
-"""A snapshot's bytes within a mapped arena, wherever its pieces lie.
+"""Access to a snapshot's bytes within a mapped arena, whichever slots its pieces are in.
 
 See `holdfast_core.snapshots.pieces`: each piece lies at its own offset, in its snapshot's slot or
 in another. Pieces that are captured together always lie in one slot, so the range of a tensor is
-contiguous; only that of the extras, whose length changes, need not be. `ExpertPieces` says which
-pieces are carried over from the snapshot before."""
+contiguous; only that of the extras, whose length changes, need not be. `ExpertPieces` determines
+the pieces that are carried over from the snapshot before.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +22,23 @@ from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, Layout, piece_count
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 Flags = npt.NDArray[np.bool_]
-"""Whether something holds for each piece."""
+"""Boolean for each piece."""
 
 _SLOTS = bytes(range(SLOTS_PER_ARENA))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """Where the bytes of one snapshot are.
+    """Position of one snapshot's bytes in an arena.
 
     Raises:
-        CorruptError: on construction, when slot or places do not lie in the arena.
+        CorruptError: on construction, when slot or places are not in the arena.
     """
 
     arena: memoryview
     """All bytes of the arena, as long as it is mapped."""
     address: int
-    """Of the arena's first byte."""
+    """Address of the arena's first byte."""
     layout: Layout
     slot: int
     places: bytes = b""
@@ -51,12 +52,12 @@ class Placed:
             )
 
     def start(self, piece: int) -> int:
-        """What is added to an offset in this piece to have the offset in the arena."""
+        """Bytes to add to a payload offset in this piece to get the offset in the arena."""
         slot = self.places[piece] if self.places else self.slot
         return slot * self.layout.slot_bytes
 
     def slots(self, pieces: int) -> bytes:
-        """The slot of each of the first `pieces` pieces."""
+        """Slot of each of the first `pieces` pieces."""
         return self.places[:pieces] or bytes([self.slot]) * pieces
 
     @property
@@ -66,26 +67,26 @@ class Placed:
         return self.arena[start : start + self.layout.slot_bytes]
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes that lie together, such as those of a tensor."""
+        """View of bytes that lie together, such as those of a tensor."""
         first, last = offset // self.layout.piece_bytes, (offset + max(nbytes, 1) - 1)
         start = self.start(first)
         assert start == self.start(last // self.layout.piece_bytes), "a tensor lies in two slots"
         return self.arena[start + offset : start + offset + nbytes]
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of any pieces, copied."""
+        """Copy bytes out of any pieces."""
         return b"".join(
             self.arena[start + low : start + high]
             for start, low, high in self._parts(offset, nbytes)
         )
 
     def write(self, offset: int, data: bytes) -> None:
-        """Put bytes into any pieces."""
+        """Write bytes into any pieces."""
         for start, low, high in self._parts(offset, len(data)):
             self.arena[start + low : start + high] = data[low - offset : high - offset]
 
     def _parts(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
-        """(what to add, first byte, end) of the part in each piece."""
+        """Triples (bytes to add, first byte, end) of the part in each piece."""
         size, end = self.layout.piece_bytes, offset + nbytes
         return [
             (self.start(piece), max(piece * size, offset), min((piece + 1) * size, end))
@@ -94,16 +95,17 @@ class Placed:
 
 
 class ExpertPieces:
-    """The pieces that a snapshot may leave as they are."""
+    """Pieces that a snapshot may leave as they are."""
 
     def __init__(self, layout: Layout | None = None) -> None:
-        """None where every snapshot captures everything."""
+        """Pass None for `layout` where every snapshot captures everything."""
         self._count = 0 if layout is None else layout.extras_offset // layout.piece_bytes
         self._of = {} if layout is None else _runs(expert_pieces(layout))
         self._gradients = {} if layout is None else _runs(gradient_pieces(layout))
 
     def left(self, left_out: Collection[UnitKey], with_gradients: Collection[UnitKey]) -> Flags:
-        """Those of the experts that are left out, and of gradients that are not wanted."""
+        """Flag the pieces of the experts that are left out, and of gradients that are not
+        captured."""
         flags = np.zeros(self._count, dtype=bool)
         for unit in left_out:
             for first, end in self._of.get(unit, ()):
@@ -120,7 +122,7 @@ def _runs(pieces_of: Mapping[UnitKey, frozenset[int]]) -> dict[UnitKey, tuple[Pi
 
 
 def expert_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
-    """For each expert the pieces that hold nothing else."""
+    """Map each expert to the pieces that hold nothing else."""
     size = layout.piece_bytes
     holds: dict[int, set[str]] = {}
     for entry in layout.entries:
