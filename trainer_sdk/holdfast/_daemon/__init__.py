@@ -1,1 +1,1 @@
-"""The session with the node's daemon: client, link, proof of identity, stages."""
+"""Session with the node's daemon: client, link, proof of identity, stages."""

@@ -1,6 +1,7 @@
-"""The saves that are committed and wait for what the daemon says of them: protected, persisted.
+"""Committed saves that wait for later stages: protected, persisted.
 
-The saver adds them, the watching thread hears the news; any thread may call anything here.
+The saver adds them, the watching thread passes the daemon's events. Any thread may call anything
+here.
 """
 
 from __future__ import annotations
@@ -15,27 +16,30 @@ from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
 
 AWAITING_MAX = 64
-"""Handles that wait for news. An arena holds three snapshots: of older ones there is none left."""
+"""Most handles that wait. An arena holds three snapshots, so older ones no longer exist."""
 
 
 class Awaiting:
-    """Handles by generation.
+    """Waiting handles by generation.
 
     Args:
-        on_protected: told of each generation that became protected, before its handle.
+        on_protected: called with each generation that became protected, before its handle is
+            completed.
     """
 
     def __init__(self, on_protected: Callable[[Generation], None]) -> None:
         self._on_protected = on_protected
         self._handles: dict[Generation, SaveHandle] = {}
-        # Storage may be far behind, or there is none: only handles that somebody holds can wait.
+        # Storage may be far behind, or there is none: only handles that the caller still holds can
+        # wait.
         self._unstored: weakref.WeakValueDictionary[Generation, SaveHandle] = (
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
 
     def add(self, generation: Generation, handle: SaveHandle) -> None:
-        """It is about to be committed: the news may be faster than the commit's answer."""
+        """Add a generation that is about to be committed: its events may arrive before the answer
+        to the commit."""
         oldest: SaveHandle | None = None
         with self._lock:
             self._handles[generation] = self._unstored[generation] = handle
@@ -46,14 +50,14 @@ class Awaiting:
             oldest._fail(SnapshotSkippedError(why))
 
     def drop(self, generation: Generation) -> None:
-        """It was not committed."""
+        """Remove a generation that was not committed."""
         with self._lock:
             self._handles.pop(generation, None)
             self._unstored.pop(generation, None)
 
     def heard(self, event: DaemonEvent) -> None:
-        """News of a generation; what was protected or completed later says the same of those
-        before it."""
+        """Apply an event to the handles; a protected or complete generation implies the same for
+        older ones."""
         assert event.generation is not None
         if event.stage is Stage.PERSISTED:
             self._heard_persisted(event.generation)
@@ -75,7 +79,7 @@ class Awaiting:
                 why = f"generation {generation} will not be completed by all ranks"
                 handle._fail(SnapshotSkippedError(why))
             else:
-                handle._reach(handle.committed)  # the news may be faster than Commit's answer
+                handle._reach(handle.committed)  # the event may arrive before Commit's answer
                 why = f"generation {generation} is complete, but the job has no redundancy"
                 handle._fail_protection(SnapshotSkippedError(why))
 
@@ -88,7 +92,7 @@ class Awaiting:
             handle._persist()
 
     def close(self) -> None:
-        """Nothing more will be heard."""
+        """Fail the handles that still wait: no further events will come."""
         with self._lock:
             handles = list(self._handles.values())
             unstored = list(self._unstored.values())

@@ -1,8 +1,9 @@
-"""The daemon as a session sees it: a Protocol, and its implementation over gRPC.
+"""Client of the daemon for a session: a Protocol, and its implementation over gRPC.
 
-Every failure leaves here as a HoldfastError: what the daemon raised comes back as the same kind
-(`holdfast-code`), and an unreachable daemon is an UnreachableError. Nothing above this module knows
-gRPC. Bytes of tensors never pass through the calls: they go into the arena, which `claim` maps.
+Every failure leaves here as a HoldfastError: an error that the daemon raised comes back as the same
+class (`holdfast-code`), and an unreachable daemon is an UnreachableError. No module above this one
+uses gRPC. Bytes of tensors never pass through the calls: they go into the arena, which `claim`
+maps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OnProgress = Callable[[RestoreProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """Which epoch this worker belongs to."""
+    """Epoch that this worker belongs to, and the size of its world."""
 
     epoch: int
     world_size: int
@@ -45,7 +46,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreDecision:
-    """Where this rank starts."""
+    """Generation from which this rank starts, and its snapshot."""
 
     line: Line
     manifest: Manifest | None = None
@@ -55,12 +56,12 @@ class RestoreDecision:
     token: str = ""
     arena_bytes: int = 0
     places: bytes = b""
-    """Where its pieces lie; see `holdfast_core.snapshots.pieces`."""
+    """Slot of each piece; see `holdfast_core.snapshots.pieces`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A session with the daemon."""
+    """An opened session with the daemon."""
 
     session: str
     token: str
@@ -70,18 +71,18 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
-    """A slot to write into, or why there is none now."""
+    """A slot to write into, or the reason why there is none now."""
 
     slot: int = -1
     skipped: str = ""
     places: bytes = b""
-    """Where its pieces go; see `holdfast_core.snapshots.pieces`."""
+    """Slot for each piece; see `holdfast_core.snapshots.pieces`."""
     carried: bool = False
-    """Whether unchanged pieces are carried over; else everything has to be written."""
+    """Whether unchanged pieces are carried over; if not, everything has to be written."""
 
 
 class Stage(StrEnum):
-    """What the daemon tells about generations and the epoch."""
+    """Kind of a `DaemonEvent`: a stage of a generation, or the epoch's end."""
 
     PROTECTED = "protected"
     DEAD = "dead"
@@ -92,7 +93,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonEvent:
-    """News of a generation, or of the epoch's end (`epoch` is the one that replaced it)."""
+    """Event of a generation, or the epoch's end (`epoch` is the one that replaced it)."""
 
     stage: Stage
     generation: Generation | None = None
@@ -101,7 +102,7 @@ class DaemonEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """A staged snapshot."""
+    """A staged snapshot to seal."""
 
     session: str
     epoch: int
@@ -112,13 +113,13 @@ class Commit:
     digests: bytes
     nan_units: tuple[str, ...] = ()
     experts: tuple[ExpertVersion, ...] = ()
-    """Where snapshots leave experts out: the versions that this one holds, and those that the rank
-    knows of the experts of others."""
+    """Versions of the experts in this snapshot, and the known versions of other ranks' experts;
+    empty unless snapshots leave experts out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerReport:
-    """What the SDK saw of itself."""
+    """Progress of training and of saves, as measured by the SDK."""
 
     session: str
     step: int
@@ -131,22 +132,22 @@ class TrainerReport:
 
 
 class DaemonClient(Protocol):
-    """What a session asks of its node's daemon. Every method raises HoldfastError only."""
+    """Calls from a session to its node's daemon. Every method raises only HoldfastError."""
 
     def hello(self) -> Hello:
-        """Raises StaleEpochError for a worker of a training world that has ended."""
+        """Get the epoch. Raises StaleEpochError for a worker of a training world that has ended."""
 
     def restore(self, epoch: int, timeout_s: float, on_progress: OnProgress) -> RestoreDecision:
-        """Blocks until the epoch's line is decided and this rank's snapshot is ready."""
+        """Block until the epoch's line is decided and this rank's snapshot is ready."""
 
     def open(self, epoch: int, layout: bytes, largest_slot_bytes: int, timeout_s: float) -> Opened:
-        """Allocates the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
+        """Allocate the arena. Raises MemoryBudgetError, RankInUseError, StaleEpochError."""
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
-        """Maps the arena that the token of `open` entitles to write."""
+        """Map the arena that the token of `open` entitles to write."""
 
     def reader(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:
-        """The arena that the token of `restore` entitles to read."""
+        """Map the arena that the token of `restore` entitles to read."""
 
     def grant(
         self,
@@ -156,29 +157,29 @@ class DaemonClient(Protocol):
         base: Generation | None = None,
         unchanged: bytes = b"",
     ) -> Grant:
-        """Asks for a slot, and to carry over from `base` the pieces in the bit map `unchanged`."""
+        """Request a slot, and carry over from `base` the pieces in the bit map `unchanged`."""
 
     def commit(self, commit: Commit) -> None:
-        """Returns when the manifest is sealed."""
+        """Seal the manifest; return when it is sealed."""
 
     def abort(self, session: str, epoch: int, step: int, reason: str) -> None:
-        """Gives a granted slot back."""
+        """Give a granted slot back."""
 
     def watch(self, session: str) -> Iterator[DaemonEvent]:
-        """News, until the session ends."""
+        """Yield events until the session ends."""
 
     def progress(self, report: TrainerReport) -> None:
-        """For heartbeats and metrics."""
+        """Report progress, for heartbeats and metrics."""
 
     def close_session(self, session: str) -> None:
-        """Ends the session; snapshots stay."""
+        """End the session; snapshots stay."""
 
     def close(self) -> None:
-        """Ends the connection and whatever waits on it."""
+        """End the connection and all calls that wait on it."""
 
 
 class GrpcClient:
-    """A daemon behind the Unix socket at `socket`; calls carry the token in `token_file`."""
+    """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`."""
 
     def __init__(
         self,
@@ -334,7 +335,7 @@ class GrpcClient:
         )
 
     def _headers(self, request: object) -> Metadata:
-        """What a call carries: the token, and the session that it is one of."""
+        """Headers of a call: the token, and the session that the call belongs to."""
         session = getattr(request, "session", "")
         return (*self._token.metadata(), *([(channels.SESSION_HEADER, session)] * bool(session)))
 
@@ -397,4 +398,4 @@ def _event(message: trainer_pb2.WatchEvent) -> DaemonEvent | None:
             generation = codec.generation_from_proto(getattr(message, name))
             return DaemonEvent(stage=Stage(name), generation=generation)
         case _:
-            return None  # of a newer daemon
+            return None  # an event that only a newer daemon sends

@@ -1,4 +1,4 @@
-"""What `save` returns: one future for each stage that a snapshot reaches."""
+"""Handles that `save` returns, with one future for each stage that a snapshot reaches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SHOWN_CHARACTERS_MAX = 40
 
 
 def completed_steps(step: object) -> int:
-    """What `save` was called with, as a number of completed steps.
+    """Convert the argument of `save` to a number of completed steps.
 
     Raises:
-        StepOrderError: it is none.
+        StepOrderError: when it is not such a number.
     """
     try:
         number = operator.index(step)  # type: ignore[arg-type]  # whether it can is the question
@@ -37,31 +37,32 @@ def completed_steps(step: object) -> int:
 
 
 class SaveHandle:
-    """The fate of one snapshot.
+    """Outcome of one snapshot, stage by stage.
 
-    Each future's result is the step. A snapshot that was skipped or failed puts the reason, a
-    HoldfastError, into those that it did not reach; nothing is ever raised into training.
+    Each future's result is the step. When a snapshot is skipped or fails, the futures of the stages
+    that it did not reach get the reason, a HoldfastError; nothing is ever raised into training.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.staged: Future[int] = Future()
-        """The bytes are in the arena: tensors may change again."""
+        """Done when the bytes are in the arena: tensors may change again."""
         self.committed: Future[int] = Future()
-        """The daemon sealed the manifest: the snapshot survives this process."""
+        """Done when the daemon has sealed the manifest: the snapshot survives this process."""
         self.protected: Future[int] = Future()
-        """Parity is on other nodes, job-wide: the snapshot survives the loss of this node."""
+        """Done when parity is on other nodes, job-wide: the snapshot survives the loss of this
+        node."""
         self.persisted: Future[int] = Future()
-        """This generation or a newer one is in durable storage, whole: training survives the
-        cluster. Where the job has no such storage it is never reached."""
+        """Done when this generation or a newer one is in durable storage, complete: training
+        survives the loss of the cluster. Never reached where the job has no such storage."""
         self._stages = (self.staged, self.committed, self.protected)
         self._lock = threading.Lock()
         for future in (*self._stages, self.persisted):
-            future.set_running_or_notify_cancel()  # a stage cannot be cancelled by who waits for it
+            future.set_running_or_notify_cancel()  # a caller that waits cannot cancel a stage
 
     @property
     def error(self) -> HoldfastError | None:
-        """Why the snapshot did not reach a stage; None when all is well so far."""
+        """Reason why the snapshot did not reach a stage; None when all is well so far."""
         for future in self._stages:
             if future.done() and (error := future.exception()) is not None:
                 assert isinstance(error, HoldfastError)
@@ -83,13 +84,14 @@ class SaveHandle:
                     future.set_exception(error)
 
     def _fail_protection(self, error: HoldfastError) -> None:
-        """It will not be protected, and may still be persisted. For the session only."""
+        """Put `error` into `protected` only: the snapshot may still be persisted. For the session
+        only."""
         with self._lock:
             if not self.protected.done():
                 self.protected.set_exception(error)
 
     def _persist(self) -> None:
-        """Mark it as persisted. For the session only."""
+        """Mark the snapshot as persisted. For the session only."""
         with self._lock:
             if not self.persisted.done():
                 self.persisted.set_result(self.step)

@@ -1,8 +1,9 @@
-"""The session with the daemon: opened, lost, opened again.
+"""Link to the daemon: a session that is opened, lost and opened again.
 
-Holds the claim on the arena and the thread that watches for news. A daemon that restarted knows no
-sessions: whatever is heard of that closes the link, and the next save opens it again after a pause
-that doubles. The old claim is released first, because the kernel refuses a second one.
+The link holds the claim on the arena and the thread that watches for events. A daemon that
+restarted has no sessions: the first sign of that marks the session as lost, and the next save opens
+another one. After a failed attempt, saves are skipped for a pause that doubles each time. The old
+claim is released first, because the kernel refuses a second one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _log = logging.getLogger("holdfast")
 
 
 class Link:
-    """One rank's session. Used by the saver's thread, except where noted."""
+    """One rank's session with its daemon. Used by the saver's thread, except where noted."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Link:
         self._settings = settings
         self._on_event = on_event
         self.epoch: int | None = None
-        """Known after `restore` or the first open."""
+        """Membership epoch; None before `restore` or the first open."""
         self.layout: Layout | None = None
         self.plan: CopyPlan | None = None
         self.session = ""
@@ -58,15 +59,16 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session that nothing bad was heard of. Any thread."""
+        """Whether there is a session that is not known to be lost. Any thread."""
         return self._arena is not None and not self._lost
 
     def open(self, layout: Layout, largest_slot_bytes: int) -> None:
-        """Have a session with `layout`; closes one with another layout, or that was lost.
+        """Open a session with `layout`, unless there is one; close one that was lost or has another
+        layout.
 
         Raises:
-            SnapshotSkippedError: while pausing after a failure.
-            HoldfastError: what the daemon answers.
+            SnapshotSkippedError: during the pause after a failure.
+            HoldfastError: an error that the daemon answers.
         """
         if self.is_open and layout == self.layout:
             return
@@ -107,7 +109,8 @@ class Link:
     def grant(
         self, step: int, base: Generation | None = None, unchanged: bytes = b""
     ) -> tuple[Placed, bool]:
-        """Where to write, and whether the `unchanged` pieces are carried over from `base`.
+        """Request a slot. Return where to write, and whether the `unchanged` pieces are carried
+        over from `base`.
 
         Raises:
             SnapshotSkippedError: when there is no slot now.
@@ -127,11 +130,11 @@ class Link:
         return placed, grant.carried
 
     def commit(self, commit: Commit, nan_units: tuple[str, ...]) -> None:
-        """Seal the snapshot. Raises what the daemon answers."""
+        """Seal the snapshot. Raises the error that the daemon answers."""
         self._client.commit(replace(commit, nan_units=nan_units))
 
     def abort(self, step: int, reason: str) -> None:
-        """Give a slot back; best effort, because the daemon reclaims it by itself later."""
+        """Give a slot back, as best effort: the daemon reclaims it by itself later."""
         if self._lost:
             return
         try:
@@ -140,7 +143,7 @@ class Link:
             self.note_lost_session(error)
 
     def note_lost_session(self, error: HoldfastError) -> None:
-        """Whether `error` means that the session is gone."""
+        """Mark the session as lost if `error` means that it is gone."""
         if isinstance(error, UnknownSessionError | UnreachableError):
             self._lost = True
 

@@ -1,8 +1,8 @@
-"""The token by which this process proves to the daemon which pod it runs in.
+"""Token by which this process proves to the daemon which pod it runs in.
 
 Kubernetes renews the file in place, long before the token in it expires.
 
-Must not: put the token into an error or a log.
+This module must not put the token into an error or a log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class Token:
-    """The token in the file `path`, read again when the file changed; none when it is None."""
+    """Token in the file `path`, read again when the file has changed; without `path`, no token."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -25,7 +25,7 @@ class Token:
         self._metadata: Metadata = ()
 
     def metadata(self) -> Metadata:
-        """What a call carries. Any thread.
+        """Metadata of a call. Any thread.
 
         Raises:
             UnauthenticatedError: when the file cannot be read.
