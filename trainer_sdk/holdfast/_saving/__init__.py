@@ -1,1 +1,1 @@
-"""Taking a snapshot: plan, agreement of the ranks, the background thread."""
+"""Saving of snapshots: plan, agreement of the ranks, the background thread."""

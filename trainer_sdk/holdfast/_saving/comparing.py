@@ -1,18 +1,19 @@
-"""The thread that compares replicas again, in every n-th save.
+"""Thread that compares replicas again, in every n-th save.
 
-Replicas share the capture of what they hold, so a snapshot of replicas that have diverged is a
-mixture that no rank ever had. The first save compares them (`_replicas`); from then on every n-th
-does, with the same digests: before such a save is committed, all ranks say what they hold. Where
-that differs nobody commits, so no daemon ever has a whole generation of it, and nobody commits
-anything else before a later comparison has found replicas equal. What lies between the newest
-comparison that found them equal and the first that did not was not looked at, and may be mixed.
+Replicas share the capture of their common state, so a snapshot of replicas that have diverged is a
+mixture that no rank ever had. The first save compares them (`_saving.replicas`); from then on every
+n-th save does, with the same digests: before such a save is committed, all ranks exchange digests.
+If these differ, no rank commits, so no daemon ever has a complete generation of it, and no rank
+commits anything else before a later comparison has found replicas equal. Saves between the newest
+comparison that found them equal and the first that did not were not checked, and may be mixed.
 
-A save is compared only when every rank could look at its tensors. Otherwise none of it will be
-whole, and the next one is compared instead, on all ranks, because all have heard the same.
+A save is compared only when every rank could hash its tensors. Otherwise its generation cannot
+become complete, and the next save is compared instead; all ranks reach this result from the same
+data.
 
-Ranks talk in the order of the saves that the training loop calls, on a process group that nothing
-else uses. Neither training nor the copies take part: they say what they have, or that they have
-nothing, and the saver waits for the verdict when its bytes are staged.
+Ranks exchange digests in the order of the saves that the training loop calls, on a process group
+that nothing else uses. Neither training nor the copies wait for the exchange: they hand over their
+digests, or the lack of them, and the saver waits for the verdict when its bytes are staged.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from holdfast_core.topology import Topology
 _log = logging.getLogger("holdfast")
 
 Digests = Mapping[str, int]
-"""Unit → digest, of the units that other ranks hold as well."""
+"""Unit → digest, for the units that other ranks hold as well."""
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What a rank says of a save; both are None when it could not look at its tensors."""
+    """A rank's statement on a save; both fields are None when it could not hash its tensors."""
 
     dense: int | None = None
     experts: int | None = None
@@ -61,20 +62,20 @@ _DIGESTS = msgspec.json.Decoder(dict[str, int])
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What all ranks concluded of a save."""
+    """Conclusion of all ranks on a save."""
 
     number: int
     missing: tuple[int, ...] = ()
-    """Ranks that could not look at their tensors."""
+    """Ranks that could not hash their tensors."""
     differing: tuple[tuple[UnitKey, tuple[int, ...]], ...] = ()
 
 
 class Comparing:
-    """One rank's part; the thread runs from the first save that is called to `close`.
+    """One rank's part in the comparisons; the thread runs from the first call of `save` to `close`.
 
     Args:
-        exchange: between all ranks, for nothing else.
-        every: how many saves after a comparison the next one follows; 0 for never.
+        exchange: exchange between all ranks, used for nothing else.
+        every: number of saves from one comparison to the next; 0 for no comparison.
     """
 
     def __init__(self, exchange: Exchange, topology: Topology, every: int) -> None:
@@ -82,19 +83,19 @@ class Comparing:
         self._topology = topology
         self._every = every if exchange.together else 0
         self.problem: HoldfastError | None = None
-        """Why nothing is committed; None when replicas were equal, when they were last compared."""
+        """Reason why nothing is committed; None when the newest comparison found replicas equal."""
         self._news = threading.Condition()
         self._steps: dict[int, int] = {}
-        """Of each save that was called and is not behind the comparisons, by number."""
+        """Number → step of each called save that may still be compared."""
         self._said: dict[int, Digests | None] = {}
         self._due = 0
-        """The save to compare next."""
+        """Number of the save to compare next."""
         self._awaited = -1
-        """The save that the saver has said something of last."""
+        """Number of the newest save for which the saver handed over digests."""
         self._verdict: _Verdict | None = None
-        """Of that save."""
+        """Verdict on that save."""
         self._equal_step: int | None = None
-        """The newest step at which replicas were equal."""
+        """Newest step at which replicas were equal."""
         self._failed = False
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -102,7 +103,7 @@ class Comparing:
     # --- said by the training thread --------------------------------------------------------------
 
     def called(self, number: int, step: int) -> None:
-        """Save `number`, of `step`, was called, skipped or not."""
+        """Note that save `number`, of `step`, was called, whether or not it was skipped."""
         if not self._every:
             return
         with self._news:
@@ -120,8 +121,8 @@ class Comparing:
             self._news.notify_all()
 
     def missed(self, step: int) -> None:
-        """The save of `step` failed, whoever found that out: unless this rank has already said what
-        it holds at that step, it will not."""
+        """Note that the save of `step` failed, on any thread: unless this rank has already handed
+        over its digests for that step, it never will."""
         with self._news:
             for number, called in self._steps.items():
                 if called == step:
@@ -131,15 +132,15 @@ class Comparing:
     # --- said and asked by the saver --------------------------------------------------------------
 
     def due(self, number: int, wait_s: float) -> bool:
-        """Whether save `number` is compared: then the saver says what it holds, or that it cannot.
+        """Whether save `number` is compared. If so, the saver calls `say`, or `missed` on failure.
 
         Args:
-            wait_s: for the comparison before, which decides that.
+            wait_s: time to wait for the previous comparison, which decides that.
 
         Raises:
             ReplicasDivergedError: replicas differed when they were last compared, and this save
                 does not compare them.
-            SnapshotSkippedError: the comparison before is not over.
+            SnapshotSkippedError: the previous comparison is not over.
         """
         if not self._every:
             return False
@@ -155,19 +156,19 @@ class Comparing:
             return compared
 
     def say(self, number: int, digests: Digests) -> None:
-        """What this rank holds in save `number`, which is due."""
+        """Hand over this rank's digests for save `number`, which is due."""
         with self._news:
             self._awaited, self._verdict = number, None
             self._said.setdefault(number, digests)
             self._news.notify_all()
 
     def settle(self, number: int) -> None:
-        """Before save `number` is committed: return when replicas are known to be equal in it, or
-        it was not due.
+        """Return when replicas are known to be equal in save `number`, or when it was not due. Call
+        it before the save is committed.
 
         Raises:
-            ReplicasDivergedError: they differ.
-            SnapshotSkippedError: some rank will not commit it.
+            ReplicasDivergedError: replicas differ.
+            SnapshotSkippedError: some rank will not commit the save.
         """
         with self._news:
             if self._awaited != number:
@@ -212,8 +213,8 @@ class Comparing:
                 self._news.notify_all()
 
     def _wait_due(self) -> bool:
-        """Return when this rank has said what it has for the comparison that is due, or never will.
-        False when its save will never be called."""
+        """Return when this rank has handed over its digests for the next comparison, or never will.
+        False when the save to compare will never be called."""
         with self._news:
             self._news.wait_for(
                 lambda: (
@@ -268,8 +269,8 @@ class Comparing:
         )
 
     def _give_up(self, error: HoldfastError) -> None:
-        """Replicas cannot be compared in this world any more. Snapshots go on: their mixture is
-        less likely than a loss."""
+        """End the comparisons in this world, because an exchange failed. Snapshots go on: a mixture
+        is less likely than a loss."""
         _log.warning("replicas are not compared any more: %s", error)
         with self._news:
             self._failed = True

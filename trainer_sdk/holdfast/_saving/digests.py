@@ -1,14 +1,15 @@
-"""A digest of live bytes, made where they lie.
+"""Digests of live bytes, made in the memory that holds them.
 
-In host memory that is xxh3, which reads faster than memory copies. Of a device's memory nothing but
-one number in 32 KiB leaves the device: sums of 64-bit words, in integers, so that the order of the
-additions makes no difference, and every device has the same result. A block's sum weighs each word
-by an odd number of its own: any one changed word shows, and so do words that changed places. The
-upper half of a word is mixed into the lower one first, because floats of few digits differ in their
-upper bits only, and what differs in upper bits only may vanish in a sum of multiples.
+In host memory the digest is xxh3, which reads faster than memory copies. From a device's memory
+only one number for each 32 KiB leaves the device: sums of 64-bit words, in integers, so that the
+order of the additions makes no difference, and every device has the same result. A block's sum
+weighs each word by its own odd number: any single changed word changes the sum, and words that
+change places are detected. The upper half of a word is first mixed into the lower one, because
+floats of few digits differ in their upper bits only, and such differences may vanish in a sum of
+multiples.
 
-Who changes bytes on purpose is not looked for. A tensor in host memory and its copy on a device
-have different digests: replicas hold a unit in the same kind of memory.
+Deliberate tampering is not detected. A tensor in host memory and its copy on a device have
+different digests: replicas hold a unit in the same kind of memory.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ BLOCK_WORDS = 4096
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
 
 AT_ONCE = 2048
-"""Blocks: 64 MiB of the device's memory for the time of a digest."""
+"""Number of blocks summed at once: 64 MiB of the device's memory during a digest."""
 
 _LOWER_HALF = 0xFFFF_FFFF
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """xxh3-64 of `tensors`, contiguous and of any dtype, one after the other: of their bytes, or of
-    the block sums of what is on a device."""
+    """Compute the xxh3-64 of `tensors`, contiguous and of any dtype, one after the other: of their
+    bytes or, for tensors on a device, of their block sums."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         flat = tensor.reshape(-1).view(torch.uint8)
@@ -41,8 +42,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def block_sums(flat: torch.Tensor, at_once: int = AT_ONCE) -> torch.Tensor:
-    """The sums of `flat`, uint8 [bytes], of which the last block ends in zeros; `at_once` blocks
-    take memory at a time.
+    """Sum the blocks of `flat`, uint8 [bytes], the last one padded with zeros. Memory is taken for
+    `at_once` blocks at a time.
 
     Returns:
         int64 [⌈bytes / BLOCK_BYTES⌉], on the same device.
@@ -63,7 +64,7 @@ def block_sums(flat: torch.Tensor, at_once: int = AT_ONCE) -> torch.Tensor:
 
 
 def _words(flat: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [count, BLOCK_WORDS] over `flat`; a copy where it does not end or begin evenly."""
+    """View `flat` as int64 [count, BLOCK_WORDS]; copy it where it is not aligned or not whole."""
     whole = flat.numel() == count * BLOCK_BYTES
     if not whole or flat.storage_offset() % WORD_BYTES:
         even = torch.zeros(count * BLOCK_BYTES, dtype=torch.uint8, device=flat.device)
@@ -74,7 +75,8 @@ def _words(flat: torch.Tensor, count: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """int64 [BLOCK_WORDS], odd: the numbers of SplitMix64 (Steele et al. 2014), seed 0."""
+    """Weights of a block's words, int64 [BLOCK_WORDS]: the numbers of SplitMix64 (Steele et al.
+    2014), seed 0, made odd."""
     mask, state, numbers = (1 << 64) - 1, 0, []
     for _ in range(BLOCK_WORDS):
         state = (state + 0x9E37_79B9_7F4A_7C15) & mask

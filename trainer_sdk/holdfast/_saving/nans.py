@@ -1,7 +1,7 @@
-"""Which units of a snapshot hold a NaN.
+"""Search for units of a snapshot that hold a NaN.
 
-Looked for in the slot after the bytes are staged, so that training does not wait for it. A NaN is
-captured faithfully all the same: it is what the tensors hold.
+It reads the slot after the bytes are staged, so training does not wait for it. It must not change
+what is captured: a NaN is captured faithfully, like every other value.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from holdfast._state.extras import dtype_named
 from holdfast_core.experts.recompute import BESIDE_STATE
 
 _AT_ONCE = 1 << 20
-"""Elements looked at in one go: bounds the temporary memory."""
+"""Number of elements checked at once: bounds the temporary memory."""
 
 
 def units_with_nan(placed: Placed, carried: Collection[str] = ()) -> tuple[str, ...]:
-    """Units with a NaN in any floating-point tensor, in the layout's order, but for those that were
-    carried over."""
+    """Find the units with a NaN in any floating-point tensor, in the layout's order. Units that
+    were carried over are not checked."""
     found: dict[str, None] = {}
     for entry in placed.layout.entries:
         if entry.unit in carried or entry.role in BESIDE_STATE:
@@ -40,6 +40,6 @@ def units_with_nan(placed: Placed, carried: Collection[str] = ()) -> tuple[str, 
 
 def _has_nan(values: torch.Tensor) -> bool:
     if values.dtype.itemsize < 2:
-        values = values.float()  # 8-bit floats know no arithmetic
-    # A sum reads as fast as memory and keeps every NaN; only infinities can feign one.
+        values = values.float()  # 8-bit floats have no arithmetic
+    # A sum reads at the speed of memory and keeps every NaN; infinities can also yield a NaN.
     return bool(torch.isnan(values.sum())) and bool(torch.isnan(values).any())

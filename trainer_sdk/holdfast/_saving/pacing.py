@@ -1,9 +1,10 @@
-"""Takes the saves that are worth their cost, when a job leaves its interval to what is measured.
+"""Choice of the saves that are worth their cost, for a job whose interval follows from measurement.
 
-What a snapshot costs is measured on the training thread: how long `save` took, and how long the
+The cost of a snapshot is measured on the training thread: how long `save` took, and how long the
 next change of tensors waited. Ranks exchange it on a thread and a process group of their own,
-beside the step; when, and what follows from it, is `holdfast_core.protection.automatic_interval`'s
-to say."""
+beside the step. `holdfast_core.protection.automatic_interval` decides when they do, and the
+interval that follows.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ _COSTS = msgspec.json.Decoder(Costs)
 
 
 class Pacing:
-    """One rank's part; the thread runs from the first statement to `close`.
+    """One rank's part in the choice; the thread runs from the first statement to `close`.
 
     Args:
-        exchange: between all ranks, for nothing else.
-        recoveries_per_day: how often the job is expected to go back to a snapshot; above 0.
+        exchange: exchange between all ranks, used for nothing else.
+        recoveries_per_day: expected number of returns to a snapshot in a day; above 0.
     """
 
     def __init__(self, exchange: Exchange, recoveries_per_day: float) -> None:
@@ -49,22 +50,22 @@ class Pacing:
         self._last: tuple[int, float] | None = None
         """Step and time of the newest call of `save`."""
         self._handle: SaveHandle | None = None
-        """Of that call, if its snapshot was due."""
+        """Handle of that call, if its snapshot was due."""
         self._waited_s = 0.0
-        """By training, since that call began."""
+        """Time that training has waited since that call began."""
         self._news = threading.Condition()
-        """Guards everything here; says that there is something to state."""
+        """Lock of all state here; notified when there is a statement to exchange."""
         self._statement: Costs | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
 
     @property
     def steps(self) -> int:
-        """The interval in force."""
+        """Steps of the interval in force."""
         return self._schedule.steps
 
     def called(self, handle: SaveHandle, now_s: float) -> Called:
-        """`save` was called; says whether its snapshot is to be taken. The training thread."""
+        """Note a call of `save`; return whether to take its snapshot. For the training thread."""
         with self._news:
             self._measure(handle.step, now_s)
             found = self._schedule.called(handle.step)
@@ -82,12 +83,13 @@ class Pacing:
         return found
 
     def waited(self, seconds: float) -> None:
-        """Training waited so long for a snapshot, in `save` or for its end."""
+        """Add time that training waited for a snapshot, in `save` or for its end."""
         with self._news:
             self._waited_s += seconds
 
     def close(self, timeout_s: float) -> None:
-        """State nothing more. What others wait for is stated within about `timeout_s`."""
+        """End the exchanges. A statement that other ranks wait for is still made, within about
+        `timeout_s`."""
         with self._news:
             self._closing = True
             self._news.notify_all()
@@ -95,7 +97,7 @@ class Pacing:
             self._thread.join(timeout_s)
 
     def _measure(self, step: int, now_s: float) -> None:
-        """Take down what the newest call has cost, now that the next one has come."""
+        """Record the cost of the newest call, at the call after it."""
         if self._last is not None and step > self._last[0]:
             taken_s = now_s - self._last[1] - self._waited_s
             self._steps_s.append(max(taken_s, 0.0) / (step - self._last[0]))
@@ -104,7 +106,7 @@ class Pacing:
         self._last, self._waited_s = (step, now_s), 0.0
 
     def _costs(self, call: int, step: int) -> Costs:
-        """What this rank knows; nothing while no snapshot of it was staged."""
+        """Costs measured by this rank; zeros until a snapshot of it was staged."""
         known = bool(self._blocked_s and self._steps_s)
         return Costs(
             call=call,
@@ -147,7 +149,7 @@ class Pacing:
             )
 
     def _next_statement(self) -> Costs | None:
-        """What to state next; None when nothing will be."""
+        """Wait for the next statement; None when there will be none."""
         with self._news:
             self._news.wait_for(lambda: self._statement is not None or self._closing)
             statement, self._statement = self._statement, None
@@ -155,7 +157,7 @@ class Pacing:
 
 
 class _Protecting:
-    """Measures how long a snapshot takes from the end of its copy until it is protected."""
+    """Measurement of the time from the end of a snapshot's copy until it is protected."""
 
     def __init__(self, handle: SaveHandle, tell: Callable[[float], None]) -> None:
         self._tell = tell

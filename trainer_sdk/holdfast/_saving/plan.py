@@ -1,12 +1,12 @@
-"""Which bytes this rank captures, and where they lie in its slot.
+"""Plan of the bytes that this rank captures, and of their places in its slot.
 
 The base plan comes from the tables of all ranks, exchanged once: `holdfast_core.snapshots.sharding`
-divides what replicas share. Later changes of the state (an optimizer that fills its state step by
-step, a tensor that grows) must not need a collective, because ranks notice them at different times;
-they follow rules that replicas apply alike without talking: an optimizer state is divided like the
-parameter that it belongs to, and anything else goes whole to the rank that its name hashes to.
+divides the state that replicas share. Later changes of the state (an optimizer that fills its state
+step by step, a tensor that grows) must not need a collective, because ranks notice them at
+different times. They follow rules that all replicas apply without communication: an optimizer state
+is divided like its parameter, and any other tensor goes whole to the rank that its name hashes to.
 
-Nothing here reads or writes bytes of tensors.
+This module must not read or write bytes of tensors.
 """
 
 from __future__ import annotations
@@ -39,56 +39,56 @@ from holdfast_core.topology import Topology
 EXTRAS_SPARE_BYTES = 16 * 1024
 
 STATE_BYTES_PER_EXPERT = 320
-"""Room in the extras for what the policy remembers of each expert."""
+"""Room in the extras for the policy's state of each expert."""
 
 STATE_BYTES = 4096
-"""Likewise of the newest recoveries."""
+"""Room in the extras for the policy's state of the newest recoveries."""
 
 _log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BasePlan:
-    """Who captures what, agreed by all ranks once."""
+    """Division of the capture between ranks, agreed by all of them once."""
 
     rank: int
     topology: Topology
     tables: Mapping[str, TensorSize]
     """This rank's tensors when the plan was agreed."""
     shards: Mapping[int, Mapping[str, tuple[tuple[int, int], ...]]]
-    """For each replica: tensor → (start, bytes) of the ranges that it captures."""
+    """Replica → tensor → (start, bytes) of the ranges that the replica captures."""
     largest_slot_bytes: int = 0
     alone: bool = field(default=False)
-    """True without a process group: this rank captures all that it holds."""
+    """Whether this rank captures all that it holds, because there is no process group."""
     experts: ExpertTable | None = None
-    """The experts that a snapshot may leave out; None when each captures everything."""
+    """Experts that a snapshot may leave out; None when each captures everything."""
     holders: Mapping[UnitKey, tuple[int, ...]] = field(default_factory=dict)
-    """The ranks that capture any of each of these experts; empty where `alone`."""
+    """Ranks that capture any part of each of these experts; empty where `alone`."""
     piece_bytes: int = PIECE_BYTES
 
     @property
     def apart(self) -> frozenset[UnitKey]:
-        """The units that share no piece with others."""
+        """Units that share no piece with others."""
         return frozenset(self.experts.units) if self.experts else frozenset()
 
     @property
     def spread(self) -> dict[UnitKey, int]:
-        """How many ranks capture a part, of each expert of which more than one does."""
+        """Expert → number of ranks that capture parts of it, where more than one does."""
         return {unit: len(ranks) for unit, ranks in self.holders.items() if len(ranks) > 1}
 
     def own_experts(self, table: Sequence[TensorSize]) -> frozenset[UnitKey]:
-        """The experts that this rank captures, or captures parts of."""
+        """Find the experts that this rank captures, whole or in part."""
         shards = own_shards(self, table)
         return self.apart.intersection(shard.unit for shard in shards if shard.nbytes)
 
     @property
     def state_bytes(self) -> int:
-        """Room in the extras for what the policy adds to them."""
+        """Room in the extras for the policy's state."""
         return STATE_BYTES + STATE_BYTES_PER_EXPERT * len(self.apart) if self.apart else 0
 
 
 def table_of(sources: Sequence[TensorSource]) -> tuple[TensorSize, ...]:
-    """What planning needs to know of `sources`."""
+    """Describe `sources` for planning."""
     return tuple(
         TensorSize(
             unit=source.unit,
@@ -106,7 +106,7 @@ def table_of(sources: Sequence[TensorSource]) -> tuple[TensorSize, ...]:
 def plan_alone(
     rank: int, topology: Topology, table: Sequence[TensorSize] = (), *, partial: bool = False
 ) -> BasePlan:
-    """The plan of a rank that captures everything it holds; `partial` needs its table."""
+    """Plan for a rank that captures everything it holds; `partial` needs its table."""
     experts = experts_apart({0: table}, Topology(dp=1)) if partial else None
     return BasePlan(
         rank=rank,
@@ -122,14 +122,14 @@ def plan_alone(
 def experts_apart(
     tables: Mapping[int, Sequence[TensorSize]], topology: Topology
 ) -> ExpertTable | None:
-    """The experts that a snapshot may leave out. None when the model has no such experts."""
+    """Find the experts that a snapshot may leave out. None when the model has no such experts."""
     homes: dict[UnitKey, set[tuple[int, int]]] = {}
     for rank, table in tables.items():
         at = topology.coordinates(rank)
         for size in table:
             if size.is_expert and size.private:
                 homes.setdefault(size.unit, set()).add((at.pp, at.ep))
-    # No share of the layer's experts is theirs, so that none of its ranks could be relieved.
+    # They belong to no rank's share of the layer's experts, so leaving them out relieves no rank.
     across = [unit for unit, places in homes.items() if len(places) > 1]
     if across:
         _log.warning(
@@ -149,8 +149,8 @@ def experts_apart(
 
 
 def piece_bytes_for(experts: ExpertTable | None, holders: Mapping[UnitKey, tuple[int, ...]]) -> int:
-    """Pieces so small that rounding every rank's part of an expert up to whole ones costs about an
-    eighth, down to a page; the usual ones where experts are large."""
+    """Choose pieces so small that rounding every rank's part of an expert up to whole pieces costs
+    about an eighth, down to a page; the usual size where experts are large."""
     if experts is None:
         return PIECE_BYTES
     smallest = min(e.nbytes // len(holders.get(e.unit, (0,))) for e in experts.experts)
@@ -167,8 +167,8 @@ def plan_together(
     *,
     partial: bool = False,
 ) -> BasePlan:
-    """The plan that all ranks compute from the same exchanged tables; with `partial`, experts can
-    be left out of snapshots.
+    """Compute the plan that every rank derives from the same exchanged tables; with `partial`,
+    experts can be left out of snapshots.
 
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
@@ -200,11 +200,11 @@ def plan_together(
 
 
 def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]:
-    """What this rank captures of `table`, by unit, tensor and start.
+    """Shards of `table` that this rank captures, by unit, tensor and start.
 
     Raises:
-        InvalidJobError: this rank has come to hold a part of an expert that may be left out, which
-            the others do not know of.
+        InvalidJobError: when this rank holds a part of an expert that may be left out, and the part
+            was not there when the ranks agreed.
     """
     shards = []
     for size in sorted(table, key=lambda size: (size.unit, size.tensor)):
@@ -240,7 +240,7 @@ def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]
             (start * size.nbytes // parameter.nbytes, nbytes * size.nbytes // parameter.nbytes)
             for start, nbytes in ranges
         )
-    if size.unit in base.apart:  # where the rest of it is
+    if size.unit in base.apart:  # the rank that captures its other parts
         holders = base.holders.get(size.unit, ())
         replicas = tuple(rank for rank in replicas if rank in holders) or replicas
     owner = replicas[xxhash.xxh3_64_intdigest(size.tensor.encode()) % len(replicas)]
@@ -254,12 +254,13 @@ def layout_of(
     extras_bytes: int,
     sources: Sequence[TensorSource] = (),
 ) -> Layout:
-    """The layout of a slot that holds `shards` and extras of about `extras_bytes`.
+    """Lay out a slot that holds `shards` and extras of about `extras_bytes`.
 
-    `sources` say what the tensors are parts of, which makes no difference to where they lie.
+    `sources` describe the whole tensors that the local ones are parts of; offsets do not depend on
+    them.
 
-    Experts that snapshots may leave out come last, each on pieces of its own; so do the gradients
-    of each of them, behind its state.
+    Experts that snapshots may leave out come last, each on pieces of its own, followed by its
+    gradients, also on pieces of their own.
     """
     rank, topology, apart = base.rank, base.topology, base.apart
     sizes = {size.tensor: size for size in table}
@@ -308,7 +309,7 @@ def layout_of(
 
 
 def same_places(old: Layout, new: Layout) -> bool:
-    """Whether tensors lie alike in both; the room for extras may differ."""
+    """Whether tensors have the same places in both layouts; the room for extras may differ."""
     return (old.entries, old.extras_offset, old.piece_bytes) == (
         new.entries,
         new.extras_offset,
@@ -317,7 +318,7 @@ def same_places(old: Layout, new: Layout) -> bool:
 
 
 def moves_of(layout: Layout, sources: Sequence[TensorSource]) -> CopyPlan:
-    """The copies between a slot of `layout` and `sources`, which it was made for."""
+    """Plan the copies between a slot of `layout` and `sources`, for which it was made."""
     by_name = {source.name: source for source in sources}
     ranges: list[tuple[int, int, torch.Tensor]] = []
     staged = []

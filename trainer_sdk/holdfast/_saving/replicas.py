@@ -1,8 +1,8 @@
-"""The agreement of all ranks before the first save: who captures what, and are replicas replicas?
+"""Agreement of all ranks before the first save: who captures what, and are replicas really equal?
 
-A topology that is declared wrongly would lose experts silently: ranks that hold different bytes
-would each capture their share of "the same" unit. So all ranks exchange their tables and, for each
-shared unit, a hash of its live bytes; every rank comes to the same verdict from the same data.
+A wrongly declared topology would lose experts silently: ranks that hold different bytes would each
+capture their share of "the same" unit. So all ranks exchange their tables and, for each shared
+unit, a hash of its live bytes; every rank reaches the same verdict from the same data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast_core.topology import Topology
 
 
 class ReplicaStatement(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says before the first save."""
+    """Statement of one rank before the first save."""
 
     step: int
     table: tuple[TensorSize, ...]
@@ -40,7 +40,7 @@ _STATEMENT = msgspec.json.Decoder(ReplicaStatement)
 def state_of(
     step: int, sources: Sequence[TensorSource], extras_bytes: int, digests: Mapping[str, int]
 ) -> ReplicaStatement:
-    """This rank's statement."""
+    """Make this rank's statement."""
     return ReplicaStatement(
         step=step, table=table_of(sources), extras_bytes=extras_bytes, digests=dict(digests)
     )
@@ -58,7 +58,8 @@ def agree(
     """Exchange statements and compute the base plan. Collective.
 
     Raises:
-        ReplicaMismatchError: on every rank, naming a unit and ranks that hold it differently.
+        ReplicaMismatchError: on every rank; the message names a unit and ranks that hold different
+            bytes of it.
         UnreachableError: when some rank does not take part.
     """
     if not exchange.together:
@@ -76,10 +77,10 @@ def agree(
 def digests_of(
     sources: Sequence[TensorSource], topology: Topology, rank: int, engine: CopyEngine, fence: Fence
 ) -> dict[str, int]:
-    """Unit → digest of its live bytes, of the units that other ranks hold as well.
+    """Digest the live bytes of each unit that other ranks hold as well: unit → digest.
 
     Args:
-        fence: what the tensors' bytes must come after on their device.
+        fence: point after which the tensors are read on their device.
     """
     by_unit: dict[UnitKey, list[TensorSource]] = {}
     for source in sources:
@@ -100,8 +101,8 @@ def digests_of(
 def differing(
     digests: Mapping[int, Mapping[str, int]], topology: Topology
 ) -> list[tuple[UnitKey, list[int]]]:
-    """The units of which replicas have other digests: each with the first of its ranks, and those
-    that differ from it. Ranks that are not among `digests` are not compared."""
+    """Find the units whose replicas have different digests, each with the first of its ranks and
+    the ranks that differ from it. Ranks that are not among `digests` are not compared."""
     groups = {topology.dense_replicas(r) for r in digests}
     groups |= {topology.expert_replicas(r) for r in digests}
     wrong: list[tuple[UnitKey, list[int]]] = []
@@ -119,7 +120,7 @@ def differing(
 
 
 def replicas_of(topology: Topology, rank: int, unit: UnitKey) -> tuple[int, ...]:
-    """The ranks that hold `unit` as `rank` does."""
+    """Ranks that hold the same `unit` as `rank`, including it."""
     if unit.kind is UnitKind.EXPERT:
         return topology.expert_replicas(rank)
     return topology.dense_replicas(rank)

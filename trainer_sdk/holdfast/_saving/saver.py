@@ -1,10 +1,10 @@
-"""The background half of a session: one thread that takes snapshots, one after another.
+"""Background half of a session: one thread that takes snapshots, one after another.
 
-It agrees with the other ranks, opens the session with the daemon, asks for slots, copies, commits,
-and opens again when the daemon was lost. Whatever fails ends in the handle of that save, is counted
-and logged once per cause; nothing is ever raised into training (invariant 3).
+It agrees with the other ranks, opens the session with the daemon, requests slots, copies, commits,
+and opens another session when the daemon was lost. A failure goes to the handle of its save, is
+counted, and is logged once per cause; nothing is ever raised into training (invariant 3).
 
-Three things live on this thread alone: the plan, the connection's arena and the copy engine.
+Only this thread uses the plan, the connection's arena and, after a restore, the copy engine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _log = logging.getLogger("holdfast")
 
 
 class Saver:
-    """Owns the worker thread from construction to `close`."""
+    """Worker that takes snapshots on its own thread, from construction to `close`."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Saver:
         self.bubbles = Bubbles(topology.pp) if topology.pp > 1 else None
         self.tally = Tally()
         self.problem: HoldfastError | None = None
-        """Why no save of this session can succeed any more."""
+        """Reason why no save of this session can succeed any more; None while saves can."""
         self._link = Link(client, device, settings, self._on_event)
         self._base: BasePlan | None = None
         self.partial = partial_capture(settings, counting, rank, topology.world_size, gradients)
         self._newest: Generation | None = None
-        """The newest snapshot of this rank that is known to be committed."""
+        """Newest snapshot of this rank that is known to be committed."""
         self._restored: Layout | None = None
         self._sources: Sequence[TensorSource] = ()
         self._saves = 0
@@ -99,7 +99,7 @@ class Saver:
         return self._link.epoch
 
     def resume(self, outcome: Restored) -> None:
-        """Go on from a restore; called before anything is saved."""
+        """Continue from a restore. Called before anything is saved."""
         self._link.epoch = outcome.epoch
         self._newest, self._restored = outcome.generation, outcome.layout
         if self.partial is not None:
@@ -107,18 +107,18 @@ class Saver:
             self.tally.counters.loss = self.partial.loss
 
     def called(self, number: int, step: int, now_s: float) -> None:
-        """Save `number` was called; said before anything else is done about it."""
+        """Note that save `number` was called, before anything else is done for it."""
         self.comparing.called(number, step)
         if (partial := self.partial) is not None:
             partial.called(number, step, now_s)
 
     @property
     def busy(self) -> bool:
-        """Whether the worker has not yet done with the tensors of the last task."""
+        """Whether the worker still needs the tensors of the last task."""
         return self._current is not None and not self._current.let_go.is_set()
 
     def submit(self, task: Task) -> None:
-        """Take `task`; only when not `busy`."""
+        """Start `task`; only when not `busy`."""
         if self.bubbles is not None and task.copies:
             self.bubbles.begin()
         self._current = task
@@ -248,7 +248,8 @@ class Saver:
             self.tally.counters.loss = self.partial.loss
 
     def _agree(self, task: Task) -> None:
-        """Exchange tables with the other ranks, and compare what the topology calls replicas."""
+        """Exchange tables with the other ranks, and compare the units that the topology declares to
+        be replicas."""
         exchange, strategy = self._exchange, self._settings.strategy
         check = self._settings.check_replicas and exchange.together
         try:
@@ -265,13 +266,13 @@ class Saver:
             self.partial.agreed(self._base.experts, self._topology.world_size, own, spread)
 
     def _live_digests(self, task: Task) -> dict[str, int]:
-        """Of each unit that other ranks hold as well, while the task is held."""
+        """Digest each unit that other ranks hold as well, while the task is held."""
         found = digests_of(self._sources, self._topology, self._rank, self._engine, task.fence)
-        task.check()  # or they may be of another moment than those of other ranks
+        task.check()  # otherwise they may be of another moment than those of other ranks
         return found
 
     def _open(self, task: Task) -> None:
-        """Have a session whose layout fits the task."""
+        """Open a session whose layout fits the task, unless there is one."""
         link = self._link
         assert self._base is not None
         extras_bytes = len(task.extras) + self._base.state_bytes
@@ -296,7 +297,7 @@ class Saver:
     def _capture(
         self, task: Task, placed: Placed, skip: Flags | None, left_out: Collection[UnitKey]
     ) -> Digests:
-        """Copy the tensors, and give them back to training."""
+        """Copy the tensors, then let training change them."""
         plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
         digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
@@ -307,7 +308,7 @@ class Saver:
         task.release(over=True)
         task.handle._reach(task.handle.staged)
         now_s = time.monotonic()
-        time.sleep(0)  # gives way to training, which would wait for the interpreter up to 5 ms
+        time.sleep(0)  # yields to training, which would wait for the interpreter up to 5 ms
         self.tally.counters.staged_s = now_s - task.began_s
         if self.partial is not None:
             kept = 0 if skip is None else int(skip.sum()) * placed.layout.piece_bytes
@@ -319,7 +320,8 @@ class Saver:
     def _finish(
         self, task: Task, placed: Placed, left_out: frozenset[UnitKey], digests: Digests
     ) -> tuple[Commit, PartialState | None]:
-        """Put the extras behind the tensors, which training may change again."""
+        """Write the extras behind the captured tensors; training may already change the live
+        ones."""
         link = self._link
         assert link.layout is not None
         epoch, step = link.epoch or 0, task.handle.step
@@ -346,7 +348,7 @@ class Saver:
 
     def _commit(self, task: Task, commit: Commit, placed: Placed, old: Collection[UnitKey]) -> None:
         handle, link, every = task.handle, self._link, self._settings.nan_check_every
-        # Not the first: until it is committed, a session that has just begun can lose everything.
+        # Not in the first save: until it is committed, a new session can lose everything.
         due = every and self._saves % every == min(1, every - 1)
         if nan_units := units_with_nan(placed, set(map(str, old))) if due else ():
             _log.warning("step %d: NaN in %s", handle.step, ", ".join(nan_units[:8]))
@@ -363,7 +365,7 @@ class Saver:
         self.tally.commit()
 
     def _on_event(self, event: DaemonEvent) -> None:
-        """News from the daemon, on the watching thread."""
+        """Handle an event from the daemon, on the watching thread."""
         if event.stage is Stage.EPOCH_ENDED:
             self.problem = StaleEpochError(
                 f"epoch {self._link.epoch} has ended, epoch {event.epoch} replaced it; this "
@@ -380,7 +382,8 @@ class Saver:
     # --- reports ----------------------------------------------------------------------------------
 
     def _report_due_s(self) -> float | None:
-        """Until there may be something to tell: a save that is not taken wakes nobody."""
+        """Seconds until there may be something to report. A save that is not taken does not wake
+        this thread, so it looks again after `IDLE_S`."""
         if not self._link.is_open:
             return None
         elapsed = time.monotonic() - self._reported_s

@@ -1,4 +1,4 @@
-"""What became of the saves of a session: counted, logged once per cause, reported to the daemon."""
+"""Tally of a session's saves: counted, logged once per cause, reported to the daemon."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _NUMBERS = re.compile(r"\d+")
 
 @dataclass(kw_only=True, slots=True)
 class SaveCounters:
-    """What became of the saves of a session."""
+    """Outcomes of a session's saves."""
 
     committed: int = 0
     skipped: int = 0
     failed: int = 0
     failure: str = ""
-    """The newest cause, empty when the last save succeeded."""
+    """Newest cause of a skipped or failed save; empty when the last save succeeded."""
     step: int = 0
-    """Of the newest save."""
+    """Step of the newest save."""
     step_s: float = 0.0
-    """Between the last two saves."""
+    """Time between the last two saves."""
     loss: Loss = NO_LOSS
-    """What recoveries cost experts that snapshots leave out; all 0 when they capture everything."""
+    """Loss of training in experts that snapshots leave out; all 0 when they capture everything."""
     staged_s: float = 0.0
-    """From the call of the newest staged save until its tensors could change again."""
+    """Time from the call of the newest staged save until its tensors could change again."""
     interval_steps: int = 0
-    """From snapshot to snapshot, where the job leaves that to what is measured; else 0."""
+    """Steps from snapshot to snapshot, where the interval follows from measurement; else 0."""
 
 
 IDLE_S = 0.5
-"""A saver that has nothing to do looks so often whether there is news."""
+"""Interval at which an idle saver checks for anything to report."""
 
 CAUSES_MAX = 1000
-"""Causes of failed saves that are not logged again; beyond it, all of them are new once more."""
+"""Most remembered causes, which are not logged again; beyond it, all of them are forgotten."""
 
 
 class Tally:
-    """Keeps the counters. Any thread may call it."""
+    """Counters of a session, and the causes already logged. Any thread may call it."""
 
     def __init__(self) -> None:
         self.counters = SaveCounters()
@@ -54,19 +54,19 @@ class Tally:
         self._lock = threading.Lock()
 
     def begin(self, step: int, step_s: float) -> None:
-        """A save of `step` was called, `step_s` after the one before."""
+        """Note that a save of `step` was called, `step_s` after the previous one."""
         self.counters.step, self.counters.step_s = step, step_s
         self.news = True
 
     def commit(self) -> None:
-        """A snapshot was committed."""
+        """Count a committed snapshot."""
         with self._lock:
             self.counters.committed += 1
             self.counters.failure = ""
             self.news = True
 
     def refuse(self, step: int, error: HoldfastError) -> None:
-        """A save was skipped or failed; logged unless this cause was before."""
+        """Count a save that was skipped or failed; log it unless its cause was logged before."""
         skipped = isinstance(error, SnapshotSkippedError)
         with self._lock:
             if skipped:
@@ -85,12 +85,13 @@ class Tally:
             _log.log(level, "step %d was not saved: %s", step, error)
 
     def forgive(self) -> None:
-        """The daemon is back: what fails from here on is logged again."""
+        """Forget the logged causes, as the daemon is back: later failures are logged again."""
         with self._lock:
             self._causes.clear()
 
     def report(self, session: str, problem: str) -> TrainerReport:
-        """What to tell the daemon; `problem` is why nothing can be saved any more."""
+        """Make the report for the daemon; `problem` is the reason why nothing can be saved any
+        more."""
         with self._lock:
             self.news = False
             counters = self.counters

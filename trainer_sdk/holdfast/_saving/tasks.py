@@ -1,4 +1,4 @@
-"""A snapshot to take, as the training thread and the saver's thread share it."""
+"""Task of taking a snapshot, shared by the training thread and the saver's thread."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from holdfast_core.experts.replenish import Replenishing
 class Task:
     """One snapshot to take, shared by the training thread and the worker.
 
-    Tensors may change whenever no one holds the task. `hold` succeeds until the training thread has
-    given the task up; `wait` lets the training thread wait for the hold to end.
+    Tensors may change whenever the worker does not hold the task. `hold` succeeds until the
+    training thread has given the task up; `wait` lets the training thread wait for the hold to end.
     """
 
     def __init__(
@@ -37,40 +37,41 @@ class Task:
     ) -> None:
         self.handle = handle
         self.sources = sources
-        """None while they are the same as for the task before."""
+        """Tensors to capture; None while they are the same as for the previous task."""
         self.extras = extras
         self.fence = fence
         self.copies = copies
-        """False to prepare only."""
+        """Whether to copy; False only prepares the session."""
         self.number = number
-        """Counts the saves that the training loop asked for, on all ranks alike."""
+        """Number of the save among those that the training loop called, equal on all ranks."""
         self.tokens = tokens if tokens is not None else Tokens()
-        """Routed since the last save."""
+        """Tokens routed since the last save."""
         self.replenishing = replenishing or Replenishing.start()
-        """What this rank still makes up for."""
+        """Lost tokens that this rank still makes up for."""
         self._unchanged = unchanged
         self.began_s = time.monotonic()
         self.let_go = threading.Event()
-        """The worker needs the live tensors no more, or never will."""
+        """Set when the worker no longer needs the live tensors."""
         self.ended = threading.Event()
-        """The worker is done with the task."""
+        """Set when the worker is done with the task."""
         self._free = threading.Condition()
         self._held = False
         self._over = False
 
     def check(self) -> None:
-        """Raises SnapshotSkippedError when tensors changed in place since `save`."""
+        """Raise SnapshotSkippedError when tensors have changed in place since `save`."""
         if self._unchanged is not None:
             self._unchanged.check()
 
     def hold(self) -> bool:
-        """Keep tensors as they are from here on; False when the task was given up."""
+        """Keep training from changing the tensors from here on; False when the task was given
+        up."""
         with self._free:
             self._held = not self._over
             return self._held
 
     def release(self, *, over: bool) -> None:
-        """For the worker: tensors may change; with `over` it does not need them again."""
+        """Let tensors change; with `over` the worker does not need them again. For the worker."""
         with self._free:
             self._held = False
             self._over = self._over or over
@@ -80,7 +81,8 @@ class Task:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let the training thread be patient meanwhile, if it has not given the task up."""
+        """Hold the task meanwhile, so that the training thread waits unless it has given the task
+        up."""
         self.hold()
         try:
             yield
@@ -88,8 +90,8 @@ class Task:
             self.release(over=False)
 
     def wait(self, start_wait_s: float) -> bool:
-        """Return when tensors may change. False when the worker had not begun in `start_wait_s`,
-        or not gone on so long after a hold, and so the task was given up."""
+        """Return when tensors may change. False when the task was given up, because the worker did
+        not hold it within `start_wait_s`, or not again within that time after a hold."""
         deadline = time.monotonic() + start_wait_s
         with self._free:
             while not self._over:
@@ -97,7 +99,7 @@ class Task:
                     self._free.wait()
                     deadline = time.monotonic() + start_wait_s
                 elif not self._free.wait(max(deadline - time.monotonic(), 0.0)):
-                    if self._held:  # it began at the last moment
+                    if self._held:  # the worker began at the last moment
                         continue
                     self._over = True
                     return False
