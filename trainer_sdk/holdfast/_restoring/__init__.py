@@ -1,1 +1,1 @@
-"""Restoring a snapshot into the live state."""
+"""Restoring of a snapshot into the live state."""

@@ -1,8 +1,8 @@
-"""Does a snapshot fit the live state, and makes room for what does not exist yet.
+"""Check that a snapshot fits the live state, and allocation of optimizer states that do not exist.
 
-What a rank must restore is what its own layout holds and what its replicas captured of the units
-that they share. Model tensors must agree in name, shape and dtype; optimizer states are made, or
-dropped, so that afterwards exactly the snapshot's exist.
+A rank must restore the tensors in its own layout, and those that its replicas captured of shared
+units. Model tensors must agree in name, shape and dtype; optimizer states are made or dropped so
+that afterwards exactly the snapshot's exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wanted(msgspec.Struct, kw_only=True):
-    """A tensor that this rank must restore, and the ranges that exist of it."""
+    """A tensor that a rank must restore, and the ranges of it that were captured."""
 
     tensor: str
     dtype: str
@@ -43,7 +43,7 @@ class Wanted(msgspec.Struct, kw_only=True):
 
 
 def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -> tuple[Offer, ...]:
-    """What this rank's snapshot has for others, by tensor and start."""
+    """List the ranges that this rank's snapshot has for other ranks, by tensor and start."""
     live.sources()
     offers = []
     for entry in state_entries(layout):
@@ -66,7 +66,7 @@ def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -
 def wanted_by(
     rank: int, layout: Layout, all_offers: Sequence[tuple[Offer, ...]]
 ) -> dict[str, Wanted]:
-    """What `rank` must restore, by name.
+    """List the tensors that `rank` must restore, by name.
 
     Raises:
         LayoutMismatchError: when ranks captured a tensor with different shapes or dtypes.
@@ -95,10 +95,10 @@ def wanted_by(
 
 
 def check_cover(wanted: Mapping[str, Wanted]) -> None:
-    """Every byte of every tensor was captured by someone.
+    """Check that some rank captured every byte of every tensor.
 
     Raises:
-        LayoutMismatchError: naming a tensor that was not.
+        LayoutMismatchError: when bytes are missing; the message names the tensor.
     """
     for item in wanted.values():
         total = dtype_named(item.dtype).itemsize
@@ -119,13 +119,13 @@ def check_cover(wanted: Mapping[str, Wanted]) -> None:
 def make_room(
     live: LiveState, wanted: Mapping[str, Wanted], devices: Mapping[str, str]
 ) -> dict[str, TensorSource]:
-    """The live sources by name, after optimizer states were made and dropped to fit `wanted`.
+    """Make and drop optimizer states to fit `wanted`; return the live sources by name.
 
     Args:
         devices: device types of states that are not where their parameter is.
 
     Raises:
-        LayoutMismatchError: naming the tensor that differs.
+        LayoutMismatchError: when a tensor differs; the message names it.
     """
     sources = {source.name: source for source in live.sources()}
     missing = [name for name in wanted if name not in sources]
@@ -167,7 +167,7 @@ def _check(wanted: Wanted, source: TensorSource) -> None:
 def _allocate(
     live: LiveState, anchor: Anchor, key: str, wanted: Wanted, devices: Mapping[str, str]
 ) -> None:
-    """Make the optimizer state `key` of a parameter; for stacked ones at the first slice."""
+    """Make the optimizer state `key` of a parameter; for a stacked one only at its first slice."""
     parameter = anchor.parameter
     state = live.optimizers[anchor.optimizer].state.setdefault(parameter, {})
     if key in state:

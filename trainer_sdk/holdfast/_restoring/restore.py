@@ -1,8 +1,8 @@
-"""A restore: own bytes from the arena, shared bytes from the ranks that captured them.
+"""Restore of a rank: its own bytes from the arena, shared bytes from the ranks that captured them.
 
-Three agreements of all ranks, so that every rank restores the same generation or every rank raises:
-after each knows what it is to restore, after its own bytes are verified and copied, and at the end.
-A rank that fails takes part in the next agreement before it raises.
+All ranks agree three times, so that every rank restores the same generation or every rank raises:
+once each has found its snapshot, once its own bytes are verified and copied, and at the end. A rank
+that fails takes part in the next agreement before it raises.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ _T = TypeVar("_T")
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says in an agreement."""
+    """Statement of one rank in an agreement."""
 
     code: str = ""
-    """Of the error; empty when all is well."""
+    """Code of the error; empty when all is well."""
     message: str = ""
     generation: str = ""
-    """`epoch.step`; empty for a fresh start."""
+    """Generation to restore, as `epoch.step`; empty for a fresh start."""
     offers: tuple[Offer, ...] = ()
     versions: dict[str, str] = {}
-    """Of experts in this rank's snapshot: the generation that each was captured in."""
+    """Expert in this rank's snapshot → the generation in which it was captured."""
     lost: dict[str, int] = {}
-    """Tokens of this rank that each expert lost."""
+    """Expert → tokens of this rank that it lost."""
     assigned: dict[str, int] = {}
-    """Tokens of this rank in each layer, times their experts."""
+    """Layer → tokens of this rank, times the experts that each was sent to."""
     replenishes: bool = False
     """Whether this rank has lost tokens to make up for."""
 
@@ -73,7 +73,7 @@ _STANDING = msgspec.json.Decoder(Standing)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """How a restore ended."""
+    """Result of a restore."""
 
     epoch: int
     step: int | None
@@ -81,14 +81,14 @@ class Restored:
     generation: Generation | None = None
     layout: Layout | None = None
     partial: PartialState | None = None
-    """What the snapshot says about experts that it did not capture."""
+    """State of the policy that leaves experts out; None when no experts are left out."""
     replenishing: bool = False
     """Whether any rank has lost tokens to make up for: equal on all ranks."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """What this rank is to restore."""
+    """Snapshot that this rank is to restore."""
 
     manifest: Manifest
     layout: Layout
@@ -113,7 +113,7 @@ class Restore:
     settings: Settings
 
     def run(self) -> Restored:
-        """See `Session.restore`."""
+        """Run the restore; see `Session.restore`."""
         self.live.begin()
         with without_collector():
             return self._run()
@@ -194,7 +194,8 @@ class Restore:
     # --- what to restore --------------------------------------------------------------------------
 
     def _hello(self) -> Hello:
-        """Raises UnreachableError when the daemon does not answer in `restore_timeout_s`."""
+        """Wait for the daemon. Raises UnreachableError when it does not answer in
+        `restore_timeout_s`."""
         deadline = time.monotonic() + self.settings.restore_timeout_s
         while True:
             try:
@@ -213,8 +214,11 @@ class Restore:
         return hello
 
     def _find(self, epoch: int) -> _Found | None:
-        """Storage is waited for without an end, as long as the daemon says that it does: whoever
-        gave up would only use up restarts of the job."""
+        """Get this rank's snapshot of the recovery line; None for a fresh start.
+
+        There is no deadline while the daemon reports that it waits for storage: giving up would
+        only use up restarts of the job.
+        """
         phase = RestorePhase.UNKNOWN
 
         def follow(progress: RestoreProgress) -> None:
@@ -287,7 +291,8 @@ class Restore:
     def _copy_own(
         self, found: _Found, all_offers: Sequence[tuple[Offer, ...]]
     ) -> dict[str, TensorSource]:
-        """Make room, verify this rank's payload and copy it out; the live sources by name."""
+        """Make room, verify this rank's payload and copy it out; return the live sources by
+        name."""
         wanted = wanted_by(self.rank, found.layout, all_offers)
         check_cover(wanted)
         put_back_groups(self.live, found.extras)
@@ -327,7 +332,8 @@ class Restore:
     # --- agreement --------------------------------------------------------------------------------
 
     def _agree(self, error: HoldfastError | None, own: Standing) -> list[Standing]:
-        """Collective: raises on every rank when one failed, or they were told different lines."""
+        """Exchange statements. Collective: raises on every rank when one failed, or when the ranks'
+        daemons named different recovery lines."""
         if error is not None:
             own = msgspec.structs.replace(own, code=error.code, message=str(error))
         texts = self.exchange.gather(msgspec.json.encode(own))
@@ -349,10 +355,10 @@ class Restore:
 
 
 def versions_of(standings: Sequence[Standing]) -> dict[str, str]:
-    """The version of each expert that is restored.
+    """Find the version of each expert that is restored.
 
     Raises:
-        CorruptError: ranks hold parts of an expert in different versions.
+        CorruptError: when ranks hold parts of an expert in different versions.
     """
     found: dict[str, str] = {}
     for said in standings:
@@ -370,12 +376,13 @@ def _part(source: TensorSource, start: int, nbytes: int) -> Any:
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, HoldfastError | None]:
-    """The result, or the error, so that this rank can tell the others before it raises."""
+    """Return the result or the error, so that this rank can report an error to the other ranks
+    before it raises."""
     try:
         return work(), None
     except HoldfastError as error:
         return None, error
-    except Exception as error:  # of the user's load_state_dict, or of torch
+    except Exception as error:  # raised by the user's load_state_dict, or by torch
         failure = LayoutMismatchError(
             f"the state cannot be loaded: {type(error).__name__}: {error}"
         )

@@ -1,4 +1,4 @@
-"""Sends restored bytes from the ranks that captured them to their replicas.
+"""Transfer of restored bytes from the ranks that captured them to their replicas.
 
 Ranges of one source are packed into buffers of bounded size, so that thousands of small tensors
 cost few collectives and large ones little memory. Every rank of a group derives the same buffers
@@ -18,7 +18,7 @@ from holdfast._state.capture import TensorSource
 BUFFER_BYTES = 32 * 1024 * 1024
 
 _Range = tuple[str, int, int]
-"""(tensor, first byte, bytes)."""
+"""Triple (tensor, first byte, number of bytes)."""
 
 
 def scatter(
@@ -27,7 +27,7 @@ def scatter(
     sources: Mapping[str, TensorSource],
     rank: int,
 ) -> None:
-    """Fill this rank's shared tensors with what its replicas restored. Collective.
+    """Fill this rank's shared tensors with the bytes that its replicas restored. Collective.
 
     Raises:
         UnreachableError: when a rank does not take part.
@@ -56,7 +56,7 @@ def scatter(
 
 
 def _buffers(offers: Sequence[Offer]) -> Iterator[list[_Range]]:
-    """Ranges to send together, at most `BUFFER_BYTES` in all."""
+    """Yield groups of ranges to send together, each of at most `BUFFER_BYTES`."""
     pending: list[_Range] = []
     room = BUFFER_BYTES
     for offer in offers:
