@@ -1,1 +1,1 @@
-"""Partial snapshots: which experts, their tokens, and gradients for peers."""
+"""Partial snapshots: choice of experts, their tokens, and gradients for peers."""

@@ -1,15 +1,16 @@
-"""The thread that adds up what ranks know of their experts, one sum for each save that was called.
+"""Thread that adds up the ranks' statements on their experts, one sum for each called save.
 
 The sums run in the order of the saves, on a process group that nothing else uses, from the same
-first save on all ranks; so the n-th sum of one rank is the n-th of every other, also when saves
-were skipped. Neither training nor the saver takes part in a collective: they say how far they are,
-and this thread overlaps its sum with the step. A save is chosen by the sum of the save before,
-which has had a step's time.
+first save on all ranks, so the n-th sum of one rank is the n-th of every other, even when saves are
+skipped. Neither training nor the saver takes part in a collective: they only report their progress,
+and this thread overlaps its sum with the step. The experts of a save are chosen by the sum of the
+save before, which has had a step's time.
 
-A rank that does not have that sum in time must not choose by another one. It captures all experts
-that are its own, which is what the others' choice asks of it and more: ranks that choose still
-choose alike, and a rank that does not choose misses nothing. Where experts are spread over ranks
-that would tear them, so a rank skips such a save, unless no rank can have chosen for it.
+A rank that does not have that sum in time must not choose by another one. It captures all of its
+experts, which includes those that the other ranks' choice requires of it: ranks that choose still
+choose alike, and a rank that does not choose misses nothing. Where experts are spread over ranks,
+that would mix parts of different steps, so a rank skips such a save, unless no rank can have chosen
+for it.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from holdfast_core.snapshots.units import UnitKey
 _log = logging.getLogger("holdfast")
 
 _KEPT = 4
-"""Choices that are kept for a saver that is late; older ones are of saves that were given up."""
+"""Number of choices kept for a late saver; older ones belong to saves that were given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The experts of a save, and the sum that they were chosen by."""
+    """Experts chosen for a save, and the sum by which they were chosen."""
 
     counts: AgreedCounts
     units: tuple[UnitKey, ...]
 
 
 class Counting:
-    """One rank's part; the thread runs from `start` to `close`."""
+    """One rank's part in the sums; the thread runs from `start` to `close`."""
 
     def __init__(self, exchange: Exchange, rank: int, ranks: int) -> None:
         together = exchange.together
@@ -48,15 +49,15 @@ class Counting:
         self._rank, self.ranks = (rank, ranks) if together else (0, 1)
         self._news = threading.Condition()
         self._called = -1
-        """The newest save that the training loop called."""
+        """Number of the newest save that the training loop called."""
         self._attempted = -1
-        """The newest save of which it is known whether it is attempted."""
+        """Number of the newest save for which it is settled whether it is attempted."""
         self._chosen: dict[int, Chosen] = {}
-        """By save."""
+        """Number of a save → its choice."""
         self._late = False
-        """Nothing arrived since `chosen` waited in vain."""
+        """Whether `chosen` has waited in vain and no sum has arrived since."""
         self._failed: int | None = None
-        """The save after which the sum failed; there is none from then on."""
+        """Number of the save after which the sum failed; no sums follow. None before that."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -68,14 +69,14 @@ class Counting:
         choose: Callable[[AgreedCounts], Selection],
         spread: Mapping[UnitKey, int] = NONE_SPREAD,
     ) -> None:
-        """Add up from before save `first` on, which must be equal on all ranks.
+        """Start the sums, the first of them before save `first`, which must be equal on all ranks.
 
         Args:
-            spread: see `agreed_counts.Statement.to_vector`.
-            statement: what this rank has to say after a save; called on the thread.
-            choose: what the next save captures; called on the thread.
+            statement: makes this rank's statement after a save; called on the thread.
+            choose: selects the experts of the next save; called on the thread.
+            spread: see `CountStatement.to_vector`.
         """
-        self.attempted(first - 1)  # the first sum is of what was restored
+        self.attempted(first - 1)  # the first sum is of the restored state
         self._thread = threading.Thread(
             target=self._loop,
             args=(first - 1, units, statement, choose, spread),
@@ -85,21 +86,22 @@ class Counting:
         self._thread.start()
 
     def called(self, number: int) -> None:
-        """Save `number` was called, skipped or not. The training thread says so."""
+        """Note that save `number` was called, whether or not it was skipped. For the training
+        thread."""
         with self._news:
             self._called = number
             self._news.notify_all()
 
     def attempted(self, number: int) -> None:
-        """What is stated from now on knows whether save `number` is attempted."""
+        """Note that statements from now on include whether save `number` is attempted."""
         with self._news:
             self._attempted = max(self._attempted, number)
             self._news.notify_all()
 
     def chosen(self, number: int, wait_s: float) -> Chosen | None:
-        """What save `number` captures; None when the sum is not there within `wait_s`.
+        """Choice for save `number`; None when the sum is not there within `wait_s`.
 
-        Whoever waited in vain does not wait again before there is another sum.
+        After waiting in vain, calls do not wait again until another sum has arrived.
         """
         with self._news:
             self._news.wait_for(
@@ -118,9 +120,12 @@ class Counting:
             return found
 
     def nobody_chooses(self, number: int) -> bool:
-        """Whether no rank can have a choice for save `number`. That of the save right after a sum
-        that failed here another rank may have, for which the same sum went well; the sum after it
-        this rank was no part of any more."""
+        """Whether no rank can have a choice for save `number`.
+
+        Another rank may have one for the save right after the sum that failed here, because the
+        same sum may have succeeded there. This rank took part in no later sum, so none of those can
+        succeed.
+        """
         with self._news:
             return self._failed is not None and number > self._failed + 1
 
@@ -165,8 +170,8 @@ class Counting:
                 self._news.notify_all()
 
     def _wait_due(self, number: int) -> bool:
-        """Return when no more will be known of save `number`: it is attempted or not, or the
-        training loop is one further. False when it will never be called."""
+        """Return when save `number` is settled: attempted or not, or followed by a later call.
+        False when it will never be called."""
         with self._news:
             self._news.wait_for(
                 lambda: number <= self._attempted or number < self._called or self._closing

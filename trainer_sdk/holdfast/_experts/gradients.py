@@ -1,13 +1,13 @@
 """Gradients of experts for peers that compute the optimizer's step instead of receiving its result.
 
-MoEtion §5.2, the trainer's part. Before a step, the gradients of the experts of the snapshot before
-it are copied aside, with a recipe of the step; the next snapshot carries both, beside the state. A
-peer computes the new state from them and checks it against the snapshot's checksums, so nothing
-here needs to be right for a snapshot to be.
+This is the trainer's part of MoEtion §5.2. Before a step, the gradients of the experts in the
+previous snapshot are copied aside, with a recipe of the step; the next snapshot carries both,
+beside the state. A peer computes the new state from them and checks it against the snapshot's
+checksums, so a mistake here cannot make a snapshot wrong.
 
-But what a peer computes otherwise would be sent twice. So the first step of each parameter group is
-watched: `holdfast_core.experts.optimizer_updates` does it to a sample, and only what comes out to
-the bit as the optimizer left it is ever asked of a peer.
+But state that a peer computes differently would have to be sent after all. So the first step of
+each parameter group is watched: `holdfast_core.experts.optimizer_updates` repeats it on a sample,
+and peers compute only state that equals the optimizer's result to the bit.
 
 Everything here but `captured` and `ready` is for the training thread.
 """
@@ -44,23 +44,24 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 _log = logging.getLogger("holdfast")
 
 SAMPLE = 4096
-"""Elements of a parameter on which the arithmetic is compared."""
+"""Number of a parameter's elements on which the arithmetic is compared."""
 
 _NONE: Floats = np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Room:
-    """Where the gradient and the recipe of one parameter are put; slices of a stacked one."""
+    """Memory for the gradient and the recipe of one parameter, or of the slices of a stacked
+    one."""
 
     optimizer: int
     group: int
     parameter: torch.Tensor
     gradient: torch.Tensor
     recipe: torch.Tensor
-    """uint8 [slices, RECIPE_BYTES]"""
+    """Encoded recipes: uint8 [slices, RECIPE_BYTES]."""
     units: Sequence[UnitKey]
-    """By slice."""
+    """Expert of each slice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,9 +71,9 @@ class _Sample:
     recipe: Recipe
     gradient: Floats
     live: Sequence[torch.Tensor]
-    """Weights and moments."""
+    """Live weights and moments."""
     before: Sequence[Floats]
-    """Of `live`."""
+    """Copies of `live` before the step."""
 
 
 class Gradients:
@@ -82,22 +83,22 @@ class Gradients:
         self._live = live
         self._rooms: dict[str, _Room] = {}
         self._base: Generation | None = None
-        """The newest snapshot of this session."""
+        """Newest staged snapshot of this session."""
         self._previous: frozenset[UnitKey] = frozenset()
-        """The experts that it captured."""
+        """Experts that this snapshot captured."""
         self._stepped: set[int] = set()
-        """The optimizers that have done a step since then."""
+        """Numbers of the optimizers that have done a step since then."""
         self._steps = 0
-        """The most that any of them has done."""
+        """Most steps that any of them has done."""
         self._staged: set[UnitKey] = set()
         self._exact: dict[tuple[int, int], bool | None] = {}
-        """By optimizer and group: whether weights, or only moments, can be computed; None when
-        nothing can."""
+        """(Optimizer, group) → whether peers can also compute the weights, or only the moments;
+        None when they can compute neither."""
         self._samples: dict[tuple[int, int], _Sample] = {}
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """Room for the gradient and the recipe of each expert's parameter, as tensors of its unit.
-        Call after each discovery."""
+        """Make room for the gradient and the recipe of each expert's parameter, as tensors of its
+        unit. Call after each discovery."""
         group_of = {
             id(p): i
             for optimizer in self._live.optimizers
@@ -127,7 +128,11 @@ class Gradients:
         return tuple(found)
 
     def _units(self, anchor: Anchor) -> list[UnitKey]:
-        """The experts of a parameter that an optimizer with known arithmetic updates, by slice."""
+        """Experts of a parameter for which peers may compute the step, by slice; empty otherwise.
+
+        The parameter must be in an optimizer, must not be a DTensor, and must be float32, or
+        bfloat16 with master weights.
+        """
         unit, parameter = anchor.place.unit, anchor.parameter
         if anchor.optimizer < 0 or unit.kind is not UnitKind.EXPERT or is_dtensor(parameter):
             return []
@@ -144,14 +149,15 @@ class Gradients:
     # --- around a step ----------------------------------------------------------------------------
 
     def before_step(self, optimizer: object) -> None:
-        """`optimizer` is about to use its gradients; no save needs the tensors any more."""
+        """Copy the gradients that `optimizer` is about to use. No save needs the tensors any
+        more."""
         index = next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
         if self._base is None:
             return
         if index in self._stepped:
             self._steps += 1  # a second step since the snapshot: a gradient does not make up for it
             self._staged.clear()
-            self._samples.clear()  # of one step, and two are done
+            self._samples.clear()  # they are of one step, and two are done
             return
         self._stepped.add(index)
         self._steps = max(self._steps, 1)
@@ -187,7 +193,7 @@ class Gradients:
                 self._staged.add(unit)
 
     def settle(self) -> None:
-        """After a step: compare what was watched of it."""
+        """Compare the watched samples after a step."""
         samples, self._samples = self._samples, {}
         for key, sample in samples.items():
             moments, weights = _compare(sample)
@@ -210,16 +216,16 @@ class Gradients:
     # --- around a snapshot; on the saver's thread -------------------------------------------------
 
     def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
-        """The bytes of a snapshot with these experts are staged; training has not gone on."""
+        """Note that a snapshot with these experts is staged; training has not gone on."""
         self._base, self._previous = generation, frozenset(experts)
         self._stepped, self._steps, self._staged = set(), 0, set()
 
     def ready(self, newest: Generation | None, current: Collection[UnitKey]) -> frozenset[UnitKey]:
-        """The experts of a snapshot whose gradients it should carry (MoEtion algorithm 3).
+        """Experts of a snapshot whose gradients it should carry (MoEtion algorithm 3).
 
         Args:
-            newest: the newest snapshot that is committed.
-            current: the experts that this one captures.
+            newest: the newest committed snapshot.
+            current: the experts that this snapshot captures.
         """
         if newest is None or newest != self._base:
             return frozenset()
@@ -230,9 +236,9 @@ class Gradients:
 def recipe_of(
     group: Mapping[str, Any], state: Mapping[str, Any], base: Generation
 ) -> Recipe | None:
-    """What the next step of a parameter will do; None when its arithmetic is not known.
+    """Make the recipe of a parameter's next step; None when its arithmetic is not known.
 
-    An optimizer is known by what it keeps: two moments are AdamW's, one or none SGD's.
+    An optimizer is recognised by its state: two moments are AdamW's, one or none SGD's.
     """
     if group.get("maximize") or group.get("amsgrad") or isinstance(group.get("lr"), torch.Tensor):
         return None
@@ -307,7 +313,7 @@ def _copy(tensor: torch.Tensor) -> Floats:
 
 
 def _compare(sample: _Sample) -> tuple[bool, bool]:
-    """Whether moments, and weights, came out of the step as the arithmetic says."""
+    """Pair: whether the moments, and the weights, after the step equal the computed ones."""
     after = [_copy(tensor) for tensor in sample.live]
     weights, first, second = (*sample.before, _NONE, _NONE)[:3]
     apply(sample.recipe, sample.gradient, weights, first, second)

@@ -1,4 +1,4 @@
-"""What a policy that leaves experts out costs in tokens."""
+"""Cost in tokens of a policy that leaves experts out."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from holdfast_core.experts.loss_reports import LossReport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What the policy costs in tokens, as fractions of all that were routed."""
+    """Cost of the policy in tokens, as fractions of all routed tokens."""
 
     at_risk: float = 0.0
-    """What a recovery of the newest snapshot would lose (of this rank's tokens)."""
+    """Loss in a recovery of the newest snapshot (of this rank's tokens)."""
     at_risk_mlt: float = 0.0
-    """The same as MLT (MoEtion eq. 6): the sum of the layers' portions."""
+    """Loss in a recovery of the newest snapshot as MLT (MoEtion eq. 6): the sum of the layers'
+    portions."""
     lost: float = 0.0
-    """What recoveries have lost in the job's life (PLT, PEC eq. 4)."""
+    """Loss in all recoveries of the job's life (PLT, PEC eq. 4)."""
     lost_mlt: float = 0.0
-    """The same as MLT, as of the newest recovery."""
+    """Loss in all recoveries as MLT, as of the newest one."""
     k: int = 0
     """Experts of each layer in a snapshot; with the policy Selective, of all layers together."""
     report: LossReport | None = None
-    """The sums behind these fractions, for the daemon, which adds up those of all ranks."""
+    """Sums behind these fractions, for the daemon, which adds up those of all ranks."""
 
 
 NO_LOSS = Loss()

@@ -1,8 +1,8 @@
-"""What this rank measured of its copies, its protection and its steps, for the budgets of MoEtion.
+"""Measurements of this rank's copies, protection and steps, for the budgets of MoEtion.
 
-Copies compete with the training step and with the other ranks of the node, so what they reach is
-measured in place. Means and medians are over the newest few; protection counts at its fastest,
-because a small snapshot takes as long as the daemons' talk, whatever the network could carry.
+Copies compete with the training step and with the other ranks of the node, so their speed is
+measured in place. Means and medians are over the newest few. For protection the highest speed
+counts, because a small snapshot takes as long as the daemons' messages, however fast the network.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _NEWEST = 8
 
 
 class Measuring:
-    """Collects durations; any thread."""
+    """Collector of durations. Any thread may call it."""
 
     def __init__(self, before: Measures = UNKNOWN) -> None:
         self._before = before
-        """Of an earlier run, until this one knows better."""
+        """Measures of an earlier run, used until this one has its own."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NEWEST)
         self._steps_s: deque[float] = deque(maxlen=_NEWEST)
         self._last: tuple[int, float] | None = None
@@ -32,7 +32,7 @@ class Measuring:
         self._lock = threading.Lock()
 
     def saved(self, step: int, now_s: float) -> None:
-        """A save of `step` was called."""
+        """Note that a save of `step` was called."""
         with self._lock:
             if self._last is not None and step > self._last[0]:
                 taken_s = now_s - self._last[1] - self._stalled_s
@@ -40,12 +40,12 @@ class Measuring:
             self._last, self._stalled_s = (step, now_s), 0.0
 
     def stalled(self, seconds: float) -> None:
-        """Training waited so long for a snapshot."""
+        """Add time that training waited for a snapshot."""
         with self._lock:
             self._stalled_s += seconds
 
     def copied(self, generation: Generation, nbytes: int, began_s: float, now_s: float) -> None:
-        """The new bytes of a snapshot are copied, and about to be protected."""
+        """Note that the new bytes of a snapshot are copied, and about to be protected."""
         with self._lock:
             self._copies.append((nbytes, now_s - began_s))
             self._unprotected[generation] = (nbytes, now_s)
@@ -53,7 +53,7 @@ class Measuring:
                 del self._unprotected[min(self._unprotected)]
 
     def protected(self, generation: Generation, now_s: float) -> None:
-        """The snapshot is protected."""
+        """Note that the snapshot is protected."""
         with self._lock:
             nbytes, since_s = self._unprotected.pop(generation, (0, now_s))
             if now_s > since_s:
@@ -62,7 +62,7 @@ class Measuring:
 
     @property
     def measures(self) -> Measures:
-        """What is known by now."""
+        """Measures so far."""
         with self._lock:
             seconds = sum(taken_s for _, taken_s in self._copies)
             nbytes = sum(copied for copied, _ in self._copies)

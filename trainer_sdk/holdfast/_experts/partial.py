@@ -1,15 +1,15 @@
-"""Which experts a snapshot captures, and what is known of the tokens that the others would lose.
+"""Choice of the experts that a snapshot captures, and count of the tokens that the others risk.
 
-One rank's part of the policies `PartialExperts` (PEC §3.1) and `Selective` (MoEtion §4). Where
-experts take turns, every rank chooses alike from the number of the snapshot, without a collective;
-where tokens decide, from the sum of what all ranks stated after the save before (`_counting`). Each
-rank's ledger counts the tokens that it routed itself; lost tokens are added up in a restore, where
-K is decided anew.
+This is one rank's part of the policies `PartialExperts` (PEC §3.1) and `Selective` (MoEtion §4).
+Where experts take turns, every rank makes the same choice from the number of the snapshot, without
+a collective; where tokens decide, from the sum of all ranks' statements after the save before
+(`_experts.counting`). Each rank's ledger counts the tokens that it routed itself; lost tokens are
+added up in a restore, where K is decided anew.
 
-Where several ranks capture parts of one expert, its parts in a snapshot of all ranks must be of one
-step. By induction they are: a rank leaves its part out only where all ranks stated that they hold
-parts of the same save, and only while it still holds what it stated; otherwise all of them capture
-their parts, or the rank skips its save, and no snapshot of all ranks comes of it (decision 0032).
+Where several ranks capture parts of one expert, its parts in a generation must be of one step. By
+induction they are: a rank leaves its part out only where all ranks stated that they hold parts of
+the same save, and only while it still holds what it stated. Otherwise all of them capture their
+parts, or the rank skips its save and the generation never becomes complete (decision 0032).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.units import UnitKey
 
 STATEMENTS_KEPT = 8
-"""More than there are choices that a late save can still find."""
+"""Number of statements kept: more than the choices that a late save can still find."""
 
 
 VERSIONS_KEPT = 4
-"""Of each expert, in the ledger: more than there are snapshots in memory."""
+"""Versions of each expert kept in the ledger: more than there are snapshots in memory."""
 
 
 def partial_capture(
@@ -60,24 +60,25 @@ def partial_capture(
     ranks: int,
     gradients: Gradients | None = None,
 ) -> PartialCapture | None:
-    """What the settings' policy needs; None when every snapshot captures everything.
+    """Make the capture for the settings' policy; None when every snapshot captures everything.
 
     Args:
-        counting: between all ranks, for nothing else; needed where tokens decide, and where
-            experts are spread over ranks.
-        gradients: where peers compute the state of experts that stay chosen.
+        counting: exchange between all ranks, used for nothing else; needed where tokens decide, and
+            where experts are spread over ranks.
+        gradients: gradients to carry, where peers compute the state of experts that stay chosen.
     """
     policy = settings.experts
     if policy is None:
         return None
-    # No longer: the training thread gives up a save that does not begin in the whole of it.
+    # Half of it, because the training thread gives up a save that does not begin within all of it.
     wait_s = settings.start_wait_s / 2
     adds = Counting(counting, rank, ranks) if counting is not None else None
     return PartialCapture(policy, adds, wait_s, gradients)
 
 
 class PartialCapture:
-    """The saver's side: used by one thread after `agreed`, except where noted."""
+    """Policy of one rank on the saver's side: used by one thread after `agreed`, except where
+    noted."""
 
     def __init__(
         self,
@@ -90,16 +91,16 @@ class PartialCapture:
         self._gradients = gradients
         self._pieces = ExpertPieces()
         self._counting = counting
-        """None when experts take turns and one rank captures each."""
+        """Thread that adds up counts; None when experts take turns and one rank captures each."""
         self._wait_s = wait_s
         self.measuring = Measuring()
         self._table: ExpertTable | None = None
         self.own: frozenset[UnitKey] = frozenset()
-        """The experts that this rank captures."""
+        """Experts that this rank captures, whole or in part."""
         self._parts: frozenset[UnitKey] = frozenset()
-        """Those of them that other ranks capture parts of as well."""
+        """Experts of which this rank and others capture parts."""
         self._stated: dict[int, Mapping[UnitKey, Mark]] = {}
-        """What was said of `_parts` after each of the newest saves."""
+        """Number of each of the newest saves → marks of `_parts` stated after it."""
         self._ledger: ExpertLedger | None = None
         self._account = LossAccount.start()
         self._recoveries: tuple[RecoveryLoss, ...] = ()
@@ -108,13 +109,13 @@ class PartialCapture:
         self._first = 0
         self._marks: Mapping[UnitKey, Mark] = {}
         self._trying: Mapping[UnitKey, Mark] | None = None
-        """The marks as they will be if the snapshot in progress is committed."""
+        """Marks as they will be if the snapshot in progress is committed."""
         self._known: tuple[Mapping[UnitKey, int], Mapping[UnitKey, Mark]] = ({}, {})
         """Tokens and marks to state; replaced as a whole, because another thread reads it."""
         self._counts: AgreedCounts | None = None
-        """What the newest snapshot was chosen by."""
+        """Counts by which the newest snapshot was chosen."""
         self._captured = 0
-        """Experts of the newest choice."""
+        """Number of experts in the newest choice."""
 
     def agreed(
         self,
@@ -123,17 +124,17 @@ class PartialCapture:
         own: frozenset[UnitKey],
         spread: Mapping[UnitKey, int] = NONE_SPREAD,
     ) -> None:
-        """All `ranks` of the world know what experts there are; this one captures `own`, or parts
-        of them.
+        """Begin the policy, once all `ranks` of the world have agreed on the experts.
 
         Args:
-            spread: how many ranks capture a part, of each expert of which more than one does.
+            own: experts that this rank captures, whole or in part.
+            spread: expert → number of ranks that capture parts of it, where more than one does.
         """
         self._table, self._ranks, self.own = table, ranks, own
         self._parts = own.intersection(spread)
         if self._ledger is None or set(self._ledger.tokens) != set(table.units):
             self._ledger, self._marks = ExpertLedger.start(table.units), {}
-        # Of one that it captured in an earlier epoch, another rank speaks now.
+        # Another rank now states the marks of experts that this one captured in an earlier epoch.
         self._marks = {unit: mark for unit, mark in self._marks.items() if unit in own}
         if not (spread or needs_counts(self._policy)):
             self._counting = None
@@ -150,7 +151,7 @@ class PartialCapture:
             )
 
     def resume(self, state: PartialState | None) -> None:
-        """Go on from what a restore found; None for a fresh start."""
+        """Continue from the state of a restore; None for a fresh start."""
         self._ledger = state.ledger if state else None
         self._account = state.account if state else LossAccount.start()
         self._recoveries = state.recoveries if state else ()
@@ -160,7 +161,7 @@ class PartialCapture:
         self.measuring = Measuring(state.measures if state else UNKNOWN)
 
     def count(self, counts: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> None:
-        """Tokens that this rank routed since the last call; unknown experts are left out."""
+        """Add the tokens that this rank routed since the last call; unknown experts are ignored."""
         if self._ledger is None:
             return
         ledger = self._ledger
@@ -170,16 +171,18 @@ class PartialCapture:
         )
 
     def called(self, number: int, step: int, now_s: float) -> None:
-        """Save `number` was called, skipped or not. For the training thread."""
+        """Note that save `number` was called, whether or not it was skipped. For the training
+        thread."""
         self.measuring.saved(step, now_s)
         if self._counting is not None:
             self._counting.called(number)
 
     def left_out(self, number: int) -> frozenset[UnitKey]:
-        """The experts, of any rank, that snapshot `number` need not capture.
+        """Choose the experts, of any rank, that snapshot `number` need not capture.
 
         Raises:
-            SnapshotSkippedError: this rank cannot choose as others may, and holds parts of experts.
+            SnapshotSkippedError: when this rank lacks a choice that other ranks may have, or has
+                changed its marks since it stated them, and it holds parts of experts.
         """
         assert self._table is not None and self._ledger is not None
         missing = self._ledger.uncaptured
@@ -197,7 +200,7 @@ class PartialCapture:
         return frozenset(self._table.units).difference(chosen, missing)
 
     def _check_choice(self, number: int, counting: Counting, found: Chosen | None) -> None:
-        """Raises SnapshotSkippedError when parts of one expert could come to be of two saves."""
+        """Raise SnapshotSkippedError when parts of one expert could end up from two saves."""
         if found is None:
             if not counting.nobody_chooses(number):
                 raise SnapshotSkippedError(
@@ -214,11 +217,13 @@ class PartialCapture:
         return {unit: self._marks[unit] for unit in self._parts if unit in self._marks}
 
     def not_carried(self, left_out: frozenset[UnitKey]) -> frozenset[UnitKey]:
-        """What is left out all the same where the daemon carries nothing over.
+        """Experts that are left out even where the daemon carries nothing over: those of other
+        ranks.
 
         Raises:
-            SnapshotSkippedError: this rank would capture parts of experts that others leave out.
-                They learn that it holds nothing, and the next save captures all parts.
+            SnapshotSkippedError: when this rank would capture parts of experts that other ranks
+                leave out. It then states that it holds nothing, so the next save captures all
+                parts.
         """
         if not self._parts.isdisjoint(left_out):
             self._marks = {u: m for u, m in self._marks.items() if u not in self._parts}
@@ -229,25 +234,25 @@ class PartialCapture:
         return left_out - self.own
 
     def opened(self, layout: Layout) -> None:
-        """Snapshots have this layout from now on."""
+        """Use `layout` for all snapshots from now on."""
         self._pieces = ExpertPieces(layout)
 
     def pieces(self, left_out: Collection[UnitKey], newest: Generation | None) -> Flags:
-        """What a snapshot that captures all experts but these leaves as it is in `newest`: bool
-        [pieces that hold nothing of the extras]."""
+        """Flag the pieces that a snapshot without the `left_out` experts keeps as they are in
+        `newest`: bool [pieces that hold nothing of the extras]."""
         wanted: Collection[UnitKey] = ()
         if self._gradients is not None:
             wanted = self._gradients.ready(newest, self.own.difference(left_out))
         return self._pieces.left(left_out, wanted)
 
     def staged(self, generation: Generation, left_out: Collection[UnitKey]) -> None:
-        """All bytes of a snapshot are copied; training has not gone on."""
+        """Note that all bytes of a snapshot are copied; training has not gone on."""
         if self._gradients is not None:
             self._gradients.captured(generation, self.own.difference(left_out))
 
     def _overdue(self, table: ExpertTable, ledger: ExpertLedger, number: int) -> set[UnitKey]:
-        """The experts of this rank whose turn was in a save that it skipped. Saves that are skipped
-        again and again in the same turn would starve them."""
+        """Experts of this rank whose turn was in a save that it skipped. Without them, experts
+        whose turn is skipped again and again would never be captured."""
         return {
             expert.unit
             for layer in table.layers
@@ -258,7 +263,8 @@ class PartialCapture:
         }
 
     def attempt(self, number: int, left_out: Collection[UnitKey]) -> None:
-        """Snapshot `number` has a place, and captures all experts of this rank but these."""
+        """Note that snapshot `number` has a slot, and captures all experts of this rank but
+        `left_out`."""
         known = self._counts.tokens if self._counts is not None else {}
         taken = self.own.difference(left_out)
         self._trying = {
@@ -266,12 +272,12 @@ class PartialCapture:
             **{unit: Mark(number, known.get(unit, 0)) for unit in taken},
         }
         self._know()
-        # Of parts it is said only when the save has ended: by what was said, others choose theirs.
+        # Parts are stated only when the save has ended, because other ranks choose by statements.
         if self._counting is not None and not self._parts:
             self._counting.attempted(number)
 
     def ended(self, number: int) -> None:
-        """Snapshot `number` is committed, or never will be."""
+        """Note that snapshot `number` is committed, or never will be."""
         self._trying = None
         self._know()
         if self._counting is not None:
@@ -284,7 +290,8 @@ class PartialCapture:
         left_out: Collection[UnitKey],
         replenishing: Replenishing,
     ) -> PartialState:
-        """The state as of a snapshot that captures all experts but these; `keep` makes it ours."""
+        """State as of a snapshot that captures all experts but `left_out`; `keep` makes it
+        current."""
         assert self._ledger is not None
         taken = [unit for unit in self._ledger.tokens if unit not in left_out]
         ledger = replace(self._ledger, snapshots=number)
@@ -299,7 +306,7 @@ class PartialCapture:
         )
 
     def keep(self, state: PartialState) -> None:
-        """The snapshot of `state` is committed."""
+        """Make `state` current, once its snapshot is committed."""
         self._ledger, self._marks = state.ledger, state.marks
 
     def close(self, timeout_s: float) -> None:
@@ -308,8 +315,7 @@ class PartialCapture:
             self._counting.close(timeout_s)
 
     def _know(self) -> None:
-        """Let the counting thread state what is known of the save in progress, and no more until
-        that is known of the next one."""
+        """Set what the counting thread states, as of the save in progress, until the next call."""
         marks = self._marks if self._trying is None else self._trying
         self._known = (self._ledger.tokens if self._ledger else {}, marks)
 
@@ -326,7 +332,7 @@ class PartialCapture:
         if ledger is None:
             return Loss(k=self._k)
         k, experts_max = self._k, k_for_all(self._policy, ledger.tokens)
-        if isinstance(self._policy, Selective):  # K is a factor, which says little to people
+        if isinstance(self._policy, Selective):  # K is a factor, which means little to people
             k, experts_max = max(self._captured, 1), len(ledger.tokens)
         report = LossReport.of_rank(
             ledger,

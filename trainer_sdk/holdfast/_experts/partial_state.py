@@ -1,8 +1,8 @@
-"""What a snapshot says about the experts that it left out, and what a recovery makes of it.
+"""State of a policy that leaves experts out, as recorded in a snapshot and changed by a recovery.
 
-All of it is training state: it travels in the extras of each snapshot, as of that snapshot, so that
-after a recovery it is what belongs to the restored step. What experts lost is added up over all
-ranks in a restore.
+All of it is training state: it travels in the extras of each snapshot, as of that snapshot, so
+after a recovery it belongs to the restored step. Lost tokens are added up over all ranks in a
+restore.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ _UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""What values of the wrong kind lead to."""
+"""Errors that values of the wrong kind lead to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartialState:
-    """What a snapshot says about its experts."""
+    """State of the policy as of one snapshot."""
 
     ledger: ExpertLedger
     account: LossAccount
     k: int
     marks: Mapping[UnitKey, Mark]
-    """Of the experts that this rank captures; used by policies that choose by tokens."""
+    """Marks of the experts that this rank captures; used by policies that choose by tokens."""
     measures: Measures
     replenishing: Replenishing
-    """Of this rank's tokens."""
+    """Lost tokens that this rank still makes up for."""
     recoveries: tuple[RecoveryLoss, ...] = ()
-    """The newest of the job's life, oldest first."""
+    """Newest recoveries of the job's life, oldest first."""
 
     def encode(self) -> bytes:
-        """For the extras, as MessagePack: plain values need no codec that keeps every type."""
+        """Encode the state for the extras, as MessagePack: plain values need no codec that keeps
+        every type."""
         return msgspec.msgpack.encode(self.to_dict())
 
     @classmethod
     def decode(cls, data: bytes) -> PartialState:
-        """Raises CorruptError when `encode` did not write it."""
+        """Decode what `encode` wrote. Raises CorruptError for other bytes."""
         try:
             found = msgspec.msgpack.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -69,7 +70,7 @@ class PartialState:
         return cls.from_dict(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Convert the state to plain values."""
         return {
             "ledger": self.ledger.to_dict(),
             "account": self.account.to_dict(),
@@ -82,7 +83,7 @@ class PartialState:
 
     @classmethod
     def from_dict(cls, found: Any) -> PartialState:
-        """Raises CorruptError when `to_dict` did not write it."""
+        """Convert the result of `to_dict` back. Raises CorruptError for other values."""
         try:
             return cls(
                 ledger=ExpertLedger.from_dict(found["ledger"]),
@@ -103,7 +104,7 @@ class PartialState:
 
     @property
     def known_versions(self) -> tuple[ExpertVersion, ...]:
-        """The newest version of each expert, as this rank knows it."""
+        """Newest version of each expert that this rank's ledger has."""
         return tuple(
             ExpertVersion(
                 unit=str(unit),
@@ -116,7 +117,7 @@ class PartialState:
         )
 
     def with_versions(self, told: Iterable[ExpertVersion]) -> PartialState:
-        """The state with versions that its ledger has forgotten and storage has not."""
+        """Add versions that storage has kept and the ledger has forgotten."""
         found: dict[UnitKey, list[Version]] = {}
         for each in told:
             version = Version(each.generation, each.number, each.tokens)
@@ -124,11 +125,11 @@ class PartialState:
         return replace(self, ledger=self.ledger.reminded(found))
 
     def own_versions(self, layout: Layout, told: Iterable[ExpertVersion] = ()) -> dict[str, str]:
-        """The version of each expert that this rank's snapshot holds.
+        """Version of each expert in this rank's snapshot.
 
         Args:
-            told: what its manifest says: a snapshot from storage may hold older ones than it held
-                when it was captured, which is what the ledger knows.
+            told: versions in its manifest. A snapshot from storage may hold older ones than when it
+                was captured, which the ledger records.
         """
         held = {each.unit: str(each.generation) for each in told}
         mine = {UnitKey.parse(unit) for unit in dict.fromkeys(e.unit for e in layout.entries)}
@@ -139,11 +140,11 @@ class PartialState:
         }
 
     def returned(self, versions: Mapping[str, str]) -> tuple[PartialState, dict[str, int]]:
-        """The state with experts at these versions, and which of this rank's tokens they lost.
+        """Return experts to these versions: the new state, and this rank's tokens lost by each.
 
-        A rank whose save was skipped may not know a version that another rank captured; then the
-        newest older one that it knows says what was lost, which is rather too much. Without one,
-        all tokens of the expert count as lost.
+        A rank whose save was skipped may lack a version that another rank captured; then the loss
+        is counted from the newest older one in its ledger, which may be too much. Without one, all
+        tokens of the expert count as lost.
         """
         restored: dict[UnitKey, Generation] = {}
         forgotten: dict[UnitKey, list[Version]] = {}
@@ -156,7 +157,8 @@ class PartialState:
             restored[unit] = known[-1] if known else wanted
         ledger, lost = self.ledger.reminded(forgotten).recovered(restored)
         replenishing = self.replenishing.after_recovery(lost)
-        # What all ranks had routed to an older version is not known: such experts go first.
+        # The tokens that all ranks had routed to an older version are unknown: these experts go
+        # first.
         back = {u for u in self.marks if restored[u] < self.ledger.versions[u][-1].generation}
         older = {unit: Mark(ledger.versions[unit][-1].number, 0) for unit in back}
         marks = {**self.marks, **older}
@@ -172,7 +174,7 @@ class PartialState:
         epoch: int,
         line: Generation,
     ) -> PartialState:
-        """The state to go on with, once the losses and assignments of all ranks are known.
+        """State to continue with, once the losses and assignments of all ranks are known.
 
         `epoch` begins with this recovery, which goes back to `line`.
         """

@@ -1,10 +1,10 @@
-"""Tokens that this rank routed, added up where their counts live.
+"""Tokens that this rank routed, added up on the device of their counts.
 
-A count on a device is worth no wait of the training thread: it is added to a sum on that device,
-behind what is queued there, and all sums are fetched at once by whoever needs numbers: the saver's
-thread, and after a recovery the capacities of a step (`_capacity`).
+The training thread should not wait for a count on a device: it is added to a sum on that device,
+behind the work queued there. All sums are fetched at once when numbers are needed: by the saver's
+thread, and after a recovery by the capacities of a step (`_experts.capacity`).
 
-Must not ask a tensor for a number outside `read`.
+This module must not read a number from a tensor outside `read`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tokens:
     def add(
         self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
     ) -> None:
-        """See `Session.count_tokens`."""
+        """Add counts; see `Session.count_tokens`."""
         if isinstance(counts, torch.Tensor):
             with torch.no_grad():
                 flat = counts.reshape(-1)
@@ -44,8 +44,12 @@ class Tokens:
             self._assignments[layer] = self._assignments.get(layer, 0) + assignments
 
     def read(self) -> tuple[dict[UnitKey, int], dict[int, int]]:
-        """(tokens that each expert processed, by layer tokens times the experts that each was sent
-        to, dropped ones included). Waits once for each device."""
+        """Read the sums; waits once for each device.
+
+        Returns:
+            (expert → tokens that it processed, layer → tokens times the experts that each was sent
+            to, dropped ones included).
+        """
         for (layer, assigns, _, _), numbers in self._fetched():
             self._add(layer, numbers, assigns=assigns)
         self._sums = {}
@@ -69,7 +73,7 @@ class Tokens:
             self._assignments[layer] = self._assignments.get(layer, 0) + sum(numbers)
 
     def _fetched(self) -> list[tuple[tuple[int, bool, int, torch.device], list[int]]]:
-        """The sums as numbers: one transfer for each device."""
+        """Fetch the sums as numbers, in one transfer for each device."""
         found = []
         for device in {key[-1] for key in self._sums}:
             here = [(key, sums) for key, sums in self._sums.items() if key[-1] == device]
