@@ -1,1 +1,2 @@
-"""torch.distributed.checkpoint: reader, writer and loader of persisted sets."""
+"""Parts for torch.distributed.checkpoint: a reader and a loader of persisted sets, and a writer
+into the memory tier."""

@@ -1,9 +1,9 @@
-"""`load_into`: a persisted set into a live model and its optimizers, in any parallelism.
+"""Loader of a persisted set into a live model and its optimizers, in any parallelism: `load_into`.
 
-For models whose ranks hold plain tensors: stacked or listed experts of their own share, everything
-else in full. The names of what is live come from the same discovery that captures them, so experts
-find their bytes by their number in the whole model. Distributed tensors say where they lie by
-themselves; for them torch's own state dicts and `dcp.load` are enough.
+It is for models whose ranks hold plain tensors: stacked or listed experts of their own share,
+everything else in full. The names of live tensors come from the same discovery as in a save, so
+experts find their bytes by their number in the whole model. Distributed tensors carry their own
+placement; for them torch's own state dicts and `dcp.load` suffice.
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ def load_into(
     Args:
         optimizer: a torch optimizer, or several in a list.
         uri, job, generation, reading, options: see `HoldfastReader`.
-        topology: of this run: which experts this rank holds. By default all ranks hold all.
+        topology: topology of this run, which determines the experts that this rank holds; by
+            default all ranks hold all.
         units: as for `holdfast.init`.
 
     Returns:
         The reader, for its `generation` and `extras`: the step, schedulers, samplers.
 
     Raises:
-        InvalidJobError: the model holds distributed tensors.
-        LayoutMismatchError: a tensor of the model is not in the set, has another shape or dtype, or
-            has state that is one rank's alone.
-        CheckpointException: torch's; its `failures` has what went wrong by rank.
+        InvalidJobError: when the model holds distributed tensors, or the topology does not fit the
+            world.
+        LayoutMismatchError: when a tensor of the model is not in the set, has another shape or
+            dtype, or has state that belongs to one rank alone.
+        CheckpointException: torch's own; its `failures` has the errors by rank.
     """
     if any(map(is_dtensor, model.parameters())):
         raise InvalidJobError(
@@ -101,7 +103,7 @@ def load_into(
 
 
 def _local_name(live: LiveState, tensor: SetTensor) -> str | None:
-    """What this rank calls a tensor of the set; None when it does not hold it."""
+    """Find this rank's name for a tensor of the set; None when it does not hold the tensor."""
     if tensor.own:
         if tensor.parameter in live.anchors:
             raise LayoutMismatchError(
@@ -124,7 +126,7 @@ def _local_name(live: LiveState, tensor: SetTensor) -> str | None:
 
 
 def _put_values(live: LiveState, reader: HoldfastReader) -> None:
-    """Hyperparameters, and states that are no tensors."""
+    """Load hyperparameters, and optimizer states that are not tensors."""
     groups = [group for optimizer in live.optimizers for group in optimizer.param_groups]
     for plain in reader.values.values():
         match plain.path:

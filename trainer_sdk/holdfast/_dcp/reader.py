@@ -1,9 +1,10 @@
-"""`HoldfastReader`: a persisted set as a checkpoint of torch.distributed.checkpoint.
+"""Reader of a persisted set as a checkpoint of torch.distributed.checkpoint: `HoldfastReader`.
 
 The set's tensors are offered in their full shapes, in the boxes in which the ranks captured them;
-torch's planner then asks for whatever boxes the loading ranks need, in any parallelism. Numbers and
-other plain values of the optimizer come from the extras. It reads only, and never a pickle: torch's
-interface wants plain values pickled, so they are, in memory, after they were decoded.
+torch's planner then requests the boxes that the loading ranks need, in any parallelism. Numbers and
+other plain values of the optimizer come from the extras. The reader must not write, or load a
+pickle from the set. torch's interface requires plain values pickled, so they are pickled in memory
+after they were decoded.
 """
 
 from __future__ import annotations
@@ -35,34 +36,36 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.whole_sets import Want, WholeSet, open_set
 
 BATCH_BYTES = 256 * 1024 * 1024
-"""Tensors that are not contiguous on the CPU go through buffers of about this much in all."""
+"""Approximate size of a batch, which bounds the buffers for tensors that are not contiguous on the
+CPU."""
 
 
 class HoldfastReader(StorageReader):
-    """Reads a persisted set: `dcp.load(state_dict, storage_reader=HoldfastReader(uri, job="moe"))`.
+    """Reader of a persisted set, for `dcp.load`:
+    `dcp.load(state_dict, storage_reader=HoldfastReader(uri, job="moe"))`.
 
     Parameters and buffers are under their names in the model, optimizer states under
     `optim.state.<parameter>.<key>`, hyperparameters under `optim.param_groups`, as in a state dict
     `{**get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}`. Experts
-    count over all ranks; stacked expert weights have all experts in their first dimension.
+    are numbered over all ranks; stacked expert weights have all experts in their first dimension.
 
     Args:
-        uri: of the tier, as in the job file: `file:///checkpoints`, `s3://bucket/prefix`.
-        job: whose sets.
-        generation: `epoch.step`; the newest complete set by default. `checkpoint_id` of `dcp.load`
-            says the same.
-        reading: see `Reading`: what layouts do not say of tensor and pipeline parallelism.
-        options: of the file system, as fsspec takes them.
+        uri: location of the tier, as in the job file: `file:///checkpoints`, `s3://bucket/prefix`.
+        job: the job's directory below the tier.
+        generation: `epoch.step`; by default the newest complete set. `checkpoint_id` of `dcp.load`
+            also selects it.
+        reading: see `Reading`: facts of tensor and pipeline parallelism that layouts lack.
+        options: options of the file system, as fsspec takes them.
         source: a set to read instead of `uri`.
 
-    Nothing is read before `dcp.load`, which raises what goes wrong on any rank as its own
+    Nothing is read before `dcp.load`, which raises errors of any rank as its own
     `CheckpointException`, whose `failures` has these errors by rank:
 
     Raises:
-        StorageError: there is no such set, or the storage cannot be read.
-        CorruptError: bytes do not match their digests.
-        LayoutMismatchError: the tensors cannot be put together whole.
-        InvalidJobError: `reading` must say more.
+        StorageError: when there is no such set, or the storage cannot be read.
+        CorruptError: when bytes do not match their digests.
+        LayoutMismatchError: when the tensors cannot be assembled whole.
+        InvalidJobError: when `reading` lacks something.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class HoldfastReader(StorageReader):
 
     @property
     def source(self) -> WholeSet:
-        """The set, opened when it is first asked for."""
+        """Set to read, opened on first use."""
         if self._source is None:
             self._source = open_set(
                 self._uri, self._job, self._wanted, reading=self._reading, options=self._options
@@ -94,19 +97,19 @@ class HoldfastReader(StorageReader):
 
     @property
     def values(self) -> Mapping[str, PlainValue]:
-        """What is not a tensor, by name."""
+        """Values that are not tensors, by name."""
         if self._values is None:
             self._values = plain_values(self.source)
         return self._values
 
     @property
     def generation(self) -> Generation:
-        """Of the set that is read."""
+        """Generation of the set that is read."""
         return self.source.manifests[0].generation
 
     def extras(self, rank: int = 0) -> dict[str, Any]:
-        """What a rank's snapshot holds besides its tensors: `step`, `stateful` (by the names given
-        to `holdfast.init`), `rng` and more. For a scheduler, a sampler, the step to go on from."""
+        """Read a rank's extras: `step`, `stateful` (by the names given to `holdfast.init`), `rng`
+        and more. They restore a scheduler, a sampler, and the step to continue from."""
         return extras_of(self.source, rank)
 
     # --- torch's interface ------------------------------------------------------------------------
@@ -179,7 +182,7 @@ class HoldfastReader(StorageReader):
         for want, item in batch:
             target = planner.resolve_tensor(item).detach()
             dtype = dtype_named(want.tensor.dtype)
-            # Straight into the tensor where its bytes are the set's.
+            # Read directly into the tensor where its form is the set's.
             straight = (
                 target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
             )
@@ -206,7 +209,7 @@ def _metadata_of(tensor: SetTensor) -> TensorStorageMetadata:
 
 
 def _path_of(tensor: SetTensor) -> tuple[str, ...]:
-    """Where a nested state dict has it."""
+    """Path of the tensor in a nested state dict."""
     if not tensor.key or tensor.own:
         return (tensor.name,)
     outer, state, rest = tensor.name.split(".", 2)
@@ -216,7 +219,7 @@ def _path_of(tensor: SetTensor) -> tuple[str, ...]:
 def _batches(
     wanted: Sequence[tuple[Want, ReadItem]],
 ) -> Iterator[list[tuple[Want, ReadItem]]]:
-    """In order, of about `BATCH_BYTES`."""
+    """Yield batches in order, each of about `BATCH_BYTES`."""
     batch: list[tuple[Want, ReadItem]] = []
     size = 0
     for want, item in wanted:

@@ -1,7 +1,7 @@
-"""What a persisted set holds besides tensors, under the names of a torch state dict.
+"""Plain values of a persisted set, which are not tensors, under the names of a torch state dict.
 
-Hyperparameters of parameter groups and plain numbers in optimizer states lie in the extras of each
-rank. The layouts say which parameter is in which group.
+Hyperparameters of parameter groups and plain numbers in optimizer states are in the extras of each
+rank. The layouts record the group of each parameter.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _OUTER = OPTIMIZER_PREFIX.removesuffix(".")
 
 @dataclass(frozen=True, slots=True)
 class PlainValue:
-    """A value that is no tensor, and where it lies in a nested state dict."""
+    """A value that is not a tensor, and its path in a nested state dict."""
 
     path: tuple[str | int, ...]
     value: object
 
 
 def extras_of(source: WholeSet, rank: int) -> dict[str, Any]:
-    """The extras of a rank: `step`, `stateful`, `optimizers`, `modules`, `rng`.
+    """Read the extras of a rank: `step`, `stateful`, `optimizers`, `modules`, `rng`.
 
     Raises:
-        CorruptError: they cannot be decoded.
+        CorruptError: when they cannot be decoded.
     """
     raw, _ = split_extras(source.extras(rank))
     decoded: dict[str, Any] = decode_extras(raw)
@@ -40,9 +40,12 @@ def extras_of(source: WholeSet, rank: int) -> dict[str, Any]:
 
 
 def plain_values(source: WholeSet) -> dict[str, PlainValue]:
-    """By name: hyperparameters by group, `optim.param_groups.0.lr`, as torch nests them, and by
-    parameter, `optim.param_groups.<parameter>.lr`, as it flattens them (rank 0's); plain numbers of
-    optimizer states as `optim.state.<parameter>.<key>`."""
+    """Collect the plain values by name.
+
+    Hyperparameters (rank 0's) appear by group, `optim.param_groups.0.lr`, as torch nests them, and
+    by parameter, `optim.param_groups.<parameter>.lr`, as torch flattens them. Plain numbers of
+    optimizer states appear as `optim.state.<parameter>.<key>`.
+    """
     found: dict[str, PlainValue] = {}
     members = _members(source)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -73,13 +76,13 @@ def _add_scalars(found: dict[str, PlainValue], name: str, values: Mapping[Any, A
 
 
 def _members(source: WholeSet) -> dict[str, int]:
-    """Parameter → its group, in the set's order of names."""
+    """Map each parameter to its group, in the set's order of names."""
     members: dict[str, int] = {}
     for tensor in source.tensors.values():
         if not tensor.key and tensor.role is TensorRole.COMPUTE:
             members[tensor.name] = tensor.param_group
     for tensor in source.tensors.values():
-        # Masters that the optimizer knows as its parameters, in the place of the model's.
+        # Masters that are the optimizer's parameters, in place of the model's.
         if tensor.key == "master" and members.get(tensor.parameter) == -1:
             members[tensor.parameter] = tensor.param_group
     return {name: group for name, group in members.items() if group >= 0}

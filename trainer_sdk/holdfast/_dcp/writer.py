@@ -1,9 +1,9 @@
-"""`HoldfastWriter`: `dcp.async_save` into the memory tier.
+"""Writer for `dcp.async_save` into the memory tier: `HoldfastWriter`.
 
-A trainer that already saves by torch.distributed.checkpoint passes it as `storage_writer` and keeps
-its loop. What is captured is what the session knows, the live model, optimizers and `stateful`, not
-the state dict: its tensors are the same ones, so staging copies nothing here, and the session's
-hook keeps the optimizer from changing them too early. A state dict that holds more is refused.
+A trainer that already saves through torch.distributed.checkpoint passes it as `storage_writer` and
+keeps its loop. The session captures its own live model, optimizers and `stateful`, not the state
+dict: the tensors are the same ones, so staging copies nothing here, and the session's hook keeps
+the optimizer from changing them too early. A state dict that holds more is refused.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from holdfast_core.errors import HoldfastError, InvalidJobError
 
 
 class HoldfastWriter(StorageWriter, AsyncStager):
-    """The memory tier as a storage of `dcp.async_save`:
+    """Writer that makes the memory tier a storage of `dcp.async_save`:
     `dcp.async_save({"step": step, **state}, storage_writer=HoldfastWriter(session))`.
 
     The state dict has the number of completed steps under `step`. The future that `async_save`
-    returns is done when the snapshot is committed, and survives this process. A snapshot that was
-    skipped does not fail it, because training must not end for that: `handle` says so, and the
-    session's counters and log.
+    returns is done when the snapshot is committed and survives this process. A skipped snapshot
+    does not fail it, because training must not end for that: `handle`, the session's counters and
+    the log show the reason.
 
     Args:
-        session: from `holdfast.init`; it restores.
-        strict: a skipped snapshot fails the future after all.
+        session: the session, from `holdfast.init`; call its `restore` to load.
+        strict: whether a skipped snapshot fails the future.
 
     Raises:
-        InvalidJobError: in `async_save`, when the state dict lacks `step` or holds what the session
-            does not capture. From `dcp.save`, which has nothing to wait for: use `session.save`.
+        InvalidJobError: in `async_save`, when the state dict lacks `step` or holds state that the
+            session does not capture; in `dcp.save`, which is not supported: use `session.save`.
     """
 
     _synchronize_after_execute = False
@@ -51,10 +51,10 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         self._session = session
         self._strict = strict
         self.handle: SaveHandle | None = None
-        """Of the newest `async_save`."""
+        """Handle of the newest `async_save`."""
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin the snapshot; what is left for torch to save is nothing."""
+        """Begin the snapshot; the returned state dict is empty, so torch saves nothing itself."""
         step = state_dict.get("step")
         if isinstance(step, torch.Tensor) and step.numel() == 1:
             step = int(step)
@@ -72,12 +72,12 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         self._session.wait_staged()
 
     def close(self) -> None:
-        """Nothing is held; the session closes itself."""
+        """Do nothing: the writer holds no resources, and the caller closes the session."""
 
     # --- torch's interface ------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        del checkpoint_id  # a snapshot is known by its step
+        del checkpoint_id  # the step identifies a snapshot
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         del is_coordinator, args, kwargs
@@ -113,11 +113,11 @@ class HoldfastWriter(StorageWriter, AsyncStager):
 def check_covered(
     state_dict: Mapping[str, Any], live: LiveState, stateful: Mapping[str, object]
 ) -> None:
-    """Whether the session captures all that `state_dict` holds: its tensors are the live ones, and
-    entries without any are among `stateful`.
+    """Check that the session captures all that `state_dict` holds: its tensors must be the live
+    ones, and entries without tensors must be among `stateful`.
 
     Raises:
-        InvalidJobError: naming an entry that it does not.
+        InvalidJobError: when the session does not capture an entry; the message names it.
     """
     states = [state for optimizer in live.optimizers for state in optimizer.state.values()]
     tensors = [*live.model.parameters(), *live.model.buffers(), *_tensors(states)]
