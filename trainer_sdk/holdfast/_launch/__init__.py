@@ -1,1 +1,1 @@
-"""The torchrun agent, its rendezvous and the workers' processes."""
+"""Launch of workers: the torchrun agent, its rendezvous and the workers' processes."""

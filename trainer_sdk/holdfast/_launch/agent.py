@@ -1,9 +1,9 @@
-"""torchrun's agent for a world whose membership comes from elsewhere.
+"""Agent of torchrun for a world whose membership comes from the daemon.
 
-It differs from torchrun's own in three ways. Restarts are epochs: every node counts the same, so
+It differs from torchrun's own in three ways. Restarts are epochs: every node counts alike, so
 workers of all nodes derive the same keys of the store. Workers that are to be replaced are killed
-at once: their state is with the daemon, and a hung one would make everybody wait. And an agent
-whose workers have finished goes back to work when another node is lost before all have finished.
+at once: their state is with the daemon, and a hung worker would make all others wait. And an agent
+whose workers have finished resumes work when another node is lost before all have finished.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from holdfast._launch.rendezvous import HoldfastRendezvous
 log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 2**31 - 1
-"""The control loop counts restarts and gives up; an agent never does."""
+"""Limit for torchrun that is never reached: the control loop counts restarts and gives up."""
 EXIT_WAIT_S = 300.0
-"""How long agents whose workers have finished wait for the others."""
+"""Time that agents whose workers have finished wait for the others."""
 LEAVE_S = 5.0
-"""How long the store is served for agents that have yet to see that all have finished."""
+"""Time for which the store is served to agents that have yet to see that all have finished."""
 POLL_S = 0.1
 ROOM_S = 1.0
-"""Between attempts to start workers while /dev/shm is full."""
+"""Pause between attempts to start workers while /dev/shm is full."""
 NO_ROOM = "starting them needs a few pages of /dev/shm (`df /dev/shm`): remove what fills it"
 FINISHED, LEFT = "holdfast/finished", "holdfast/left"
 
@@ -46,12 +46,13 @@ class EpochEndedError(Exception):
 
 
 class HoldfastAgent(LocalElasticAgent):
-    """Starts, watches and restarts the workers of one node.
+    """Agent that starts, watches and restarts the workers of one node.
 
     Args:
-        spec: what to start; its rendezvous handler must be `rendezvous`.
-        grace_s: what workers get between SIGTERM and SIGKILL when the agent itself is told to end.
-        last_lines: of what a worker that failed wrote to stderr, by its local rank.
+        spec: workers to start; their rendezvous handler must be `rendezvous`.
+        grace_s: time that workers get between SIGTERM and SIGKILL when the agent itself is stopped.
+        last_lines: local rank → last lines of the worker's stderr, for one that failed.
+        tell_waiting: called with the reason while workers cannot be started, then with "".
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class HoldfastAgent(LocalElasticAgent):
         rendezvous.kill = self.kill_workers
 
     def kill_workers(self) -> None:
-        """SIGKILL to every worker that is running. Safe from any thread."""
+        """Send SIGKILL to every running worker. Safe from any thread."""
         context = self._pcontext
         if self._started and context is not None:
             for pid in context.pids().values():
@@ -88,7 +89,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._remaining_restarts = restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Starts the workers, as soon as /dev/shm has room for their semaphores.
+        """Start the workers, as soon as /dev/shm has room for their semaphores.
 
         Raises:
             EpochEndedError: when the epoch ended before there was room.
@@ -107,14 +108,14 @@ class HoldfastAgent(LocalElasticAgent):
                 if self._membership.wait_ended(ROOM_S):
                     raise EpochEndedError from error
             else:
-                self._tell_waiting("")  # an agent of an epoch before may have waited
+                self._tell_waiting("")  # an agent of an earlier epoch may have waited
                 self._started = True
                 return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and result.failures:
-            # Those that failed later were stopped by torchrun because of the first.
+            # torchrun stopped those that failed later, because of the first.
             rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
             lines = self._last_lines(first.local_rank)
             self._membership.worker_exited(rank, first.exitcode, lines)
@@ -134,7 +135,7 @@ class HoldfastAgent(LocalElasticAgent):
             end.cancel()
 
     def _exit_barrier(self) -> None:
-        """Waits until the workers of all nodes have finished.
+        """Wait until the workers of all nodes have finished.
 
         Raises:
             EpochEndedError: when a node was lost before its workers had finished.
@@ -157,7 +158,7 @@ class HoldfastAgent(LocalElasticAgent):
                 pass
 
     def _over(self, until: float) -> bool:
-        """Whether there is nothing left to wait for; waits a little."""
+        """Wait for `POLL_S`; return whether there is nothing left to wait for."""
         if self._membership.wait_ended(POLL_S) and not self._membership.is_closed():
             raise EpochEndedError
         return self._membership.is_closed() or time.monotonic() > until

@@ -1,10 +1,10 @@
-"""The rendezvous backend `holdfast`: the node's daemon says who trains with whom.
+"""Rendezvous backend `holdfast`, which gets the membership from the node's daemon.
 
 Membership comes from the control loop by way of the daemon, so agents do not vote: an agent asks
 for the world of the next epoch, one of them serves the store, all start their workers. While
-workers run, a thread keeps asking whether a newer epoch has begun; if so it kills them at once,
-because a worker in a hung collective, or a stopped one, hears no SIGTERM and would hold everybody
-up.
+workers run, a thread keeps asking whether a newer epoch has begun. If so it kills them at once,
+because a worker in a hung collective, or a stopped one, does not react to SIGTERM and would hold
+all others up.
 
 This module must not decide anything: neither when an epoch begins nor when a job is over.
 """
@@ -48,23 +48,23 @@ _Reply = TypeVar("_Reply")
 
 BACKEND = "holdfast"
 ASK_S = 20.0
-"""How long the daemon may hold one call. A call that was lost is noticed this much later."""
+"""Time for which the daemon may hold one call; a lost call is noticed only after it."""
 REPLY_S = 5.0
-"""What a reply may take beyond the time that it was asked to be held."""
+"""Time that a reply may take beyond the time for which the call is held."""
 RETRY_S = 0.2
 """Pause before a daemon that does not answer is asked again."""
 CONNECT_S = 10.0
-"""How long to try to reach the store of an epoch before asking whether the epoch still stands."""
+"""Time to try to reach the store of an epoch before asking whether the epoch still stands."""
 STORE_S = 600.0
-"""How long a worker or agent may wait for a key in the store."""
+"""Time that a worker or agent may wait for a key in the store."""
 DAEMON_ABSENT_S = 300.0
-"""How long a daemon may be away before an agent gives up: it restarts in a second, and a node whose
-daemon does not come back is lost anyway."""
+"""Time that a daemon may be away before an agent gives up. A daemon restarts in a second, and a
+node whose daemon does not come back is lost anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """What the daemon says of the training world; see `World` in trainer.proto."""
+    """Training world, as the daemon describes it; see `World` in trainer.proto."""
 
     ready: bool = False
     epoch: int = 0
@@ -77,23 +77,24 @@ class World:
 
 
 class Daemon(Protocol):
-    """What an agent asks of its node's daemon. Methods raise HoldfastError only."""
+    """Calls from an agent to its node's daemon. Methods raise only HoldfastError."""
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
-        """The world of an epoch newer than `after_epoch`, held for up to `wait_s`."""
+        """Ask for the world of an epoch newer than `after_epoch`; the daemon holds the call for up
+        to `wait_s`."""
 
     def publish_store(self, epoch: int, store_address: str) -> None:
-        """Tells the other agents where the store of `epoch` is."""
+        """Publish the address of the store of `epoch` to the other agents."""
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
-        """Tells the control loop that a worker failed; 128 + n stands for signal n."""
+        """Report to the control loop that a worker failed; 128 + n stands for signal n."""
 
     def close(self) -> None:
-        """Ends the connection and whatever waits on it."""
+        """End the connection and all calls that wait on it."""
 
 
 class GrpcDaemon:
-    """The daemon behind the Unix socket at `socket`; calls carry the token in `token_file`."""
+    """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`."""
 
     def __init__(self, socket: Path, job: str, token_file: Path | None = None) -> None:
         self._socket, self._job = socket, job
@@ -156,17 +157,17 @@ class GrpcDaemon:
 
 
 class HoldfastRendezvous(RendezvousHandler):
-    """Forms the worlds of one job on one node, epoch after epoch.
+    """Rendezvous that forms the worlds of one job on one node, epoch after epoch.
 
     Args:
         daemon: the node's daemon.
         job: key of the job; torchrun's run id.
-        host: address that the job's other nodes reach this process at; the daemon's when empty. In
-            a pod it is another one.
+        host: address at which the job's other nodes reach this process; the daemon's when empty. A
+            pod has its own.
 
     Attributes:
-        kill: kills this agent's workers at once, whatever state they are in. To be replaced before
-            the first rendezvous where the agent has other children than workers.
+        kill: kills this agent's workers at once, whatever state they are in. Replace it before the
+            first rendezvous where the agent has other children than workers.
     """
 
     def __init__(self, daemon: Daemon, job: str, host: str = "") -> None:
@@ -182,7 +183,7 @@ class HoldfastRendezvous(RendezvousHandler):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last world; 0 before the first."""
+        """Epoch of the last world; 0 before the first."""
         return self._epoch
 
     @property
@@ -191,13 +192,13 @@ class HoldfastRendezvous(RendezvousHandler):
         return self._serves_store
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Whether the epoch of the last world has ended, after waiting for it."""
+        """Wait for the end of the last world's epoch; return whether it has ended."""
         return self._ended.wait(timeout_s)
 
     def worker_exited(self, rank: int, exit_code: int, last_lines: str) -> None:
-        """Tell the control loop of a worker that failed in the present epoch, and what it wrote
-        last, if the daemon is there to hear it: failure rules look at exit codes, people at the
-        lines, and a recovery happens without."""
+        """Report to the control loop a worker that failed in the present epoch, with its last
+        lines. Failure rules use the exit code, people read the lines; a recovery needs neither, so
+        a daemon that is away is only logged."""
         if self._ended.is_set():
             return  # it was killed because the epoch has ended
         code = 128 - exit_code if exit_code < 0 else exit_code
@@ -213,7 +214,7 @@ class HoldfastRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: workers use the store that was published, so the daemon recognises their world."""
+        """Always true: workers use the published store, so the daemon recognises their world."""
         return True
 
     def get_run_id(self) -> str:
@@ -223,10 +224,11 @@ class HoldfastRendezvous(RendezvousHandler):
         return self._finished
 
     def set_closed(self) -> None:
-        """Does nothing: the control loop decides when a job is over."""
+        """Do nothing: the control loop decides when a job is over."""
 
     def num_nodes_waiting(self) -> int:
-        """1 when a newer epoch has begun, so that torchrun restarts its workers; 0 otherwise."""
+        """Return 1 when the epoch has ended, so that torchrun restarts its workers, which are
+        killed; 0 otherwise."""
         if not self._ended.is_set():
             return 0
         self.kill()
@@ -239,12 +241,12 @@ class HoldfastRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Blocks until this node belongs to the world of an epoch newer than the last one.
+        """Block until this node belongs to the world of an epoch newer than the last one.
 
         Raises:
             RendezvousClosedError: when the job has ended.
-            RendezvousConnectionError: when the daemon stays away, speaks another version, or denies
-                this job to this process; the cause says which.
+            RendezvousConnectionError: when the daemon stays away, has another protocol version, or
+                denies this job to this process; the cause is in `__cause__`.
         """
         after_epoch, self._store = self._epoch, None
         while True:
@@ -275,7 +277,7 @@ class HoldfastRendezvous(RendezvousHandler):
             )
 
     def _ask(self, after_epoch: int) -> World:
-        """One answer of the daemon, however often it must be asked."""
+        """Ask the daemon until it answers; return its answer."""
         until = time.monotonic() + DAEMON_ABSENT_S
         while True:
             try:
@@ -292,7 +294,7 @@ class HoldfastRendezvous(RendezvousHandler):
                 return world
 
     def _enter_store(self, world: World) -> str:
-        """Opens the world's store, serving it if that is this node's part; returns its address."""
+        """Open the world's store, and serve it if this node has to; return its address."""
         if not world.serves_store:
             host, _, port = world.store_address.rpartition(":")
             self._store = TCPStore(
@@ -313,7 +315,7 @@ class HoldfastRendezvous(RendezvousHandler):
         return address
 
     def _watch(self, epoch: int) -> None:
-        """Waits for the end of `epoch`, then stops the workers that belong to it."""
+        """Wait for the end of `epoch`, then stop the workers that belong to it."""
         while self._epoch == epoch and not self._closed.is_set():
             try:
                 world = self._daemon.join_world(epoch, ASK_S, peek=True)
@@ -335,7 +337,7 @@ class HoldfastRendezvous(RendezvousHandler):
 
 
 def kill_children() -> None:
-    """SIGKILL to every child of this process: under plain torchrun they are the workers."""
+    """Send SIGKILL to every child of this process: under plain torchrun they are the workers."""
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for pid in (thread / "children").read_text().split():

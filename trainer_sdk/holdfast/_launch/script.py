@@ -1,7 +1,7 @@
-"""A training script as the fork server's child runs it.
+"""Runner of a training script in a child of the fork server.
 
 The fork server has imported torch once; each worker is a fork of it, so a restart costs no import.
-What the script sees must be what a fresh interpreter would show it: its arguments, its folder on
+The script must find the same environment as in a fresh interpreter: its arguments, its folder on
 the path, `__name__ == "__main__"`, its exit code. Nothing here may import torch, or start a thread
 before the fork.
 """
@@ -23,18 +23,19 @@ from holdfast._environment import read_local_rank
 MODULE = "-m"
 STDERR = 2
 FAILED = 1
-"""Exit code after an exception that nobody caught, as of any Python."""
+"""Exit code after an uncaught exception, as for any Python program."""
 
 
 def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
-    """Runs `script.py args…`, or `-m module args…`, in this process as `__main__`.
+    """Run `script.py args…`, or `-m module args…`, in this process as `__main__`.
 
     Args:
-        stderr_paths: of each worker of the node, what its stderr goes to; empty to leave it.
+        stderr_paths: file for the stderr of each worker of the node; empty to leave stderr as it
+            is.
 
     Raises:
         SystemExit: when the script exits with a code other than 0, or by an exception, which is
-            shown as any Python shows it.
+            printed as by any Python program.
     """
     _die_with_parent()
     if stderr_paths:
@@ -53,7 +54,7 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
         if end.code not in (None, 0):
             raise
     except Exception as error:
-        # torchrun would carry it to the agent, and show it among the agent's own words.
+        # torchrun would pass it to the agent, and show it among the agent's own messages.
         shown = error.with_traceback(_of_script(error.__traceback__))
         sys.excepthook(type(shown), shown, shown.__traceback__)
         raise SystemExit(FAILED) from None
@@ -63,7 +64,7 @@ def run_script(stderr_paths: tuple[str, ...], *command: str) -> None:
 
 
 def _of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames that started the script."""
+    """Strip the frames that started the script."""
     ours = (__file__, runpy.__file__, f"<frozen {runpy.__name__}>")
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
@@ -71,8 +72,8 @@ def _of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _die_with_parent() -> None:
-    """Ends this process when the agent dies: its other relatives, the fork server and its siblings,
-    keep each other alive."""
+    """End this process when the agent dies: otherwise the fork server and its children keep each
+    other alive."""
     agent = multiprocessing.parent_process()
     if agent is None:
         return

@@ -1,8 +1,8 @@
-"""What workers write to stderr: passed on as it comes, and the end of it kept.
+"""Stderr of workers: passed on as it comes, with the end of it kept.
 
-When a worker fails, its last lines say why, and people should see them where they look first: at
-the job. So each worker of a node writes to a pipe of its own, of which a thread of the launcher
-passes everything on. It must not keep more than the end, or let a worker wait for anything but the
+When a worker fails, its last lines show why, and people should see them where they look first: at
+the job. So each worker of a node writes to a pipe of its own, and a thread of the launcher passes
+everything on. It must not keep more than the end, or let a worker wait for anything but the
 launcher's own stderr.
 """
 
@@ -20,22 +20,22 @@ from holdfast_core.last_lines import WINDOW_BYTES, decoded_end, last_lines
 
 READ_BYTES = 65_536
 PIPE_READS = 2
-"""That empty a pipe: Linux gives it 64 KiB."""
+"""Number of reads that empty a pipe: Linux gives it 64 KiB."""
 
 
 class WorkerStderr:
-    """The pipes of one node's workers, until the process ends.
+    """Pipes of one node's workers, until the process ends.
 
     Args:
-        nproc: workers of the node.
-        secrets: what must not be shown.
+        nproc: number of workers of the node.
+        secrets: values that must not be shown.
         passed_to: descriptor that everything is written to.
     """
 
     def __init__(self, nproc: int, secrets: Iterable[str] = (), passed_to: int = 2) -> None:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(nproc)]
         self._read_ends = [read for read, _ in pipes]
-        # Opened anew by each worker. That they stay open here means that no pipe ever ends.
+        # Each worker opens its path anew. The write ends stay open here, so no pipe ever ends.
         self.paths = tuple(f"/proc/{os.getpid()}/fd/{write}" for _, write in pipes)
         self._ends = [b""] * nproc
         self._secrets, self._passed_to = tuple(secrets), passed_to
@@ -45,13 +45,13 @@ class WorkerStderr:
         threading.Thread(target=self._pass_on, name="holdfast-stderr", daemon=True).start()
 
     def forget(self) -> None:
-        """New workers begin: what others wrote is theirs."""
+        """Forget the lines of earlier workers, as new ones begin."""
         for local_rank in range(len(self._ends)):
             self._drain(local_rank)
             self._ends[local_rank] = b""
 
     def last_lines(self, local_rank: int) -> str:
-        """The last lines of a worker that has ended, for people."""
+        """Last lines of a worker that has ended, for people."""
         self._drain(local_rank)
         return last_lines(decoded_end(self._ends[local_rank]), self._secrets)
 
@@ -62,27 +62,30 @@ class WorkerStderr:
                 self._read(self._read_ends.index(read))
 
     def _drain(self, local_rank: int) -> None:
-        """Pass on what a pipe holds now, and not what others go on to write into it."""
+        """Pass on what a pipe holds now, without following what is written into it later."""
         for _ in range(PIPE_READS):
             self._read(local_rank)
 
     def _read(self, local_rank: int) -> None:
         with self._lock, suppress(BlockingIOError):
             data = os.read(self._read_ends[local_rank], READ_BYTES)
-            # One byte more than is looked at shows whether the first line is cut.
+            # The one byte more than the window shows whether the first line is cut.
             self._ends[local_rank] = (self._ends[local_rank] + data)[-WINDOW_BYTES - 1 :]
             self._write(data)
 
     def _write(self, data: bytes) -> None:
-        """What cannot be written, such as on a full disk, is lost: training goes on."""
+        """Write `data`. Bytes that cannot be written, such as on a full disk, are lost: training
+        goes on."""
         with suppress(OSError):
             while data:
                 data = data[os.write(self._passed_to, data) :]
 
 
 class StderrLogs(DefaultLogsSpecs):
-    """Logs of workers that are programs of their own: stderr goes to `stderr`, stdout through.
-    Forked ones open the pipe themselves, because torchrun would open it to read as well."""
+    """Logs of workers: stderr goes to `stderr`, stdout is passed through.
+
+    Forked workers open the pipe themselves, because torchrun would also open it for reading.
+    """
 
     def __init__(self, stderr: WorkerStderr, *, forked: bool) -> None:
         super().__init__()
