@@ -30,7 +30,7 @@ class Exchange(Protocol):
 
     @property
     def together(self) -> bool:
-        """Whether there are other ranks to talk to."""
+        """Whether there are other ranks to exchange with."""
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather the `data` of each rank. Raises UnreachableError when a rank does not take
@@ -47,7 +47,7 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """A world of one rank, or of ranks that cannot talk."""
+    """Exchange for a world of one rank, or of ranks without a process group."""
 
     together = False
 

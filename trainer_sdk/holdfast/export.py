@@ -93,7 +93,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 with a message that says what to do."""
+    """Run the command; return 0, or 2 after printing the error."""
     parser = argparse.ArgumentParser(prog="holdfast.export", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("uri", help="of the tier")

@@ -30,7 +30,7 @@ class Capacity:
         """Tokens processed since the tracker was updated: once a step, not once a layer."""
 
     def resume(self, tracker: Replenishing, *, someone: bool) -> None:
-        """Continue from a restore; `someone`: whether any rank has tokens to make up for."""
+        """Continue from a restore; `someone` is true when any rank has tokens to make up for."""
         self.room = CAPACITY_BOOST if someone else 1.0
         self._tracker, self._processed = tracker, Tokens()
 

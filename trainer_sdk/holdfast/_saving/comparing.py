@@ -100,7 +100,7 @@ class Comparing:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    # --- said by the training thread --------------------------------------------------------------
+    # --- called by the training thread ------------------------------------------------------------
 
     def called(self, number: int, step: int) -> None:
         """Note that save `number`, of `step`, was called, whether or not it was skipped."""
@@ -129,7 +129,7 @@ class Comparing:
                     self._said.setdefault(number, None)
             self._news.notify_all()
 
-    # --- said and asked by the saver --------------------------------------------------------------
+    # --- called by the saver ----------------------------------------------------------------------
 
     def due(self, number: int, wait_s: float) -> bool:
         """Whether save `number` is compared. If so, the saver calls `say`, or `missed` on failure.

@@ -25,8 +25,8 @@ from holdfast_core.errors import CorruptError, HoldfastError
 
 _DEPTH_MAX = 200
 _DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?|[<>|=][mM]8")
-"""Names by which numpy knows the dtypes written here. numpy itself would accept much more, even
-literals of Python."""
+"""numpy's names of the dtypes written here. numpy itself would accept much more, even literals of
+Python."""
 _EMPTY_ELEMENTS_MAX = 1 << 20
 _INTEGER_BITS_MAX = 8192
 """Limit on integers: Python reads decimal numbers of at most 4300 digits."""
