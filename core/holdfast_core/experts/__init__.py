@@ -1,1 +1,1 @@
-"""Which experts a snapshot captures, and what recoveries cost those it left out."""
+"""Which experts a snapshot captures, and which tokens a recovery loses for those it left out."""

@@ -3,10 +3,10 @@
 MoEtion §5.3, algorithm 4. Pipeline schedules leave each stage idle for a while (bubbles); copies
 that run then compete with nothing. What does not fit runs beside the computation.
 
-The SDK measures bubbles, and counts on those that all recent steps had (`common_windows`); before
-it has measured any, it keeps nothing for them. The paper estimates them from the schedule instead.
-Without pipeline parallelism there are no bubbles, and everything runs beside the computation, as it
-would without this module.
+The SDK measures bubbles, and counts on those that all recent steps had (`common_windows`); until it
+has measured some, it plans none. The paper estimates them from the schedule instead. Without
+pipeline parallelism there are no bubbles, and everything runs beside the computation, as it would
+without this module.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class CopySchedule:
     """Where the bytes of one stage's snapshot are copied, in order of its payload."""
 
     window_bytes: tuple[int, ...]
-    """For each bubble how many bytes; whole multiples of 64, save for the last of the payload."""
+    """Bytes for each bubble: multiples of 64, except for the last of the payload."""
     compute_bytes: int
-    """The rest, copied beside the computation: W* of the paper."""
+    """Bytes copied beside the computation: W* of the paper."""
     reason: str
 
     @property
     def bubble_bytes(self) -> int:
-        """W^bubble of the paper."""
+        """Bytes copied in bubbles: W^bubble of the paper."""
         return sum(self.window_bytes)
 
 
 def copy_s(nbytes: int, bandwidth_bytes_s: float) -> float:
-    """EstimateCheckpointTime: seconds for copying a stage's snapshot.
+    """Seconds that copying a stage's snapshot takes: EstimateCheckpointTime of the paper.
 
     Raises:
         InvalidJobError: when the bandwidth is not above 0 or the size below 0.
@@ -52,7 +52,8 @@ def common_windows(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The bubbles to count on, in seconds, from those measured in recent steps.
 
     The i-th is the shortest i-th bubble of all steps, and there are as many as every step had: what
-    is planned into them has fitted into each of the steps. None before anything was measured.
+    is planned into them would have fitted into each of the steps. Without measurements there are
+    none.
     """
     if not steps:
         return ()
@@ -69,10 +70,10 @@ def schedule_copies(
     order.
 
     Args:
-        nbytes: of the stage's snapshot on one rank.
-        bandwidth_bytes_s: of the copy.
+        nbytes: length of the stage's snapshot on one rank.
+        bandwidth_bytes_s: bandwidth of the copy.
         windows_s: the stage's bubbles in one step: `common_windows`.
-        stages: of the pipeline; with 1, `windows_s` does not matter.
+        stages: number of pipeline stages; with 1, `windows_s` does not matter.
 
     Raises:
         InvalidJobError: as `copy_s`, and when a bubble is shorter than 0.

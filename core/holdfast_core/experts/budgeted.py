@@ -1,19 +1,19 @@
 """Selective experts: as many as the bandwidth hides in a step, where most tokens are at risk.
 
 MoEtion §4.2 and §4.3, algorithm 1. The budget of a step gives a number of experts for the whole
-model; layers share it in proportion to their token risk; of each layer those go first that
-processed most tokens since their last capture.
+model. Layers share it in proportion to their token risk. Within a layer, the experts that processed
+the most tokens since their last capture go first.
 
-What the paper leaves open, and is defined here:
+The paper leaves some things open; they are defined here:
 
 - Rounding ("adjust S[i]"): the largest remainder, ties to the lower layer. A layer gets no more
   than it has experts; what it cannot use is divided among the others by the same rule. Without any
-  risk, layers weigh as many as they have experts.
-- The cost of an expert is that of the longest one, so that a budget is kept whoever is chosen.
+  risk, a layer's weight is its number of experts.
+- Every expert costs as much as the longest one, so that any choice keeps to the budget.
 - A budget below one expert still gives one: otherwise tokens at risk would grow without end. The
-  reason says so, and that the copy may not be hidden.
+  reason says so, and that the copy may delay the step.
 - Experts that received no tokens are captured within a bounded number of snapshots,
-  as in `experts.pec`: from an age on they go first.
+  as in `experts.pec`: from a certain age on they go first.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from holdfast_core.snapshots.units import UnitKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budgets:
-    """What may be copied within one step by all ranks together, without delaying it."""
+    """Bytes that all ranks together may copy within one step without delaying it."""
 
     local_bytes: int
-    """B_local: from the accelerators into the memory of their nodes."""
+    """B_local: bytes from the accelerators into the memory of their nodes."""
     remote_bytes: int
-    """B_remote: to other nodes."""
+    """B_remote: bytes to other nodes."""
 
     @classmethod
     def of(
@@ -45,10 +45,11 @@ class Budgets:
         """B_local = BW_host · T_iter and B_remote = BW_net · T_iter (MoEtion §4.2).
 
         Args:
-            host_bytes_s: measured, of one link.
-            network_bytes_s: measured, of one link.
+            host_bytes_s: measured bandwidth of one link.
+            network_bytes_s: measured bandwidth of one link.
             step_s: measured duration of a step without snapshots.
-            links: that copy at the same time: ranks, unless the bandwidths are of the whole job.
+            links: number of links that copy at the same time: the ranks, unless the bandwidths are
+                those of the whole job.
 
         Raises:
             InvalidJobError: when a value is below 0 or there is no link.
@@ -66,7 +67,7 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertCount:
-    """S_total: how many experts one snapshot captures."""
+    """S_total: the number of experts that one snapshot captures, and the reason."""
 
     experts: int
     reason: str
@@ -79,7 +80,8 @@ def experts_within(
 
     Args:
         budget_bytes: B_local or B_remote.
-        reserved_bytes: of the budget, for the non-expert part; the paper's formula leaves it out.
+        reserved_bytes: part of the budget that the non-expert part needs; the paper's formula
+            leaves it out.
 
     Raises:
         InvalidJobError: when a number is below 0.
@@ -102,14 +104,16 @@ def experts_within(
 
 
 def allocate(risks: Mapping[int, int], sizes: Mapping[int, int], total: int) -> dict[int, int]:
-    """S[i]: the experts that each layer captures (MoEtion §4.3 and algorithm 1, lines 3 to 5).
+    """S[i]: the number of experts that each layer captures (MoEtion §4.3 and algorithm 1, lines 3
+    to 5).
 
-    In proportion to the risks R[i], rounded by the largest remainder, at most the layer's experts.
+    It is in proportion to the risks R[i], rounded by the largest remainder, and at most the number
+    of the layer's experts.
 
     Args:
         risks: for each layer its tokens at risk.
-        sizes: for each layer how many experts may be captured.
-        total: S_total; more than there are experts captures all.
+        sizes: for each layer the number of experts that may be captured.
+        total: S_total; where there are fewer experts, all are captured.
     """
     given = dict.fromkeys(sorted(sizes), 0)
     left = min(total, sum(sizes.values()))
@@ -121,7 +125,7 @@ def allocate(risks: Mapping[int, int], sizes: Mapping[int, int], total: int) -> 
         floors = {m: weight * left // whole for m, weight in weights.items()}
         capped = [m for m in weights if given[m] + floors[m] >= sizes[m]]
         if capped:
-            # Whoever gets all of its experts is settled; the others share what is left anew.
+            # A layer that gets all of its experts is settled; the others share what is left.
             for m in capped:
                 left -= sizes[m] - given[m]
                 given[m] = sizes[m]
@@ -144,17 +148,17 @@ def select_local(
     """The experts that the next snapshot captures (MoEtion algorithm 1, line 16).
 
     Args:
-        ledger: after the step that the snapshot is of, equal on all ranks.
+        ledger: the history up to the step of the snapshot, equal on all ranks.
         total: S_total of B_local.
-        uncaptured: experts that must be captured, besides those that the ledger knows as such;
-            they come on top of S_total.
+        uncaptured: experts that must be captured, besides those that the ledger lists as
+            uncaptured. All of them come on top of S_total.
     """
     missing = ledger.uncaptured.union(uncaptured)
     return select_by_risk(table.experts, ledger.unsaved, ledger.age, total, missing, "captured")
 
 
 def selective_guard(experts: int, total: int) -> int:
-    """The age, in snapshots, from which one of so many experts is overdue."""
+    """The age, in snapshots, from which one of `experts` experts is overdue."""
     return AGEING_ROUNDS * -(-experts // max(1, total))
 
 
@@ -170,11 +174,11 @@ def select_by_risk(
 
     Args:
         experts: the candidates, in the order of units, which is how ties are broken.
-        risk: the tokens of an expert that would be lost.
-        age: the snapshots since an expert was last chosen.
+        risk: an expert → its tokens that would be lost.
+        age: an expert → the snapshots since it was last chosen.
         total: S_total.
         missing: experts that come on top of S_total.
-        what: what becomes of the chosen ones, for the reason.
+        what: the verb that the reason uses for the chosen experts.
 
     Raises:
         InvalidJobError: when `total` is below 0.

@@ -1,10 +1,10 @@
-"""Chooses experts in an order of preference: so many of each layer, equally many of each rank.
+"""Choose experts in an order of preference: a quota of each layer, equally many of each rank.
 
-What load-aware selection and the persisted half of two-level PEC have in common (PEC §3.1, "equal
+Load-aware selection and the persisted half of two-level PEC have this in common (PEC §3.1, "equal
 save capacity of each rank"; its algorithm 1 is not in the published text). Layers of one pipeline
 stage share their ranks, so each stage is decided alone.
 
-It knows no tokens and no ages: callers put the experts in order.
+This module does not look at tokens or ages: callers put the experts in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast_core.experts.tables import Expert, MoeLayer
 from holdfast_core.snapshots.units import UnitKey
 
 _Cell = tuple[int, int]
-"""(layer, share): what of an expert matters to quotas and capacities."""
+"""(layer, share): all that quotas and capacities depend on."""
 
 
 def choose(
@@ -26,7 +26,7 @@ def choose(
     *,
     urgent: Collection[UnitKey] = (),
 ) -> list[UnitKey]:
-    """The first experts of `preferred`, as far as quotas and capacities let them.
+    """The first experts of `preferred`, as far as quotas and capacities allow.
 
     Each layer gets exactly its quota, or all of its experts if it has no more. Of the layers that
     do not get all, a share of the experts (a rank, or its replicas) gets at most the quotas of its
@@ -35,9 +35,10 @@ def choose(
     raised by as little as is needed.
 
     Args:
-        quotas: for each layer how many experts; missing layers get none.
+        quotas: for each layer the number of experts to choose; missing layers get none.
         preferred: the experts of all layers, each once, in the order of preference.
-        urgent: experts that give way to none that come after them; first in `preferred`.
+        urgent: experts that never give way to one that comes after them; they are the first in
+            `preferred`.
     """
     stages: dict[int, list[MoeLayer]] = {}
     for layer in layers:
@@ -65,8 +66,8 @@ def choose(
 
 
 class _Counts:
-    """How many experts of each cell are taken. Those of a cell are taken in order of preference, so
-    that a number says which."""
+    """The number of experts taken from each cell. They are taken in order of preference, so the
+    number determines which."""
 
     def __init__(
         self, queue: Sequence[_Cell], quotas: Mapping[int, int], floors: Mapping[_Cell, int]
@@ -100,8 +101,8 @@ class _Counts:
 
     def _make_room(self, layer: int) -> bool:
         """Take one more expert of `layer`, by moving other layers' choices between shares along the
-        shortest path to a share that has room; of equal paths the one for the expert that is
-        preferred. False when there is none."""
+        shortest path to a share that has room; of equal paths, the one that takes the most
+        preferred expert. False when there is none."""
         shares = [share for share in self._shares if self._has_more(layer, share)]
         shares.sort(key=lambda share: self._places[layer, share][self.taken[layer, share]])
         came_from: dict[int, tuple[int, int] | None] = dict.fromkeys(shares)

@@ -1,20 +1,21 @@
-"""What all ranks know together of their experts: one sum of vectors that each rank filled in.
+"""Counts that all ranks share: the sum of one vector from each rank.
 
 Policies that choose by tokens need equal numbers on all ranks. A rank states absolute facts only:
-the tokens that it routed to each expert, of each expert that it captures itself when it last did,
+the tokens that it routed to each expert, the last capture of each expert that it captures itself,
 and what it measured. The sum of all statements, element by element, has every fact of every rank,
 because experts have one rank that captures them and each rank has its own place for measures. So:
 
-- whoever has the sum chooses as every other rank that has it: nothing else goes into the choice;
-- a save that a rank skipped needs no word: its experts are as old as the next statement says;
-- a sum that was missed spoils nothing: the next one holds all of it again.
+- ranks that have the sum choose alike: nothing else goes into the choice;
+- a save that a rank skipped needs no message: the rank's next statement shows how old its experts
+  are;
+- a missed sum does no harm: the next one holds all of it again.
 
 An expert that is spread over several ranks (FSDP2, tensor parallelism, ZeRO) is captured by all of
 them, so each states its own mark. Whether the marks are equal follows from two sums: h numbers are
-equal exactly when h · Σx² = (Σx)². Where they are not, some rank holds another version than the
-others; then the expert counts as never captured, and every policy captures all of its parts.
+equal exactly when h · Σx² = (Σx)². Where they are not, the ranks hold parts of different versions;
+then the expert counts as never captured, and every policy captures all of its parts.
 
-Nothing here talks; the trainer SDK has the collective.
+Nothing here communicates: the collective is in the trainer SDK.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from holdfast_core.errors import ProtocolError
 from holdfast_core.snapshots.units import UnitKey
 
 NONE_SPREAD: Mapping[UnitKey, int] = MappingProxyType({})
-"""Each expert is captured by one rank."""
+"""The spread of a model in which each expert is captured by one rank."""
 
 _PER_EXPERT = 3
 _PER_RANK = 4
@@ -38,21 +39,21 @@ class Mark:
     """An expert's newest capture."""
 
     number: int
-    """Of the snapshot, from 0."""
+    """Number of the snapshot, from 0."""
     tokens: int
-    """All ranks' tokens for the expert in the sum that the snapshot was chosen by."""
+    """Tokens of all ranks for the expert, in the sum that chose the snapshot's experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What a rank measured; 0 is unknown."""
+    """Measurements of a rank; 0 is unknown."""
 
     host_bytes_s: int = 0
-    """Copied into host memory, while all ranks copy."""
+    """Bandwidth of copies into host memory while all ranks copy."""
     network_bytes_s: int = 0
-    """Protected on other nodes."""
+    """Bandwidth of protection on other nodes."""
     step_us: int = 0
-    """Microseconds of a step, less what it waited for a snapshot."""
+    """Microseconds of a step, without its wait for a snapshot."""
 
 
 UNKNOWN = Measures()
@@ -60,14 +61,14 @@ UNKNOWN = Measures()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountStatement:
-    """What one rank says after save `number` was called."""
+    """The facts that one rank states after save `number` was called."""
 
     number: int
-    """Of the save, -1 before the first of a job."""
+    """Number of the save; -1 before the first of a job."""
     tokens: Mapping[UnitKey, int]
-    """Routed by this rank in the job's life, to experts of any rank."""
+    """Tokens that this rank routed in the job's life, to experts of any rank."""
     marks: Mapping[UnitKey, Mark]
-    """Of the experts that this rank captures; those without any capture are missing."""
+    """Newest captures of the experts that this rank captures; experts without any are missing."""
     measures: Measures = UNKNOWN
 
     def to_vector(
@@ -77,12 +78,12 @@ class CountStatement:
         ranks: int,
         spread: Mapping[UnitKey, int] = NONE_SPREAD,
     ) -> list[int]:
-        """The statement as numbers that may be added to those of the other ranks. Of an expert
+        """The statement as numbers that may be added to those of the other ranks. For an expert
         that is spread over h ranks, squares of save numbers are added: h · number² < 2^63.
 
         Args:
             units: all experts, in an order that all ranks share.
-            spread: how many ranks capture a part, of each expert of which more than one does.
+            spread: for each expert whose parts more than one rank captures, the number of ranks.
         """
         numbers = [self.tokens.get(unit, 0) for unit in units]
         for unit in units:
@@ -107,11 +108,11 @@ class AgreedCounts:
     """The sum of all ranks' statements: equal on every rank that has it."""
 
     number: int
-    """Of the save that the statements were made after: the next one is chosen by this."""
+    """Number of the save after which the statements were made; they decide the next one."""
     tokens: Mapping[UnitKey, int]
     marks: Mapping[UnitKey, Mark]
     measures: Measures
-    """Of each measure the least that any rank knows."""
+    """The lowest value of each measure that any rank stated."""
 
     @classmethod
     def from_vector(
@@ -125,7 +126,8 @@ class AgreedCounts:
         """The counts that a sum of vectors holds; see `CountStatement.to_vector` for the arguments.
 
         Raises:
-            ProtocolError: when it is no sum of statements of all `ranks` after save `number`.
+            ProtocolError: when it is not the sum of the statements of all `ranks` after save
+                `number`.
         """
         experts = len(units)
         of_experts = _PER_EXPERT * experts + len(spread)
@@ -154,11 +156,11 @@ class AgreedCounts:
             measures=Measures(*least),
         )
 
-    # --- what selection asks, as of `experts.ledger.TokenHistory` ---------------------------------
+    # --- the questions of selection: `experts.ledger.TokenHistory` --------------------------------
 
     def unsaved(self, unit: UnitKey) -> int:
-        """Tokens since the expert's newest capture, both as of the save before: so that tokens are
-        of as many steps as the expert is old."""
+        """Tokens since the expert's newest capture. Both are as of the save before, so the tokens
+        cover as many steps as the expert is old."""
         mark = self.marks.get(unit)
         return max(0, self.tokens[unit] - (mark.tokens if mark else 0))
 
@@ -169,6 +171,6 @@ class AgreedCounts:
 
     @property
     def uncaptured(self) -> frozenset[UnitKey]:
-        """Experts that the rank which captures them has never captured, or of which ranks hold
-        parts of different versions."""
+        """Experts that were never captured, or whose parts on different ranks are of different
+        versions."""
         return frozenset(self.tokens).difference(self.marks)

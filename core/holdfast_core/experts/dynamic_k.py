@@ -5,8 +5,8 @@ passed its limit, K doubles, until all experts are captured. K never shrinks by 
 
 The paper keeps the job's PLT below 5 % and gives each K "its limit" without saying which. Here the
 job's limit is divided equally over the values of K that can lose tokens (1, 2 and 4 of 8 experts),
-because the sum is what the model feels. So the job's PLT stays below the limit, save for what the
-recoveries that pass a share lose beyond it.
+because it is the sum that harms the model. So the job's PLT stays below the limit, except for what
+a recovery that passes its share loses beyond it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def next_k(
     """K after a recovery (PEC §3.1, Dynamic-K).
 
     Args:
-        k: in force until now; above `experts_max` it counts as that.
-        first_k: what the job started with.
-        experts_max: of the layer that has most experts: this K captures all.
+        k: the K in force until now; above `experts_max` it counts as that.
+        first_k: the K that the job started with.
+        experts_max: the number of experts of the layer that has most: this K captures all.
         lost_by_k: for each K the tokens lost by recoveries while it was in force
             (`LossAccount.lost_by_k`).
         total_tokens: T_total of eq. 4.
-        limit: PLT that the job may reach.
+        limit: the PLT that the job may reach.
 
     Raises:
         InvalidJobError: for a K below 1, a `first_k` above it, or a limit outside 0 to 1.
@@ -69,7 +69,7 @@ def next_k(
 
 
 def _levels(first_k: int, experts_max: int) -> int:
-    """How many values of K, doubling from the first, leave experts out."""
+    """The number of values of K, doubling from the first, that leave experts out."""
     levels, k = 1, 2 * first_k
     while k < experts_max:
         levels, k = levels + 1, 2 * k

@@ -1,14 +1,15 @@
-"""Which tokens each expert has seen, and how many of them its captured versions hold.
+"""How many tokens each expert has processed, and how many of them its captured versions hold.
 
 The one history that selection and loss accounting share. For each expert it counts the tokens whose
-updates are in the live weights, and remembers that count for each captured version; so what a
-return to a version would lose is a difference (`L_i` of PEC eq. 4, TokensLost of MoEtion eq. 6).
+updates are in the live weights, and keeps that count for each captured version; so what a return to
+a version would lose is a difference (`L_i` of PEC eq. 4, TokensLost of MoEtion eq. 6).
 
-The ledger is part of the training state: every rank holds an equal one, because counts are summed
-over all ranks before they are added; it is captured with the extras of a snapshot, so that after a
-recovery it is that of the restored step. Values are frozen; each change returns a new ledger.
+The ledger is part of the training state: it is captured with the extras of a snapshot, so that
+after a recovery it is that of the restored step. In the SDK, each rank has one for the tokens that
+it routed itself; choices that all ranks must share use `experts.counts`. Values are frozen; each
+change returns a new ledger.
 
-It must not decide what is captured, and says nothing about tokens that are executed again.
+It must not decide what is captured, and it does not count tokens that are executed again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FORMAT = 1
 
 
 class TokenHistory(Protocol):
-    """What selection by tokens asks: of the ledger, or of counts that ranks agreed on."""
+    """The history that selection by tokens needs: the ledger, or counts that all ranks share."""
 
     def unsaved(self, unit: UnitKey) -> int:
         """Tokens since the expert's newest version: P[i][j] of MoEtion algorithm 1."""
@@ -45,7 +46,7 @@ class Version:
 
     generation: Generation
     number: int
-    """Of the snapshot in the job's life, from 0."""
+    """Number of the snapshot in the job's life, from 0."""
     tokens: int
     """The ledger's count for the expert when it was captured."""
 
@@ -55,13 +56,13 @@ class ExpertLedger:
     """Tokens and versions of each expert."""
 
     snapshots: int
-    """How many snapshots were planned: the number of the next one."""
+    """Number of snapshots planned so far, which is the number of the next one."""
     tokens: Mapping[UnitKey, int]
     """Tokens whose updates the live expert holds."""
     versions: Mapping[UnitKey, tuple[Version, ...]]
     """The captured versions of each expert, oldest first."""
     assignments: Mapping[int, int]
-    """For each layer the tokens times their experts (N_tokens · TopK), dropped ones included."""
+    """For each layer, tokens times their experts (N_tokens · TopK), dropped ones included."""
 
     @classmethod
     def start(cls, units: Iterable[UnitKey]) -> ExpertLedger:
@@ -89,10 +90,10 @@ class ExpertLedger:
         """The ledger after a step, or several.
 
         Args:
-            counts: for each expert the tokens that it processed, summed over all ranks
+            counts: for each expert the tokens that it processed, of one rank or summed over several
                 (`merge_counts`); experts without tokens may be missing.
-            assignments: for each layer the tokens times the experts that each was sent to; by
-                default what the counts add up to, as if no token had been dropped.
+            assignments: for each layer, tokens times the experts that each was sent to; by default
+                the sum of the counts, as if no token had been dropped.
 
         Raises:
             InvalidJobError: when an expert or layer is unknown, or a count is below 0.
@@ -122,11 +123,11 @@ class ExpertLedger:
         """The ledger after a snapshot of these experts was planned for the current step.
 
         Args:
-            keep: how many of the newest versions of each of these experts stay; 0: all.
+            keep: the number of newest versions to keep of each of these experts; 0 keeps all.
 
         Raises:
-            InvalidJobError: when an expert is unknown, or the generation is not newer than what
-                was captured of it.
+            InvalidJobError: when an expert is unknown, or the generation is not newer than its
+                newest version.
         """
         versions = dict(self.versions)
         for unit in units:
@@ -145,8 +146,8 @@ class ExpertLedger:
         return replace(self, versions=versions, snapshots=self.snapshots + 1)
 
     def failed(self, generation: Generation) -> ExpertLedger:
-        """The ledger after the snapshot of `generation` turned out to be skipped or lost: its
-        experts are as old as before it."""
+        """The ledger after the snapshot of `generation` was skipped or lost: its experts are as old
+        as before it."""
         return replace(
             self,
             versions={
@@ -156,7 +157,7 @@ class ExpertLedger:
         )
 
     def pruned(self, kept: Mapping[UnitKey, Collection[Generation]]) -> ExpertLedger:
-        """The ledger without versions that nobody holds any more.
+        """The ledger without versions that no longer exist.
 
         Args:
             kept: for each expert the generations of the versions that memory or storage holds; the
@@ -171,8 +172,8 @@ class ExpertLedger:
         )
 
     def reminded(self, versions: Mapping[UnitKey, Iterable[Version]]) -> ExpertLedger:
-        """The ledger with versions that it does not know any more: storage may still hold them.
-        What it knows stays as it is, and experts that it does not know are left out."""
+        """The ledger with versions that were pruned from it although storage may still hold them.
+        Versions that it has stay as they are; experts that it does not have are left out."""
         known = dict(self.versions)
         for unit, told in versions.items():
             if unit in known:
@@ -186,11 +187,11 @@ class ExpertLedger:
     ) -> tuple[ExpertLedger, dict[UnitKey, int]]:
         """The ledger after a recovery, and the tokens that each expert lost by it.
 
-        Called on the ledger of the restored step. An expert whose version is of that step lost
+        Call it on the ledger of the restored step. An expert whose version is of that step lost
         nothing; tokens of later steps are executed again, so they are not lost either.
 
         Args:
-            restored: for each expert the version that it was restored from.
+            restored: for each expert the generation of the version that it was restored from.
 
         Raises:
             InvalidJobError: when an expert is missing, or its version is not in the ledger.
@@ -210,7 +211,7 @@ class ExpertLedger:
         lost = {unit: self.tokens[unit] - tokens[unit] for unit in tokens}
         return replace(self, tokens=tokens, versions=versions), lost
 
-    # --- what selection asks ----------------------------------------------------------------------
+    # --- the questions of selection: `TokenHistory` -----------------------------------------------
 
     def unsaved(self, unit: UnitKey) -> int:
         """Tokens since the expert's newest version: P[i][j] of MoEtion algorithm 1."""
@@ -224,8 +225,8 @@ class ExpertLedger:
 
     @property
     def uncaptured(self) -> frozenset[UnitKey]:
-        """Experts without any version: no generation can be restored until they are captured, so
-        the next snapshot captures them whatever its policy says."""
+        """Experts without any version. No generation can be restored until they are captured, so
+        the next snapshot captures them, whatever the policy."""
         return frozenset(unit for unit, held in self.versions.items() if not held)
 
     # --- as a value -------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def check_format(what: str, document: Mapping[str, Any], expected: int) -> None:
     """Refuse a stored value of another format.
 
     Raises:
-        CorruptError: naming the format.
+        CorruptError: when it is of another format, which the message names.
     """
     found = document.get("format") if isinstance(document, Mapping) else None
     if found != expected:

@@ -1,13 +1,13 @@
-"""What ranks say of lost tokens, and how the words of all of them become one figure for the job.
+"""Reports of lost tokens from ranks, and how they become one figure for the job.
 
-A rank knows the tokens that it routed itself; what recoveries have lost is known to every rank, for
-the whole job, because a restore adds it up. So figures of several ranks are sums over sums: what is
-at risk and what was routed are added by layer, and only then divided; what was lost is taken once,
-beside what all ranks together have routed. A mean of the ranks' ratios would weigh a rank that
-routed little like one that routed much.
+Each rank counts the tokens that it routed itself. The tokens that recoveries have lost are counted
+for the whole job on every rank, because a restore adds them up. So figures of several ranks are
+sums over sums: tokens at risk and routed tokens are added by layer, and only then divided; lost
+tokens are taken once and divided by what all ranks together have routed. A mean of the ranks'
+ratios would weigh a rank that routed little like one that routed much.
 
-Ranks that hold the same tokens, as those of a tensor-parallel group do, count them all: portions
-stay right, absolute numbers count a token once for each of them.
+Each rank of a tensor-parallel group counts the same tokens: portions stay right, but absolute
+numbers count such a token once for each rank.
 
 Pure values; they decide nothing.
 """
@@ -27,26 +27,26 @@ from holdfast_core.experts.token_loss import LossAccount, TokenLoss, at_risk, po
 from holdfast_core.snapshots.generations import Generation
 
 RECOVERIES_KEPT = 16
-"""The newest ones, in snapshots and reports; a catalogue keeps all that it was told of."""
+"""Newest recoveries kept in snapshots and reports; a catalogue keeps all that it receives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryLoss:
-    """What one recovery lost, and what it came to in the job's life."""
+    """Tokens that one recovery lost, and the job's total with it."""
 
     epoch: int
-    """That began with the recovery: tells recoveries apart."""
+    """The epoch that began with the recovery; it identifies the recovery."""
     step: int
-    """That all ranks were restored to."""
+    """The step that all ranks were restored to."""
     lost_tokens: int
     plt: float
-    """Of this recovery alone (PEC eq. 4), beside all tokens until then."""
+    """PLT of this recovery alone (PEC eq. 4), as a portion of all tokens until then."""
     mlt: float
-    """Likewise MoEtion's eq. 6: the sum over layers."""
+    """MLT of this recovery alone (MoEtion eq. 6): the sum over layers."""
     k_before: int
     k_after: int
     total_tokens: int
-    """Lost in the job's life, this recovery included."""
+    """Tokens lost in the job's life, including this recovery."""
     total_plt: float
     total_mlt: float
 
@@ -108,16 +108,16 @@ _FRACTIONS = ("plt", "mlt", "total_plt", "total_mlt")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossReport:
-    """What one rank, or several, say of a job whose snapshots leave experts out."""
+    """Report of one or several ranks of a job whose snapshots leave experts out."""
 
     ranks: int
-    """Whose tokens these are."""
+    """Number of ranks whose tokens these are."""
     k: int
-    """Experts of each layer in a snapshot; with the policy Selective, of all layers."""
+    """Experts of each layer in a snapshot; with the policy Selective, of all layers together."""
     experts_max: int
-    """Of the layer that has most, or of all layers: a K of this captures all."""
+    """Experts of the layer that has most, or of all layers together: this K captures all."""
     limit: float
-    """The PLT that recoveries may come to."""
+    """PLT that recoveries may reach."""
     layers: tuple[int, ...]
     at_risk: tuple[int, ...]
     """For each layer, tokens of these ranks that a recovery would lose now."""
@@ -126,7 +126,7 @@ class LossReport:
     lost: tuple[int, ...]
     """For each layer, tokens of *all* ranks that recoveries have lost."""
     recoveries: tuple[RecoveryLoss, ...] = ()
-    """The newest ones, oldest first."""
+    """The newest recoveries, oldest first."""
 
     def __post_init__(self) -> None:
         if {len(self.at_risk), len(self.routed), len(self.lost)} != {len(self.layers)}:
@@ -150,7 +150,7 @@ class LossReport:
         experts_max: int,
         limit: float,
     ) -> LossReport:
-        """What a rank says that holds `ledger`."""
+        """The report of a rank that holds `ledger`."""
         layers = tuple(sorted(ledger.assignments))
         risk = at_risk(ledger).lost
         return cls(
@@ -171,12 +171,12 @@ class LossReport:
 
     @property
     def risk(self) -> TokenLoss:
-        """At risk now, of what these ranks routed."""
+        """Tokens at risk now, of those that these ranks routed."""
         return TokenLoss(lost=self._by_layer(self.at_risk), assignments=self._by_layer(self.routed))
 
     @property
     def life(self) -> TokenLoss:
-        """Lost in the job's life; only right in a report of all ranks."""
+        """Tokens lost in the job's life; only right in a report of all ranks."""
         return TokenLoss(lost=self._by_layer(self.lost), assignments=self._by_layer(self.routed))
 
     def plt_of(self, world_size: int) -> float:
@@ -188,8 +188,8 @@ class LossReport:
 
 
 def merged(reports: Iterable[LossReport]) -> LossReport | None:
-    """The word of all these ranks together; None without any. What all ranks should say alike is
-    taken from the one that knows the newest recovery."""
+    """One report for all these ranks together; None without any. Values that should be equal on
+    all ranks are taken from the report with the newest recovery."""
     found = list(reports)
     if not found:
         return None
@@ -230,7 +230,7 @@ class JobLoss:
     experts_max: int
     limit: float
     routed_tokens: int
-    """By all ranks, times their experts."""
+    """Tokens of all ranks times their experts."""
     at_risk: float
     """PLT that a recovery would add now."""
     at_risk_mlt: float
@@ -260,10 +260,10 @@ class JobLoss:
 
     @property
     def passed(self) -> bool:
-        """Whether more is lost than the job allows."""
+        """Whether more tokens are lost than the job allows."""
         return self.lost > self.limit
 
     @property
     def captures_all(self) -> bool:
-        """Whether snapshots leave out nothing any more."""
+        """Whether snapshots no longer leave out any expert."""
         return self.k >= self.experts_max

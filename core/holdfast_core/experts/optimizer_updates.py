@@ -1,19 +1,19 @@
-"""The arithmetic of optimizers, to the bit, where there is no torch.
+"""The arithmetic of optimizers, exact to the bit, without torch.
 
 MoEtion §5.2 lets a peer compute the state of an expert from its gradient instead of receiving it.
-What comes out must be what the trainer has, so each function here does what torch's kernels for
-processors with a fused multiply-add do, in their order and with their roundings. This was found by
-comparison and is tested against the installed torch:
+The result must equal the trainer's state, so each function here does what torch's kernels for
+processors with a fused multiply-add do, in their order and with their roundings. The following was
+found by comparison and is tested against the installed torch:
 
 - `lerp`, `addcmul` and `add(alpha=)` end in one fused multiply-add; `addcdiv` has none.
 - The square root of `torch.optim.AdamW(fused=True)` is rounded correctly, as numpy's is. That of
   the other variants may come from MKL, whose result is off by one in the last place for one value
   in six: their moments can be computed here, and their weights cannot.
 - The last elements of a tensor whose length is no multiple of the vector's may be computed by
-  other instructions, and so may everything on other processors and on GPUs. Whoever uses a result
-  compares it (see `holdfast_daemon.parity.recomputing`).
+  other instructions, and so may everything on other processors and on GPUs. Results are always
+  verified (see `holdfast_daemon.parity.recomputing`).
 
-Everything is float32 and done in place, a chunk at a time that fits the cache.
+Everything is float32 and done in place, in chunks that fit the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from holdfast_core.experts.recompute import KnownOptimizer, Recipe
 
 CHUNK = 1 << 15
-"""Elements computed at a time: the temporaries stay in the L2 cache."""
+"""Elements computed at a time, so that the temporaries stay in the L2 cache."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -65,25 +65,25 @@ def _odd(
 
 
 def widen(bfloat16: npt.NDArray[np.uint16]) -> Floats:
-    """The float32 of the bits of bfloat16."""
+    """The float32 values of bfloat16 bits."""
     return (bfloat16.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: Floats) -> npt.NDArray[np.uint16]:
     """The bits of the bfloat16 nearest to each value, ties to even. A NaN becomes the one that
-    torch's vector instructions give; its scalar ones give another."""
+    torch's vector instructions give; its scalar instructions give another."""
     bits = values.view(np.uint32)
     rounded = ((bits + ((bits >> 16) & 1) + np.uint32(0x7FFF)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0xFFFF), rounded)
 
 
 def apply(recipe: Recipe, gradient: Floats, weights: Floats, first: Floats, second: Floats) -> None:
-    """Do one step to a chunk of a parameter.
+    """Apply one optimizer step to a chunk of a parameter.
 
     Args:
-        gradient: as the optimizer used it.
-        weights: the float32 parameter or master; not touched when the recipe's weights are not
-            exact.
+        gradient: the gradient as the optimizer used it.
+        weights: the float32 parameter or master; left alone when the recipe cannot give the weights
+            to the bit.
         first: the first moment, or SGD's momentum; empty without momentum.
         second: the second moment; empty for SGD.
     """
@@ -95,7 +95,7 @@ def apply(recipe: Recipe, gradient: Floats, weights: Floats, first: Floats, seco
 
 
 def chunks(count: int) -> Iterator[slice]:
-    """The chunks of `count` elements."""
+    """Slices of at most `CHUNK` elements that cover `count` elements."""
     for start in range(0, count, CHUNK):
         yield slice(start, min(start + CHUNK, count))
 
@@ -126,7 +126,7 @@ def adamw(recipe: Recipe, gradient: Floats, weights: Floats, first: Floats, seco
 
 def sgd(recipe: Recipe, gradient: Floats, weights: Floats, momentum: Floats) -> None:
     """One step of `torch.optim.SGD` (torch/optim/sgd.py, `_single_tensor_sgd`; without maximize).
-    The first step of momentum has no older one to build on, so it is no step of this function."""
+    It cannot do the first step with momentum, which has no older momentum to build on."""
     with np.errstate(all="ignore"):
         if recipe.weight_decay:
             gradient = fused_multiply_add(weights, np.float32(recipe.weight_decay), gradient)

@@ -1,10 +1,10 @@
-"""Partial experts: K_pec experts of each MoE layer in a snapshot, and all that is no expert.
+"""Partial experts: K_pec experts of each MoE layer in a snapshot, and the whole non-expert part.
 
-PEC §3.1. Two ways to choose them. Sequential: in turn, interleaved over the layers so that ranks
+PEC §3.1 has two ways to choose them. Sequential: in turn, interleaved over the layers so that ranks
 carry equal load (figure 1); it depends on the number of the snapshot alone. Load-aware: those with
 the most unsaved tokens, with equal save capacity for each rank.
 
-What the paper leaves open, and is defined here:
+The paper leaves some things open; they are defined here:
 
 - K above a layer's number of experts captures all of that layer. K need not divide that number.
 - An expert that was never captured is captured in any case, so a job's first snapshot is full:
@@ -12,7 +12,7 @@ What the paper leaves open, and is defined here:
 - An expert without tokens still changes (weight decay, moments), so each policy captures it within
   a bounded number of snapshots (`sequential_bound`; from `guard_age` on the oldest go first).
 
-All ranks choose alike from the same table, number and ledger, without a collective.
+All ranks make the same choice from the same table, number and ledger, without a collective.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer, Selectio
 from holdfast_core.snapshots.units import UnitKey
 
 AGEING_ROUNDS = 8
-"""An expert that was passed over for as long as 8 rounds through its layer would take goes first.
-Such experts then take at most about an eighth of the places from more popular ones."""
+"""Rounds through its layer after which an expert that was passed over goes first. Such experts then
+take at most about an eighth of the places from more popular ones."""
 
 
 def select_sequential(
@@ -37,15 +37,16 @@ def select_sequential(
 
     The experts of a layer with N > K experts are arranged so that neighbours belong to different
     expert-parallel ranks (`MoeLayer.interleaved`). Snapshot t captures K of them from position
-    t·K + m·K on, where m counts the stage's layers of that kind before this one: each layer goes
-    on where the one before it stopped. Hence, over any snapshot, the numbers of experts of any
-    two shares of a stage differ by at most one, if each layer has equally many experts of each
-    share. (Experts in `uncaptured` come on top of that.)
+    t·K + m·K on, where m counts the stage's layers of that kind before this one: each layer starts
+    where the one before it stopped. Hence, in any snapshot, the numbers of experts of any two
+    shares of a stage differ by at most one, if each layer has equally many experts of each share.
+    (Experts in `uncaptured` come on top of that.)
 
     Args:
         k: K_pec, experts of each layer.
-        number: of the snapshot; `ExpertLedger.snapshots`, or any counter that all ranks share.
-        uncaptured: experts that must be captured, whosever turn it is.
+        number: the snapshot's number: `ExpertLedger.snapshots`, or any counter that all ranks
+            share.
+        uncaptured: experts that must be captured even if it is not their turn.
 
     Raises:
         InvalidJobError: when `k` is below 1 or `number` below 0.
@@ -74,13 +75,14 @@ def select_load_aware(
     """The K experts of each layer with the most unsaved tokens (PEC §3.1, load-aware selection).
 
     Ties go to the expert that was captured longer ago, then to the lower unit. Each rank saves
-    equally many experts, as `experts.choice.choose` says. An expert whose age reached the guard
-    (`AGEING_ROUNDS` rounds through its layer) goes before all that are younger.
+    equally many experts, as `experts.choice.choose` describes. An expert whose age reached the
+    guard (`AGEING_ROUNDS` rounds through its layer) goes before all younger ones.
 
     Args:
         k: K_pec, experts of each layer.
-        ledger: after the step that the snapshot is of, equal on all ranks.
-        uncaptured: experts that must be captured, besides those that the ledger knows as such.
+        ledger: the history up to the step of the snapshot, equal on all ranks.
+        uncaptured: experts that must be captured, besides those that the ledger lists as
+            uncaptured.
 
     Raises:
         InvalidJobError: when `k` is below 1.
@@ -111,12 +113,12 @@ def select_load_aware(
 
 
 def guard_age(experts: int, k: int) -> int:
-    """The age, in snapshots, from which an expert of a layer with so many experts is overdue."""
+    """The age, in snapshots, from which an expert of a layer with `experts` experts is overdue."""
     return AGEING_ROUNDS * -(-experts // k)
 
 
 def sequential_bound(layer: MoeLayer, k: int) -> int:
-    """Any so many consecutive snapshots capture every expert of the layer: ⌈N / K⌉."""
+    """The number of consecutive snapshots that capture every expert of the layer: ⌈N / K⌉."""
     return -(-len(layer.experts) // k)
 
 

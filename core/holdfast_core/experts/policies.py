@@ -1,13 +1,13 @@
-"""A job's policy for experts, carried out: from what all ranks agreed to the choice of a snapshot.
+"""A job's policy for experts, applied: from the counts that all ranks share to a snapshot's choice.
 
-It puts together what the papers describe apart: load-aware selection (PEC §3.1) and selection
-within a budget (MoEtion §4.2 and §4.3), with what a job says about either. Sequential selection
-needs nobody's counts where one rank captures each expert: see `experts.pec`. Where several
-capture parts of one, all must know what all have, and it goes by counts as well.
+It combines what the papers describe separately: load-aware selection (PEC §3.1) and selection
+within a budget (MoEtion §4.2 and §4.3), each with the job's settings. Sequential selection needs no
+counts where one rank captures each expert: see `experts.pec`. Where several ranks capture parts of
+an expert, they must agree on its versions, so sequential selection uses counts as well.
 
-MoEtion's algorithm 1 selects twice: what memory takes, and what of it peers take. Here a snapshot
-is protected as a whole, so there is one selection, within the smaller of both budgets (decision
-0027).
+MoEtion's algorithm 1 selects twice: the experts that memory takes, and those of them that peers
+take. Here a snapshot is protected as a whole, so there is one selection, within the smaller of both
+budgets (decision 0027).
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ ExpertPolicy = PartialExperts | Selective
 
 
 def needs_counts(policy: ExpertPolicy) -> bool:
-    """Whether the choice depends on tokens, which all ranks must then agree on."""
+    """Whether the choice depends on tokens, whose counts all ranks must then share."""
     return isinstance(policy, Selective) or policy.selection is ExpertChoice.LOAD_AWARE
 
 
 def first_k(policy: ExpertPolicy) -> int:
-    """What Dynamic-K starts from: experts of each layer, or with Selective a factor of S_total."""
+    """The K that Dynamic-K starts from: experts of each layer; with Selective, a factor of
+    S_total."""
     return 1 if isinstance(policy, Selective) else policy.experts_per_layer
 
 
@@ -45,12 +46,12 @@ def k_for_all(policy: ExpertPolicy, units: Collection[UnitKey]) -> int:
 def select_by_counts(
     policy: ExpertPolicy, table: ExpertTable, counts: AgreedCounts, k: int, ranks: int
 ) -> Selection:
-    """The experts of the save after `counts`; equal wherever these arguments are. All that `counts`
-    has no mark of are among them.
+    """The experts of the save after `counts`; equal arguments give equal experts. Every expert
+    without a mark in `counts` is among them.
 
     Args:
-        k: of Dynamic-K, see `first_k`.
-        ranks: of the world, which copy at the same time.
+        k: the K of Dynamic-K, see `first_k`.
+        ranks: number of ranks of the world, which copy at the same time.
     """
     if isinstance(policy, PartialExperts):
         if policy.selection is ExpertChoice.LOAD_AWARE:
@@ -75,11 +76,11 @@ def _in_turn(table: ExpertTable, counts: AgreedCounts, k: int) -> Selection:
 def experts_total(
     policy: Selective, table: ExpertTable, measures: Measures, k: int, ranks: int
 ) -> ExpertCount:
-    """S_total of MoEtion §4.3: what the job says, or what can be copied within a step; times `k`.
+    """S_total of MoEtion §4.3: the job's number, or as many as fit into a step; times `k`.
 
-    What is not experts is in every snapshot, so it is taken off each budget first, and the budget
-    that holds fewer experts counts. The network limits only where its bandwidth is known. Before a
-    copy (or the job says how fast it is) and a step were measured it is one expert.
+    The non-expert part is in every snapshot, so it is subtracted from each budget first, and the
+    budget that holds fewer experts counts. The network limits only where its bandwidth is known.
+    Until a step was measured, and a copy too unless the job gives its bandwidth, it is one expert.
     """
     every = len(table.experts)
     base = _base_total(policy, table, measures, ranks)

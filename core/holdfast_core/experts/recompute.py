@@ -1,11 +1,11 @@
 """Which experts cross the network as gradients, and what a peer needs to compute the rest.
 
 MoEtion §5.2: while an expert stays selected, a peer that holds its state of the step before can
-compute the new one from the gradient, which is a fraction of the state: 2 bytes for each parameter
+compute the new state from the gradient, which is a fraction of it: 2 bytes for each parameter
 instead of 14 with bfloat16 weights, float32 masters and Adam's moments.
 
-A snapshot carries for each parameter of an expert its gradient and a recipe, as two more tensors of
-the expert's unit. They lie behind its state, on pieces of their own, and are never restored.
+For each parameter of an expert, a snapshot carries its gradient and a recipe, as two more tensors
+of the expert's unit. They lie behind its state, on pieces of their own, and are never restored.
 `holdfast_core.experts.optimizer_updates` does the arithmetic.
 """
 
@@ -25,17 +25,17 @@ from holdfast_core.snapshots.units import UnitKey
 GRADIENT = "gradient"
 RECIPE = "recipe"
 RECIPE_BYTES = 512
-"""Of a recipe as a tensor: JSON, and spaces."""
+"""Bytes of a recipe as a tensor: JSON, padded with spaces."""
 
 GRADIENT_SHARE = Fraction(2, 14)
-"""Of an expert's state, in plans: gradient and weights in bfloat16; master and two moments in
-float32."""
+"""The gradient's share of an expert's state, for plans: gradient and weights in bfloat16; master
+and two moments in float32."""
 
 BESIDE_STATE = frozenset({TensorRole.GRADIENT, TensorRole.RECIPE})
-"""What a snapshot carries for its protection, and a restore leaves alone."""
+"""Roles of tensors that a snapshot carries for its protection, and a restore leaves alone."""
 
 _MASTER = "/master"
-"""Between a parameter's name and the rest, of a master that only the optimizer knows."""
+"""Text after a parameter's name, in the name of a master that only the optimizer has."""
 MASTER_KEYS = (
     "master",
     "master_weight",
@@ -44,11 +44,11 @@ MASTER_KEYS = (
     "fp32_param",
     "main_param",
 )
-"""What optimizers call the float32 masters that they keep in a parameter's state."""
+"""Keys that optimizers use for the float32 masters that they keep in a parameter's state."""
 
 
 class Transfer(StrEnum):
-    """What of an expert crosses the network (MoEtion algorithm 3)."""
+    """The part of an expert that crosses the network (MoEtion algorithm 3)."""
 
     GRADIENTS = "Gradients"
     STATE = "Optimizer+Model"
@@ -60,10 +60,10 @@ def transfers(
     """How each expert of a snapshot is sent (MoEtion algorithm 3).
 
     Args:
-        previous: the experts of the snapshot before; none when there is none, or the receiver may
-            not hold it.
+        previous: the experts of the snapshot before; empty when there is none, or when the receiver
+            may not hold it.
         steps_between: optimizer steps from that snapshot to this one. With more than one, a
-            gradient does not make up for the state (line 2).
+            gradient cannot replace the state (line 2).
     """
     alone = steps_between == 1
     return {
@@ -86,14 +86,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a parameter's state follows from that of an older generation and the gradient."""
 
     epoch: int
-    """With `base_step`, the generation that it starts from."""
+    """Epoch of the generation that the recipe starts from; its step is `base_step`."""
     base_step: int
     rule: KnownOptimizer
     lr: float
     weights: bool = True
     """Whether weights can be computed to the bit; moments always can."""
     step: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)] = 1
-    """Of the optimizer, counted from 1."""
+    """Step of the optimizer, counted from 1."""
     beta1: _Beta = 0.0
     beta2: _Beta = 0.0
     eps: float = 0.0
@@ -112,7 +112,7 @@ def encode_recipe(recipe: Recipe) -> bytes:
 
 
 def decode_recipe(data: bytes) -> Recipe | None:
-    """The recipe in `data`; None when there is none, or one that this version does not know."""
+    """The recipe in `data`; None when there is none, or when this version cannot read it."""
     try:
         return _RECIPE.decode(data.strip(b" \0"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -133,13 +133,13 @@ class Recomputable:
     first: Entry | None
     second: Entry | None
     step: Entry | None
-    """The optimizer's count of steps, where it lies in this unit."""
+    """The optimizer's step counter, where it lies in this unit."""
 
 
 def recomputables(layout: Layout) -> tuple[Recomputable, ...]:
-    """The parameters of which a slot may hold gradients."""
+    """The parameters whose gradients a slot may hold."""
     by_name = {entry.tensor: entry for entry in layout.entries}
-    if len(by_name) != len(layout.entries):  # units in ranges: of them, none is recomputed
+    if len(by_name) != len(layout.entries):  # tensors in several ranges are not recomputed
         counts: dict[str, int] = {}
         for entry in layout.entries:
             counts[entry.tensor] = counts.get(entry.tensor, 0) + 1
@@ -176,7 +176,7 @@ def _of(recipe: Entry, by_name: Mapping[str, Entry]) -> Recomputable | None:
 
 
 def _fits(one: Recomputable) -> bool:
-    """Whether the tensors are whole, alike, and of the types that the arithmetic knows."""
+    """Whether the tensors are whole, equally long, and of types that the arithmetic supports."""
     floats = [entry for entry in (one.weights, one.first, one.second) if entry is not None]
     narrow = [one.rounded] if one.rounded is not None else []
     alike = (*floats, *narrow, one.gradient)
@@ -200,7 +200,7 @@ def state_entries(layout: Layout) -> tuple[Entry, ...]:
 
 
 def gradient_pieces(layout: Layout) -> dict[UnitKey, frozenset[int]]:
-    """For each expert the pieces that hold gradients and recipes; they hold nothing else."""
+    """For each expert, the pieces that hold its gradients and recipes, and nothing else."""
     size = layout.piece_bytes
     found: dict[str, set[int]] = {}
     for entry in layout.entries:

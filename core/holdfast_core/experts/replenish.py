@@ -1,12 +1,13 @@
 """More capacity for recovered experts until their lost tokens are replenished.
 
 MoEtion §6: after a recovery, experts that went back to an older version process 10 % more tokens
-until they have made up for what they lost. The paper does not say which tokens count as more. Here
-it is one in eleven of what such an expert processes: exactly the additional 10 % while its capacity
-is full; and experts that never fill their capacity return to normal, too.
+until they have made up for what they lost. The paper does not say which tokens count as additional.
+Here it is one in eleven of the tokens that such an expert processes: exactly the additional 10 %
+while its capacity is full; and experts that never fill their capacity return to normal, too.
 
-A tracker is part of the training state, like the ledger. Each rank may have one of the tokens that
-it lost and processes itself, as the SDK has; or all have an equal one of everybody's tokens.
+A tracker is part of the training state, like the ledger. Each rank may have its own, for the tokens
+that it lost and processes itself, as in the SDK; or all ranks have an equal one, for the tokens of
+all ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Replenishing:
-    """Which experts have tokens to make up for."""
+    """Tracker of the experts that have tokens to make up for."""
 
     owed: Mapping[UnitKey, int]
-    """For each expert the tokens that it still processes with more capacity."""
+    """For each expert, the tokens that it still has to process with more capacity."""
 
     @classmethod
     def start(cls) -> Replenishing:
-        """Nothing is owed."""
+        """A tracker without owed tokens."""
         return cls({})
 
     def after_recovery(self, lost: Mapping[UnitKey, int]) -> Replenishing:
-        """What is owed after a recovery that lost these tokens (`ExpertLedger.recovered`). Tokens
-        owed from before add up.
+        """The tracker after a recovery that lost these tokens (`ExpertLedger.recovered`). They are
+        added to those owed before.
 
         Raises:
             InvalidJobError: when a loss is below 0.
@@ -56,12 +57,12 @@ class Replenishing:
         return Replenishing(owed)
 
     def after_step(self, counts: Mapping[UnitKey, int]) -> Replenishing:
-        """What is owed after a step in which experts processed these tokens."""
+        """The tracker after a step in which experts processed these tokens."""
         left = {unit: tokens - counts.get(unit, 0) for unit, tokens in self.owed.items()}
         return Replenishing({unit: tokens for unit, tokens in left.items() if tokens > 0})
 
     def capacity_factor(self, unit: UnitKey) -> float:
-        """What the expert's capacity is multiplied by: 1.1 while it owes tokens, otherwise 1."""
+        """Factor of the expert's capacity: 1.1 while it owes tokens, otherwise 1."""
         return CAPACITY_BOOST if unit in self.owed else 1.0
 
     def to_dict(self) -> dict[str, Any]:

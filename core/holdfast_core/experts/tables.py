@@ -1,13 +1,13 @@
-"""What planning knows of a model's experts: their bytes, their layer, and the ranks that hold them.
+"""Tables of a model's experts: their bytes, their layer, and the ranks that hold them.
 
-Partial snapshots capture some experts and everything else (PEC §3.1, MoEtion §4.1), so each policy
-asks the same questions: which experts are there, how long is each, who holds it. All is derived
-from the tables of tensors that ranks exchange once, so that every rank has the same answers.
+Partial snapshots capture some experts and everything else (PEC §3.1, MoEtion §4.1), so every policy
+needs the same facts: which experts there are, how long each is, and which ranks hold it. All is
+derived from the tables of tensors that ranks exchange once, so that every rank has equal tables.
 
 An expert here is a unit of kind `expert`. Shared experts, which every token passes through, are no
-candidates: the conventions of the SDK take them for a layer's dense part, and where a model names
-them as experts, `shared` says which they are. They are captured in every snapshot, like the rest of
-the non-expert part, because they miss as many tokens as it would.
+candidates: the conventions of the SDK count them as a layer's dense part, and where a model names
+them as experts, `shared` lists them. They are captured in every snapshot, like the rest of the
+non-expert part, because leaving either out would lose as many tokens.
 
 This module holds no history (that is `experts.ledger`) and chooses nothing.
 """
@@ -29,15 +29,16 @@ class Expert:
 
     unit: UnitKey
     nbytes: int
-    """What a snapshot captures of it: one copy of what replicas share and all that is private."""
+    """Bytes that a snapshot captures of it: one copy of what replicas share, and all that is
+    private."""
     gradient_bytes: int
     """Bytes of one gradient for it: as many as its compute weights."""
     owners: tuple[int, ...]
     """The ranks that hold any of it, ascending."""
     stage: int
-    """Of the pipeline."""
+    """Pipeline stage."""
     share: int
-    """Which share of the layer's experts it belongs to: the index in expert parallelism."""
+    """Share of the layer's experts that it belongs to: the index in expert parallelism."""
 
     @property
     def layer(self) -> int:
@@ -55,8 +56,8 @@ class MoeLayer:
     def interleaved(self) -> tuple[Expert, ...]:
         """The experts, dealt from the shares in turn: neighbours belong to different ranks.
 
-        When all shares are equally large, any run of consecutive experts, also one that goes on
-        from the end at the beginning, holds equally many of each share, or one more.
+        When all shares are equally large, any run of consecutive experts, even one that wraps
+        around, holds equally many of each share, or one more.
         """
         turn: dict[int, int] = {}
         keyed = []
@@ -68,15 +69,16 @@ class MoeLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertTable:
-    """All experts that may be left out of a snapshot, and the size of what may not.
+    """All experts that may be left out of a snapshot, and the size of everything else.
 
     Layers may have different numbers of experts, of different sizes.
     """
 
     layers: tuple[MoeLayer, ...]
-    """Ascending; only layers that have experts."""
+    """Layers that have experts, ascending."""
     dense_bytes: int
-    """What every snapshot captures besides: one copy of all else, shared experts included."""
+    """Bytes of the rest, which every snapshot captures: one copy of it, including shared
+    experts."""
 
     @classmethod
     def of(
@@ -88,10 +90,10 @@ class ExpertTable:
     ) -> ExpertTable:
         """The table for the tensors that all ranks hold.
 
-        Whether replicas hold equal tensors is checked by `snapshots.sharding.plan_shards`.
+        It is `snapshots.sharding.plan_shards` that checks whether replicas hold equal tensors.
 
         Args:
-            tensors_by_rank: for each rank of the world the tensors it holds.
+            tensors_by_rank: for each rank of the world the tensors that it holds.
             shared: experts that every token passes through, and that are always captured.
 
         Raises:
@@ -141,7 +143,7 @@ class ExpertTable:
 
     @property
     def experts(self) -> tuple[Expert, ...]:
-        """All experts, by unit."""
+        """All experts, in the order of units."""
         return tuple(expert for layer in self.layers for expert in layer.experts)
 
     @property
@@ -175,7 +177,7 @@ class Selection:
     """The experts that one snapshot captures."""
 
     units: tuple[UnitKey, ...]
-    """Ascending."""
+    """Units of the experts, ascending."""
     reason: str
 
 
@@ -190,10 +192,10 @@ def captured_tensors(
     table: ExpertTable,
     selected: Iterable[UnitKey],
 ) -> dict[int, list[TensorSize]]:
-    """What each rank holds of a snapshot that captures these experts and all that is no expert.
+    """The tensors on each rank that a snapshot of these experts and the non-expert part captures.
 
-    Given to `snapshots.sharding.plan_shards` for each snapshot, it has the non-expert part
-    rebalanced around the experts that were chosen (adaptive data-parallel sharding, PEC §3.2)."""
+    Passed to `snapshots.sharding.plan_shards` for each snapshot, they rebalance the non-expert part
+    around the chosen experts (adaptive data-parallel sharding, PEC §3.2)."""
     left_out = set(table.units) - set(selected)
     return {
         rank: [tensor for tensor in tensors if tensor.unit not in left_out]

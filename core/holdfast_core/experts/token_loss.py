@@ -1,11 +1,11 @@
-"""What recoveries cost the model: the portion of tokens whose updates of experts were lost.
+"""The cost of recoveries to the model: the portion of tokens whose updates of experts were lost.
 
 PLT of PEC (eq. 4) and MLT of MoEtion (eq. 6), for one recovery, over the life of a job, and "at
 risk now": what a recovery from the newest captured versions would lose.
 
 Both papers divide by the tokens routed to experts, N_tokens · TopK, dropped ones included. PEC
-takes an epoch's, MoEtion leaves the span open; here it is what the caller gives, usually all of the
-job until now, which is more cautious early in a job.
+takes those of a training epoch, MoEtion leaves the span open. Here the caller gives them: usually
+all of the job until now, which is more cautious early in a job.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLoss:
-    """Lost tokens beside the tokens that they are a part of."""
+    """Lost tokens, and all the tokens that they are a portion of."""
 
     lost: Mapping[int, int]
-    """By layer."""
+    """Lost tokens by layer."""
     assignments: Mapping[int, int]
-    """By layer: N_tokens · TopK."""
+    """All tokens by layer: N_tokens · TopK."""
 
     @property
     def lost_tokens(self) -> int:
@@ -42,15 +42,15 @@ class TokenLoss:
 
     @property
     def mlt(self) -> float:
-        """Momentary lost tokens (MoEtion eq. 6): the *sum* of the layers' portions, 0 to their
-        number. The percentages of its table 1 are portions of each layer, so compare them with
-        the mean."""
+        """Momentary lost tokens (MoEtion eq. 6): the *sum* of the layers' portions, from 0 to the
+        number of layers. The percentages of its table 1 are portions of each layer, so compare them
+        with the mean."""
         return sum(portion(self.lost.get(m, 0), total) for m, total in self.assignments.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitCheck:
-    """Whether a loss keeps to its limit."""
+    """Result of comparing a loss with its limit."""
 
     passed: bool
     """True when the value is above the limit."""
@@ -59,22 +59,22 @@ class LimitCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossAccount:
-    """All that the recoveries of a job have lost (L_total of PEC eq. 4).
+    """All tokens that the recoveries of a job have lost (L_total of PEC eq. 4).
 
-    A sum over faults, as eq. 4 is. When two recoveries go back to one step, the model feels the
-    second only: an account that is kept beside the training state counts both, and one that goes
-    back with it, like the ledger, counts one.
+    It is a sum over faults, like eq. 4. When two recoveries go back to one step, only the second
+    affects the model: an account that is kept outside the training state counts both, and one that
+    is restored with it, like the ledger, counts one.
     """
 
     recoveries: int = 0
     lost: Mapping[int, int]
-    """By layer."""
+    """Lost tokens by layer."""
     lost_by_k: Mapping[int, int]
-    """By the K in force when they were lost; see `experts.dynamic_k`."""
+    """Lost tokens by the K in force when they were lost; see `experts.dynamic_k`."""
 
     @classmethod
     def start(cls) -> LossAccount:
-        """The account of a job that lost nothing yet."""
+        """The account of a job that has lost nothing yet."""
         return cls(lost={}, lost_by_k={})
 
     def after(self, lost: Mapping[UnitKey, int], k: int) -> LossAccount:
@@ -94,7 +94,8 @@ class LossAccount:
         return replace(self, recoveries=self.recoveries + 1, lost=by_layer, lost_by_k=by_k)
 
     def loss(self, assignments: Mapping[int, int]) -> TokenLoss:
-        """The loss beside these assignments by layer: an epoch's, or `ExpertLedger.assignments`."""
+        """The loss as a portion of these assignments by layer: those of a training epoch, or
+        `ExpertLedger.assignments`."""
         return TokenLoss(lost=self.lost, assignments=assignments)
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class LossAccount:
 
 
 def recovery_loss(lost: Mapping[UnitKey, int], assignments: Mapping[int, int]) -> TokenLoss:
-    """What one recovery lost, beside these assignments by layer.
+    """The loss of one recovery, as a portion of these assignments by layer.
 
     Raises:
         InvalidJobError: when a loss is below 0.
@@ -134,12 +135,12 @@ def recovery_loss(lost: Mapping[UnitKey, int], assignments: Mapping[int, int]) -
 
 
 def at_risk(ledger: ExpertLedger) -> TokenLoss:
-    """What a recovery of the ledger's step would lose, each expert from its newest version."""
+    """The loss of a recovery to the ledger's step, each expert from its newest version."""
     return recovery_loss({unit: ledger.unsaved(unit) for unit in ledger.tokens}, ledger.assignments)
 
 
 def check_limit(what: str, value: float, limit: float) -> LimitCheck:
-    """Whether `value` is above `limit`, in words for a condition."""
+    """Whether `value` is above `limit`, with a reason for a condition."""
     passed = value > limit
     return LimitCheck(
         passed=passed,
@@ -149,7 +150,7 @@ def check_limit(what: str, value: float, limit: float) -> LimitCheck:
 
 
 def portion(lost: int, total: int) -> float:
-    """`lost` / `total`; 0 when nothing was lost, and 1 when more was than is counted in all."""
+    """`lost` / `total`; 0 when nothing was lost, and 1 when more was lost than `total`."""
     return min(1.0, lost / total) if total > 0 else float(lost > 0)
 
 
