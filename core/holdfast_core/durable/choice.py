@@ -1,8 +1,8 @@
-"""Which generation in storage a job goes on from when its daemons' memory has no line.
+"""Which generation in storage a job continues from when its daemons' memory has no line.
 
-Pure: what was found there comes in, a choice and its reason go out. A fresh start is chosen only
-when storage was read, is the right one, and holds no copy at all: whoever waits can still be
-helped, and training that began anew in silence would cost what the copies were made for.
+Pure: what was found in storage goes in, a choice and its reason come out. A fresh start is chosen
+only when storage was read, is the right one, and holds no copy at all: the operator of a job that
+waits can still help it, but training that silently began anew would lose what the copies protect.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Tier
 
 ELSEWHERE = "load it with torch.distributed.checkpoint (docs/persistence.md)"
-"""What to do about a copy of another parallelism."""
+"""Advice for a copy of another parallelism."""
 
 MARK_FILE = "tier.json"
-"""In the job's directory from its first set on; it says that this is the right storage."""
+"""File in the job's directory from its first set on; it shows that this is the right storage."""
 
 _NAMED_MAX = 4
-"""Copies that a reason names one by one."""
+"""Most copies that a reason names one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class StoredCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnreadableCopy:
-    """A set in storage that says it is whole and cannot be read."""
+    """A set in storage that has a manifest but cannot be read."""
 
     generation: Generation
     reason: str
@@ -41,27 +41,27 @@ class UnreadableCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What storage holds of a job."""
+    """Copies of a job found in storage."""
 
     copies: tuple[StoredCopy, ...] = ()
     """Whole sets, in any order."""
     unreadable: tuple[UnreadableCopy, ...] = ()
     marked: bool = False
-    """The job's mark is there. Nobody looks for it where there are sets."""
+    """Whether the job's mark was found. It is looked for only where there are no sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyChoice:
-    """What follows. Without a generation, and neither `fresh` nor `beyond`: the job waits."""
+    """The choice. Without a generation, and with neither `fresh` nor `beyond`, the job waits."""
 
     reason: str
     generation: Generation | None = None
-    """To be loaded by all ranks."""
+    """The generation that all ranks load."""
     fresh: bool = False
-    """There is no copy: the job begins from the beginning."""
+    """There is no copy: the job starts from the beginning."""
     beyond: int = 0
-    """An epoch of an earlier run, which the job's epoch has to pass first: what is captured next
-    must be newer than every copy."""
+    """An epoch of an earlier run, which the job's epoch has to exceed first: the next capture must
+    be newer than every copy."""
 
 
 def choose_copy(
@@ -77,8 +77,8 @@ def choose_copy(
 
     Args:
         unusable: copies that some rank could not load, and why.
-        current: the one that is being loaded: kept while it can be used, so that a newer copy that
-            came back meanwhile does not undo what is loaded already.
+        current: the copy that is being loaded. It is kept while it can be used, so that a newer
+            copy that reappears meanwhile does not undo what is already loaded.
     """
     copies = sorted(found.copies, key=lambda copy: copy.generation, reverse=True)
     newest = max((copy.generation.epoch for copy in copies), default=0)

@@ -1,9 +1,9 @@
-"""What exported tensors are called: rules from names in the model to names that others expect.
+"""Names of exported tensors: rules from names in the model to names that other tools expect.
 
 Rules are regular expressions over the names that training uses, with stacked experts one by one
 (`layers.0.moe.experts.w_in[5]`). A rule may transpose (stacked experts of grouped GEMMs are
 `[in, out]`, linear layers `[out, in]`) and may cut a fused weight into its parts. A tensor that no
-rule knows is an error: a model that silently lacks a weight is worse than none.
+rule matches is an error: a model that silently lacks a weight is worse than none.
 
 `HUGGING_FACE` fits the example model; docs/loading-elsewhere.md shows how to write others.
 """
@@ -22,32 +22,32 @@ from holdfast_core.snapshots.layouts import TensorRole
 
 
 class NameRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of tensors whose whole name matches."""
+    """Rule for tensors whose whole name matches."""
 
     match: str
     """Regular expression."""
     names: tuple[str, ...] = ()
-    r"""The new name, with `\1` for what the first group matched; several for parts of equal length
-    along the first dimension; none: the tensor is left out."""
+    r"""The new name, with `\1` for the match of the first group; several names for parts of equal
+    length along the first dimension; none to leave the tensor out."""
     transpose: bool = False
     """Swap the last two dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """One tensor of the export, and what of the set it is."""
+    """One tensor of the export, and the part of the set that it comes from."""
 
     name: str
     tensor: SetTensor
     first: int
-    """Of the first dimension, where it begins."""
+    """Index along the first dimension where the part begins."""
     shape: tuple[int, ...]
-    """In the set, before it is transposed."""
+    """Shape of the part in the set, before it is transposed."""
     transpose: bool = False
 
     @property
     def new_shape(self) -> tuple[int, ...]:
-        """In the export."""
+        """Shape in the export."""
         *outer, rows, columns = self.shape if self.transpose else (*self.shape, 1, 1)
         return (*outer, columns, rows) if self.transpose else self.shape
 
@@ -98,7 +98,7 @@ def decode_rules(data: bytes) -> tuple[NameRule, ...]:
     """Rules from a JSON document `{"rules": [{"match": …, "names": […], "transpose": …}, …]}`.
 
     Raises:
-        InvalidJobError: it is not one, or an expression is none.
+        InvalidJobError: when `data` is not such a document, or an expression is invalid.
     """
     try:
         rules = _TABLE.decode(data).rules
@@ -112,15 +112,15 @@ def decode_rules(data: bytes) -> tuple[NameRule, ...]:
 def exported(
     tensors: Iterable[SetTensor], rules: Sequence[NameRule] | None, *, optimizer: bool = False
 ) -> list[Exported]:
-    """What is to be exported, by new name.
+    """The tensors to export, sorted by new name.
 
     Args:
         rules: the first that matches counts; None keeps all names.
-        optimizer: also its states. Otherwise parameters and buffers only.
+        optimizer: export optimizer states too, not only parameters and buffers.
 
     Raises:
-        InvalidJobError: a tensor matches no rule, cannot be cut or transposed as its rule says, or
-            two get one name.
+        InvalidJobError: when a tensor matches no rule or cannot be cut or transposed as its rule
+            requires, or when two tensors get one name.
     """
     found: dict[str, Exported] = {}
     unknown = []

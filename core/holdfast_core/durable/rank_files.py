@@ -1,9 +1,10 @@
 """A rank's file in the durable tier: a safetensors file whose data is the slot's payload as it is.
 
-The header says twice what lies where: as tensors, for whoever knows safetensors only, and as the
-layout and manifest that the arena carried, so that the same piece digests verify the bytes from the
-trainer to the storage and back. Nothing in it is code (no pickle). docs/persisted-format.md shows
-one. This module knows bytes only; files and places are for `holdfast_storage`.
+The header describes the data twice: as tensors, for readers that only understand safetensors, and
+as the layout and manifest that the arena carried, so that the same piece digests verify the bytes
+from the trainer to the storage and back. Nothing in it is code (no pickle).
+docs/persisted-format.md shows an example. This module handles bytes only; files and places are for
+`holdfast_storage`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FORMAT = "holdfast/1"
 
 
 SPARSE_FORMAT = "holdfast/2"
-"""Of a file that lacks pieces, whose bytes the set says to be in other files."""
+"""Format of a file that lacks pieces; the set's manifest names the files that hold them."""
 
 
 PieceRange = tuple[int, int]
@@ -44,7 +45,7 @@ PieceRange = tuple[int, int]
 
 
 HEADER_BYTES_MAX = 100_000_000
-"""What the safetensors package accepts; a rank of some terabytes stays below it."""
+"""Longest header that the safetensors package accepts; a rank of some terabytes stays below it."""
 
 
 EXTRAS_NAME = "holdfast.extras"
@@ -76,17 +77,18 @@ _DTYPES = {
     "int64": ("I64", 8),
     "float64": ("F64", 8),
 }
-"""torch's name → safetensors' name and bytes. Others (complex) lie in the file as bytes."""
+"""torch's name → safetensors' name and item size in bytes. Other dtypes (complex) are stored as
+bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sparse:
-    """What a file holds that does not hold all of its snapshot."""
+    """Contents of a file that holds only a part of its snapshot."""
 
     pieces: tuple[PieceRange, ...]
-    """Ascending."""
+    """Pieces in the file, ascending."""
     older: tuple[ExpertVersion, ...] = ()
-    """See `durable.sparse_files.RankPlan`."""
+    """Older versions of experts; see `durable.sparse_files.RankPlan`."""
 
 
 _SPARSE = msgspec.json.Decoder(Sparse)
@@ -94,19 +96,19 @@ _SPARSE = msgspec.json.Decoder(Sparse)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankHeader:
-    """What a header holds: the encoded layout and manifest, and what they say."""
+    """Contents of a header: the layout and manifest, encoded and decoded."""
 
     layout: bytes
     manifest: bytes
     decoded: Manifest
     topology: str
     pieces: tuple[PieceRange, ...]
-    """That follow the header."""
+    """Pieces that follow the header."""
     older: tuple[ExpertVersion, ...] = ()
 
 
 def safetensors_dtype(dtype: str) -> str | None:
-    """What safetensors files call a dtype of torch; None when they cannot hold it."""
+    """The safetensors name of a dtype of torch; None when safetensors files cannot hold it."""
     return _DTYPES[dtype][0] if dtype in _DTYPES else None
 
 
@@ -116,15 +118,15 @@ def file_name(rank: int) -> str:
 
 
 def encode_header(layout: bytes, manifest: bytes, sparse: Sparse | None = None) -> bytes:
-    """The first bytes of a rank's file, up to the payload; whole pages of them, so that who maps
-    the file finds every tensor as aligned as it was in the arena.
+    """The first bytes of a rank's file, up to the payload. They fill whole pages, so that in a
+    mapping of the file every tensor is aligned as it was in the arena.
 
     Args:
-        sparse: what the file holds; None for all of the payload.
+        sparse: the part of the snapshot that the file holds; None for all of the payload.
 
     Raises:
-        CorruptError: `layout` or `manifest` cannot be read, or they are not of each other.
-        LayoutMismatchError: there are more tensors than a safetensors header can name.
+        CorruptError: when `layout` or `manifest` cannot be read, or they do not belong together.
+        LayoutMismatchError: when there are more tensors than a safetensors header can name.
     """
     decoded, text = _check(layout, manifest)
     metadata = {"format": FORMAT, "layout": layout.decode(), "manifest": manifest.decode()}
@@ -135,7 +137,7 @@ def encode_header(layout: bytes, manifest: bytes, sparse: Sparse | None = None) 
         tensors = _present(tensors, sparse.pieces, decoded)
     table: dict[str, object] = {"__metadata__": metadata}
     for name, dtype, shape, start, end in tensors:
-        # Names are unique in sound layouts; if not, nothing is lost but the plain name.
+        # Names are unique in sound layouts; where they are not, only the plain name is lost.
         unique = name if name not in table else f"{name}~{start}"
         table[unique] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     body = msgspec.json.encode(table)
@@ -164,11 +166,11 @@ _HEADER = msgspec.json.Decoder(_Header)
 
 
 def decode_header(data: bytes) -> RankHeader:
-    """What `encode_header` wrote.
+    """The header that `encode_header` wrote.
 
     Raises:
-        CorruptError: these are not the first bytes of a rank's file, or what they hold does not
-            fit together.
+        CorruptError: when `data` is not the first bytes of a rank's file, or its contents
+            contradict each other.
     """
     declared = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if len(data) < _LENGTH_BYTES or declared != len(data) - _LENGTH_BYTES:
@@ -202,7 +204,7 @@ def decode_header(data: bytes) -> RankHeader:
 
 
 def bytes_of_runs(pieces: Iterable[PieceRange], manifest: Manifest) -> int:
-    """Of these pieces of a payload; the last piece of all may be short."""
+    """Bytes of these pieces of a payload, whose last piece may be short."""
     size = manifest.piece_bytes
     return sum(min(end * size, manifest.payload_bytes) - first * size for first, end in pieces)
 
@@ -213,10 +215,10 @@ def describe_file(
     units: tuple[StoredUnit, ...] = (),
     sparse: Sparse | None = None,
 ) -> RankFile:
-    """What a set's manifest says of the file that begins with `header`.
+    """The entry in a set's manifest for the file that begins with `header`.
 
     Raises:
-        CorruptError: `manifest` cannot be read.
+        CorruptError: when `manifest` cannot be read.
     """
     decoded = decode_manifest(manifest)
     return RankFile(
@@ -258,7 +260,7 @@ _Tensor = tuple[str, str, tuple[int, ...], int, int]
 
 
 def _tensors(manifest: Manifest, layout: Layout) -> Iterator[_Tensor]:
-    """All of the payload, in order and without a gap, which is what safetensors demands."""
+    """Tensors that cover the whole payload, in order and without a gap, as safetensors requires."""
     at = paddings = 0
     extras = (manifest.extras_offset, manifest.extras_offset + manifest.extras_bytes)
     parts = [_tensor(entry) for entry in layout.entries]
@@ -276,8 +278,8 @@ def _tensors(manifest: Manifest, layout: Layout) -> Iterator[_Tensor]:
 def _present(
     tensors: Iterable[_Tensor], pieces: Sequence[PieceRange], manifest: Manifest
 ) -> Iterator[_Tensor]:
-    """What of these follows a header that only `pieces` follow, and where. A tensor that is not
-    there as a whole is padding."""
+    """The tensors, and their offsets, in a file that holds only `pieces`. A tensor that is only
+    partly there becomes padding."""
     size, at, paddings = manifest.piece_bytes, 0, 0
     starts = [first for first, _ in pieces]
     before = [0, *accumulate(bytes_of_runs([run], manifest) for run in pieces)]

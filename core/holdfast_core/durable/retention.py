@@ -1,8 +1,8 @@
-"""Which sets of the durable tier stay, and which files belong to nothing.
+"""Which sets of the durable tier stay, and which files belong to no set.
 
-Pure: what is there goes in, what may be removed comes out, with the reason. What is removed is
-removed manifest first, so that a crash in the middle leaves files that belong to nothing, which the
-next time removes, and never a set that looks complete.
+Pure: the sets found go in, those that may be removed come out, with the reason. A set's manifest is
+removed first, so that a crash in the middle leaves files that belong to no set, which the next
+cleaning removes, and never a set that looks complete.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from holdfast_core.snapshots.generations import Generation
 
 
 class SetState(StrEnum):
-    """What was found where a set lies."""
+    """State in which a set was found."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"
-    """It has a manifest, and the manifest or a file that it names is not what it must be."""
+    """The set has a manifest that is damaged, or that names a damaged or missing file."""
     UNCOMMITTED = "uncommitted"
-    """It has no manifest: it is being written, or was given up."""
+    """The set has no manifest: it is being written, or was given up."""
     HOLDER = "holder"
-    """Sets that it names were removed, and a complete set names it: nobody restores it, and what
-    its files hold is needed."""
+    """Sets that it names were removed, and a complete set names it: it is never restored itself,
+    but its files are needed."""
     UNKNOWN = "unknown"
     """The storage did not answer."""
 
@@ -37,14 +37,14 @@ class FoundSet:
     generation: Generation
     state: SetState
     modified_s: float
-    """When the newest of its files was written, seconds since 1970."""
+    """Time at which the newest of its files was written, seconds since 1970."""
     needs: frozenset[Generation] = frozenset()
     """Other sets, whose files hold experts that this one names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removal:
-    """A set that may go."""
+    """A set that may be removed."""
 
     generation: Generation
     reason: str
@@ -61,17 +61,19 @@ def choose_removals(
     """Sets to remove, oldest first.
 
     The newest `keep` complete sets stay, and every complete one whose step is a multiple of
-    `keep_every` (0: none). A set without a manifest goes when a newer set is complete, nobody
-    writes it (`writing`, and no file of it is newer than `idle_since_s`). A damaged one, which no
-    restore would take, goes when `keep` newer ones are complete. What is unknown stays.
+    `keep_every` (0: none). A set without a manifest goes when a newer set is complete and it is no
+    longer being written (it is not in `writing`, and its newest file is older than `idle_since_s`).
+    A damaged set, which no restore would take, goes when `keep` newer ones are complete. An unknown
+    set stays.
 
-    Nothing goes that a set which stays to be restored needs. What a set needs that stays only
-    because of others may go: it is a holder from then on, or sets would hold each other for ever.
-    So wherever a crash comes between two removals, the sets that stay have all that they need.
-    Where sets need others and one is unknown, which may need any before it, none before it goes.
+    A set stays when a set that may be restored needs it. A set that stays only because others need
+    it does not make the sets that it needs itself stay: when they go, it becomes a holder.
+    Otherwise sets would keep each other for ever. So after a crash between any two removals, the
+    sets that stay have all that they need. Where sets need others, no set older than an unknown one
+    goes: the unknown set may need any of them.
 
     Raises:
-        InvalidJobError: `keep` is below one, or `keep_every` below zero.
+        InvalidJobError: when `keep` is below one, or `keep_every` below zero.
     """
     if keep < 1 or keep_every < 0:
         raise InvalidJobError(

@@ -1,21 +1,21 @@
 """When a generation is due to be written to the durable tier, and when a set is given up.
 
-By steps and by time as the job says; at once when somebody asks for it, or when the loss of one
-more node would lose the newest generation. Where the job says neither steps nor time, as often as
-REFT appendix A computes it (`holdfast_core.protection.intervals`), with what is measured in place
-of its constants:
+A job may give an interval in steps or time. A copy is due at once when it is asked for, or when the
+loss of one more node would lose the newest generation. Where the job gives neither steps nor time,
+the interval is that of REFT appendix A (`holdfast_core.protection.intervals`), with measurements in
+place of its constants:
 
 - O_save is the time that the newest set took. Persisting runs beside training, so this is more than
-  what training feels of it; a smaller cost would only mean more copies.
+  it delays training; a smaller cost would only mean more copies.
 - The rate is that of losses which memory does not survive: two nodes of a parity group within
-  `EXPOSURE_S`, at the rate at which this job has lost nodes. A job that has lost none is taken to
+  `EXPOSURE_S`, at the rate at which this job has lost nodes. A job that has lost none is assumed to
   lose one per node in `NODE_LIFE_S`.
 
-Groups do not fail independently in all cases (power, eviction, a defect of ours), so the interval
-never exceeds `INTERVAL_S_MAX`.
+Groups do not always fail independently (power, eviction, a defect of ours), so the interval never
+exceeds `INTERVAL_S_MAX`, unless a set takes longer than half of that.
 
-Times are seconds on any clock that runs evenly. Who calls this decides nothing itself: the leader's
-engine in every daemon, and a daemon that is told to end.
+Times are seconds on any steady clock. The callers decide nothing themselves: they are the leader's
+engine in every daemon, and a daemon that has been asked to end.
 """
 
 from __future__ import annotations
@@ -29,43 +29,45 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Redundancy, Tier
 
 EXPOSURE_S = 60.0
-"""From the loss of a node until its snapshot is rebuilt and protected again, at most."""
+"""Longest time from the loss of a node until its snapshot is rebuilt and protected again."""
 NODE_LIFE_S = 30 * 86400.0
-"""What a node is taken to live, before any was lost."""
+"""Assumed life of a node before any was lost."""
 INTERVAL_S_MIN = 60.0
 INTERVAL_S_MAX = 3600.0
 RETRY_S = 1.0
 RETRY_S_MAX = 300.0
 PATIENCE_S = 600.0
 SLOWEST_BYTES_S = 20e6
-"""What storage without a limit is expected to take in a second at least, from one daemon."""
+"""Lowest expected bandwidth of storage without a limit, for one daemon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known when the question is asked."""
+    """Facts that decide whether a generation is due."""
 
     candidate: Generation
     """The newest generation that could be persisted."""
     base_step: int
-    """Step of the newest set of this timeline, or where the timeline began."""
+    """Step of the newest set of this timeline, or the step where the timeline began."""
     elapsed_s: float
-    """Since the last set was complete, or since somebody watches."""
+    """Seconds since the last set was complete, or since the leader began to count them."""
     cost_s: float | None
-    """What the newest set took; None before the first."""
+    """Seconds that the newest set took; None before the first."""
     loss_rate_per_s: float
-    """Of losses that memory does not survive; see `loss_rate_per_s`."""
+    """Rate of losses that memory does not survive; see `loss_rate_per_s`."""
     wanted: bool = False
-    """Somebody asks for it."""
+    """A copy was asked for."""
     redundancy_lost: bool = False
-    """The loss of one more node would lose the candidate, which was promised to survive it."""
+    """The loss of one more node would lose the candidate, although the job's redundancy promises
+    that it survives."""
 
 
 def why_due(tier: Tier, facts: Facts, *, portion: float = 1.0) -> str:
-    """Why `facts.candidate` is to be persisted now, in words; empty when it is not due.
+    """The reason to persist `facts.candidate` now; empty when it is not due.
 
     Args:
-        portion: of an interval that must have passed; less than 1 asks what is due soon.
+        portion: portion of an interval that must have passed; with less than 1, what is due soon
+            counts as due.
     """
     if facts.wanted:
         return "it was asked for"
@@ -87,8 +89,8 @@ def why_due(tier: Tier, facts: Facts, *, portion: float = 1.0) -> str:
 
 
 def computed_interval_s(cost_s: float, loss_rate_per_s: float) -> float:
-    """The interval where the job says none (REFT appendix A, eq. 11), within its bounds; never so
-    short that persisting goes on without a pause."""
+    """The interval where the job gives none (REFT appendix A, eq. 11), within its bounds, and never
+    so short that persisting would go on without a pause."""
     optimum = optimal_interval_s(cost_s, loss_rate_per_s)
     return min(max(optimum, INTERVAL_S_MIN, 2 * cost_s), max(INTERVAL_S_MAX, 2 * cost_s))
 
@@ -101,11 +103,11 @@ def loss_rate_per_s(
     lost_nodes: int,
     watched_s: float,
 ) -> float:
-    """How often the job loses what it has in memory.
+    """Rate at which the job loses what it has in memory.
 
     Args:
-        replicas: whole copies in a group, with Replication.
-        lost_nodes: that were replaced in `watched_s` seconds.
+        replicas: number of whole copies in a group, with Replication.
+        lost_nodes: number of nodes that were replaced in `watched_s` seconds.
     """
     nodes = sum(len(group) for group in groups)
     rate_per_s = (lost_nodes + 1) / (nodes * max(watched_s, 0.0) + NODE_LIFE_S)
@@ -121,7 +123,8 @@ def loss_rate_per_s(
 
 
 def base_step(candidate: Generation, line: Line, persisted: Generation | None) -> int:
-    """From where the steps to `candidate` count: a set of a timeline that was left does not."""
+    """The step from which the steps to `candidate` count. A set of an abandoned timeline does not
+    count."""
     began = line.generation.step if line.generation is not None else 0
     if persisted is None:
         return began
@@ -130,10 +133,11 @@ def base_step(candidate: Generation, line: Line, persisted: Generation | None) -
 
 
 def backoff_s(failures: int) -> float:
-    """The pause after so many failed sets in a row."""
+    """The pause after `failures` failed sets in a row."""
     return min(RETRY_S * 2.0 ** min(failures - 1, 30), RETRY_S_MAX)
 
 
 def patience_s(tier: Tier, member_bytes: int) -> float:
-    """After how long without another file a set is given up, where one member writes so much."""
+    """Seconds without another file after which a set is given up, when a member writes at most
+    `member_bytes`."""
     return PATIENCE_S + 2 * member_bytes / (tier.bytes_per_s or SLOWEST_BYTES_S)

@@ -1,6 +1,6 @@
-"""The tensors of a model, put together from the layouts of all ranks.
+"""The tensors of a model, assembled from the layouts of all ranks.
 
-A layout says what one rank captured: whole tensors, byte ranges of tensors that replicas share,
+A layout lists what one rank captured: whole tensors, byte ranges of tensors that replicas share,
 single experts of stacked weights, local boxes of distributed tensors. Loading into another
 parallelism needs the other view: each tensor of the model under its own name, in its full shape,
 and for every byte of it the rank and the place in that rank's payload.
@@ -8,9 +8,10 @@ and for every byte of it the rank and the place in that rank's payload.
 Names, for a parameter `w`: `w` itself, `optim.state.w.exp_avg` for an optimizer state of it and
 `optim.state.w.master` for its float32 master, wherever that is kept; as
 `torch.distributed.checkpoint.state_dict` names them below a key `optim`. Experts are counted over
-all ranks. What no other rank has under its name is `rank-00003/…`.
+all ranks. A tensor of one rank alone is named `rank-00003/…`.
 
-It moves no bytes. A tensor that cannot be put together whole is refused, never left with holes.
+This module moves no bytes. It refuses a tensor that cannot be assembled whole, and never leaves
+holes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from holdfast_core.topology import Coordinates, Topology
 OPTIMIZER_PREFIX = "optim."
 _OWN_PREFIX = "rank-"
 REPLICATED = -1
-"""As a tensor-parallel dimension: every tensor-parallel rank holds the whole tensor."""
+"""Stands for a tensor-parallel dimension where every tensor-parallel rank holds the whole
+tensor."""
 
 _NAME = re.compile(
     r"(?P<base>.*?)(?P<buffer>\(buffer\))?(?P<master>/master)?(?:\[(?P<index>[0-9]+)\])?", re.DOTALL
@@ -41,7 +43,7 @@ _ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Bytes of a box, and where they lie."""
+    """Bytes of a box, and their place in a rank's payload."""
 
     start: int
     """First byte within the box's contiguous bytes."""
@@ -53,7 +55,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a tensor: contiguous in C order within itself. Its parts tile it."""
+    """A box of a tensor, contiguous in C order within itself. Its parts tile it."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -66,9 +68,10 @@ class SetTensor:
 
     name: str
     parameter: str
-    """Name of the parameter (or buffer) that it is or belongs to; without an expert's index."""
+    """Name of the parameter (or buffer) that it is or belongs to, without an expert's index."""
     key: str
-    """Of an optimizer state: `exp_avg`, `master`; empty for parameters and buffers."""
+    """Key of an optimizer state, such as `exp_avg` or `master`; empty for parameters and
+    buffers."""
     role: TensorRole
     dtype: str
     shape: tuple[int, ...]
@@ -78,7 +81,7 @@ class SetTensor:
 
     @property
     def own(self) -> bool:
-        """Whether it is one rank's alone; see `Entry.own`."""
+        """Whether only one rank has it; see `Entry.own`."""
         return self.name.startswith(_OWN_PREFIX)
 
     @property
@@ -92,22 +95,22 @@ class SetTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How layouts are read that do not say everything."""
+    """Facts about the model that its layouts do not contain."""
 
     by_expert: bool = False
     """Experts of stacked weights are tensors of their own, `w[5]`, instead of slices of `w`."""
     tensor_parallel: Mapping[str, int] = field(default_factory=dict)
     """Regular expression (matching whole parameter names, first match wins) → the dimension along
-    which plain tensors are cut over tensor-parallel ranks, or `REPLICATED`. Distributed tensors say
-    it themselves."""
+    which plain tensors are cut over tensor-parallel ranks, or `REPLICATED`. Layouts contain it for
+    distributed tensors."""
     rename: Callable[[str, Coordinates], str | None] | None = None
-    """(parameter, the rank's coordinates) → its name in the model, or None to leave it out: for
-    pipeline stages that count their layers from 0, or that both hold a tied weight."""
+    """(parameter, the rank's coordinates) → the parameter's name in the model, or None to leave it
+    out: for pipeline stages that count their layers from 0, or that both hold a tied weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """An entry, and where its local tensor lies in the whole."""
+    """An entry, and the place of its local tensor in the whole tensor."""
 
     entry: Entry
     rank: int
@@ -116,16 +119,16 @@ class _Placed:
     parameter: str
     key: str
     shape: tuple[int, ...]
-    """Of the whole; 0 for a number of stacked experts, which all ranks know together only."""
+    """Shape of the whole; 0 for a number of stacked experts, which only follows from all ranks."""
     box: tuple[tuple[int, ...], tuple[int, ...]]
-    """Its offsets in the whole, and its shape."""
+    """Offsets of the local tensor in the whole, and its shape."""
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of an element of a dtype as layouts write it.
+    """Bytes of an element of a dtype, given as layouts name it.
 
     Raises:
-        LayoutMismatchError: for a dtype whose elements are no whole bytes, or that is unknown.
+        LayoutMismatchError: for a dtype that is unknown, or whose elements are not whole bytes.
     """
     match = _DTYPE.fullmatch(dtype)
     size = 1 if dtype == "bool" else _ITEM_BYTES.get(match[1]) if match else None
@@ -141,7 +144,7 @@ def set_tensors(
 
     Raises:
         LayoutMismatchError: when ranks disagree about a tensor, or some of it is in no layout.
-        InvalidJobError: when it takes `tensor_parallel` or `rename` to tell what a tensor is.
+        InvalidJobError: when `tensor_parallel` or `rename` is needed to identify a tensor.
     """
     placing = _Placing(reading if reading is not None else Reading(), layouts)
     by_name: dict[str, list[_Placed]] = {}
@@ -163,11 +166,12 @@ class _Placing:
         for layout in layouts.values():
             for entry in state_entries(layout):
                 units.setdefault(entry.tensor, set()).add(entry.unit)
-        # Ranks that hold other experts under the same name: a stack that is not sliced.
+        # Different experts under one name: a stack that is not sliced.
         self._stacks = {name for name, of in units.items() if len(of) > 1}
 
     def place(self, rank: int, entry: Entry) -> Iterator[_Placed]:
-        """Nothing when it is left out, or another rank's copy is used."""
+        """Yield the place of `entry`; nothing when it is left out or another rank's copy is
+        used."""
         topology = self._topologies[rank]
         at = topology.coordinates(rank)
         text, _, key = entry.tensor.partition(":")
@@ -267,7 +271,7 @@ def _tensor(name: str, parts: Sequence[_Placed]) -> SetTensor:
 
 
 def _tiles(name: str, total: int, found: Iterable[_Placed]) -> tuple[TensorPart, ...]:
-    """Ranges that tile a box of `total` bytes; of several ranks that have a byte, the lowest."""
+    """Ranges that tile a box of `total` bytes; of equal ranges, that of the lowest rank."""
     ranges = sorted(found, key=lambda p: (p.entry.start, p.rank))
     stages = {p.stage for p in ranges}
     if len(stages) > 1:
@@ -298,15 +302,15 @@ def _tiles(name: str, total: int, found: Iterable[_Placed]) -> tuple[TensorPart,
 def runs_of(
     box: Box, offsets: Sequence[int], lengths: Sequence[int], item: int
 ) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of the runs of a box within `box`, in C order, as few as possible.
+    """(first byte, bytes) of the runs of an inner box within `box`, in C order, as few as possible.
 
     Args:
-        offsets: of the inner box, within `box`.
-        lengths: its shape.
+        offsets: offsets of the inner box within `box`.
+        lengths: shape of the inner box.
         item: bytes of an element.
     """
     shape, split = box.shape, len(box.shape)
-    # Trailing dimensions that are taken whole are contiguous.
+    # Trailing dimensions that the inner box spans are contiguous.
     while split and (lengths[split - 1] == shape[split - 1]):
         split -= 1
     split = max(split - 1, 0)

@@ -1,8 +1,9 @@
 """A set of the durable tier: one generation of a job, as the files of all its ranks and a manifest.
 
-The manifest is written last and proves itself: its presence makes the set complete. Names come from
-outside (job files, storage that others write to), so what is not exactly one of the patterns here
-is never opened. This module knows names and bytes; `holdfast_storage` knows places.
+The manifest is written last and carries its own checksum: its presence makes the set complete.
+Names come from outside (job files, storage that other programs write to), so a name that does not
+match a pattern here exactly is never opened. This module handles names and bytes;
+`holdfast_storage` handles places.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 SET_FORMAT = "holdfast-set/1"
 EXPERTS_FORMAT = "holdfast-set/2"
-"""Of a set that says of each expert which set's file holds it."""
+"""Format of a set that names, for each expert, the set whose file holds it."""
 LATEST_FORMAT = "holdfast-latest/1"
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest.json"
 
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
-"""More than 100,000 ranks take; what is larger is not read."""
+"""Largest manifest that is read; one of 100,000 ranks is smaller."""
 
 FILE_BYTES_MAX = 1 << 50
 
@@ -40,16 +41,16 @@ _LAYOUT_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSet:
-    """What a set's manifest says."""
+    """Contents of a set's manifest."""
 
     job: str
     generation: Generation
     topology: str
     """Canonical text of the parallel topology that its ranks were captured in."""
     created: float
-    """Seconds since 1970 when it was committed."""
+    """Time at which the set was committed, in seconds since 1970."""
     files: tuple[RankFile, ...]
-    """By rank, all of the world."""
+    """Files of all ranks of the world, by rank."""
 
     @property
     def world_size(self) -> int:
@@ -63,15 +64,15 @@ class StoredSet:
 
     @property
     def bytes(self) -> int:
-        """Of all ranks' files."""
+        """Bytes of all ranks' files."""
         return sum(file.bytes for file in self.files)
 
 
 def checked_job(name: str) -> str:
-    """`name`, when it may be a directory below the tier.
+    """`name`, if it may be a directory below the tier.
 
     Raises:
-        InvalidJobError: it is not one plain name.
+        InvalidJobError: when it is not one plain name.
     """
     if not _JOB.fullmatch(name):
         raise InvalidJobError(
@@ -82,10 +83,10 @@ def checked_job(name: str) -> str:
 
 
 def set_name(generation: Generation) -> str:
-    """The directory of a generation, so that names sort as generations do.
+    """Name of a generation's directory. Names sort as generations do.
 
     Raises:
-        InvalidJobError: the epoch or step has more digits than the name has room for.
+        InvalidJobError: when the epoch or step has more digits than the name has room for.
     """
     name = f"{generation.epoch:08d}.{generation.step:012d}"
     if not _SET.fullmatch(name):
@@ -94,13 +95,13 @@ def set_name(generation: Generation) -> str:
 
 
 def parse_set_name(name: str) -> Generation | None:
-    """The generation whose set is called `name`, or None when that is no set's name."""
+    """The generation whose set is named `name`; None when that is not the name of a set."""
     match = _SET.fullmatch(name)
     return Generation(int(match[1]), int(match[2])) if match else None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """`RankFile` in JSON: 64-bit numbers as hexadecimal text, which every reader keeps whole."""
+    """`RankFile` in JSON: 64-bit numbers as hexadecimal text, which every reader keeps exact."""
 
     rank: int
     file: str
@@ -137,7 +138,7 @@ _LATEST_DECODER = msgspec.json.Decoder(_Latest)
 
 def encode_set(stored: StoredSet) -> bytes:
     """The set's manifest: canonical JSON (sorted names, no spaces) with its own xxh3-64, which is
-    taken over the same JSON without the member `xxh3`."""
+    computed over the same JSON without the member `xxh3`."""
     document = _Set(
         format=EXPERTS_FORMAT if any(file.units for file in stored.files) else SET_FORMAT,
         job=stored.job,
@@ -152,10 +153,10 @@ def encode_set(stored: StoredSet) -> bytes:
 
 
 def decode_set(data: bytes, *, job: str, generation: Generation) -> StoredSet:
-    """What `encode_set` wrote for this generation of `job`.
+    """The set that `encode_set` wrote for this generation of `job`.
 
     Raises:
-        CorruptError: it is damaged, of another set, or says what cannot be.
+        CorruptError: when it is damaged, of another set, or impossible.
     """
     where = f"the manifest of generation {generation} of {job}"
     try:
@@ -188,7 +189,11 @@ def decode_set(data: bytes, *, job: str, generation: Generation) -> StoredSet:
 
 
 def check_units(units: Collection[StoredUnit], generation: Generation, where: str) -> None:
-    """Raises CorruptError when a set of `generation` cannot say this of a rank's experts."""
+    """Check a rank's experts in a set of `generation`; `where` begins the message.
+
+    Raises:
+        CorruptError: when the set cannot contain these.
+    """
     names = [unit.unit for unit in units]
     try:
         kinds = {UnitKey.parse(name).kind for name in names}
@@ -200,11 +205,12 @@ def check_units(units: Collection[StoredUnit], generation: Generation, where: st
 
 
 def checked_files(files: Sequence[RankFile], generation: Generation) -> tuple[RankFile, ...]:
-    """`files` by rank, when they are each rank of a world once.
+    """`files` sorted by rank, if they have one file of each rank of a world.
 
     Raises:
-        CorruptError: a rank is missing, there twice, or described as cannot be in a set of
-            `generation`; or ranks that hold parts of one expert have different versions of it.
+        CorruptError: when a rank is missing, is there twice, or has a description that is
+            impossible in a set of `generation`; or when ranks have different versions of parts of
+            one expert.
     """
     ordered = tuple(sorted(files, key=lambda file: file.rank))
     ranks = [file.rank for file in ordered]
@@ -221,12 +227,12 @@ def checked_files(files: Sequence[RankFile], generation: Generation) -> tuple[Ra
 
 
 def encode_latest(generation: Generation) -> bytes:
-    """The hint beside the sets: which is the newest complete one."""
+    """The hint beside the sets that names the newest complete one."""
     return _canonical(_Latest(format=LATEST_FORMAT, generation=str(generation)))
 
 
 def decode_latest(data: bytes) -> Generation | None:
-    """What the hint says; None when it says nothing that can be read. It is only a hint."""
+    """The generation that the hint names; None when it cannot be read. It is only a hint."""
     try:
         latest = _LATEST_DECODER.decode(data)
         generation = Generation.parse(latest.generation)

@@ -1,13 +1,13 @@
-"""Ranks' files that hold some experts and all else, and the snapshots that they make together.
+"""Ranks' files that hold some experts and everything else, and the snapshots composed of them.
 
-Two-level PEC (PEC §3.2): a copy in durable storage takes all that is no expert and K experts of
-each layer; of each other expert it names the older set whose file holds it. An expert is left out
-by whole pieces, which the arena's digests are of, so that whatever is read, from whichever file or
-slot, is verified by the digests that the trainer's copy had; nothing is hashed anew. Experts lie
-on pieces of their own wherever a policy leaves them out of snapshots; one that does not is in every
+Two-level PEC (PEC §3.2): a copy in durable storage takes the non-expert part and K experts of each
+layer; for each other expert it names the older set whose file holds it. An expert is left out by
+whole pieces, the units of the arena's digests, so that every byte, from whichever file or slot it
+is read, is verified by the digests of the trainer's copy; nothing is hashed anew. Experts lie on
+pieces of their own wherever a policy leaves them out of snapshots; one that does not is in every
 file. An expert whose parts lie on several ranks is never given in an older version than the
-snapshot's: a rank that still has the snapshot in memory would go on with a newer part. Each rank
-names its part where storage has this very version, and writes it otherwise.
+snapshot's, because a rank that still has the snapshot in memory would continue with a newer part.
+Each rank names its part where storage has exactly this version, and writes it otherwise.
 
 A file names the set that holds an expert, never one that only names another in turn. Pure:
 `holdfast_storage` reads and writes.
@@ -33,20 +33,20 @@ from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlan:
-    """What a rank's file of a set holds."""
+    """Plan of a rank's file in a set."""
 
     pieces: tuple[PieceRange, ...]
     units: tuple[StoredUnit, ...]
-    """Of each expert that may be left out: its version, and the set whose file holds it."""
+    """For each expert that may be left out, its version and the set whose file holds it."""
     older: tuple[ExpertVersion, ...]
-    """Versions of experts, of any rank, that the set may give back instead of those that the
-    snapshot knows."""
+    """Versions of experts, of any rank, that a restore from the set may return instead of the newer
+    versions in the snapshot."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The complete set that a new one may name sets of, and what this rank's file of it says."""
+    """The complete set on which a new one may build, and the versions in this rank's file of it."""
 
     stored: StoredSet
     experts: tuple[ExpertVersion, ...]
@@ -54,7 +54,7 @@ class Base:
 
 
 def expert_runs(layout: Layout) -> dict[str, tuple[PieceRange, ...]]:
-    """For each expert that shares none of its pieces with anything else, these pieces."""
+    """The pieces of each expert that shares none of its pieces with anything else."""
     size = layout.piece_bytes
     holds: dict[int, set[str]] = {}
     pieces: dict[str, set[int]] = {}
@@ -85,9 +85,9 @@ def runs_of_pieces(pieces: Iterable[int]) -> tuple[PieceRange, ...]:
 
 
 def may_build_on(base: Generation, generation: Generation, line: Line | None) -> bool:
-    """Whether what `base` holds belongs to the past of `generation`: it is of the same epoch, or of
-    the epoch that this one went on from and not after the line. Of what is further back nobody
-    knows here whether training went on from it or beside it."""
+    """Whether `base` belongs to the past of `generation`: it is of the same epoch, or of the epoch
+    that this one continued and not after the line. For anything older, it cannot be determined here
+    whether training continued from it or abandoned it."""
     if base >= generation:
         return False
     if base.epoch == generation.epoch:
@@ -97,13 +97,13 @@ def may_build_on(base: Generation, generation: Generation, line: Line | None) ->
 
 
 def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> RankPlan:
-    """What the file of this snapshot holds, when K experts of each layer are persisted in a copy.
+    """The plan of this snapshot's file, when K experts of each layer are persisted in a copy.
 
-    All ranks come to the same choice from the same base where they know the same versions. Where
-    they do not, a copy holds some experts more or fewer, and nothing else changes.
+    All ranks make the same choice from the same base if their snapshots hold the same versions.
+    Otherwise a copy holds some experts more or fewer, and nothing else changes.
 
     Raises:
-        InvalidJobError: `k` is below 1, or a unit's name cannot be read.
+        InvalidJobError: when `k` is below 1, or a unit's name cannot be read.
     """
     generation = manifest.generation
     versions = {expert.unit: expert for expert in manifest.experts}
@@ -153,7 +153,7 @@ def _of_rank(base: Base, manifest: Manifest) -> dict[str, StoredUnit]:
 
 
 def _in_storage(stored: StoredSet) -> tuple[ExpertTable, dict[UnitKey, Generation]]:
-    """The experts that one rank holds alone, by layer, and their versions in storage."""
+    """The experts that one rank alone holds, by layer, and their versions in storage."""
     ranks = Counter(unit.unit for file in stored.files for unit in file.units)
     layers: dict[int, list[Expert]] = {}
     versions: dict[UnitKey, Generation] = {}
@@ -183,8 +183,8 @@ def _in_storage(stored: StoredSet) -> tuple[ExpertTable, dict[UnitKey, Generatio
 
 
 def _older(base: Base, versions: Mapping[str, ExpertVersion]) -> tuple[ExpertVersion, ...]:
-    """This rank's word on versions that the base has in storage and the snapshot has newer. Of a
-    capture that this rank did not hear of, its word on the newest one before."""
+    """This rank's records of the versions in storage of experts that the snapshot has newer. Where
+    this rank has no record of a capture, its newest record before that."""
     words: dict[str, list[ExpertVersion]] = {}
     for word in base.experts:
         words.setdefault(word.unit, []).append(word)
@@ -202,16 +202,16 @@ def _older(base: Base, versions: Mapping[str, ExpertVersion]) -> tuple[ExpertVer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition:
-    """A snapshot that is put together of several sources."""
+    """A snapshot composed of several sources."""
 
     manifest: Manifest
     source_of: Mapping[int, int]
     """For each piece that does not come from the set's own file, the index of its source."""
     from_memory: int
-    """Experts that memory holds in a version that is no older than the stored one."""
+    """Number of experts that memory holds in a version no older than the stored one."""
     from_storage: int
     older: int
-    """Experts that are older than they were in the snapshot that was persisted."""
+    """Number of experts that are older than in the snapshot that was persisted."""
 
 
 def compose(
@@ -222,20 +222,21 @@ def compose(
     holders: Mapping[Generation, tuple[int, Manifest]],
     memory: Sequence[tuple[int, Manifest]] = (),
 ) -> Composition:
-    """What each piece is read from, and the manifest of the result.
+    """The source of each piece, and the manifest of the result.
 
     An expert is taken from memory where a slot holds the version of the persisted snapshot, or the
     one in storage; otherwise from the file that the set names (PEC figure 4).
 
     Args:
         own: the manifest in the set's file of this rank.
-        own_older: the older versions that the file tells of.
-        units: what the set's manifest says of this rank's experts.
-        holders: the files of other sets that are named: index as a source, and manifest.
-        memory: sealed snapshots of this rank in local memory, likewise.
+        own_older: the older versions in that file (`RankPlan.older`).
+        units: this rank's experts in the set's manifest.
+        holders: this rank's files in the other sets that are named: index as a source, and
+            manifest.
+        memory: sealed snapshots of this rank in local memory: index as a source, and manifest.
 
     Raises:
-        CorruptError: a file does not hold what the set says that it holds.
+        CorruptError: when a file does not hold what the set's manifest lists for it.
     """
     runs = expert_runs(layout)
     captured = _versions(own)
@@ -272,7 +273,7 @@ def compose(
 
 
 _Found = tuple[int, Manifest, ExpertVersion]
-"""Index and manifest of a source, and the version in it."""
+"""Index and manifest of a source, and the expert's version in it."""
 
 
 def _in_memory(
@@ -280,7 +281,7 @@ def _in_memory(
     wanted: Iterable[Generation],
     slots: Sequence[tuple[int, Manifest, Mapping[str, ExpertVersion]]],
 ) -> _Found | None:
-    """The first of the versions that a slot holds."""
+    """The first of the wanted versions that a slot holds."""
     return next(
         (
             (index, manifest, held[unit])

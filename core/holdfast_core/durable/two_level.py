@@ -1,12 +1,13 @@
-"""Two-level PEC: fewer experts are persisted in a copy than snapshots in memory capture.
+"""Two-level PEC: a persisted copy takes fewer experts than a snapshot in memory captures.
 
 PEC §3.2, figure 4. Memory receives K_snapshot experts of each layer in each snapshot, durable
-storage the non-expert part and K_persist experts in each copy. After a fault the nodes that live
-restore fresh experts from memory; only what was lost with a node comes from the persisted set, and
-it is older: the price is tokens.
+storage the non-expert part and K_persist experts in each copy. After a fault the surviving nodes
+restore fresh experts from memory; only what was lost with a node comes from the persisted set. It
+is older, so tokens are lost.
 
-What is persisted need not be of this snapshot: memory holds the newest version of every expert, so
-the experts whose persisted version is oldest go first, and none is left out for ever.
+A copy need not take the experts that this snapshot captured: memory holds the newest version of
+every expert, so the experts whose persisted version is oldest go first, and none is left out for
+ever.
 
 What a file holds, and what each expert is restored from, is decided by `durable.sparse_files`.
 """
@@ -31,9 +32,9 @@ def select_persisted(
 ) -> Selection:
     """The experts whose newest version in memory is persisted next (PEC §3.2, persist-PEC).
 
-    K of each layer: those never persisted, then those whose persisted version is oldest, ties by
-    unit, equally many of each rank. An expert whose newest version is persisted already is not
-    chosen again; one that memory does not hold cannot be.
+    It chooses K of each layer: first those never persisted, then those whose persisted version is
+    oldest, ties by unit, equally many of each rank. An expert whose newest version is already
+    persisted is not chosen again; one that memory does not hold cannot be chosen.
 
     Args:
         memory: for each expert its newest version in memory.
@@ -57,7 +58,7 @@ def select_persisted(
         return (held is not None, held or Generation(0, 0))
 
     candidates = sorted((e for layer in layers for e in layer.experts), key=order)
-    # The oldest gives way to none, so that balance cannot keep an expert out of storage for ever.
+    # The oldest never give way, so that balance cannot keep an expert out of storage for ever.
     chosen = choose(layers, {m.layer: k for m in layers}, candidates, urgent=fresh)
     never = sum(unit not in persisted for unit in chosen)
     return Selection(
