@@ -1,7 +1,7 @@
-"""Plants bugs in a copy of the sources and asks the simulation to find them: `make mutants`.
+"""Plant bugs in a copy of the sources and check that the simulation finds them: `make mutants`.
 
 A simulation that finds nothing may be blind. Each mutant breaks one rule of the protocol; a mutant
-that survives is a hole in the simulation, or a rule that another one already enforces.
+that survives shows a hole in the simulation, or a rule that another rule already enforces.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ DAEMON = "daemon/holdfast_daemon"
 ENGINE = f"{DAEMON}/engine"
 SCHEDULES = 1500
 TIME_LIMIT_S = 1800
-"""Far more than all schedules take: an engine that never comes back is broken, too."""
+"""Far more than all schedules take: an engine that never returns is broken, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutant:
-    """One planted bug: `before` becomes `after`, in each of the edits."""
+    """One planted bug."""
 
     name: str
     edits: tuple[tuple[str, str, str], ...]
+    """(file, text, text that replaces it)."""
     tier: bool = False
-    """Whether all schedules have a durable tier: the bug is in persisting."""
+    """Whether all schedules have a durable tier, because the bug is in persisting."""
     enforced_by: str = ""
-    """What else keeps the rule, so that the simulation cannot find the bug."""
+    """What else enforces the rule, so that the simulation cannot find the bug."""
 
 
 MUTANTS = (
@@ -308,7 +309,11 @@ MUTANTS = (
 
 
 def planted(mutant: Mutant) -> dict[str, str]:
-    """The sources that `mutant` changes, with its bug in them; ValueError when they changed."""
+    """The sources that `mutant` changes, with its bug in them, by file.
+
+    Raises:
+        ValueError: when the sources no longer have the text that it replaces.
+    """
     texts: dict[str, str] = {}
     for file, before, after in mutant.edits:
         text = texts.get(file) or (ROOT / file).read_text()
@@ -319,7 +324,8 @@ def planted(mutant: Mutant) -> dict[str, str]:
 
 
 def survives(mutant: Mutant) -> str:
-    """How the simulation fares with `mutant`: the first line of its complaint, empty when none."""
+    """Run the simulation with `mutant`: the first line of its complaint; empty when it finds
+    nothing."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copies = [str(shutil.copytree(ROOT / name, copy / name)) for name in SOURCES]
@@ -347,8 +353,8 @@ def survives(mutant: Mutant) -> str:
 
 
 def main() -> int:
-    """Print how each mutant fares, or each whose name has one of the arguments in it; 1 when one
-    survives."""
+    """Print the result for each mutant, or for those whose names contain one of the arguments;
+    1 when one survives."""
     survivors, wanted = 0, sys.argv[1:] or [""]
     for mutant in MUTANTS:
         if not any(part in mutant.name for part in wanted):

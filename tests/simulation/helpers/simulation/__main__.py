@@ -24,14 +24,14 @@ def run_schedules(
     losses: int = 1,
     tier: bool | None = None,
 ) -> Counter[str]:
-    """Run `count` schedules; the sum of what happened in them.
+    """Run `count` schedules; the summed counts of their events.
 
     Args:
-        losses: Members that a group may lose at once; see `Options`.
+        losses: number of members that a group may lose at once; see `Options`.
         tier: whether there is a durable tier; None for every eighth schedule.
 
     Raises:
-        AssertionError: an invariant broke; the message begins with the seed.
+        AssertionError: when an invariant broke; the message begins with the seed.
     """
     total: Counter[str] = Counter()
     with _collecting_seldom():
@@ -57,7 +57,7 @@ def run_schedules(
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """A schedule makes many objects, and few cycles."""
+    """Collect garbage less often: a schedule makes many objects and few cycles."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,7 +1,8 @@
 """The durable storage of a simulated cluster: one for all daemons, slow, and often out of order.
 
-The daemons use the storage library as it is, over a place of ours: calls take time, anybody may die
-while they do, and they fail at random and for a while. What is checked is what a restore would see.
+The daemons use the real storage library over a simulated place: calls take time, any process may
+die meanwhile, and calls fail at random and for a while. The checks look at what a restore would
+read.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ JOB = "job"
 GRACE_S = 3.0
 OUTAGES = 3
 PERSISTING = ("persist_ordered", "persisted", "persist_failed", "persist_given_up")
-"""What daemons note of it."""
+"""Events that daemons note about persisting."""
 
 
 class Bucket:
-    """What is stored, and how storage behaves in this schedule."""
+    """The stored files, and the behaviour of storage in this schedule."""
 
     def __init__(self, cluster: World, seed: int, *, is_used: bool) -> None:
         self.cluster = cluster
-        # A generator of its own: schedules without a tier are as if there were none.
+        # A generator of its own, so that a tier does not change what the cluster draws.
         self.rng = random.Random(seed * 7919 + 1)
         self.tier: Tier | None = None
         if is_used:
@@ -43,9 +44,9 @@ class Bucket:
                 keep_every=self.rng.choice((0, 4)),
             )
         self.objects: dict[str, tuple[bytes, float]] = {}
-        """By path, the bytes and when they appeared."""
+        """By path, the bytes and the time at which they appeared."""
         self.complete: set[Generation] = set()
-        """Of which a set was complete at any time."""
+        """Generations whose sets were complete at any time."""
         self.error_rate = self.rng.choice((0.0, 0.0, 0.01, 0.05))
         self.stall_rate = self.rng.choice((0.0, 0.0, 0.03))
         self.outages = [
@@ -54,7 +55,8 @@ class Bucket:
         ]
 
     def store(self, daemon: Daemon | None = None) -> SetStore:
-        """The job's sets, as a daemon finds them; without one, at once and without a failure."""
+        """The job's sets, as `daemon` reaches them; without a daemon, at once and without
+        failures."""
         return SetStore(
             "memory://virtual",
             JOB,
@@ -70,11 +72,12 @@ class Bucket:
         return down or self.rng.random() < self.error_rate
 
     def stall_s(self) -> float:
-        """How much longer than usual this call takes."""
+        """Seconds by which this call takes longer than usual."""
         return self.rng.uniform(0.5, 3.0) if self.rng.random() < self.stall_rate else 0.0
 
     def appeared(self, path: str) -> None:
-        """A file is there. If it makes a set complete, the set must be what was captured."""
+        """Record that a file was written. If it makes a set complete, check the set against what
+        was captured."""
         name = path.removeprefix(f"{JOB}/").split("/")
         if name[-1] != MANIFEST_FILE:
             return
@@ -84,15 +87,15 @@ class Bucket:
 
     @property
     def newest(self) -> Generation | None:
-        """The newest of which a set was complete at any time."""
+        """The newest generation whose set was complete at any time."""
         return max(self.complete, default=None)
 
     def announced(self, generation: Generation) -> None:
-        """A daemon calls the generation persisted."""
+        """Check that a generation that a daemon calls persisted is."""
         assert generation in self.complete, f"{generation} is called persisted, and is not"
 
     def check(self) -> None:
-        """All that is complete is right, and the newest that ever was is still there."""
+        """Check that all complete sets are right, and that the newest ever is still there."""
         stored = self.store().complete()
         assert not stored.rejected, f"sets that cannot be read: {stored.rejected}"
         found = [self._check_set(set_name(s.generation)) for s in stored]
@@ -101,7 +104,7 @@ class Bucket:
         )
 
     def has_come_back(self, wanted: Generation) -> bool:
-        """Whether persistence is as far as `wanted`, now that faults have ended."""
+        """Whether persistence has reached `wanted`, now that faults have ended."""
         if self.tier is None:
             return True
         self.outages, self.error_rate, self.stall_rate = [], 0.0, 0.0
@@ -122,7 +125,7 @@ class Bucket:
 
 
 class VirtualPlace:
-    """`holdfast_storage.places.TierPlace` as one daemon reaches the bucket."""
+    """A `holdfast_storage.places.TierPlace` through which one daemon reaches the bucket."""
 
     def __init__(self, bucket: Bucket, daemon: Daemon | None) -> None:
         self._bucket, self._daemon = bucket, daemon
@@ -191,7 +194,7 @@ class VirtualPlace:
         self._wait(f"the answer about {path}")
 
     def _wait(self, what: str) -> None:
-        """The call takes its time, and may fail."""
+        """Let the call take its time, and perhaps fail."""
         if self._daemon is None:
             return
         self._daemon.pause_storage()

@@ -1,4 +1,4 @@
-"""What a parity group must hold, and each of its blocks, apart from the code that makes them."""
+"""Expected contents of a parity group and its blocks, computed without the code that makes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def holds_everything(
 def expected_block(
     code: Code, row: int, payloads: Mapping[int, bytes], nbytes: int, piece_bytes: int
 ) -> bytes:
-    """The `nbytes` bytes of the block of `row` that is made of exactly `payloads`, by position."""
+    """The `nbytes` bytes of the block of `row` whose sources are exactly `payloads`, by
+    position."""
     which = next(
         block
         for block in (BlockId(owner, row) for owner in range(code.n))

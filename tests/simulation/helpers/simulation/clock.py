@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable
 
 HAPPENINGS_MAX = 300_000
-"""In one schedule, callbacks and effects of daemons; the longest ones have some ten thousand."""
+"""Most callbacks and effects of daemons in one schedule; the longest have some ten thousand."""
 
 
 class Clock:
-    """Runs callbacks in the order of virtual time; equal times in the order they were asked for."""
+    """Runs callbacks in the order of virtual time; at equal times, in the order of the calls."""
 
     def __init__(self, rng: random.Random) -> None:
         self.now = 0.0
@@ -34,8 +34,12 @@ class Clock:
         return True
 
     def happens(self) -> None:
-        """Count one more happening: also daemons that keep each other busy at one and the same
-        moment must come to an end. Raises AssertionError."""
+        """Count one more happening: even daemons that keep each other busy at a single moment must
+        come to an end.
+
+        Raises:
+            AssertionError: when there were more than `HAPPENINGS_MAX`.
+        """
         self._happened += 1
         assert self._happened <= HAPPENINGS_MAX, f"no end: busy at {self.now:.3f} s"
 
@@ -52,7 +56,7 @@ class Network:
         return a == b or (a not in self.cut and b not in self.cut)
 
     def send(self, sender: str, receiver: str, deliver: Callable[[], None]) -> None:
-        """Deliver once, twice, late or never."""
+        """Deliver a message once, twice, late or never."""
         rng = self._clock.rng
         if not self.reaches(sender, receiver) or rng.random() < self._loss:
             return

@@ -1,9 +1,9 @@
 """A whole cluster in one process on a virtual clock, driven by one seed.
 
-The engines are the real ones, and so is what carries out their effects; disks, network, trainers
-and the control loop are small models with real bytes. Faults strike between any two effects, and
-between any two pieces of a transfer. After each fault the invariants of docs/architecture.md §2 are
-checked against what the disks hold.
+The engines are the real ones, and so is the code that carries out their effects; disks, network,
+trainers and the control loop are small models with real bytes. Faults strike between any two
+effects, and between any two pieces of a transfer. After each fault the invariants of
+docs/architecture.md §2 are checked against the contents of the disks.
 """
 
 from __future__ import annotations
@@ -154,14 +154,14 @@ class Cluster(Faults):
     # --- control loop -----------------------------------------------------------------------------
 
     def _control(self) -> None:
-        """Level-triggered: looks every 50 ms at what is there, and forms the next epoch if needed.
-        It forgets everything when it is killed, and learns the epoch from the daemons."""
+        """Look at the cluster every 50 ms, and form the next epoch if needed (level-triggered).
+        Killed, the loop forgets everything, and learns the epoch from the daemons."""
         if not self.done:
             self.clock.after(0.05, self._control)
             self.look()
 
     def look(self) -> None:
-        """What the control loop does each time."""
+        """Do what the control loop does in each round."""
         if self.clock.now < self._control_down_until:
             return
         if self.membership is None:
@@ -199,14 +199,16 @@ class Cluster(Faults):
         self._publish(nodes)
 
     def _world_is_due(self) -> bool:
-        """A broken world is replaced once; the next one gets time to form."""
+        """Whether to replace a broken world: it is replaced once, and the next one gets time to
+        form."""
         assert self.membership is not None
         if self.training is None or self.training.epoch < self.membership.epoch:
             return self.training is None and self.clock.now > 5.0
         return True
 
     def _is_lost(self, node: str) -> bool:
-        """Dead nodes at once; cut or paused ones after a second without heartbeats."""
+        """Whether a node counts as lost: a dead one at once, a cut or paused one after a second
+        without heartbeats."""
         if node in self.dead_nodes:
             return True
         if not self._is_silent(node):
@@ -286,10 +288,10 @@ class Cluster(Faults):
 
         self.network.send("control", node, deliver)
 
-    # --- what is seen, and what must hold ---------------------------------------------------------
+    # --- what daemons note, and what must hold ----------------------------------------------------
 
     def heard(self, node: str, note: Note) -> None:
-        """A daemon says that something happened."""
+        """Record that a daemon noted an event."""
         if note.event == "protected" and self.membership and note.generation is not None:
             memory = self.daemons[node].engine.memory
             if memory.leads and memory.epoch == self.membership.epoch:
@@ -308,7 +310,8 @@ class Cluster(Faults):
                 self.line_told()
 
     def check_protected(self, generation: Generation) -> None:
-        """What the leader calls protected is on the disks: each group may lose members again."""
+        """Let each group lose members again whose disks hold all that the leader calls
+        protected."""
         assert self.membership is not None
         holdings = recovery.Holdings.of(self.membership, self._inventories())
         for group in self.membership.groups:
@@ -319,7 +322,7 @@ class Cluster(Faults):
                 self.may_lose[group] = self.options.losses
 
     def check_disks(self) -> None:
-        """What the invariants say of the members' disks, after any fault."""
+        """Check the invariants on the members' disks, after any fault."""
         if self.membership is None:
             return
         for place in self.membership.members:
@@ -335,8 +338,8 @@ class Cluster(Faults):
         self._check_line()
 
     def _check_line(self) -> None:
-        """Invariant 2: after any allowed fault the disks still hold a line, no older than what was
-        announced as protected."""
+        """Check invariant 2: after any allowed fault the disks still hold a line, no older than the
+        generation that was announced as protected."""
         if self.protected is None or self.membership is None:
             return
         line = recovery.recovery_line(self.membership, self._inventories())
@@ -345,7 +348,7 @@ class Cluster(Faults):
         )
 
     def check_block(self, node: str, lane: int, slot: int) -> None:
-        """A parity block that a daemon is about to announce is what its entry says."""
+        """Check that a parity block that a daemon is about to announce matches its entry."""
         disk = self.disks[node]
         record = disk.records[lane, slot]
         block = bytes(disk.blocks[lane, slot][: record.nbytes])
@@ -353,7 +356,7 @@ class Cluster(Faults):
         self._check_block(node, record, block)
 
     def _check_block(self, node: str, record: ParityRecord, block: bytes) -> None:
-        """It is the sum of one chunk of each source, as it was captured, times its factor."""
+        """Check that it is the sum of one chunk of each source, as captured, times its factor."""
         entry = record.entry
         code = code_for(self.options.redundancy, len(entry.group), self.options.losses)
         payloads = {
@@ -366,13 +369,13 @@ class Cluster(Faults):
         )
 
     def resumed(self, epoch: int, line: Generation | None) -> None:
-        """All ranks of an epoch restored the same generation."""
+        """Record that all ranks of an epoch restored the same generation."""
         self.counts["resumed"] += 1
         self.say(f"epoch {epoch} resumes from {line}")
         assert self.protected is None or (line is not None and line >= self.protected), (
             f"resumed from {line} after {self.protected} was protected\n{self.describe()}"
         )
-        # What comes after the line is another timeline now.
+        # After the line, another timeline begins.
         if line is not None:
             self.protected = line if self.protected is None else min(self.protected, line)
 
@@ -380,8 +383,8 @@ class Cluster(Faults):
         self.say(f"rank {rank} found a corrupt piece while restoring")
 
     def is_finished(self, epoch: int, step: int) -> bool:
-        """The last step is trained, and what was captured from it on has been protected: after the
-        faults have ended, protection must come back by itself."""
+        """Whether the last step is trained, and a generation captured at it or later is protected:
+        after the faults have ended, protection must come back by itself."""
         if step < self.options.steps:
             return False
         self.end_faults()

@@ -69,18 +69,18 @@ class VirtualDaemon:
         self._moving: Fiber[Completion] | None = None
         """The transfer that runs now."""
         self._stall_s = 0.0
-        """How long the storage that it waits for takes; 0 where it waits for another daemon."""
+        """Seconds that the storage call it waits for takes; 0 where it waits for another daemon."""
 
     @property
     def now(self) -> float:
-        """This node's own clock, which may jump."""
+        """Time on this node's own clock, which may jump."""
         return self.world.clock.now + self.world.clock_offset[self.node]
 
     # --- life -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Adopt what is there and begin to tick; once the cluster knows this daemon, so that faults
-        which strike meanwhile strike it, and not the one before."""
+        """Adopt what is on the disk and begin to tick. Call it once the cluster has this daemon, so
+        that faults which strike meanwhile strike it, and not the one before."""
         self._adopt()
         self._tick()
 
@@ -88,7 +88,7 @@ class VirtualDaemon:
         disk = self.disk
         disk.remove_unreadable()
         for found in disk.arenas.values():
-            found.reading.clear()  # who read is gone
+            found.reading.clear()  # the process that read is gone
         membership, line, retained = disk.epoch or (None, None, None)
         self.carry_out(
             self.engine.adopt(
@@ -122,7 +122,8 @@ class VirtualDaemon:
         self.carry_out(self.engine.tick(self.now))
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run now, or when the process is continued (SIGSTOP keeps what arrives in the buffers)."""
+        """Run `action` now, or when the process is continued: messages wait in the buffers of a
+        process that SIGSTOP has stopped."""
         if not self.alive:
             return
         if self.paused:
@@ -140,7 +141,8 @@ class VirtualDaemon:
     # --- effects ----------------------------------------------------------------------------------
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """In the order the engine asked; the process may die before or after each of them."""
+        """Carry out effects in the order of the engine; the process may die before or after each
+        of them."""
         self._queue.extend(effects)
         if self._busy:
             return
@@ -192,7 +194,7 @@ class VirtualDaemon:
         self.carry_out(self.engine.on_completion(event, self.now))
 
     def _check_room(self, effect: Background) -> None:
-        """What is written in the background goes where nothing is sealed."""
+        """Check that background work does not write where something is sealed."""
         if isinstance(effect, BuildParity):
             sealed = (effect.lane, effect.slot) in self.disk.records
             assert not sealed, "a sealed parity block is overwritten"
@@ -202,10 +204,10 @@ class VirtualDaemon:
             assert effect.slot not in arena.sealed, "a sealed slot is overwritten"
             arena.check_free(PieceMap(effect.slot, effect.places), manifest.payload_bytes)
 
-    # --- what runs in the background --------------------------------------------------------------
+    # --- background work --------------------------------------------------------------------------
 
     def begin(self, effect: Background, work: Callable[[], Completion]) -> None:
-        """Run `work` in a while: in one go, or from one wait for bytes to the next."""
+        """Run `work` a little later: in one go, or from one wait for bytes to the next."""
         if isinstance(effect, PersistRank):
             arena = self.disk.arena(effect.rank, effect.manifest.layout_id)
             piece_map = PieceMap(effect.slot, effect.places)
@@ -218,7 +220,7 @@ class VirtualDaemon:
             self._later(lambda: self._end(effect, work()), 0.02)
 
     def pause_transfer(self, source: str) -> None:
-        """From inside a transfer from the node `source`: wait for the next bytes."""
+        """Wait for the next bytes, from inside a transfer from the node `source`."""
         assert self._moving is not None
         self._moving.pause()
         self.world.strike_transfer(self.node, source)
@@ -226,7 +228,7 @@ class VirtualDaemon:
             raise Killed
 
     def pause_storage(self) -> None:
-        """From inside a call of storage: wait for it."""
+        """Wait for storage, from inside a call to it."""
         assert self._moving is not None
         self._stall_s = self._bucket.stall_s()
         self._moving.pause()

@@ -1,7 +1,8 @@
-"""A node's tmpfs, as the real storage keeps it: outlives the daemon, not the node.
+"""A node's tmpfs with the contents that the real storage keeps there. It outlives the daemon, but
+not the node.
 
-What the daemon's own code decides, calculates or verifies is not done again here: it reads and
-writes these bytes through `holding.Holding`, as it does those of real files.
+The daemon's own code decides, calculates and verifies: it reads and writes these bytes through
+`memory.job_bytes.JobBytes`, as it does those of real files.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class DiskArena(Arena):
         super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded))
         self._bytes = memoryview(bytearray(self.nbytes))
         self.reading: dict[int, tuple[PieceMap, int]] = {}
-        """By slot, what a living daemon writes to storage: where it lies, and its bytes."""
+        """By slot, a payload that a living daemon is writing to storage: its place and length."""
 
     def read(self, piece_map: PieceMap, nbytes: int) -> bytes:
         """The first `nbytes` of a payload."""
@@ -61,7 +62,7 @@ class DiskArena(Arena):
             self._bytes[part.at : part.at + part.nbytes] = data[at : at + part.nbytes]
 
     def capture(self, piece_map: PieceMap, data: bytes, skip: frozenset[int]) -> None:
-        """Put a payload where its pieces go, all but those of `skip`."""
+        """Write the pieces of a payload to their places, all but those of `skip`."""
         self.check_free(piece_map, len(data), skip)
         size = self.layout.piece_bytes
         for piece in range(layouts.piece_count(len(data), size)):
@@ -72,8 +73,8 @@ class DiskArena(Arena):
     def check_free(
         self, piece_map: PieceMap, nbytes: int, skip: frozenset[int] = frozenset()
     ) -> None:
-        """No snapshot that is sealed, or being persisted, has its pieces where those of this one
-        go."""
+        """Check that no sealed snapshot, and none that is being persisted, has pieces where those
+        of this one go."""
         pieces = layouts.piece_count(nbytes, self.layout.piece_bytes)
         for slot, sealed in self.sealed.items():
             manifest = manifest_in(sealed.encoded)
@@ -99,13 +100,13 @@ class DiskArena(Arena):
             assert lies != goes, f"a {what} piece of rank {self.rank} is overwritten"
 
     def readable(self) -> Iterator[tuple[int, SealedSlot]]:
-        """By slot, what is sealed and has a manifest that can be read."""
+        """Slots that are sealed with a readable manifest, and their seals."""
         for slot, sealed in self.sealed.items():
             if manifest_in(sealed.encoded) is not None:
                 yield slot, sealed
 
     def payload(self, slot: int) -> bytes | None:
-        """The bytes of a sealed snapshot when they match their manifest."""
+        """The bytes of a sealed snapshot; None when they do not match their manifest."""
         sealed = self.sealed[slot]
         manifest = sealed.manifest
         data = self.read(PieceMap(slot, sealed.places), manifest.payload_bytes)
@@ -120,16 +121,16 @@ class Disk:
     memory_id: str
     incarnation: int = 0
     full: bool = False
-    """No file can be made any more."""
+    """Whether no more files can be created."""
     epoch: tuple[Membership, Line | None, Generation | None] | None = None
     arenas: dict[tuple[int, str], DiskArena] = field(default_factory=dict)
     blocks: dict[tuple[int, int], memoryview] = field(default_factory=dict)
-    """By (lane, slot); a block keeps its bytes whether it is sealed or not."""
+    """Parity blocks by (lane, slot). A block keeps its bytes whether it is sealed or not."""
     records: dict[tuple[int, int], ParityRecord] = field(default_factory=dict)
-    """What seals them."""
+    """Records that seal parity blocks, by (lane, slot)."""
     peers: dict[tuple[int, Generation], tuple[bytes, bytes]] = field(default_factory=dict)
 
-    # --- as a daemon's code sees it: holding.Holding ----------------------------------------------
+    # --- for a daemon's code: memory.job_bytes.JobBytes -------------------------------------------
 
     def save_epoch(
         self, membership: Membership, line: Line | None, retained: Generation | None = None
@@ -227,7 +228,7 @@ class Disk:
         for key in [key for key in self.peers if key[1] not in keep]:
             del self.peers[key]
 
-    # --- as the faults and the checks see it ------------------------------------------------------
+    # --- for the faults and the checks ------------------------------------------------------------
 
     def snapshots(self) -> Iterator[tuple[DiskArena, int, SealedSlot]]:
         """Everything sealed whose manifest can be read, whole or not."""
@@ -243,7 +244,7 @@ class Disk:
                 yield record, block
 
     def inventory(self) -> Inventory:
-        """What an honest daemon would find here after verifying everything."""
+        """The inventory of a daemon that has verified everything."""
         snapshots = [
             SnapshotEntry(
                 rank=arena.rank,
@@ -258,7 +259,7 @@ class Disk:
         return Inventory(snapshots=tuple(snapshots), parities=tuple(parities))
 
     def damage_manifests(self) -> None:
-        """A byte of each file flips."""
+        """Flip a bit of each manifest."""
         for arena in self.arenas.values():
             for slot, sealed in arena.sealed.items():
                 flipped = bytearray(sealed.encoded)
@@ -266,7 +267,7 @@ class Disk:
                 arena.sealed[slot] = replace(sealed, encoded=bytes(flipped))
 
     def remove_unreadable(self) -> None:
-        """As a daemon does that starts: a manifest that is not whole seals nothing."""
+        """Remove unreadable manifests, as a starting daemon does: they seal nothing."""
         for arena in self.arenas.values():
             arena.sealed = dict(arena.readable())
 

@@ -1,4 +1,4 @@
-"""The faults of the simulation: each strikes one node, between effects or right at one."""
+"""Faults of the simulation: each strikes one node, between effects or exactly at one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.memory.arenas import SealedSlot
 
 LURKING = ("end_before_parity", "end_while_writing")
-"""Kinds that wait for their moment."""
+"""Kinds of faults that wait for their moment."""
 
 
 class Faults(World):
-    """The part of a simulated cluster that breaks it. A group that may not lose a member now is
-    spared: what RAIM5 does not promise is not asked of it."""
+    """The part of a simulated cluster that breaks it. It spares a group that may not lose a member
+    now: no redundancy has to survive more than it promises."""
 
     membership: Membership | None
     training: TrainingWorld | None
-    """The newest one."""
+    """The newest training world."""
     daemons: dict[str, VirtualDaemon]
     workers: list[Worker]
     protected: Generation | None
@@ -46,13 +46,13 @@ class Faults(World):
         self._lose_at_line = False
         """Whether a node is lost as soon as the next epoch has its line."""
         self._suspects: dict[str, float] = {}
-        """Nodes that are silent, and since when."""
+        """Node that is silent → the time since which it is."""
         self._control_down_until = 0.0
 
     # --- faults -----------------------------------------------------------------------------------
 
     def strike(self, node: str, where: str) -> None:
-        """A fault may strike the node's daemon, or the node, at any effect."""
+        """Give a fault the chance to strike the node's daemon, or the node, at an effect."""
         if self._striking or self._faults_left <= 0 or self.membership is None:
             return
         if self.clock.rng.random() >= self._strike_rate:
@@ -63,15 +63,16 @@ class Faults(World):
         self._inject(kind, node, where)
 
     def strike_transfer(self, owner: str, source: str) -> None:
-        """The same between any two parts of a transfer, at who asks, who answers or who leads."""
-        # Parts are many; other places must get their share of the faults.
+        """Give a fault the chance to strike between two parts of a transfer: the node that asks,
+        the one that answers, or the leader's."""
+        # A transfer has many parts; other places must get their share of the faults.
         if self.membership is not None and self.clock.rng.random() < 0.3:
             leader = self.membership.place(self.membership.leader).node
             victim = self.clock.rng.choice((owner, source, leader))
             self.strike(victim, f"while {owner} receives from {source}")
 
     def _random_fault(self) -> None:
-        """Between effects: all kinds, on any node."""
+        """Strike between effects: with any kind of fault, on any node."""
         if self._faults_left <= 0 or self.done:
             return
         self.clock.after(self.clock.rng.uniform(0.05, 0.8), self._random_fault)
@@ -115,7 +116,7 @@ class Faults(World):
         self.check_disks()
 
     def end_faults(self) -> None:
-        """Nothing breaks any more."""
+        """Let nothing break any more."""
         self._faults_left, self._lurking, self._lose_at_line = 0, "", False
 
     def wire_flips(self) -> bool:
@@ -124,12 +125,12 @@ class Faults(World):
     # --- faults that wait for their moment --------------------------------------------------------
 
     def _end_before_parity(self, node: str) -> None:
-        """The epoch ends while the newest generation is whole and has no parity, and a node is lost
-        once the next epoch has begun from it: what is older must be there still."""
+        """End the epoch while the newest generation is whole and has no parity, and lose a node
+        once the next epoch has begun from it: an older generation must still be there."""
         self._lurking = "end_before_parity"
 
     def committed(self, generation: Generation) -> None:
-        """A rank has sealed its snapshot of `generation`."""
+        """React to a rank's snapshot of `generation` that was sealed."""
         if self._lurking != "end_before_parity" or self.membership is None:
             return
         whole = {
@@ -144,7 +145,7 @@ class Faults(World):
             self._end_epoch(f"while {generation} has no parity")
 
     def line_told(self) -> None:
-        """The leader has decided the line of an epoch."""
+        """React to the leader's decision of an epoch's line."""
         if self._lose_at_line and self.membership is not None:
             self._lose_at_line = False
             place = self.clock.rng.choice(self.membership.members)
@@ -165,12 +166,12 @@ class Faults(World):
         self.check_disks()
 
     def _end_while_writing(self, node: str) -> None:
-        """The epoch ends while a trainer that hangs is writing, and the rank's snapshot that the
-        next epoch begins from is damaged: it is rebuilt while the trainer may still write."""
+        """End the epoch while a hanging trainer is writing, and damage the rank's snapshot that the
+        next epoch begins from: it is rebuilt while the trainer may still write."""
         self._lurking = "end_while_writing"
 
     def writing(self, trainer: Trainer) -> None:
-        """A trainer is in the middle of writing a snapshot."""
+        """React to a trainer that is in the middle of writing a snapshot."""
         membership, rng = self.membership, self.clock.rng
         if self._lurking != "end_while_writing" or membership is None:
             return
@@ -181,7 +182,7 @@ class Faults(World):
         ]
         newest = max(mine, key=lambda held: held[2].manifest.generation, default=None)
         if newest is None or newest[2].manifest.generation != self.protected:
-            return  # it could not be rebuilt, or is not what the next epoch begins from
+            return  # it could not be rebuilt, or the next epoch does not begin from it
         if self.may_lose.get(group, 0) < 1:
             return
         self.may_lose[group] -= 1
@@ -190,7 +191,7 @@ class Faults(World):
         self._end_epoch(f"while rank {trainer.rank} hangs and writes", spared=trainer)
 
     def _end_epoch(self, when: str, spared: Trainer | None = None) -> None:
-        """Kill a worker; the control loop hears of it at once."""
+        """Kill a worker, and let the control loop notice it at once."""
         self._lurking = ""
         workers = self.training.workers.values() if self.training else ()
         living = [worker for worker in workers if worker.alive and worker is not spared]
@@ -222,7 +223,7 @@ class Faults(World):
                 worker.alive = False
 
     def _kill_others(self, membership: Membership, group: tuple[int, ...], left: int) -> None:
-        """At the same instant, so many more of the group that it can just bear it, or fewer."""
+        """Kill up to `left` more nodes of the group at the same instant."""
         nodes = [membership.place(member).node for member in group]
         alive = [node for node in nodes if node not in self.dead_nodes]
         for node in self.clock.rng.sample(alive, self.clock.rng.randint(0, left)):
@@ -260,7 +261,7 @@ class Faults(World):
         self._scrub(node)
 
     def _flip(self, arena: DiskArena, slot: int, sealed: SealedSlot) -> None:
-        """A bit of a snapshot."""
+        """Flip a bit of a snapshot."""
         at = self.clock.rng.randrange(sealed.manifest.payload_bytes)
         byte, piece_map = bytearray(1), PieceMap(slot, sealed.places)
         arena.read_into(piece_map, at, memoryview(byte))
@@ -276,12 +277,12 @@ class Faults(World):
         self._scrub(node)
 
     def _corrupt_manifest(self, node: str) -> None:
-        """A flipped byte on the tmpfs; found when the next daemon adopts it."""
+        """Damage the manifests on the tmpfs; the next daemon finds it when it adopts them."""
         self.disks[node].damage_manifests()
         self._kill_daemon(node)
 
     def _scrub(self, node: str) -> None:
-        """The background scrub comes by some time later."""
+        """Run the background scrub some time later."""
 
         def scrub() -> None:
             daemon = self.daemons[node]

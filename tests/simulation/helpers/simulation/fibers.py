@@ -1,8 +1,8 @@
-"""Blocking work that can be stopped at any byte, and go on later.
+"""Blocking work that can be stopped at any byte and continued later.
 
-The code that builds and rebuilds blocks while it waits for bytes. Here it does so on a stack of its
-own, and hands control back wherever it would wait. Nothing runs but what is resumed, so a schedule
-is the same every time.
+The code that builds and rebuilds blocks stops while it waits for bytes. Here it runs on a stack of
+its own, and hands control back wherever it would wait. Only resumed work runs, so a schedule is the
+same every time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Killed(BaseException):
-    """The process that the work belongs to is gone. No `except Exception` may survive that."""
+    """The process that runs the work is gone. No `except Exception` may catch this."""
 
 
 class Broken(BaseException):
-    """The model or an invariant broke; carries why past code that makes the best of errors."""
+    """The model or an invariant broke; carries the reason past code that handles errors."""
 
     def __init__(self, why: Exception) -> None:
         super().__init__(repr(why))
@@ -37,17 +37,21 @@ class Fiber(Generic[T]):
         self._killed = False
         self.ended = False
         self.result: T | None = None
-        """What the function returned; None when it was killed."""
+        """Result of the function; None until it returns, and when it was killed."""
 
     def resume(self) -> None:
-        """Run until the next pause, or to the end; raises what the function raises."""
+        """Run until the next pause or to the end. Raises what the function raises."""
         assert not self.ended, "work that has ended goes on"
         self._began = True
         self._stack.parent = greenlet.getcurrent()
         self._stack.switch()
 
     def pause(self) -> None:
-        """From inside the function: let the others run. Raises Killed when it must not go on."""
+        """Let the others run, from inside the function.
+
+        Raises:
+            Killed: when the function must not continue.
+        """
         back = self._stack.parent
         assert back is not None
         back.switch()
@@ -55,7 +59,7 @@ class Fiber(Generic[T]):
             raise Killed
 
     def kill(self) -> None:
-        """It never runs again."""
+        """Make sure that the function never runs again."""
         if self._began and not self.ended:
             self._killed = True
             self.resume()

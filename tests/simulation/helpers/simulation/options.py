@@ -1,4 +1,4 @@
-"""What tells one simulated schedule from another."""
+"""Options of one simulated schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAULTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """One schedule."""
+    """Options of one schedule."""
 
     seed: int
     steps: int = 12
@@ -35,12 +35,12 @@ class Options:
     kinds: tuple[str, ...] = FAULTS
     """Kinds of faults that may strike."""
     policy: PolicyType | None = None
-    """Which pieces a save captures; None for any."""
+    """Policy that decides which pieces a save captures; None for one that the seed chooses."""
     tier: bool | None = None
     """Whether generations are persisted, too; None for every eighth seed."""
     redundancy: Redundancy = Redundancy.RAIM5
     losses: int = 1
-    """Members that a group may lose at once: what the redundancy is made for."""
+    """Number of members that a group may lose at once: as many as the redundancy covers."""
     time_limit_s: float = 120.0
 
     @property

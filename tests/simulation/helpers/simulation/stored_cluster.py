@@ -1,8 +1,8 @@
 """A simulated cluster that loses more than parity covers, with durable storage behind it.
 
-What must hold then: all ranks go on from one generation with exactly its bytes, the newest in
-storage that is right; or they wait. While storage holds a set that can be used nobody begins from
-the beginning, whether storage answers or not.
+What must hold then: all ranks continue from one generation with exactly its bytes, the newest
+undamaged one in storage; or they wait. While storage holds a usable set, no job starts from the
+beginning, whether storage answers or not.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ STORAGE_FAULTS = ("lose_two", "lose_all", "storage_away", "damage_set")
 
 
 class StoredCluster(Cluster):
-    """As its base, with sets in storage and the faults of `STORAGE_FAULTS`."""
+    """A `Cluster` with sets in storage and the faults of `STORAGE_FAULTS`."""
 
     vault: Vault
 
     def __init__(self, options: Options, *, earlier_run: Generation | None = None) -> None:
-        """`earlier_run`: a set that a job of this name left behind."""
+        """Boot the cluster; `earlier_run` is a set that an earlier job of this name left behind."""
         self.vault = Vault()
-        self.tier = Tier(uri=URI, every_s=1e9)  # sets get there by `_store` alone
-        super().__init__(replace(options, tier=False))  # what daemons write is not looked at here
+        self.tier = Tier(uri=URI, every_s=1e9)  # only `_store` writes sets
+        super().__init__(replace(options, tier=False))  # writing by daemons is not tested here
         self._damaged = False
         if earlier_run is not None:
             self._leave_behind(earlier_run)
@@ -57,7 +57,7 @@ class StoredCluster(Cluster):
         return self.vault.reachable and self.clock.rng.random() < 0.3
 
     def _store(self, generation: Generation) -> None:
-        """Copy a generation, if every member has all of it: as the daemons would."""
+        """Copy a generation as the daemons would, if every member has all of it."""
         if self.membership is None:
             return
         ranks = {}
@@ -125,7 +125,7 @@ class StoredCluster(Cluster):
         self._lose([place.node for place in self.membership.members])
 
     def _lose(self, nodes: list[str]) -> None:
-        """Nothing was promised of what is lost now."""
+        """Lose nodes beyond what the redundancy covers."""
         self.may_lose.clear()
         self.protected = None
         for lost in nodes:
@@ -148,7 +148,7 @@ class StoredCluster(Cluster):
         rank = rng.choice(sorted(self.vault.sets[usable[0]]))
         at = rng.randrange(1000)
         self.vault.damage(usable[0], rank, at)
-        if len(usable) == 1:  # a person repairs what is the last
+        if len(usable) == 1:  # an operator repairs the last usable set
             self.clock.after(rng.uniform(0.5, 20.0), lambda: self.vault.damage(usable[0], rank, at))
 
     # --- what must hold ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Training worlds in the simulation: one worker per rank, in lock step, saving as the SDK does."""
+"""Training worlds in the simulation: one worker per rank, in lockstep, saving as the SDK does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_S = 0.02
 
 
 def tensor_bytes_of(rank: int) -> int:
-    """Ranks are of unequal size, one of them empty but for its extras."""
+    """Bytes of a rank's tensors: ranks are of unequal size, and rank 0 has only extras."""
     return (rank * 37) % 101
 
 
@@ -36,7 +36,7 @@ def extras_bytes_of(rank: int, generation: Generation) -> int:
 
 
 def content(rank: int, generation: Generation) -> bytes:
-    """What `rank` captures in `generation`; two timelines differ, so that mixing them shows."""
+    """Payload that `rank` captures in `generation`. Timelines differ, so that mixing them shows."""
     seed = rank * 1_000_003 + generation.step * 1009 + generation.epoch
     size = tensor_bytes_of(rank) + extras_bytes_of(rank, generation)
     return random.Random(seed).randbytes(size)
@@ -57,7 +57,7 @@ def layout_of(rank: int, world_size: int) -> bytes:
 
 
 class TrainingWorld:
-    """The workers of one epoch. They restore together, step together and die alone."""
+    """The workers of one epoch. They restore together, step together and die separately."""
 
     def __init__(self, cluster: World, epoch: int, size: int) -> None:
         self.cluster, self.epoch, self.size = cluster, epoch, size
@@ -66,7 +66,7 @@ class TrainingWorld:
         self.step = 0
 
     def arrived(self, rank: int, line: Generation | None) -> None:
-        """A worker restored. When all have, they must agree, and training goes on."""
+        """Record that a worker restored. When all have, they must agree, and training continues."""
         self.restored[rank] = line
         if len(self.restored) < self.size:
             return
@@ -80,7 +80,7 @@ class TrainingWorld:
         self.cluster.clock.after(self.cluster.clock.rng.uniform(0.02, 0.08), self._train)
 
     def _train(self) -> None:
-        """One step, when every worker is alive: collectives hang otherwise."""
+        """Train one step if every worker is running: collectives hang otherwise."""
         if not all(worker.running for worker in self.workers.values()):
             if any(worker.paused for worker in self.workers.values()):
                 self._later()
@@ -99,9 +99,9 @@ class Worker:
         self.world, self.node, self.rank = world, node, rank
         self.alive = True
         self.paused = False
-        """Whether SIGSTOP holds it."""
+        """Whether SIGSTOP has stopped it."""
         self._waiting: list[Callable[[], None]] = []
-        """What it does when it goes on."""
+        """Actions to run when it is continued."""
         self.claimed = False
         """Whether this process holds the lock of its arena."""
         self._session: str | None = None
@@ -118,7 +118,8 @@ class Worker:
         return self.alive and not self.paused
 
     def kill(self) -> None:
-        """SIGKILL: the kernel closes the claim, and the daemon sees it."""
+        """Kill the process, as SIGKILL does: the kernel closes the claim, and the daemon notices
+        it."""
         if not self.alive:
             return
         self.alive = self.claimed = False
@@ -131,7 +132,8 @@ class Worker:
             )
 
     def pause(self, pause_s: float) -> None:
-        """SIGSTOP, and SIGCONT after so many seconds, if it lives that long."""
+        """Stop the process as SIGSTOP does, and continue it after `pause_s` seconds if it lives
+        that long."""
         self.paused = True
         self.world.cluster.clock.after(pause_s, self._resume)
 
@@ -144,7 +146,7 @@ class Worker:
             action()
 
     def _poll(self, action: Callable[[Daemon], bool]) -> None:
-        """Try `action` until it says it is done, across restarts of the daemon."""
+        """Try `action` until it returns True, across restarts of the daemon."""
         if not self.alive:
             return
         daemon = self.world.cluster.daemons.get(self.node)
@@ -212,7 +214,8 @@ class Worker:
         return True
 
     def save(self, generation: Generation) -> None:
-        """As the SDK: skip when the last save is still copying, never wait, never raise."""
+        """Save as the SDK does: skip when the last save is still copying, never wait, never
+        raise."""
         daemon, session = self._opened_on, self._session
         if daemon is None or session is None or self._copying:
             return
@@ -254,13 +257,13 @@ class Worker:
         cluster.writing(self)
 
     def _unchanged(self, step: int) -> frozenset[int]:
-        """The pieces that this save does not capture: only whole pieces of tensors can be."""
+        """The pieces that this save does not capture: only whole pieces of tensors."""
         cluster = self.world.cluster
         whole = range(tensor_bytes_of(self.rank) // PIECE_BYTES)
         match cluster.policy:
             case PolicyType.FULL:
                 return frozenset()
-            case PolicyType.SELECTIVE:  # some are used often, and some hardly ever
+            case PolicyType.SELECTIVE:  # some are used often, others hardly ever
                 rng = cluster.clock.rng
                 return frozenset(p for p in whole if rng.random() < p / (p + 1))
             case _:  # some in turn
@@ -297,7 +300,7 @@ class Worker:
             return
         arena = daemon.disk.arenas.get((self.rank, self._arena))
         if arena is not None:
-            # A process that lives writes, whatever has been decided without it.
+            # A living process writes, whatever others have decided meanwhile.
             arena.capture(PieceMap(granted.slot, granted.places), data, carried)
         digests = bytearray(layouts.piece_digests(data, PIECE_BYTES))
         for piece in carried:

@@ -1,7 +1,7 @@
-"""What simulated daemons ask each other for: streams that can end in the middle, and manifests.
+"""Transfers between simulated daemons: manifests, and streams that can end in the middle.
 
-The daemon's own code asks, answers, verifies and combines (`worker`, `group`, `combining`,
-`updating`, `changes`); only the wire between two daemons is a model.
+The daemon's own code asks, answers, verifies and combines (`worker`, and `group`, `combining`,
+`update` and `changes` of `parity`); only the wire between two daemons is a model.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from holdfast_daemon.transport.protocol import Kind, Request
 from holdfast_daemon.worker import EffectWorker
 
 SENT_BYTES = 16
-"""Bytes that travel together: a piece of the simulated snapshots."""
+"""Bytes that are sent together: one piece of the simulated snapshots."""
 
 
 class Host(Daemon, Protocol):
-    """The daemon that the work belongs to."""
+    """The daemon that runs the work."""
 
     def begin(self, effect: Background, work: Callable[[], Completion]) -> None:
-        """Run `work` in a while."""
+        """Run `work` a little later."""
         ...
 
     def pause_transfer(self, source: str) -> None:
-        """From inside a transfer from the node `source`: wait for the next bytes."""
+        """Wait for the next bytes, from inside a transfer from the node `source`."""
         ...
 
 
@@ -102,8 +102,8 @@ class VirtualWorker(EffectWorker):
 
 
 class Starter(Executor):
-    """Lets a daemon begin what its worker submits. Its end is an event, so no future is waited
-    for."""
+    """Lets a daemon begin the work that its worker submits. The end of work is an event, so no
+    caller waits for a future."""
 
     def __init__(self, daemon: Host) -> None:
         self._daemon = daemon
@@ -114,22 +114,22 @@ class Starter(Executor):
 
 
 class Wire:
-    """The connections of one daemon to the others."""
+    """Connections of one daemon to the others."""
 
     def __init__(self, world: World, daemon: Host) -> None:
         self._world, self._daemon = world, daemon
 
     def open(self, address: str, request: Request) -> WireStream:
-        """`group.BulkOpener`."""
+        """Open a stream, as `parity.group.BulkOpener` does."""
         source = self._source(address, request.epoch)
         parts = _asked(source.disk, request)
-        first = next(parts, b"")  # what cannot be answered shows here
+        first = next(parts, b"")  # raises if the request cannot be answered
         return WireStream(chain((first,), parts), partial(self._wait, source))
 
     def fetch_manifest(
         self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
     ) -> tuple[bytes, bytes]:
-        """`group.PeerClient`."""
+        """Fetch a manifest and layout, as `parity.group.PeerClient` does."""
         source = self._source(place.node, epoch)
         return source.disk.describe(rank, generation) or (b"", b"")
 
@@ -142,7 +142,7 @@ class Wire:
         return source
 
     def _wait(self, source: Daemon, part: bytes) -> bytes:
-        """What becomes of `part` on its way; anything may happen meanwhile, to anyone."""
+        """`part` as it arrives; any fault may strike meanwhile."""
         self._daemon.pause_transfer(source.node)
         if self._world.reachable_daemon(self._daemon.node, source.node) is not source:
             raise UnreachableError(f"the connection to {source.node} ended")
@@ -154,7 +154,7 @@ class Wire:
 
 
 class WireStream:
-    """`combining.Stream` of what a daemon sends, a part at a time."""
+    """A `parity.combining.Stream` of the parts that a daemon sends."""
 
     def __init__(self, parts: Iterator[bytes], wait: Callable[[bytes], bytes]) -> None:
         self._parts, self._wait = parts, wait
@@ -171,11 +171,11 @@ class WireStream:
         self._arrived = self._arrived[len(view) :]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the stream holds no resource."""
 
 
 def _asked(disk: Disk, request: Request) -> Iterator[bytes]:
-    """The reply to a request, as far as it is read. Raises HoldfastError."""
+    """The reply to a request, part by part as it is read. Raises HoldfastError."""
     match request.kind:
         case Kind.CHANGE:
             return change_of(disk, request)

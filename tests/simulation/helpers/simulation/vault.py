@@ -1,6 +1,6 @@
-"""Durable storage in the simulation: whole sets that are there, damaged, or out of reach.
+"""Durable storage in the simulation, with sets that are whole, damaged, or out of reach.
 
-A model of what the storage library promises: a set that is listed was whole once, and a piece that
+It models the promises of the storage library: a set that is listed was whole once, and a piece that
 does not match its digest is refused.
 """
 
@@ -42,7 +42,7 @@ class Vault:
         payload[at % len(payload)] ^= 0x04
 
     def damaged(self, generation: Generation) -> bool:
-        """Whether any rank's payload is not what was stored."""
+        """Whether any rank's payload differs from what was stored."""
         return any(
             piece_digests(bytes(one.payload), one.content.piece_bytes) != one.content.digests
             for one in self.sets[generation].values()
@@ -59,11 +59,11 @@ class Vault:
 
 @dataclass(frozen=True, slots=True)
 class VaultSets:
-    """`loader.StoredSets` of one daemon."""
+    """The `durable.loader.SetReader` of one daemon."""
 
     vault: Vault
     wait: Callable[[], None]
-    """Anything may happen here."""
+    """Called where a read waits; faults may strike there."""
 
     def find(self) -> Found:
         self.vault.check()
@@ -83,7 +83,7 @@ class VaultSets:
 
 @dataclass(frozen=True, slots=True)
 class VaultRank:
-    """`loader.StoredRank`."""
+    """A `durable.loader.RankReader`."""
 
     sets: VaultSets
     stored: StoredSnapshot

@@ -1,8 +1,7 @@
-"""What the parts of a simulated cluster know of it, and of each other.
+"""Interfaces through which the parts of a simulated cluster use it and each other.
 
 Disks, network, daemons, trainers, storage and faults are modules of their own, which only `cluster`
-puts together. They see the rest through the protocols here, so that none of them imports what
-imports it.
+puts together. They reach the rest through the protocols here, so that no imports are circular.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ from holdfast_daemon.engine.effects import Completion, Effect, Note
 
 
 class Daemon(Protocol):
-    """A daemon process, as others meet it."""
+    """A daemon process, as the other parts use it."""
 
     node: str
     disk: Disk
     engine: JobEngine
     alive: bool
     paused: bool
-    """Whether SIGSTOP holds it."""
+    """Whether SIGSTOP has stopped it."""
 
     @property
     def now(self) -> float:
-        """Its node's own clock."""
+        """Time on its node's own clock."""
         ...
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` in it now, or when it is continued; never once it is dead."""
+        """Run `action` in the daemon now, or when it is continued; never once it is dead."""
         ...
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Carry out effects of its engine."""
+        """Carry out effects of the daemon's engine."""
         ...
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Continue the process, as SIGCONT does."""
         ...
 
     def pause_storage(self) -> None:
-        """From inside a call of storage: wait for it."""
+        """Wait for storage, from inside a call to it."""
         ...
 
 
 class Trainer(Protocol):
-    """A trainer process, as others meet it."""
+    """A trainer process, as the other parts use it."""
 
     node: str
     rank: int
@@ -64,16 +63,16 @@ class Trainer(Protocol):
     """Whether it holds the lock of its arena."""
 
     def pause(self, pause_s: float) -> None:
-        """SIGSTOP, and SIGCONT after so many seconds."""
+        """Stop the process as SIGSTOP does, and continue it after `pause_s` seconds."""
         ...
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process, as SIGKILL does."""
         ...
 
 
 class World(Protocol):
-    """The simulated cluster, as its parts see it."""
+    """The simulated cluster, as its parts use it."""
 
     clock: Clock
     network: Network
@@ -82,26 +81,26 @@ class World(Protocol):
     nproc: int
     disks: dict[str, Disk]
     clock_offset: dict[str, float]
-    """By node, what its clock is wrong by."""
+    """By node, the error of its clock in seconds."""
     dead_nodes: set[str]
     done: bool
     policy: PolicyType
     turns: int
-    """In how many saves each piece is captured once, where they take turns."""
+    """Number of saves in which each piece is captured once, where pieces take turns."""
     captured: dict[tuple[int, Generation], bytes]
-    """What each rank captured, or would have."""
+    """By rank and generation, the bytes that the rank captured, or would have."""
     may_lose: dict[tuple[int, ...], int]
-    """Members that a parity group may lose now; none when it is not in here."""
+    """Number of members that a parity group may lose now; 0 for a group that is not in here."""
     counts: Counter[str]
     fibers: list[Fiber[Completion]]
     """Transfers that have begun."""
 
     daemons: Mapping[str, Daemon]
-    """By node, the newest one."""
+    """By node, its newest daemon."""
     workers: Sequence[Trainer]
-    """Of all epochs, those that may still run."""
+    """Trainers of all epochs that may still run."""
 
-    # --- what happens -----------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """Write a line into the schedule's log."""
@@ -112,33 +111,35 @@ class World(Protocol):
         ...
 
     def strike_transfer(self, owner: str, source: str) -> None:
-        """The same between two parts of a transfer from `source` to `owner`."""
+        """Give a fault the chance to strike between two parts of a transfer from `source` to
+        `owner`."""
         ...
 
     def heard(self, node: str, note: Note) -> None:
-        """A daemon says that something happened."""
+        """Record that a daemon noted an event."""
         ...
 
     def writing(self, trainer: Trainer) -> None:
-        """A trainer is in the middle of writing a snapshot."""
+        """Record that a trainer is in the middle of writing a snapshot."""
         ...
 
     def resumed(self, epoch: int, line: Generation | None) -> None:
-        """All ranks of an epoch restored the same generation."""
+        """Record that all ranks of an epoch restored the same generation."""
         ...
 
     def restore_failed(self, rank: int) -> None:
-        """A rank found a corrupt piece."""
+        """Record that a rank found a corrupt piece."""
         ...
 
     def is_finished(self, epoch: int, step: int) -> bool:
         """Whether training ends with this step."""
         ...
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def reachable_daemon(self, a: str, b: str) -> Daemon | None:
-        """The daemon of node `b` as a connection from node `a` would find it."""
+        """The daemon of node `b` that a connection from node `a` would reach; None when it would
+        reach none."""
         ...
 
     def is_claimed(self, node: str, rank: int) -> bool:
@@ -146,9 +147,13 @@ class World(Protocol):
         ...
 
     def wire_flips(self) -> bool:
-        """Whether a bit of what is sent now flips on its way."""
+        """Whether a bit of the data sent now flips on its way."""
         ...
 
     def check_block(self, node: str, lane: int, slot: int) -> None:
-        """Raise AssertionError unless the block is what its entry says."""
+        """Check that the block matches its entry.
+
+        Raises:
+            AssertionError: when it does not.
+        """
         ...
