@@ -1,4 +1,4 @@
-"""How long an expert may wait to be chosen: what follows from the rules of the choices in core."""
+"""Longest waits of an expert until it is chosen, derived from the rules of the choices in core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast_core.experts.tables import ExpertTable, MoeLayer
 
 
 def selective_bound(experts: int, total: int) -> int:
-    """No expert goes longer than this many snapshots without being chosen, while S_total stays.
+    """Most snapshots that an expert goes without being chosen, while S_total stays.
 
     From the guard age on, a snapshot that passes an expert over has given all S places to older
     ones, each of which gets ahead of it only once: guard + ⌊(E - 1) / S⌋ + 1.
@@ -17,7 +17,7 @@ def selective_bound(experts: int, total: int) -> int:
 
 
 def load_aware_bound(table: ExpertTable, layer: MoeLayer, k: int) -> int:
-    """No expert of the layer goes longer than this many snapshots without being captured.
+    """Most snapshots that an expert of the layer goes without being captured.
 
     From the guard age on, a snapshot that passes an expert over has given K places of its layer,
     or a whole capacity of its rank, to older ones; each of those gets ahead of it only once. With
@@ -37,14 +37,14 @@ def load_aware_bound(table: ExpertTable, layer: MoeLayer, k: int) -> int:
 
 
 def persist_bound(layer: MoeLayer, k: int, on_rank: int) -> int:
-    """No expert that memory holds newer waits longer than this many copies to be persisted.
+    """Most copies that an expert that memory holds newer waits to be persisted.
 
-    As in `load_aware_bound`: each copy that passes an expert over has given K places
-    of its layer, or a whole capacity of its rank (at least 1), to others whose persisted versions
-    are older. Each of those gets ahead of it at most twice, because what was persisted of it may
-    itself have been old: ⌊2 (N - 1) / K⌋ + 2 (H - 1) + 1.
+    As in `load_aware_bound`, each copy that passes an expert over has given K places of its layer,
+    or a whole capacity of its rank (at least 1), to others whose persisted versions are older. Each
+    of those gets ahead of it at most twice, because its persisted version may itself have been old:
+    ⌊2 (N - 1) / K⌋ + 2 (H - 1) + 1.
 
     Args:
-        on_rank: H, experts of the same share in all layers of the stage.
+        on_rank: H, the number of experts of the same share in all layers of the stage.
     """
     return 2 * (len(layer.experts) - 1) // k + 2 * (on_rank - 1) + 1

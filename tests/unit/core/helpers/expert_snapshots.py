@@ -1,6 +1,6 @@
 """Snapshots of ranks with experts on pieces of their own, for tests of copies that leave some out.
 
-One piece holds all that is no expert; each expert has pieces of its own; the extras come last.
+One piece holds the non-expert part; each expert has pieces of its own; the extras come last.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Made:
 
 
 def expert_bytes(unit: str, version: Generation, piece: int = PIECE) -> bytes:
-    """What a version of an expert is."""
+    """The bytes of a version of an expert."""
     return random.Random(f"{unit} {version}").randbytes(PIECES_EACH * piece)
 
 
 def rank_layout(rank: int, ranks: int, experts: Sequence[str], piece: int = PIECE) -> Layout:
-    """Of the rank that holds these experts."""
+    """The layout of a rank that holds these experts."""
     entries = [_entry("layer0/dense", f"dense{rank}", 0, piece - 5)]
     for index, unit in enumerate(experts):
         at = piece * (1 + PIECES_EACH * index)
@@ -67,8 +67,8 @@ def made(
     job: str = "job",
     piece: int = PIECE,
 ) -> Made:
-    """The snapshot of `generation` of a rank, when rank r holds the experts `homes[r]` and these
-    are the newest versions of all."""
+    """A rank's snapshot of `generation`, when rank r holds the experts `homes[r]` and `versions`
+    are the newest versions of all experts."""
     layout = rank_layout(rank, len(homes), homes[rank], piece)
     encoded = encode_layout(layout)
     dense = random.Random(f"{rank} {generation}").randbytes(piece + EXTRAS_BYTES)
@@ -96,7 +96,7 @@ def made(
 
 
 def expected(rank: int, homes: Sequence[Sequence[str]], content: Manifest) -> bytes:
-    """The payload that a manifest says, by the versions of experts that it says."""
+    """The payload that a manifest describes, with its versions of experts."""
     at = {version.unit: version.generation for version in content.experts}
     made_again = made(
         rank, homes, content.generation, at, job=content.job, piece=content.piece_bytes

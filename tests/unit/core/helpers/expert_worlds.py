@@ -1,4 +1,4 @@
-"""Models with experts, for the tests of everything that plans with them."""
+"""Models with experts, for tests of all code that plans with experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def generation(step: int) -> Generation:
 def world(
     counts: Sequence[int], *, shares: int = 1, stages: int = 1, nbytes: int = 100
 ) -> ExpertTable:
-    """Layers with so many experts each, dealt to stages and shares in consecutive runs."""
+    """A table whose layers have `counts` experts, dealt to stages and shares in consecutive
+    runs."""
     layers = []
     for layer, count in enumerate(counts):
         stage = layer * stages // len(counts)
@@ -48,7 +49,8 @@ def after_full_snapshot(table: ExpertTable) -> ExpertLedger:
 
 
 def taken_by_share(table: ExpertTable, units: Sequence[UnitKey]) -> dict[tuple[int, int], int]:
-    """How many of `units` each (stage, share) captures; those that capture none included."""
+    """The number of `units` that each (stage, share) captures, including those that capture
+    none."""
     taken = {(expert.stage, expert.share): 0 for expert in table.experts}
     for expert in table.experts:
         taken[expert.stage, expert.share] += expert.unit in units
@@ -56,7 +58,7 @@ def taken_by_share(table: ExpertTable, units: Sequence[UnitKey]) -> dict[tuple[i
 
 
 def taken_by_layer(table: ExpertTable, units: Sequence[UnitKey]) -> Mapping[int, int]:
-    """How many of `units` are of each layer."""
+    """The number of `units` in each layer."""
     return {m.layer: sum(e.unit in units for e in m.experts) for m in table.layers}
 
 

@@ -1,4 +1,4 @@
-"""Engines of the members of a job without ranks at work, one on each node."""
+"""Engines for the members of a job whose ranks do not run, one on each node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from holdfast_daemon.engine import EngineSettings, JobEngine
 
 
 def membership_of(*groups: tuple[int, ...], job: str = "job", epoch: int = 1) -> Membership:
-    """One member on each of the nodes n0, n1, … with one rank each, in these parity groups."""
+    """A membership in these parity groups, with one member of one rank on each node n0, n1, …"""
     places = tuple(
         MemberPlace(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
         for i in range(sum(map(len, groups)))
@@ -16,7 +16,7 @@ def membership_of(*groups: tuple[int, ...], job: str = "job", epoch: int = 1) ->
 
 
 def engine_of(membership: Membership, member: int) -> JobEngine:
-    """That of the member's daemon, once it has heard of the membership."""
+    """The engine of the member's daemon, once it has received the membership."""
     place = membership.place(member)
     engine = JobEngine(
         job=membership.job,

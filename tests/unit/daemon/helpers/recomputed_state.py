@@ -1,4 +1,4 @@
-"""A payload with experts whose state can be computed, and steps of a real optimizer."""
+"""A payload with experts whose state can be recomputed, and steps of a real optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ COUNT = 6000
 
 
 def layout_of(experts: int) -> Layout:
-    """A dense tensor, then the experts: state on pieces of its own, gradient and recipe behind."""
+    """A layout with a dense tensor, then the experts: each has its state, then its gradient and
+    recipe, on pieces of their own."""
     entries = [entry("embedding", "table", TensorRole.COMPUTE, "float32", 4000, 0)]
     end = 16_000
     kinds = (
@@ -85,8 +86,8 @@ class Trainer:
         )
 
     def train(self, captured: set[int], *, base_step: int | None = None, lr: float = LR) -> bytes:
-        """The payload after one more step, of which `captured` experts are newly captured with
-        gradients; what its recipes say can be wrong."""
+        """The payload after one more step, with newly captured state and gradients of the experts
+        `captured`. The recipes are wrong if `base_step` or `lr` is."""
         self.step += 1
         base = self.step - 1 if base_step is None else base_step
         gradients = []

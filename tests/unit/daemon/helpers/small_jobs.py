@@ -1,4 +1,4 @@
-"""A job of two ranks with small payloads, in storage below a directory of the test's own."""
+"""A job of two ranks with small payloads, stored below a directory of the test's own."""
 
 from __future__ import annotations
 

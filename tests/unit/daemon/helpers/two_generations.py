@@ -76,7 +76,7 @@ class Members:
         return Code(len(self.old), len(self.old) - 1, 1)
 
     def block(self, generation: Generation, owner: int) -> tuple[bytes, bytes]:
-        """(block, digests) as they are built from whole chunks."""
+        """(block, digests) built from whole chunks."""
         self.source = self.old if generation == OLD else self.new
         room = memoryview(bytearray(4096))
         used, digests = build_from_chunks(

@@ -1,7 +1,7 @@
-"""An agent in miniature, as a process: one child process for each rank, which counts steps.
+"""A miniature agent as a process: one child process for each rank, which counts steps.
 
-Ranks do not wait for each other. A child that dies ends the others; the agent then says that it
-waits, in a file that its node's fake daemon reads, and begins again with the next epoch.
+Ranks do not wait for each other. When a child dies, the agent ends the others, reports that it is
+waiting in a file that its node's fake daemon reads, and begins again with the next epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast_protos import codec, values_pb2
 
 PAUSE_S = 0.01
 FULL = "full"
-"""File in the directory of the run: no agent has room to start its ranks."""
+"""File in the directory of the run; while it exists, no agent has room to start its ranks."""
 
 
 def read_world(root: Path) -> Membership | None:
@@ -32,7 +32,7 @@ def read_world(root: Path) -> Membership | None:
 
 
 def rank_main(root: Path, rank: int, epoch: int, steps: int) -> int:
-    """Counts steps up to `steps`."""
+    """Count steps up to `steps`, as the child process of a rank does."""
     path = root / "ranks" / f"{rank}.json"
     for step in range(1 if epoch > 1 else 0, steps + 1):
         said = {"epoch": epoch, "pid": os.getpid(), "step": step, "closed": step == steps}
@@ -64,7 +64,7 @@ def agent_main(root: Path, node: str, nproc: int, steps: int) -> int:
 
 
 def attend(root: Path, children: list[subprocess.Popen[bytes]], epoch: int) -> bool:
-    """Whether all children ended well, before the epoch ended."""
+    """Wait for the children: whether all of them ended well before the epoch ended."""
     while True:
         codes = [child.poll() for child in children]
         if all(code == 0 for code in codes):
@@ -79,7 +79,7 @@ def attend(root: Path, children: list[subprocess.Popen[bytes]], epoch: int) -> b
 
 
 def wait_for_room(full: Path, wait_file: Path) -> None:
-    """Say so and wait while there is a file that stands for a full /dev/shm."""
+    """Wait, and report it in `wait_file`, while a file exists that stands for a full /dev/shm."""
     while full.exists():
         wait_file.write_text("NoRoom: the disk is full\n")
         time.sleep(PAUSE_S)

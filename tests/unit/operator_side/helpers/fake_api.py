@@ -10,7 +10,7 @@ from holdfast_operator.kube.resources import Resource
 
 
 class FakeApi:
-    """What the adapters need of `Api`. `refuse` is raised by the next request, once."""
+    """The part of `Api` that the adapters need. The next request raises `refuse`, once."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}
@@ -20,7 +20,7 @@ class FakeApi:
         self._version = 100
 
     def put(self, resource: Resource, body: Object) -> Object:
-        """Somebody else writes an object."""
+        """Write an object, as another client would."""
         self._version += 1
         kept = copy.deepcopy(body)
         kept["metadata"] |= {"resourceVersion": str(self._version)}
@@ -67,7 +67,8 @@ class FakeApi:
         body: Object,
         subresource: str = "",
     ) -> Object:
-        """Of the metadata. An object that is being deleted goes with its last finalizer."""
+        """Patch an object's metadata. An object that is being deleted goes with its last
+        finalizer."""
         self._note("patch", resource, name)
         found = self._find(resource, namespace, name)
         metadata = {**found["metadata"], **body["metadata"]}

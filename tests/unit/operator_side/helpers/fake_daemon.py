@@ -1,8 +1,8 @@
-"""A daemon in miniature, as a process: speaks Control, and believes what agents write into files.
+"""A miniature daemon as a process: it speaks Control, and reports what fake agents write in files.
 
-`<root>/world.json` is the membership it was sent; `<root>/ranks/<rank>.json` is what a fake rank
-says of itself. Snapshots do not exist: every completed step counts as complete and protected.
-`<root>/persist` has a line for each time that it was asked for a copy.
+`<root>/world.json` is the membership that it received; `<root>/ranks/<rank>.json` is the state that
+a fake rank reports. Snapshots do not exist: every completed step counts as complete and protected.
+`<root>/persist` has a line for each request for a copy.
 """
 
 from __future__ import annotations

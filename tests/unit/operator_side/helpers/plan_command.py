@@ -1,4 +1,4 @@
-"""`holdfast plan` of a job whose model is given by flags: what it prints, and what it refuses."""
+"""`holdfast plan` for a job whose model is given by flags: its output and its refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """What is said to input that makes no sense, whoever finds out."""
+    """The message for input that makes no sense, whether argparse or the command refuses it."""
     try:
         code = main(["plan", *map(str, arguments)])
     except SystemExit as end:

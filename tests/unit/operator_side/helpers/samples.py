@@ -1,4 +1,4 @@
-"""Documents that several tests begin with."""
+"""Documents that several tests start from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _JOB: Object = {
 
 
 def job_resource(template: Object | None = None, **spec: Any) -> Object:
-    """A job as the API has it. `template` is merged into the pod's spec."""
+    """A job as the API returns it. `template` is merged into the pod's spec."""
     found = deepcopy(_JOB)
     found["spec"] |= spec
     found["spec"]["trainer"]["template"]["spec"] |= template or {}
@@ -49,5 +49,5 @@ def job_resource(template: Object | None = None, **spec: Any) -> Object:
 
 
 def make_job(template: Object | None = None, **spec: Any) -> MoETrainingJob:
-    """The same, understood."""
+    """The job of `job_resource`, parsed."""
     return parse_job(job_resource(template, **spec))

@@ -1,5 +1,5 @@
-"""A cluster in one process: the fleet, its control loops and the Control service as they are, on an
-API server in memory, with daemons and a kubelet that do what they are told."""
+"""A cluster in one process: the real fleet, control loops and Control service, on an API server in
+memory, with daemons and a kubelet that do as they are asked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAIT_S = 30.0
 
 
 class NotedApi(FakeApi):
-    """Tells of every write, and refuses what it was told to refuse."""
+    """An API that reports every write, and refuses the requests that a test selects."""
 
     def __init__(
         self, written: Callable[[Resource, Object], None], gone: Callable[[], None]
@@ -57,7 +57,7 @@ class NotedApi(FakeApi):
         return found
 
     def refuse_next(self, verb: str, resource: Resource, error: ApiError) -> None:
-        """Refuse the next such request."""
+        """Refuse the next request of this verb and resource."""
         self._refusals[verb, resource.plural] = error
 
     def _note(self, verb: str, resource: Resource, name: str) -> None:
@@ -73,13 +73,13 @@ class NotedApi(FakeApi):
 
 
 class Daemon:
-    """Of one node: in the epoch that it was sent, and healthy once its pod runs."""
+    """The daemon of one node: in the epoch that it received, and healthy once its pod runs."""
 
     def __init__(self, node: str, server: ControlServer) -> None:
         self.node, self._server = node, server
         self.memberships: dict[str, Membership] = {}
         self.at_work, self.lost = set[str](), set[str]()
-        """Jobs whose ranks here are; lost in the current epoch."""
+        """Jobs whose ranks run here, and jobs whose rank was lost in the current epoch."""
         self._beats: asyncio.Queue[control_pb2.Heartbeat] = asyncio.Queue()
         self.beat()
 
@@ -107,7 +107,7 @@ class Daemon:
         return next(place.index for place in membership.members if place.node == self.node)
 
     async def converse(self) -> None:
-        """Until cancelled."""
+        """Exchange messages with the control server until cancelled."""
 
         async def beats() -> AsyncIterator[control_pb2.Heartbeat]:
             while True:
@@ -133,14 +133,14 @@ class Daemon:
 
 
 class SmallCluster:
-    """Use `on`. Times are real, and nothing waits for them."""
+    """A cluster for one test; use `on_a_cluster`. Times are real, but nothing waits for them."""
 
     def __init__(self, nodes: int, *, insecure: bool = False) -> None:
         self._count = nodes
         self.fleet, self.metrics = Fleet(), OperatorMetrics()
         self.api = NotedApi(self._written, self._tell_soon)
         self.passed_s = 0.0
-        """Time that the operator thinks has passed in addition to what has."""
+        """Seconds by which the operator's clock is ahead."""
 
         def clock() -> float:
             return time.monotonic() + self.passed_s
@@ -150,7 +150,7 @@ class SmallCluster:
         self._index = PodIndex(lambda key: self.fleet.wake((key,)))
         self.pods: Cache[TrainerPod | None] = Cache(read_pod, self._index.change)
         self.outdated: Condition | None = None
-        """What is to be said of daemons of an older version."""
+        """Condition to report for daemons of an older version."""
         self.runs_pods = True
         """Whether pods run once they are created."""
         self._changed = asyncio.Condition()
@@ -186,7 +186,7 @@ class SmallCluster:
         )
 
     async def run(self, test: Callable[[SmallCluster], Awaitable[None]]) -> None:
-        """`test`, and the end of everything."""
+        """Run `test`, then end everything."""
         self._tasks.append(asyncio.create_task(self.recorder.run()))
         for number in range(self._count):
             self.add_node(f"n{number}")
@@ -198,10 +198,10 @@ class SmallCluster:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # --- what people and kubelets do ----------------------------------------------------------
+    # --- actions of users and kubelets --------------------------------------------------------
 
     def add_node(self, name: str) -> None:
-        """A node comes, and its daemon dials in."""
+        """Add a node, whose daemon connects."""
         ready = [{"type": "Ready", "status": "True"}]
         metadata = {"name": name, "resourceVersion": "1"}
         status = {"conditions": ready, "allocatable": {"cpu": "4"}}
@@ -210,7 +210,7 @@ class SmallCluster:
         self._tasks.append(asyncio.create_task(daemon.converse()))
 
     def apply(self, resource: Object) -> None:
-        """Create the job, or put it in the place of what it was."""
+        """Create the job, or replace it and keep its status."""
         metadata = resource["metadata"]
         before = self.api.objects.get((JOBS.plural, metadata["namespace"], metadata["name"]))
         kept = {} if before is None else {"status": before.get("status") or {}}
@@ -232,26 +232,26 @@ class SmallCluster:
         return str((self.job(resource).get("status") or {}).get("phase", ""))
 
     def lose_rank(self, node: str, job: str) -> None:
-        """The job's rank on the node is killed; its pod goes on."""
+        """Kill the job's rank on the node; its pod continues."""
         daemon = self.daemons[node]
         daemon.lost.add(job)
         daemon.beat()
 
-    # --- what is awaited ----------------------------------------------------------------------
+    # --- conditions to wait for ---------------------------------------------------------------
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Return once `condition()` holds; it is asked after every write."""
+        """Return once `condition()` holds; it is evaluated after every write."""
         async with asyncio.timeout(WAIT_S), self._changed:
             await self._changed.wait_for(condition)
 
     async def heard(self, condition: Callable[[], object]) -> None:
-        """Return once `condition()` holds, of what daemons say."""
+        """Return once `condition()` holds, where it depends on reports of daemons."""
         async with asyncio.timeout(WAIT_S):
             while not condition():
                 await asyncio.sleep(0)
 
     async def look_again(self, key: str) -> None:
-        """Return once the job was looked at that often more, and what follows was done."""
+        """Return once the job was reconciled once more, and the resulting actions were done."""
         name = "holdfast_operator_reconcile_seconds_count"
         wanted = (self.metrics.registry.get_sample_value(name) or 0) + 1
         self.fleet.wake((key,))
@@ -260,11 +260,11 @@ class SmallCluster:
                 await asyncio.sleep(0)
 
     async def runs(self, resource: Object) -> None:
-        """Return once the job's status says that it runs."""
+        """Return once the phase in the job's status is Running."""
         await self.until(lambda: self.phase(resource) == "Running")
 
     def _written(self, resource: Resource, body: Object) -> None:
-        """What watches would tell."""
+        """Pass a written object on, as watches would."""
         loop = asyncio.get_running_loop()
         if resource is JOBS:
             loop.call_soon(self.fleet.take_in, "MODIFIED", deepcopy(body))
@@ -302,7 +302,7 @@ class SmallCluster:
 def on_a_cluster(
     test: Callable[[SmallCluster], Awaitable[None]], nodes: int = 3, *, insecure: bool = False
 ) -> None:
-    """Run `test` on a cluster of so many nodes."""
+    """Run `test` on a cluster of `nodes` nodes."""
 
     async def run() -> None:
         await SmallCluster(nodes, insecure=insecure).run(test)

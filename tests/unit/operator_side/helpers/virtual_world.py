@@ -1,6 +1,6 @@
-"""A world for the reconciler, on virtual time: nodes, daemons and agents as plain values.
+"""A world for the reconciler, in virtual time: nodes, daemons and agents as plain values.
 
-It does what an adapter and healthy daemons would do, and nothing on its own: tests say what fails.
+It does what an adapter and healthy daemons would do, and nothing else: tests decide what fails.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def make_job(
     spec: dict[str, Any] | None = None,
     **failure_policy: Any,
 ) -> MoETrainingJob:
-    """A job of one-second heartbeats, of which five make a lost node. `spec` is put on top."""
+    """A job with one-second heartbeats; five missed ones make a node lost. `spec` overrides
+    fields."""
     return parse_job(
         {
             "apiVersion": "holdfast.dev/v1alpha1",
@@ -84,13 +85,13 @@ class Daemon:
     lost: set[int] = field(default_factory=set)
     waiting: bool = False
     exits: dict[int, int] = field(default_factory=dict)
-    """Rank → exit code that its agent has told."""
+    """Rank → exit code that its agent reported."""
     last_lines: dict[int, str] = field(default_factory=dict)
-    """Rank → what it wrote last, likewise."""
+    """Rank → last lines of its output, which its agent reported."""
 
 
 class World:
-    """Nodes with daemons, agents on them, and a control loop that looks when it is told to."""
+    """Nodes with daemons, agents on them, and a control loop that runs when a test calls it."""
 
     def __init__(self, job: MoETrainingJob, nodes: int | None = None) -> None:
         self.job, self.now = job, 1000.0
@@ -102,13 +103,14 @@ class World:
         self.locations: Locations = None
         self.cordoned: set[str] = set()
         self.notices: dict[str, str] = {}
-        """Node → why it will be taken away."""
+        """Node → reason for which it will be taken away."""
         self.full: set[str] = set()
-        """Nodes on which new agents find no room."""
+        """Nodes without room for new agents."""
         self.lingering = False
-        """Agents that are stopped stay for a while."""
+        """Whether agents that are stopped stay for a while."""
         self.protects = True
-        """What an earlier epoch protected is protected again at once in a new one."""
+        """Whether the protected generation of an earlier epoch is protected again at once in a new
+        one."""
         self.agents: dict[tuple[int, str], AgentView] = {}
         self.state = ControlState()
         self.decision = Decision(state=self.state)
@@ -116,9 +118,9 @@ class World:
         self.protected: Generation | None = None
         self.line: Line | None = None
         self.losses: dict[str, LossReport] = {}
-        """Node → what the daemon there says of lost tokens."""
+        """Node → its daemon's report of lost tokens."""
         self.fetched: dict[str, float] = {}
-        """Node → bytes a second that its daemon fetches for parity."""
+        """Node → bytes per second that its daemon fetches for parity."""
         self.events: list[Event] = []
         self.actions: list[Action] = []
         self.published: list[Membership] = []
@@ -129,7 +131,7 @@ class World:
     # --- time ---------------------------------------------------------------------------------
 
     def look(self) -> Decision:
-        """One look of the control loop, carried out at once."""
+        """Run one round of the control loop, and carry out its actions at once."""
         self.beat()
         decision = reconcile(self.job, self.observed(), self.state, self.now, self.locations)
         self.state, self.decision = decision.state, decision
@@ -140,7 +142,7 @@ class World:
         return decision
 
     def settle(self, seconds: float = 0.0, *, step_s: float = STEP_S) -> None:
-        """Look again and again for so long, and then until there is nothing to do."""
+        """Run the control loop for `seconds`, and then until there is nothing to do."""
         until = self.now + seconds
         while self.now < until:
             self.look()
@@ -157,7 +159,7 @@ class World:
                 daemon.heard_at = self.now
                 self.unheard.discard(name)
 
-    # --- what the control loop sees -----------------------------------------------------------
+    # --- observations of the control loop -----------------------------------------------------
 
     def observed(self) -> Observed:
         return Observed(
@@ -228,7 +230,7 @@ class World:
         start = self.protected if self.protected and self.protected.epoch < epoch else None
         return Line(generation=start, reason="newest that all hold")
 
-    # --- what the control loop does -----------------------------------------------------------
+    # --- actions of the control loop ----------------------------------------------------------
 
     def carry_out(self, action: Action) -> None:
         match action:
@@ -283,7 +285,7 @@ class World:
         return self.state.membership
 
     def train(self, step: int, *, protect: bool = True) -> None:
-        """Everyone has completed `step`."""
+        """Let all ranks complete `step`."""
         self.step, self.idle_s = step, 0.0
         if protect:
             self.protected = Generation(self.membership.epoch, step)
@@ -293,25 +295,25 @@ class World:
         self.daemons[self.membership.place(member).node].lost.add(rank)
 
     def exit_rank(self, rank: int, code: int, last_lines: str = "") -> None:
-        """The rank is lost, and its agent has told why."""
+        """Lose the rank, and let its agent report its exit code and last lines."""
         self.lose_rank(rank)
         member = self.membership.member_of(rank)
         daemon = self.daemons[self.membership.place(member).node]
         daemon.exits[rank], daemon.last_lines[rank] = code, last_lines
 
     def evict(self, member: int, why: str = "EvictionByEvictionAPI") -> None:
-        """The cluster ends the member's agent; its ranks are lost with it."""
+        """End the member's agent as the cluster does; its ranks are lost with it."""
         place = self.membership.place(member)
         agent = self.agents[member, place.node]
         self.agents[member, place.node] = replace(agent, state=AgentState.STOPPING, disruption=why)
         self.daemons[place.node].lost |= set(self.membership.ranks_of(member))
 
     def vanish(self, member: int) -> None:
-        """Somebody deletes the agent."""
+        """Delete the agent, as a user may."""
         del self.agents[member, self.membership.place(member).node]
 
     def reap(self) -> None:
-        """Agents that are stopping have ended."""
+        """Let agents that are stopping end."""
         self.agents = {
             key: agent
             for key, agent in self.agents.items()
@@ -344,12 +346,12 @@ class World:
             self.exit_agent(place.index, 0)
 
     def forget(self) -> None:
-        """The control loop starts again and remembers nothing."""
+        """Restart the control loop without any state."""
         self.state = ControlState()
         self.unheard = set(self.daemons)
 
     def restart(self, document: dict[str, Any] | None = None) -> None:
-        """The control loop starts again and finds what was stored: `document`, or what it would
+        """Restart the control loop with its stored state: `document`, or the one that it would
         store now."""
         if document is None:
             document = self.stored()
@@ -358,10 +360,10 @@ class World:
         self.state = ControlState.remembering(found)
 
     def stored(self) -> dict[str, Any]:
-        """What an adapter stores of the present state."""
+        """The document that an adapter stores for the present state."""
         return to_document(self.state, now=self.now, wall=WALL + self.now)
 
-    # --- what tests look at -------------------------------------------------------------------
+    # --- results for tests --------------------------------------------------------------------
 
     def nodes_of_members(self) -> list[str]:
         return [place.node for place in self.membership.members]

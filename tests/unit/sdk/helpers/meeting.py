@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Meeting:
-    """Where the ranks of one process meet; counts the meetings of each."""
+    """Meeting point of the ranks of one process; counts the meetings of each rank."""
 
     def __init__(self, ranks: int) -> None:
         self.broken = False
@@ -27,14 +27,14 @@ class Meeting:
         self._given: dict[int, dict[int, Any]] = {}
 
     def gather(self, rank: int, data: _T) -> list[_T]:
-        """What all ranks gave at this rank's next meeting, by rank."""
+        """The data of all ranks at this rank's next meeting, by rank."""
         given = self._meet(rank, data)
         if self.broken:
             raise UnreachableError("a rank does not take part")
         return given
 
     def add(self, rank: int, numbers: list[int]) -> list[int]:
-        """The sum of what all ranks gave at this rank's next meeting."""
+        """The sums of all ranks' numbers at this rank's next meeting."""
         return [sum(values) for values in zip(*self._meet(rank, numbers), strict=True)]
 
     def _meet(self, rank: int, data: _T) -> list[_T]:
@@ -49,7 +49,7 @@ class Meeting:
             return [given[r] for r in range(len(self.done))]
 
     def wait_begun(self, rank: int, meetings: int) -> None:
-        """Return when the rank has come to so many meetings."""
+        """Return when the rank has come to `meetings` meetings."""
         with self._news:
             assert self._news.wait_for(lambda: self.done[rank] >= meetings, WAIT_S)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 EXPERTS = 4
 
 Hashes = dict[str, str]
-"""Of tensors, by parameter and optimizer state, with experts one by one."""
+"""Hashes of tensors, by parameter and optimizer state, with experts one by one."""
 
 _PATH = Path(__file__).resolve().parents[4] / "examples" / "train_moe.py"
 
@@ -32,7 +32,8 @@ def train_moe() -> ModuleType:
 
 
 def make_model(example: ModuleType, *, seed: int, ep: int = 1, ep_index: int = 0) -> nn.Module:
-    """Its model, in bfloat16, with this rank's share of four experts in each of two layers."""
+    """The example's model in bfloat16, with this rank's share of four experts in each of two
+    layers."""
     args = argparse.Namespace(dim=32, layers=2, experts=EXPERTS, seq=8)
     model: nn.Module = example.ByteLM(args, ep, None)
     torch.manual_seed(seed)
@@ -50,7 +51,7 @@ def sha256(tensor: torch.Tensor) -> str:
 
 
 def hashes(model: nn.Module, optimizer: torch.optim.Optimizer, ep_index: int) -> Hashes:
-    """Of each parameter and optimizer state, with experts one by one."""
+    """Hashes of each parameter and optimizer state, with experts one by one."""
     found: Hashes = {}
     for name, p in model.named_parameters():
         for key, tensor in [("", p), *optimizer.state[p].items()]:
@@ -63,7 +64,7 @@ def hashes(model: nn.Module, optimizer: torch.optim.Optimizer, ep_index: int) ->
 
 
 def distributed_state(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> Any:
-    """As torch names it, with stacks of experts as tensors that are sharded over the ranks."""
+    """The state with torch's names, and stacks of experts as tensors sharded over the ranks."""
 
     def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if ".experts." not in name or not tensor.ndim:

@@ -1,8 +1,8 @@
-"""Ranks of a job, each a process that finds torch imported: that takes longer than what they do.
+"""Ranks of a job, each a process with torch already imported: the import takes longer than a test.
 
-They fork from a process of their own. The fork server of `multiprocessing`, of which a process has
-one, has the daemon imported: daemons that fork from a server with torch instead import themselves
-anew, which takes eight times as long as all else that starting one takes.
+They fork from a server of their own. A process has only one fork server of `multiprocessing`, and
+that one has imported the daemon: daemons that fork from a server with torch instead import
+themselves anew, which takes eight times as long as the rest of their start.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Any
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
 _idle: list[Connection[Any, Any]] = []
-"""The server, if there is one and it answered what it was asked last."""
+"""The connection to the server, if there is one and it answered its last request."""
 
 
 def run_ranks(work: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
-    """Call `work(rank, *args)` in as many processes; raises AssertionError with the traceback of
-    the first of them that fails."""
+    """Call `work(rank, *args)` in a process for each of `ranks` ranks.
+
+    Raises:
+        AssertionError: when one fails, with the traceback of the first.
+    """
     server = _idle.pop() if _idle else _start_server()
     server.send((pickle.dumps((work, args)), ranks))
     failure = server.recv()
@@ -36,7 +39,7 @@ def _start_server() -> Connection[Any, Any]:
     here, there = spawning.Pipe()
     spawning.Process(target=_serve, args=(there,)).start()
     there.close()
-    atexit.register(here.close)  # which ends it, before it is waited for
+    atexit.register(here.close)  # ends the server before the interpreter waits for it
     return here
 
 

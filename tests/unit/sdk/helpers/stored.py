@@ -1,4 +1,4 @@
-"""Persists what fake daemons hold, as real daemons persist it."""
+"""Persist the snapshots of fake daemons as real daemons do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast_core.snapshots.stored import RankFile
 from holdfast_storage.sets import SetStore
 
 JOB = "fake"
-"""What fake daemons write in their manifests."""
+"""Name of the job in the manifests of fake daemons."""
 
 
 def persist(directory: Path, uri: Path, ranks: int, generation: Generation) -> SetStore:

@@ -1,4 +1,4 @@
-"""A training run whose snapshots leave experts out, and what it should restore."""
+"""A training run whose snapshots leave experts out, and the state that it should restore."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LISTED = (3, 4)
 
 
 def unit_of(name: str) -> UnitKey:
-    """The unit of a parameter of the small model: its two kinds of experts are told apart."""
+    """The unit of a parameter of the small model, which has two kinds of experts."""
     parts = name.split(".")
     if parts[0] != "layers":
         return UnitKey(None, UnitKind.OTHER)
@@ -36,13 +36,13 @@ def named(name: str, tensor: torch.Tensor) -> UnitKey | None:
 
 
 def loss_of(session: holdfast.Session) -> Any:
-    """What the counters say once the last save has ended, which may be after its news."""
+    """The counters' loss once the last save has ended, which may be after its futures resolve."""
     session.prepare()
     return session.counters.loss
 
 
 class Story:
-    """A training run that remembers every state, and in which step each expert was captured."""
+    """A training run that keeps its state of every step, and the step of each expert's capture."""
 
     def __init__(self, trainer: Any, daemon: FakeDaemon, **settings: Any) -> None:
         self.trainer, self.daemon = trainer, daemon
