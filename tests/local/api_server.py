@@ -1,4 +1,4 @@
-"""An API server that knows nothing but tokens, on HTTPS with a CA of its own."""
+"""An API server that only reviews tokens, on HTTPS with a CA of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REVIEWS = "/apis/authentication.k8s.io/v1/tokenreviews"
 
 
 def web_token(claims: dict[str, Any], signature: str) -> str:
-    """A JSON web token that nobody could verify."""
+    """A JSON web token whose signature cannot be verified."""
     parts = [json.dumps({"alg": "none"}), json.dumps(claims)]
     coded = [base64.urlsafe_b64encode(part.encode()).decode().rstrip("=") for part in parts]
     return ".".join([*coded, signature])
@@ -27,7 +27,7 @@ def web_token(claims: dict[str, Any], signature: str) -> str:
 class ApiServer:
     """Serves TokenReviews from `start` to `stop`; `directory` becomes the daemon's service account.
 
-    A context manager that has started.
+    As a context manager, it is started on entry.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -48,7 +48,7 @@ class ApiServer:
         return f"127.0.0.1:{self.port}"
 
     def admit(self, namespace: str, pod: str, *, lasts_s: float = 3600.0) -> str:
-        """A token that is good for this pod."""
+        """A token that is valid for this pod."""
         claims = {"exp": int(time.time() + lasts_s), "number": len(self.statuses)}
         token = web_token(claims, f"signature{len(self.statuses)}")
         self.statuses[token] = {
@@ -62,7 +62,7 @@ class ApiServer:
         return token
 
     def start(self) -> None:
-        """Listens, on the port of before if there was one."""
+        """Listen, on the previous port if there was one."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,7 +75,7 @@ class ApiServer:
                 self.wfile.write(answer)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Tests look at `asked`."""
+                """Log nothing: tests look at `asked`."""
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.directory / "ca.crt", self.directory / "ca.key")
@@ -86,7 +86,7 @@ class ApiServer:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
-        """Nobody listens any more."""
+        """Stop listening."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -119,7 +119,7 @@ class ApiServer:
         return 201, json.dumps({"kind": "TokenReview", "status": status}).encode()
 
     def _certify(self) -> None:
-        """A certificate for 127.0.0.1 that is its own CA."""
+        """Write a certificate for 127.0.0.1 that is its own CA."""
         key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         names = ["-subj", "/CN=tests", "-addext", "subjectAltName=IP:127.0.0.1"]
         files = ["-keyout", f"{self.directory}/ca.key", "-out", f"{self.directory}/ca.crt"]

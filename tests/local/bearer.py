@@ -1,4 +1,4 @@
-"""Puts what proves a caller into every call of a channel: a token, and the call's session."""
+"""Credentials for every call of a channel: a token, and the session of the call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Details(NamedTuple):
 
 
 class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    """Calls carry what `token` returns when they are made, unless that is empty."""
+    """Adds to each call the value that `token` then returns, unless it is empty."""
 
     def __init__(self, token: Callable[[], str]) -> None:
         self._token = token

@@ -23,7 +23,7 @@ DAY_S = 86400.0
 
 
 def made(folder: Path, role: Role, *, domain: str = DOMAIN, authority: Path | None = None) -> Path:
-    """Directory of a role's files, of the CA in `folder` or in `authority`."""
+    """Directory of a role's files, issued by the CA in `folder` or in `authority`."""
     if authority is not None:
         folder.mkdir()
         for name in (AUTHORITY, AUTHORITY_KEY):
@@ -36,7 +36,8 @@ def made(folder: Path, role: Role, *, domain: str = DOMAIN, authority: Path | No
 
 
 def expired(folder: Path, role: Role) -> Path:
-    """Directory of a role's files of the CA in `folder`, whose certificate ended yesterday."""
+    """Directory of a role's files, issued by the CA in `folder`; the certificate expired
+    yesterday."""
     then = time.time() - 2 * DAY_S
     return _shown(folder, f"expired-{role}", f"{role}.{DOMAIN}.holdfast", then)
 

@@ -1,4 +1,4 @@
-"""What a chaos run has on this machine: daemons on small tmpfs, and servers beside them."""
+"""Cluster of a chaos run: daemons on small tmpfs, and servers beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TMPFS_BYTES = 24 << 20
 
 @dataclass(kw_only=True, slots=True)
 class Surroundings:
-    """What a run has to break besides processes of its own making."""
+    """Things that a run can break besides the processes that it starts."""
 
     mounts: bool = False
     """Whether small tmpfs can be mounted."""
@@ -32,7 +32,7 @@ class Surroundings:
 
     @property
     def present(self) -> frozenset[str]:
-        """What kinds of faults may need."""
+        """Requirements of kinds of faults that are met here; see `chaos_kinds.Kind.needs`."""
         there = {"mount": self.mounts, "redis": self.redis, "identity": self.certificates}
         return frozenset(name for name, found in there.items() if found)
 
@@ -61,7 +61,7 @@ def _umount(directory: Path) -> bool:
 
 @dataclass(slots=True)
 class SmallCluster(RawCluster):
-    """Each node's memory is a tmpfs of its own where that can be mounted."""
+    """A cluster in which each node's memory is a tmpfs of its own, where one can be mounted."""
 
     mounts: bool = False
     access: Access | None = None
@@ -75,7 +75,7 @@ class SmallCluster(RawCluster):
         return daemon
 
     def mount(self, root: Path) -> None:
-        """A small tmpfs there, where that is possible."""
+        """Mount a small tmpfs at `root`, where that is possible."""
         if self.mounts and _mount(root):
             self.mounted.append(root)
 

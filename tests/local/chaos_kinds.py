@@ -1,4 +1,4 @@
-"""The faults that `chaos` can do, as a table: what each is called, does, and may be mixed with.
+"""Table of the faults of `chaos`: the name of each, its action, and what it may be mixed with.
 
 A new fault is a function that breaks something of a `World`, and a line in `KINDS`.
 """
@@ -54,7 +54,7 @@ class Kind:
 
 
 def _kill_rank(world: World, member: int, rng: random.Random) -> str:
-    """A trainer process of its own dies between two steps of a save."""
+    """Kill a trainer in a process of its own between two steps of a save."""
     job, step = world.job, world.job.step + 1
     job.trainers[member].die()
     world.ended.add(member)
@@ -85,7 +85,8 @@ def _kill_daemon(world: World, member: int, rng: random.Random) -> str:
 
 
 def _end_daemon(world: World, member: int, rng: random.Random) -> str:
-    """As Kubernetes does it: it may persist what is due, and dies if that takes too long."""
+    """End the daemon as Kubernetes does: it may persist what is due, and is killed if that takes
+    too long."""
     daemon, grace_s = world.job.daemon(member), rng.uniform(0.5, 3.0)
     daemon.send_signal(signal.SIGTERM)
     if wait_dead(daemon, grace_s):
@@ -150,7 +151,7 @@ def _flip(path: Path, offset: int, rng: random.Random) -> None:
 
 
 def _flip_one(world: World, member: int, rng: random.Random, pattern: str) -> str:
-    """A byte of one of the files of the job that match."""
+    """Flip a byte of one of the job's files that match `pattern`."""
     files = world.job.daemon(member).root / "jobs" / world.job.name
     found = sorted(path for path in files.glob(pattern) if path.stat().st_size)
     if not found:
@@ -182,7 +183,8 @@ def _flip_parity(world: World, member: int, rng: random.Random) -> str:
 
 
 def _flip_manifest(world: World, member: int, rng: random.Random) -> str:
-    """In half of the cases the next daemon finds it, else the next verification."""
+    """Flip a byte of a manifest. In half of the cases the next daemon finds it, otherwise the next
+    verification."""
     if rng.random() < 0.5:
         world.job.daemon(member).kill()
     return _flip_one(world, member, rng, "arenas/*/slot-*.manifest")
@@ -201,8 +203,8 @@ def _fill_tmpfs(world: World, member: int, rng: random.Random) -> str:
 
 
 def _lie_about_identity(world: World, member: int, rng: random.Random) -> str:
-    """The daemon comes back with a certificate that must be refused; the right one is put back by
-    the recovery."""
+    """Restart the daemon with a certificate that must be refused; the recovery puts the right one
+    back."""
     if not world.guarded:
         return ""
     why, daemon = rng.choice(sorted(world.surroundings.wrong)), world.job.daemon(member)

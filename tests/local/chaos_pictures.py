@@ -1,4 +1,4 @@
-"""The pictures of a chaos run: when what struck, and how long each recovery took."""
+"""Pictures of a chaos run: a timeline of its faults, and the duration of each recovery."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def colour_of(lane: str) -> str:
 
 
 def timeline(faults: Sequence[Fault], seconds: float) -> Figure:
-    """The run as a seismograph draws a day: rows of time, a dot for each fault in the lane and
-    colour of what was hit, and a bar from there to its recovery."""
+    """The run, drawn as a seismograph draws a day: rows of time, a dot for each fault in the lane
+    and colour of its target, and a bar from there to its recovery."""
     row_s = max(ROW_S_MIN, seconds / ROWS_MAX)
     rows = max(1, int(-(-seconds // row_s)))
     struck = {fault.lane for fault in faults}
@@ -83,7 +83,7 @@ def timeline(faults: Sequence[Fault], seconds: float) -> Figure:
 
 
 def _bars(fault: Fault, row_s: float, rows: int) -> Iterator[Bar]:
-    """A recovery that outlasts its row goes on in the next one."""
+    """Bars of a recovery; one that outlasts its row continues in the next."""
     start, end = fault.time_s, fault.time_s + (fault.seconds or 0.0)
     for row in range(int(start // row_s), min(int(end // row_s), rows - 1) + 1):
         first, last = max(start, row * row_s), min(end, (row + 1) * row_s)
@@ -106,7 +106,7 @@ def _mark_violations(axes: Axes, bad: Sequence[Fault], row_s: float) -> None:
 
 
 def recoveries(faults: Sequence[Fault]) -> Figure:
-    """How long each recovery took, by kind."""
+    """The duration of each recovery, by kind."""
     kinds = sorted({fault.kind for fault in faults}, reverse=True)
     figure = Figure(figsize=(13, 0.9 + 0.34 * max(1, len(kinds))), layout="constrained")
     axes = figure.subplots()
@@ -133,12 +133,12 @@ def _quiet(axes: Axes) -> None:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds."""
+    """`seconds` as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an element of a page."""
+    """The figure as an SVG element of a page."""
     stream = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "chaos"}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})

@@ -1,6 +1,6 @@
-"""What a chaos run showed: `report.json`, and a page with a picture of it for people.
+"""Report of a chaos run: `report.json`, and a page with a picture of it for people.
 
-Only computes and shows.
+This module only computes and shows; it breaks nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOWEST = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What became of all faults of one kind."""
+    """Summary of all faults of one kind."""
 
     kind: str
     lane: str
@@ -37,7 +37,7 @@ class Row:
 
 
 def summarise(faults: Sequence[Fault]) -> list[Row]:
-    """By kind, in the order of the alphabet."""
+    """One row for each kind, in alphabetical order."""
     rows = []
     for kind in sorted({fault.kind for fault in faults}):
         mine = [fault for fault in faults if fault.kind == kind]
@@ -60,7 +60,7 @@ def summarise(faults: Sequence[Fault]) -> list[Row]:
 
 
 def verdict(chaos: Chaos) -> str:
-    """The outcome in a line."""
+    """The outcome in one line."""
     held = "every invariant held" if not chaos.violations else "INVARIANTS DID NOT HOLD"
     return (
         f"{len(chaos.faults)} faults in {chaos.rounds} rounds: {len(chaos.violations)} violations, "
@@ -70,7 +70,7 @@ def verdict(chaos: Chaos) -> str:
 
 
 def write(chaos: Chaos, directory: Path) -> None:
-    """`report.json`, `report.html` and `timeline.png` into the directory."""
+    """Write `report.json`, `report.html` and `timeline.png` into the directory."""
     rows = summarise(chaos.faults)
     document = {
         "seed": chaos.seed,
@@ -139,7 +139,7 @@ def _page(chaos: Chaos, rows: Sequence[Row]) -> str:
 
 
 def _violations(chaos: Chaos) -> str:
-    """Each with the faults of its round and where to look further."""
+    """The violations, each with the faults of its round and where to look further."""
     if not chaos.violations:
         return ""
     told = []

@@ -1,7 +1,7 @@
 """Rounds of faults, each followed by a recovery and by the checks of the invariants.
 
-What a round breaks follows from the seed and the round's number alone, so a round can be repeated
-by itself; when exactly a fault strikes is up to the machine.
+The faults of a round follow from the seed and the round's number alone, so a round can be repeated
+by itself; the exact moment at which a fault strikes depends on the machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Violation(AssertionError):
 
 @dataclass(slots=True)
 class Fault:
-    """One fault, and what came of it."""
+    """One fault and its consequences."""
 
     number: int
     round: int
@@ -76,7 +76,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a round is to break."""
+    """A fault that a round is to cause."""
 
     kind: Kind
     member: int
@@ -140,7 +140,7 @@ class Chaos:
     _flipped: bool = False
 
     def run(self, numbers: Iterable[int], *, until: float) -> None:
-        """Rounds of these numbers, until the monotonic time `until` or too many violations."""
+        """Run the rounds `numbers`, until the monotonic time `until` or too many violations."""
         world: World | None = None
         try:
             for number in numbers:
@@ -172,7 +172,7 @@ class Chaos:
         )
 
     def _end(self, world: World, number: int) -> None:
-        """Persisting must have come back, whatever happened to storage."""
+        """Check that persisting has come back, whatever happened to storage, and end the world."""
         try:
             world.persist()
             self._check_storage(world)
@@ -184,7 +184,7 @@ class Chaos:
     # --- a round ----------------------------------------------------------------------------------
 
     def _round(self, world: World, number: int) -> bool:
-        """Whether the world can be used further."""
+        """Run one round: whether the world can still be used after it."""
         self.rounds += 1
         rng = random.Random(f"{self.seed} {number} details")
         mine: list[Fault] = []
@@ -260,7 +260,7 @@ class Chaos:
         return restored
 
     def _check(self, world: World, restored: list[Restored], floor: Generation | None) -> None:
-        """One generation, no older than what was owed, and exactly its bytes."""
+        """Check that all ranks restored exactly the bytes of one generation, at least `floor`."""
         generations = {generation for generation, _, _ in restored}
         if len(generations) != 1:
             raise Violation(f"torn state: ranks restored {generations}")
@@ -281,7 +281,7 @@ class Chaos:
                 raise Violation(f"rank {trainer.rank} restored other bytes than {generation} has")
 
     def _check_storage(self, world: World) -> None:
-        """What is complete in storage has the bytes that were captured."""
+        """Check that complete sets in storage have the bytes that were captured."""
         trainers = world.job.trainers
         problem = world.tier.wrong(lambda rank, found: trainers[rank].content_at(found))
         if problem:
@@ -290,7 +290,7 @@ class Chaos:
         self.sets += world.tier.take_count()
 
     def _check_fenced(self, world: World, old: RawTrainer) -> None:
-        """A rank of the epoch before cannot write, nor can a member that was replaced."""
+        """Check that a rank of the previous epoch cannot write, nor a member that was replaced."""
         if old.daemon.alive and old.daemon is world.job.daemon(old.rank):
             self._must_be_refused(old)
         world.thaw()
@@ -341,7 +341,7 @@ class Chaos:
 
 
 def _line(fault: Fault) -> str:
-    """A fault as a line of the progress."""
+    """A fault as a line of the progress output."""
     when = "while recovering" if fault.while_recovering else ""
     if fault.seconds is None:
         came = "NOT RECOVERED"

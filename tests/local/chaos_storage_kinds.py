@@ -1,5 +1,5 @@
-"""The faults of `chaos` that are about the durable tier: it fails, whoever writes to it dies, bytes
-in it change, and more is lost than memory can give back.
+"""The faults of `chaos` that concern the durable tier: it fails, a daemon that writes to it dies,
+bytes in it change, and more is lost than memory can restore.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def fill_up(world: World, _: int, rng: random.Random) -> str:
 
 
 def kill_writer(world: World, member: int, rng: random.Random) -> str:
-    """The daemon dies in the middle of a set: at a step of the file system or with a request under
-    way, or before or after it writes its rank, or the leader the set's manifest."""
+    """Kill the daemon in the middle of a set: at a step of the file system, during a request, or
+    before or after it writes its rank's file or, as the leader, the set's manifest."""
     daemon = world.job.daemon(member)
     where = rng.choice(("PersistRank", "CommitSet", "tier", "tier"))
     if where == "CommitSet" and member != LEADER:
@@ -84,8 +84,8 @@ def kill_writer(world: World, member: int, rng: random.Random) -> str:
 
 
 def flip(world: World, _: int, rng: random.Random) -> str:
-    """A byte of a stored set changes; the next one to restore it must find out. Where memory has
-    lost a group, storage owes one set less."""
+    """Change a byte of a stored set; the next restore of it must detect that. Where memory has lost
+    a group, an older set is then the one that must be restored."""
     struck = world.tier.flip(rng)
     if struck and world.floor in world.tier.spoiled:
         world.floor = world.tier.newest_sound()
@@ -93,8 +93,8 @@ def flip(world: World, _: int, rng: random.Random) -> str:
 
 
 def lose_group(world: World, member: int, rng: random.Random) -> str:
-    """More nodes of a group than its redundancy covers, with their memory; often when a stored byte
-    has just changed, so that an older set must be found."""
+    """Lose more nodes of a group than its redundancy covers, with their memory; often just after a
+    stored byte changed, so that an older set must be found."""
     _wait_set(world)
     flipped = world.tier.flip(rng) if rng.random() < SPOILED else ""
     group = world.shape.group_of(member)
@@ -112,7 +112,8 @@ def lose_group(world: World, member: int, rng: random.Random) -> str:
 
 
 def _wait_set(world: World) -> None:
-    """Until something is in storage, if that comes soon; else the job begins anew."""
+    """Wait until storage holds a set, but not for long: without one the job starts from the
+    beginning."""
     for _ in range(3):
         if world.tier.newest_sound() is not None:
             return

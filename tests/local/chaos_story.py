@@ -1,4 +1,4 @@
-"""What is kept of a violation: enough to see what happened without doing it again."""
+"""Records of a violation: enough to understand it without repeating the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STACKS_S = 2.0
 
 
 def clear(reports: Path) -> None:
-    """Forget what earlier runs kept below `reports`."""
+    """Remove what earlier runs kept below `reports`."""
     for path in reports.glob("violation-*"):
         if path.is_dir():
             shutil.rmtree(path)
@@ -31,9 +31,9 @@ def clear(reports: Path) -> None:
 
 
 def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, Any]]) -> None:
-    """Into `directory`: `story.txt` (what did not hold, how to repeat it, what daemons held),
-    `schedule.json` (all faults of this world), of each daemon its log, which ends with what its
-    threads did, and its status, and a list of what lay in storage."""
+    """Write into `directory`: `story.txt` (what did not hold, how to repeat it, what daemons held),
+    `schedule.json` (all faults of this world), each daemon's status and its log, which ends with
+    the stacks of its threads, and a list of the files in storage."""
     directory.mkdir(parents=True)
     shape = world.shape
     about = (
@@ -56,7 +56,8 @@ def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, 
 
 
 def _ask(daemon: DaemonProcess, path: Path) -> None:
-    """Its status, there, and its stacks, in its log, as far as it still answers."""
+    """Get the daemon's status into `path`, and its stacks into its log, as far as it still
+    answers."""
     try:
         path.write_text(json.dumps(daemon.status(), indent=1) + "\n")
     except grpc.RpcError as error:

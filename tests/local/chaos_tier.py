@@ -1,7 +1,7 @@
-"""The durable tier of a world that `chaos` breaks: where it really lies, what troubles it, and what
-must hold of the sets in it.
+"""The durable tier of a world that `chaos` breaks: its real place, its troubles, and what must hold
+for the sets in it.
 
-What daemons are shown fails, stalls and is away; whoever asks here looks past all that.
+Daemons see a tier that fails, stalls and is away; the methods here look past all that.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ class ChaosTier:
 
     @classmethod
     def directory(cls, job: str, root: Path) -> ChaosTier:
-        """Of files in `root`."""
+        """A tier of files in `root`."""
         tier = Tier(uri=root.as_uri(), every_steps=EVERY_STEPS, keep=KEEP)
         return cls(job, root, tier, Access(trouble=root.parent / "trouble.json"))
 
     @classmethod
     def objects(cls, job: str, server: versitygw.S3Server, directory: Path, name: str) -> ChaosTier:
-        """Of objects below the prefix `name`, which `server` keeps as files in `directory`."""
+        """A tier of objects below the prefix `name`, which `server` keeps as files in
+        `directory`."""
         proxy = FaultProxy(server.port)
         uri = f"s3://{versitygw.BUCKET}/{name}"
         options = versitygw.options(proxy.port, read_timeout_s=READ_TIMEOUT_S)
@@ -95,7 +96,7 @@ class ChaosTier:
     # --- trouble ----------------------------------------------------------------------------------
 
     def fail(self, rng: random.Random, portion: float) -> str:
-        """Let calls fail until `calm`; how, in words."""
+        """Let calls fail until `calm`; returns a description of how."""
         share = f"{portion:.0%} of the calls"
         if self.proxy is None:
             errnos = rng.choice(ERRORS)
@@ -107,7 +108,7 @@ class ChaosTier:
         return f"{share}: {answer.name}"
 
     def slow_down(self, pause_s: float) -> None:
-        """Let each call take so long, until `calm`."""
+        """Let each call take `pause_s` seconds, until `calm`."""
         if self.proxy is None:
             Trouble(slow_s=pause_s).write(self.access.trouble)
             return
@@ -119,7 +120,8 @@ class ChaosTier:
         self.proxy.play(late)
 
     def strike_request(self, wanted: Callable[[Request], bool], strike: Callable[[], None]) -> None:
-        """Do something once, when the server has done what a request asks and nobody knows yet."""
+        """Call `strike` once, when the server has carried out a wanted request and not yet
+        answered."""
         assert self.proxy is not None
         left = [strike]
 
@@ -130,7 +132,7 @@ class ChaosTier:
         self.proxy.play(lambda _: Fault.NONE, served)
 
     def calm(self) -> None:
-        """All is well again."""
+        """End all trouble."""
         self.access.trouble.unlink(missing_ok=True)
         if self.proxy is not None:
             self.proxy.play(lambda _: Fault.NONE)
@@ -138,20 +140,20 @@ class ChaosTier:
     # --- what must hold ---------------------------------------------------------------------------
 
     def complete(self) -> list[Generation]:
-        """Sets that have a manifest and all that it names, whatever became of their bytes."""
+        """Sets that have a manifest and all files that it names, even if bytes were changed."""
         return [one.generation for one in self._store().complete()]
 
     def newest_sound(self) -> Generation | None:
-        """What can be restored from here alone."""
+        """The newest set that can be restored from here alone."""
         return max(self.sound(), default=None)
 
     def sound(self) -> list[Generation]:
-        """Complete sets that were left as they were written."""
+        """Complete sets whose bytes were not changed."""
         return [generation for generation in self.complete() if generation not in self.spoiled]
 
     def wrong(self, content: Content) -> str:
-        """What does not hold of the sets that became complete since the last look; empty when every
-        byte of them is what was captured."""
+        """Description of what is wrong with the sets that became complete since the last look;
+        empty when every byte of them is as captured."""
         problem = ""
         for _ in range(LOOKS):
             try:
@@ -171,7 +173,7 @@ class ChaosTier:
         return ""
 
     def latest(self) -> Generation | None:
-        """What the hint for people and tools points to; None when there is none."""
+        """The generation that the hint for people and tools names; None when there is no hint."""
         path = self.real / self.job / LATEST_FILE
         return decode_latest(path.read_bytes()) if path.exists() else None
 
@@ -190,12 +192,12 @@ class ChaosTier:
         return ""
 
     def take_count(self) -> int:
-        """Sets that were found right since this was asked last."""
+        """The number of sets found right since the last call."""
         count, self._counted = len(self.seen) - self._counted, len(self.seen)
         return count
 
     def flip(self, rng: random.Random) -> str:
-        """Change a bit of a sound set, and leave two others; what, in words."""
+        """Change a bit of a sound set, and leave two others sound; returns a description of it."""
         sound = sorted(self.sound(), reverse=True)
         if len(sound) < 3:
             return ""

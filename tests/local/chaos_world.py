@@ -1,7 +1,7 @@
 """The cluster that `chaos` breaks: nodes on small tmpfs, a job of raw trainers, perhaps a Redis.
 
-It plays the control loop: replaces what is lost, starts what has died, forms the next epoch. What
-breaks it is in `chaos_kinds`; what must hold afterwards is in `chaos_run`.
+It plays the control loop: it replaces lost nodes, restarts dead daemons and forms the next epoch.
+The faults are in `chaos_kinds`; the checks that follow them are in `chaos_run`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROTECTED_S = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How many members, in groups of how many."""
+    """Number of members, and size of their groups."""
 
     members: int
     group_size: int
@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Ghost:
-    """A member that was frozen and replaced: when it goes on, it must find itself fenced."""
+    """A member that was frozen and replaced: when it is continued, it must be fenced."""
 
     daemon: DaemonProcess
     trainer: RawTrainer
@@ -64,8 +64,8 @@ class Ghost:
     """When it went on, by the monotonic clock."""
 
     def has_let_go(self, job: str) -> bool:
-        """Whether its daemon says that it is fenced, or in a later epoch, or that it has nothing of
-        the job any more: one that hears of a membership without it drops all that it held."""
+        """Whether its daemon reports that it is fenced, in a later epoch, or no longer has the job:
+        a daemon that receives a membership without it drops all that it held."""
         try:
             jobs = self.daemon.status()["jobs"]
         except grpc.RpcError:  # it may only just have gone on
@@ -160,7 +160,7 @@ class World:
     # --- training ---------------------------------------------------------------------------------
 
     def save(self) -> Generation:
-        """The ranks that live save the next step, whatever becomes of it, as training would."""
+        """Save the next step on all living ranks and ignore failures, as training would."""
         self.job.step += 1
         for trainer in self.job.trainers:
             if trainer.rank not in self.ended:
@@ -171,7 +171,7 @@ class World:
         return self.job.generation
 
     def train(self) -> Generation:
-        """Save until a step is protected, as every member sees it."""
+        """Save until every member reports a step as protected."""
         for _ in range(SAVES_MAX):
             wanted = self.save()
             try:
@@ -185,7 +185,7 @@ class World:
         """Save until a set of this epoch is complete in storage, as training would.
 
         Raises:
-            HoldfastError: none was, within `PERSISTED_S`.
+            HoldfastError: when none was within `PERSISTED_S`.
         """
         until = time.monotonic() + PERSISTED_S
         wanted = Generation(self.job.epoch, 0)
@@ -195,14 +195,15 @@ class World:
             self.train()
 
     def calm_later(self, pause_s: float) -> None:
-        """Let storage be well again in a while, whatever goes on then."""
+        """End the trouble of storage after `pause_s` seconds, whatever goes on then."""
         clock = threading.Timer(pause_s, self.tier.calm)
         self._calming = [c for c in self._calming if c.is_alive()]
         self._calming.append(clock)
         clock.start()
 
     def kill_at(self, member: int, trap: Trap) -> bool:
-        """Whether the member's daemon met the trap within some saves, and died."""
+        """Set a trap for the member's daemon: whether it met the trap within some saves, and
+        died."""
         daemon = self.job.daemon(member)
         daemon.arm(trap)
         for _ in range(TRAPPED_SAVES_MAX):
@@ -213,7 +214,7 @@ class World:
         return False
 
     def later(self, pause_s: float, daemon: DaemonProcess) -> None:
-        """Let a stopped daemon go on in a while."""
+        """Continue a stopped daemon after `pause_s` seconds."""
         clock = threading.Timer(pause_s, self._go_on, (daemon,))
         self._clocks = [c for c in self._clocks if c.is_alive()]
         self._clocks.append(clock)
@@ -243,7 +244,8 @@ class World:
         self.cluster.restart(daemon.node)
 
     def resume(self) -> list[Restored]:
-        """New trainers, restored and open; what each restored. Raises when one of them failed."""
+        """Start new trainers, which restore and open; returns what each restored. Raises when one
+        of them fails."""
         restored = self.job.start_trainers()
         self.ended.clear()
         return restored
@@ -266,21 +268,21 @@ class World:
             self.redis_hangs = False
 
     def _learn_epoch(self) -> None:
-        """A control loop that was killed knows nothing but what the daemons say."""
+        """Take the epoch from the daemons, as a control loop does that was killed."""
         states = [self.cluster.control.state(node, self.job.name) for node in self.job.nodes]
         self.job.epoch = max((state.epoch for state in states if state), default=self.job.epoch)
 
     # --- loss -------------------------------------------------------------------------------------
 
     def lose(self, member: int) -> None:
-        """The node is gone, with its memory."""
+        """Lose the node with its memory."""
         daemon = self.job.daemon(member)
         daemon.lose()
         self.cluster.unmount(daemon.root)
         self.gone.add(member)
 
     def freeze(self, member: int) -> None:
-        """The node is silent until it has been replaced."""
+        """Silence the node until it has been replaced."""
         daemon = self.job.daemon(member)
         daemon.send_signal(signal.SIGSTOP)
         trainer = self.job.trainers[member]
@@ -289,7 +291,7 @@ class World:
         self.gone.add(member)
 
     def thaw(self) -> None:
-        """What was frozen, and has been replaced, goes on."""
+        """Continue the members that were frozen and have been replaced."""
         for ghost in self.frozen:
             ghost.daemon.send_signal(signal.SIGCONT)
             ghost.since = time.monotonic()
@@ -303,7 +305,7 @@ class World:
 
 
 def fill(directory: Path) -> Path:
-    """Take all that is left of a file system; the file that takes it."""
+    """Fill a file system; returns the file that takes the space."""
     hog = directory / "hog"
     with hog.open("wb", buffering=0) as file:
         for nbytes in (1 << 16, 512):
@@ -316,13 +318,13 @@ def fill(directory: Path) -> Path:
 
 
 def wipe(redis: RedisServer) -> None:
-    """Redis forgets everything."""
+    """Make Redis lose all its data."""
     redis.kill()
     redis.start()
 
 
 def wait_dead(daemon: DaemonProcess, timeout_s: float) -> bool:
-    """Whether the daemon ends within the time."""
+    """Whether the daemon ends within `timeout_s` seconds."""
     try:
         wait_for(f"the end of {daemon.node}", lambda: not daemon.alive, timeout_s)
     except AssertionError:

@@ -1,8 +1,8 @@
-"""Every policy with every redundancy: what the fault tests run for.
+"""Combinations of every policy with every redundancy, for the fault tests.
 
-A test that asks for the fixture `combination` is collected with each of them. `make test-faults`
-runs all; `make test` runs one for each case, drawn from the case's own name, so that all of them
-are met and each case meets the same one in every run. It leaves out cases marked `exhaustive`.
+A test that uses the fixture `combination` is collected with each of them. `make test-faults` runs
+all; `make test` runs one for each case, drawn from the case's own name, so that all combinations
+occur and each case has the same one in every run. It leaves out cases marked `exhaustive`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """How the snapshots of a job are made, and how they are protected."""
+    """Policy and redundancy of a job's snapshots."""
 
     policy: PolicyType
     redundancy: Redundancy
@@ -33,7 +33,7 @@ class Combination:
         return f"{self.policy}-{self.redundancy}"
 
     def job(self, cluster: RawCluster, nodes: list[str], **more: Any) -> RawJob:
-        """A job of this kind; with replicas, two of them."""
+        """A job with this policy and redundancy; with Replication, of two replicas."""
         return RawJob(
             cluster, nodes, policy=self.policy, redundancy=self.redundancy, replicas=2, **more
         )
@@ -52,8 +52,8 @@ CARRYING = tuple(policy for policy in PolicyType if policy is not PolicyType.FUL
 
 
 def is_drawn(item: pytest.Item) -> bool:
-    """Whether `make test` runs this case: once for each of what else it is parametrized with,
-    unless it is marked `exhaustive`."""
+    """Whether `make test` runs this case: one combination for each set of other parameters, none
+    where the case is marked `exhaustive`."""
     if item.get_closest_marker("exhaustive"):
         return False
     params = item.callspec.params if isinstance(item, pytest.Function) and _is_many(item) else {}

@@ -1,4 +1,4 @@
-"""A cluster for each test; what its daemons held and said is shown when the test fails."""
+"""A cluster for each test; when the test fails, the state and logs of its daemons are shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_core.job.snapshots import PolicyType
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--every-combination`, leave out what only `make test-faults` runs."""
+    """Without `--every-combination`, leave out the cases that only `make test-faults` runs."""
     if not config.getoption("--every-combination"):
         config.hook.pytest_deselected(items=[item for item in items if not is_drawn(item)])
         items[:] = [item for item in items if is_drawn(item)]
@@ -43,5 +43,5 @@ def combination(request: pytest.FixtureRequest) -> Combination:
 
 @pytest.fixture(params=PolicyType)
 def policy(request: pytest.FixtureRequest) -> PolicyType:
-    """How the saves of a job are made: all, or Full and one more for each case."""
+    """A policy for a job's saves: all of them, or Full and one more for each case."""
     return PolicyType(request.param)

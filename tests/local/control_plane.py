@@ -1,4 +1,4 @@
-"""A small real control server: remembers heartbeats, and sends down what a test says.
+"""A small real control server that keeps heartbeats, and sends what a test gives it.
 
 It can be killed and started again on its port, as the operator may be at any time.
 """
@@ -21,12 +21,14 @@ Outbox = queue.SimpleQueue[control_pb2.ControlMessage | None]
 
 
 class ControlServer(control_pb2_grpc.ControlServicer):
-    """Serves from construction; `stop` and `start` play an operator that goes and comes back."""
+    """Serves from construction; `stop` and `start` play an operator that fails and returns."""
 
     def __init__(self, tls: Path | None = None, heartbeat_s: float = 0.1) -> None:
-        """`tls`: directory of its certificate; plain without one.
+        """Start serving.
 
-        `heartbeat_s`: what daemons are told; often, so that tests wait for little.
+        Args:
+            tls: directory of the server's certificate; plain connections without one.
+            heartbeat_s: interval that daemons receive; short, so that tests wait little.
         """
         self._tls = tls
         self._heartbeat_s = heartbeat_s
@@ -39,7 +41,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         self.start()
 
     def start(self) -> None:
-        """Listen, on the port of before if there was one; nothing is remembered."""
+        """Listen, on the previous port if there was one, without earlier heartbeats."""
         self.beats.clear()
         # A stopped server's port is free only once its listener is gone.
         server = wait_for("the control port", self._bound)
@@ -116,13 +118,13 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         self.beats[beat.node] = beat
 
     def forget(self, node: str) -> None:
-        """Do not take what the node said before for what it says when it comes back."""
+        """Forget the node's heartbeat, so that only those after its return count."""
         with self._lock:
             self.beats.pop(node, None)
             self._outboxes.pop(node, None)
 
     def state(self, node: str, job: str) -> control_pb2.JobState | None:
-        """What the node's newest heartbeat says of the job."""
+        """The job's state in the node's newest heartbeat."""
         beat = self.beats.get(node)
         return next((j for j in beat.jobs if j.job == job), None) if beat else None
 

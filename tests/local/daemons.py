@@ -1,8 +1,8 @@
 """Daemons as processes: each on a loopback address and a tmpfs directory of its own.
 
-Two ways to start one. `ForkedDaemon` forks from a server process that has imported the daemon
-before: milliseconds, and it carries the traps of `faulty_daemon`. `command` is the plain command,
-for what depends on the command itself (exit code, memory, processor time).
+There are two ways to start one. `ForkedDaemon` forks from a server process that has already
+imported the daemon: it takes milliseconds, and has the traps of `faulty_daemon`. `command` is the
+plain command, for tests that depend on the command itself (exit code, memory, processor time).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _forking.set_forkserver_preload(_PRELOADED)
 
 
 def warm_up(*modules: str) -> None:
-    """Import the daemon, and `modules` besides, for all that are forked from now on; returns when
-    that is done. `modules` is for the beginning of a process, before the first daemon."""
+    """Import the daemon and `modules` for all daemons that are forked from now on; returns when
+    that is done. Give `modules` only before the first daemon of a process."""
     _forking.set_forkserver_preload([*_PRELOADED, *modules])
     first = _forking.Process(target=int)
     first.start()
@@ -43,7 +43,7 @@ def warm_up(*modules: str) -> None:
 
 
 class Running(Protocol):
-    """A process as `subprocess.Popen` shows it."""
+    """A process with the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -78,7 +78,7 @@ class ForkedDaemon:
 
 
 def command(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """The daemon's command, as a user runs it."""
+    """Run the daemon's command as a user does."""
     with log.open("ab") as stream:
         return subprocess.Popen(
             [sys.executable, "-m", "holdfast_daemon", *arguments], stderr=stream
@@ -146,7 +146,7 @@ class DaemonProcess:
         os.kill(self.process.pid, number)
 
     def kill(self, number: int = signal.SIGKILL) -> int:
-        """End the daemon alone; its memory stays. The exit code."""
+        """End the daemon alone; its memory stays. Returns the exit code."""
         assert self.process is not None
         if self.alive:
             self.send_signal(number)
@@ -155,7 +155,7 @@ class DaemonProcess:
         return code
 
     def lose(self) -> None:
-        """The node is gone, with its memory."""
+        """Lose the node with its memory."""
         self.kill()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -171,7 +171,7 @@ class DaemonProcess:
         return dict(json.loads(reply.json))
 
     def job(self, job: str) -> dict[str, Any]:
-        """What the daemon says of the job; empty when it has none, or is not there."""
+        """The job in the daemon's status; empty when the daemon has no such job, or is down."""
         if not self.alive:
             return {}
         try:
@@ -180,7 +180,7 @@ class DaemonProcess:
             return {}
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """What the daemon's log says of `event`, from its first start on."""
+        """The entries for `event` in the daemon's log, from its first start on."""
         lines = (line for line in self.log.read_text().splitlines() if line.startswith("{"))
         return [entry for entry in map(json.loads, lines) if entry.get("event") == event]
 

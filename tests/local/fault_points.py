@@ -1,7 +1,7 @@
-"""The points at which `test_fault_points` kills a daemon, and the cases made of them, as data.
+"""Points at which `test_fault_points` kills a daemon, and the cases made of them, as data.
 
-A point is a list of traps and what makes the daemon pass there. Each effect of the engine, each
-file step and each transfer between daemons has one before and one after it, or in its middle.
+A point is a list of traps, and what makes the daemon pass them. Each effect of the engine, each
+file step and each transfer between daemons has a point before and one after it, or in its middle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEADER, OTHER = 0, 2
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a daemon dies, and what makes it pass there."""
+    """A point at which a daemon dies, and what makes the daemon pass it."""
 
     name: str
     during: str
@@ -32,7 +32,8 @@ class Point:
     victims: tuple[int, ...] = (LEADER, OTHER)
 
     def traps_for(self, redundancy: Redundancy) -> tuple[Trap, ...]:
-        """The same point where a rebuild reads less often: the latest that there is."""
+        """The traps for a redundancy whose rebuild may read less often: at its last read, if it has
+        fewer than the trap's count."""
         most = REBUILD_READS[redundancy]
         return tuple(
             replace(trap, count=min(trap.count, most)) if trap.at == "Rebuild" else trap
@@ -110,7 +111,7 @@ POINTS = tuple(_points())
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A point, which member dies there, and how it comes back."""
+    """A point, the member that dies there, and how it comes back."""
 
     point: Point
     victim: int

@@ -1,8 +1,8 @@
-"""A daemon that dies exactly where a test says.
+"""A daemon that dies exactly where a test decides.
 
-The real daemon, started by its real `main`, whose parts are subclassed so that each effect, file
-step and transfer first looks whether a trap lies there. A trap that is sprung ends the process with
-SIGKILL, at once and without cleaning up. The daemon that is started next meets the next trap.
+It is the real daemon, started by its real `main`, whose parts are subclassed so that each effect,
+file step and transfer first checks for a trap. A trap that is sprung ends the process with SIGKILL,
+at once and without cleaning up. The daemon that is started next meets the next trap.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trap:
-    """Where a daemon dies."""
+    """A place where a daemon dies."""
 
     at: str
     """An effect's name, possibly with a detail (`SendReport:parity`), a file step (`write`,
@@ -78,12 +78,12 @@ class Traps:
         self._passed: dict[Trap, int] = {}
 
     def pass_by(self, at: str, when: str, name: str = "") -> None:
-        """Dies here if the next trap says so."""
+        """Die, or freeze, if the next trap lies here."""
         if (trap := self.sprung(at, when, name)) is not None:
             os.kill(os.getpid(), trap.signal)
 
     def sprung(self, at: str, when: str, name: str = "") -> Trap | None:
-        """The trap that lies here, which then no longer does."""
+        """Remove and return the trap that lies here; None without one."""
         if not os.access(self._path, os.F_OK):  # as at nearly all points, of which there are many
             return None
         with self._lock:
@@ -105,7 +105,7 @@ class Traps:
 
 
 class TrappedFiles(RealFiles):
-    """File steps; `during` a write leaves a torn file."""
+    """File steps with traps; `during` a write leaves a torn file."""
 
     def __init__(self, traps: Traps) -> None:
         self._traps = traps
@@ -144,7 +144,7 @@ class TrappedStream:
 
 
 class TrappedOpener:
-    """Opens streams for the one effect that moves bytes at a time in these tests."""
+    """Opens streams with traps; in these tests only one effect at a time moves bytes."""
 
     def __init__(self, opener: BulkOpener, traps: Traps) -> None:
         self._opener, self._traps = opener, traps
@@ -155,7 +155,7 @@ class TrappedOpener:
 
 
 class TrappedWorker(EffectWorker):
-    """Background effects, before and after."""
+    """A worker with traps before and after background effects."""
 
     traps: Traps
     opener: TrappedOpener
@@ -171,7 +171,7 @@ class TrappedWorker(EffectWorker):
 
 
 class TrappedHost(JobHost):
-    """Effects carried out at once, and messages to other daemons, before and after."""
+    """A host with traps before and after immediate effects and messages to other daemons."""
 
     traps: Traps
     _reported: tuple[int, Generation | None, Generation | None] = (0, None, None)
@@ -213,7 +213,7 @@ BACKGROUND = frozenset(kind.__name__ for kind in Background.__args__)
 
 
 class TrappedBulkServer(BulkServer):
-    """`during` a send, half of the bytes have left."""
+    """A server with traps; `during` a send, half of the bytes have left."""
 
     traps: Traps
 
@@ -226,7 +226,7 @@ class TrappedBulkServer(BulkServer):
 
 
 class TrappedNode(Node):
-    """The daemon, with a trap wherever it acts."""
+    """The daemon, with a possible trap wherever it acts."""
 
     def __init__(
         self, settings: DaemonSettings, traps: Traps, access: Access | None = None
@@ -297,7 +297,7 @@ _LATE = ("grpc._channel", "encodings.idna")
 
 
 def become(uid: int) -> None:
-    """Be another user from here on, without any capability."""
+    """Become another user, without any capability."""
     for name in _LATE:
         importlib.import_module(name)
     os.setgroups([])
@@ -306,7 +306,7 @@ def become(uid: int) -> None:
 
 
 def run(arguments: list[str], log: str, trap: str, uid: int | None, access: Access | None) -> None:
-    """The whole life of a forked daemon; ends with the process that the tests run in."""
+    """Run a forked daemon; it ends with the process that runs the tests."""
     gc.freeze()  # what was imported before the fork is shared; a collection would copy it
     if uid is not None:
         become(uid)
@@ -319,7 +319,7 @@ def run(arguments: list[str], log: str, trap: str, uid: int | None, access: Acce
 
 
 def read_metric(url: str, sample: str) -> float:
-    """One sample of an exposition; 0 when it is not there."""
+    """The value of one sample of an exposition; 0 when it is missing."""
     with urllib.request.urlopen(url, timeout=5) as reply:
         for line in reply.read().decode().splitlines():
             name, _, value = line.rpartition(" ")

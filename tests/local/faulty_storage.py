@@ -1,7 +1,7 @@
-"""A durable tier that fails, stalls or kills the daemon as a test says, from inside the daemon.
+"""A durable tier that fails, stalls or kills the daemon as a test decides, from inside the daemon.
 
-A directory fails in the steps of its file system; object storage is opened as it is, because what
-stands before it (`fault_proxy`) is what fails.
+A directory fails in the steps of its file system; object storage is opened as it is, because the
+proxy in front of it (`fault_proxy`) fails instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FILE = "file://"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trouble:
-    """What a directory does to all daemons, until it is told otherwise."""
+    """Faults of a directory for all daemons, until they are changed or removed."""
 
     errnos: tuple[int, ...] = ()
     """What steps fail with, one of them each."""
@@ -60,7 +60,7 @@ class Access:
 
 
 class FaultyFiles(FileSteps):
-    """Steps of a file system; before each, a trap may lie, and trouble may come."""
+    """Steps of a file system, with a possible trap and trouble before each."""
 
     def __init__(self, pass_by: Callable[[str], None], trouble: Path) -> None:
         self._pass_by, self._trouble = pass_by, trouble
@@ -83,10 +83,10 @@ class FaultyFiles(FileSteps):
 
 
 class FaultyTier(DurableTier):
-    """What a daemon's jobs share of the durable tier, behind `access`."""
+    """The durable tier that a daemon's jobs share, reached through `access`."""
 
     def __init__(self, threads: int, pass_by: Callable[[str], None], access: Access | None) -> None:
-        """`pass_by` is told each step of a file system before it is done."""
+        """Set up the tier; `pass_by` is called with each step of a file system before the step."""
         super().__init__(threads, TierAccess(None))
         self._pass_by, self._access = pass_by, access
 

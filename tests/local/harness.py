@@ -1,7 +1,7 @@
 """A cluster of real daemons, and jobs of raw trainers on it; the test plays the control loop.
 
-Nothing here knows how the daemons work: it starts processes, kills them, and looks at what the
-trainers of a job get back.
+Nothing here depends on how the daemons work: it starts processes, kills them, and checks what the
+trainers of a job restore.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Restored = tuple[Generation | None, bytes, str]
 
 @dataclass(slots=True)
 class RawCluster:
-    """Daemons without a job. A context manager: everything it started ends with it."""
+    """Daemons without a job. As a context manager, it ends everything that it started."""
 
     arguments: tuple[str, ...] = ()
     plain: bool = False
@@ -63,7 +63,7 @@ class RawCluster:
         forget(self.directory)
 
     def make_node(self, *arguments: str, root: Path | None = None) -> DaemonProcess:
-        """A node whose daemon is not started."""
+        """Make a node without starting its daemon."""
         name = f"n{self._made}"
         daemon = DaemonProcess(
             node=name,
@@ -79,7 +79,7 @@ class RawCluster:
         return daemon
 
     def start_nodes(self, count: int, *arguments: str) -> list[str]:
-        """New daemons on fresh memory; returns when the control server has heard of all."""
+        """Start new daemons on fresh memory; returns when all have sent a heartbeat."""
         made = [self.make_node(*arguments) for _ in range(count)]
         for daemon in made:
             daemon.start()
@@ -107,7 +107,7 @@ class RawCluster:
         return found
 
     def story(self) -> str:
-        """What the daemons hold and what they logged last, for a failed test's report."""
+        """State and last log lines of the daemons, for a failed test's report."""
         lines = []
         for name, daemon in self.daemons.items():
             if not daemon.alive or not daemon.log.exists():
@@ -155,7 +155,7 @@ class RawJob:
 
     @property
     def generation(self) -> Generation:
-        """What the newest step of this epoch is called."""
+        """The generation of the newest step in this epoch."""
         return Generation(self.epoch, self.step)
 
     def daemon(self, member: int) -> DaemonProcess:
@@ -193,12 +193,12 @@ class RawJob:
         self._publish(self.nodes)
 
     def readdress(self) -> None:
-        """Tell the new addresses of daemons that came back, in the same epoch."""
+        """Publish the new addresses of daemons that came back, in the same epoch."""
         self.revision += 1
         self._publish(self.nodes)
 
     def publish_to(self, *nodes: str) -> None:
-        """Say again, to some, what was said."""
+        """Publish the membership again to these nodes."""
         self._publish(nodes)
 
     def _publish(self, nodes: tuple[str, ...] | list[str]) -> None:
@@ -215,7 +215,7 @@ class RawJob:
     # --- trainers ---------------------------------------------------------------------------------
 
     def make_trainer(self, rank: int) -> RawTrainer:
-        """A new trainer of `rank`, which has done nothing yet."""
+        """Make a trainer of `rank` that has done nothing yet."""
         largest = self.nbytes + 5000 * self.size
         trainer = RawTrainer(
             self.daemon(rank), self.name, rank, self.size, self.rank_bytes(rank), largest
@@ -224,21 +224,21 @@ class RawJob:
         return trainer
 
     def rank_bytes(self, rank: int) -> int:
-        """Payload without extras; no two ranks have the same size."""
+        """Bytes of a rank's payload without extras; no two ranks have equally many."""
         return self.nbytes + 5000 * rank
 
     def carry(self, carries: bool) -> None:
-        """From the next save on, carry pieces over or do not."""
+        """Carry pieces over from the next save on, or do not."""
         self.capture(PolicyType.PARTIAL_EXPERTS if carries else PolicyType.FULL)
 
     def capture(self, policy: PolicyType) -> None:
-        """From the next save on, carry over what `policy` does."""
+        """Carry over the pieces of `policy` from the next save on."""
         self.policy = policy
         for trainer in self.trainers:
             trainer.policy = policy
 
     def start_trainers(self) -> list[Restored]:
-        """New trainers on all members, restored and open; what each restored."""
+        """Start new trainers on all members, which restore and open; returns what each restored."""
         self.stop_trainers()
         self.trainers = [self.make_trainer(rank) for rank in range(self.size)]
         with futures.ThreadPoolExecutor(self.size) as pool:
@@ -253,13 +253,14 @@ class RawJob:
             trainer.die()
 
     def save(self, step: int) -> None:
-        """Every rank saves `step`, waiting for a slot where there is none."""
+        """Save `step` on every rank. Raises AssertionError when one gets no slot."""
         for trainer in self.trainers:
             if not trainer.save(step):
                 raise AssertionError(f"rank {trainer.rank} got no slot for step {step}")
 
     def try_save(self, *, without: int | None = None) -> Generation:
-        """Every rank (but one) saves the next step, whatever becomes of it, as training would."""
+        """Save the next step on every rank, or all but `without`, and ignore failures, as training
+        would."""
         self.step += 1
         for trainer in self.trainers:
             if trainer.rank == without:
@@ -273,12 +274,12 @@ class RawJob:
     # --- what came of it --------------------------------------------------------------------------
 
     def protected(self, member: int = 0) -> Generation | None:
-        """The newest generation that the member's daemon knows to be protected."""
+        """The newest generation that the member's daemon reports as protected."""
         text = self.daemon(member).job(self.name).get("protected")
         return Generation.parse(text) if text else None
 
     def wait_protected(self, step: int, timeout_s: float = WAIT_S) -> None:
-        """Until every daemon has heard that `step` of this epoch is protected."""
+        """Wait until every daemon reports that `step` of this epoch is protected."""
         wanted = Generation(self.epoch, step)
         for member in range(self.size):
             wait_for(
@@ -288,7 +289,8 @@ class RawJob:
             )
 
     def train(self, steps: int = 1) -> Generation:
-        """Save the next steps, each protected before the next one; the newest."""
+        """Save the next steps, each protected before the next one; returns the newest
+        generation."""
         for _ in range(steps):
             self.step += 1
             self.save(self.step)
@@ -296,7 +298,8 @@ class RawJob:
         return self.generation
 
     def check_restored(self, restored: list[Restored], not_before: Generation) -> Generation:
-        """All ranks have one generation, at least `not_before`, and exactly its bytes."""
+        """Check that all ranks restored exactly the bytes of one generation, at least `not_before`;
+        returns it."""
         generations = {generation for generation, _, _ in restored}
         assert len(generations) == 1, f"ranks restored {generations}"
         generation = generations.pop()

@@ -1,6 +1,6 @@
-"""A process that asks too much of a daemon: `hostile.py WAY ARGUMENT...` until it is killed.
+"""A process that overloads a daemon: `hostile.py WAY ARGUMENT...` until it is killed.
 
-Prints a line when it is at full speed. It knows the protocol, and keeps to none of its manners.
+It prints a line when it is at full speed. It speaks the protocol without any of its restraint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _hammer(call: Callable[[int], object]) -> None:
 
 
 def saves(path: str, session: str, epoch: str) -> None:
-    """A trainer in a tight loop."""
+    """Save as a trainer in a tight loop."""
     stub = trainer_pb2_grpc.TrainerStub(grpc.insecure_channel(f"unix:{path}"))
 
     def grant(step: int) -> None:
@@ -56,7 +56,7 @@ def saves(path: str, session: str, epoch: str) -> None:
 
 
 def reports(address: str, job: str, epoch: str) -> None:
-    """A daemon that reports as fast as it can, as one member and as members that do not exist."""
+    """Report as a daemon as fast as possible, as one member and as members that do not exist."""
     stub = peer_pb2_grpc.PeerStub(grpc.insecure_channel(address))
 
     def report(number: int) -> None:
@@ -67,8 +67,8 @@ def reports(address: str, job: str, epoch: str) -> None:
 
 
 def silent(kind: str, address: str, beginning: str) -> None:
-    """A thousand connections that send the beginning of a request and nothing more; those that are
-    closed are opened again."""
+    """Keep a thousand connections open that send the beginning of a request and nothing more;
+    reopen those that are closed."""
     family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
     host, _, port = address.rpartition(":")
     target = address if kind == "unix" else (host, int(port))
@@ -91,7 +91,7 @@ def silent(kind: str, address: str, beginning: str) -> None:
 
 
 def grows(descriptor: str) -> None:
-    """A trainer that takes, again and again, all memory that there is, by its arena's file."""
+    """Take all memory there is through the file of a trainer's arena, again and again."""
     held = int(descriptor)
     ready = False
     while True:

@@ -1,4 +1,5 @@
-"""The operator's control server in a thread, behind what `ControlServer` of these tests offers."""
+"""The operator's control server in a thread, with the interface of these tests'
+`ControlServer`."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ STOPPED_WITHIN_S = 10.0
 
 
 class OperatorControl(Mapping[str, NodeView]):
-    """Serves from construction; `stop` and `start` play an operator that goes and comes back.
+    """Serves from construction; `stop` and `start` play an operator that fails and returns.
 
-    Nobody decides: a test says what is published. The server finds out by itself whom that
-    concerns, and tells whoever is behind. As a mapping: the nodes whose daemons are on the line; a
-    view says where they are, as a heartbeat does.
+    There is no control loop: a test decides what is published. The server itself finds the daemons
+    concerned, and sends it to those that are behind. As a mapping, it has the nodes whose daemons
+    are connected; a view has their addresses, as a heartbeat has.
     """
 
     def __init__(self, tls: Path | None = None) -> None:
-        """`tls`: directory of its certificate; plain without one."""
+        """Start serving; `tls` is the directory of a certificate; plain connections without one."""
         self._identity = None if tls is None else Identity(tls)
         self._forgotten: dict[str, int] = {}
         """Node → incarnation of the daemon that is not taken for the one that comes."""
@@ -42,7 +43,7 @@ class OperatorControl(Mapping[str, NodeView]):
         return self
 
     def start(self) -> None:
-        """Listen, on the port of before if there was one; nothing is remembered."""
+        """Listen, on the previous port if there was one, without any earlier state."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -56,16 +57,16 @@ class OperatorControl(Mapping[str, NodeView]):
         self._loop.close()
 
     def send(self, node: str, message: control_pb2.ControlMessage) -> None:
-        """Publish a membership; `node` is told of it if it is concerned."""
+        """Publish a membership to all daemons concerned, whichever `node` is given."""
         self._do(self._publish(message))
 
     def forget(self, node: str) -> None:
-        """Do not take the daemon that was there for the one that comes."""
+        """Ignore the daemon that was on the node, so that only its successor counts."""
         if (view := self._server.nodes().get(node)) is not None:
             self._forgotten[node] = view.incarnation
 
     def state(self, node: str, job: str) -> JobView | None:
-        """What the node's newest heartbeat says of the job."""
+        """The job's state in the node's newest heartbeat."""
         view = self._server.view(node, job)
         return None if view is None else view.job
 

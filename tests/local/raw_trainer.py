@@ -33,19 +33,19 @@ _captured: dict[tuple[Path, str, int, Generation], bytes] = {}
 
 
 def content_of(rank: int, generation: Generation, nbytes: int) -> bytes:
-    """What a rank captures: two timelines differ, because the epoch is part of it."""
+    """Payload that a rank captures. Timelines differ, because the epoch is part of it."""
     seed = f"{rank} {generation.step} {generation.epoch}"
     return random.Random(seed).randbytes(nbytes + EXTRAS_BYTES)
 
 
 def forget(directory: Path) -> None:
-    """The memories below `directory` are gone, and what was captured there."""
+    """Forget what was captured in the memories below `directory`, which are gone."""
     for key in [key for key in _captured if key[0] == directory]:
         del _captured[key]
 
 
 def unchanged_in(policy: PolicyType, rank: int, step: int, nbytes: int) -> frozenset[int]:
-    """The pieces that a save of `step` carries over, where it can."""
+    """The pieces that a save of `step` carries over where possible."""
     pieces = range(nbytes // PIECE_BYTES)
     match policy:
         case PolicyType.FULL:
@@ -110,7 +110,7 @@ class RawTrainer:
     # --- joining ----------------------------------------------------------------------------------
 
     def hello(self, version: int = codec.PROTOCOL_VERSION) -> trainer_pb2.HelloReply:
-        """Raises grpc.RpcError."""
+        """Greet the daemon. Raises grpc.RpcError."""
         return self.daemon.stub().Hello(
             trainer_pb2.HelloRequest(protocol_version=version, job=self.job, rank=self.rank),
             timeout=WAIT_S,
@@ -130,8 +130,8 @@ class RawTrainer:
         wait_for(f"rank {self.rank} to be welcome in epoch {epoch}", joined)
 
     def restore(self) -> tuple[Generation | None, bytes, str]:
-        """(generation, payload, source) for a fresh start (None, b"", reason); verifies the payload
-        as the SDK does."""
+        """Restore: (generation, payload, source), or (None, b"", reason) for a fresh start. The
+        payload is verified as in the SDK."""
         request = trainer_pb2.RestoreRequest(job=self.job, rank=self.rank, epoch=self.epoch)
         decision = None
         for progress in self.daemon.stub().Restore(request, timeout=WAIT_S):
@@ -165,7 +165,8 @@ class RawTrainer:
         return manifest.generation, payload, decision.source
 
     def open(self) -> trainer_pb2.OpenReply:
-        """Raises grpc.RpcError, or the error that the arena socket answered."""
+        """Open a session and claim the arena. Raises grpc.RpcError, or the error that the arena
+        socket answered."""
         reply = self.daemon.stub().Open(
             trainer_pb2.OpenRequest(
                 job=self.job,
@@ -184,7 +185,7 @@ class RawTrainer:
         return reply
 
     def reopen(self) -> trainer_pb2.OpenReply:
-        """After the daemon has restarted: give the claim back, and take it again."""
+        """Give the claim back and take it again, after the daemon has restarted."""
         self.die()
         self.join(self.epoch)
         return self.open()
@@ -192,16 +193,16 @@ class RawTrainer:
     # --- saving -----------------------------------------------------------------------------------
 
     def content(self, step: int) -> bytes:
-        """What is captured, or was, in this epoch."""
+        """The payload that this rank captures, or captured, at `step` of this epoch."""
         return self.content_at(Generation(self.epoch, step))
 
     def content_at(self, generation: Generation) -> bytes:
-        """What any trainer of this rank captured in `generation`."""
+        """The payload that any trainer of this rank captured in `generation`."""
         key = (self.daemon.root.parent, self.job, self.rank, generation)
         return _captured.get(key) or content_of(self.rank, generation, self.nbytes)
 
     def _capture(self, step: int) -> None:
-        """Decide what is captured, now that it is known what is carried over."""
+        """Record the payload of the save, now that the carried pieces are known."""
         generation = Generation(self.epoch, step)
         data = bytearray(content_of(self.rank, generation, self.nbytes))
         before = self.content_at(self._base) if self._base is not None else b""
@@ -240,7 +241,7 @@ class RawTrainer:
         return reply.slot
 
     def copy(self, slot: int, step: int, part: float = 1.0) -> None:
-        """Write the first `part` of what is captured."""
+        """Write the first `part` of the payload, as a fraction, into the slot."""
         assert self._arena is not None
         data = self.content(step)
         data = data[: int(len(data) * part)]
@@ -271,16 +272,17 @@ class RawTrainer:
         self._base = Generation(self.epoch, step)
 
     def cut(self, nbytes: int = 0) -> None:
-        """What whoever has the arena's descriptor can do. Saving afterwards kills this process."""
+        """Truncate the arena's file, as any owner of its descriptor can. Saving afterwards kills
+        this process."""
         os.ftruncate(self._descriptor, nbytes)
 
     @property
     def descriptor(self) -> int:
-        """Of the arena: what a trainer's other processes may have as well."""
+        """Descriptor of the arena, which other processes of a trainer may have as well."""
         return self._descriptor
 
     def die(self) -> None:
-        """What the kernel does to a killed trainer: its mapping, descriptor and socket vanish."""
+        """Close mapping, descriptor and socket, as the kernel does for a killed trainer."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -293,7 +295,7 @@ class RawTrainer:
 
 
 def receive_descriptor(path: str, token: str) -> tuple[socket.socket, int]:
-    """(connection, descriptor) from the arena socket; raises the error that it answers with."""
+    """(connection, descriptor) from the arena socket. Raises the error that it answers with."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(WAIT_S)
     connection.connect(path)

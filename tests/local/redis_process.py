@@ -28,7 +28,7 @@ class RedisServer:
         return f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Returns once it answers."""
+        """Start the server; returns once it answers."""
         self._process = subprocess.Popen(
             [self._binary, *self._options()],
             stdout=subprocess.DEVNULL,
@@ -45,7 +45,7 @@ class RedisServer:
             self._process = None
 
     def stop(self) -> None:
-        """Makes it accept connections and answer nothing, as a hung server does."""
+        """Let it accept connections but answer nothing, as a hung server does."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -66,7 +66,7 @@ class RedisServer:
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _answers(self) -> bool:
-        """Waits for up to 50 ms."""
+        """Whether the server answers within 50 ms."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=0.05) as connection:
                 connection.sendall(b"PING\r\n")

@@ -1,4 +1,4 @@
-"""A tmpfs that can be filled without harm to anybody else."""
+"""A tmpfs that can be filled without harm to other processes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from holdfast_storage.sets import SetStore
 
 
 def store_set(directory: Path, job: RawJob, generation: Generation, world_size: int = 0) -> None:
-    """A whole set below `directory`, with what trainers capture in `generation`."""
+    """Write a whole set below `directory`, with the payloads that trainers capture in
+    `generation`."""
     size = world_size or job.size
     store = SetStore(f"file://{directory}", job.name)
     files = []

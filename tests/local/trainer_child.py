@@ -22,7 +22,7 @@ _forking = multiprocessing.get_context("forkserver")
 
 
 class TrainerProcess:
-    """Does what `RawTrainer` does, elsewhere. Open from construction on."""
+    """A `RawTrainer` in another process; open from construction on."""
 
     def __init__(self, like: RawTrainer, epoch: int) -> None:
         here, there = _forking.Pipe()
@@ -47,7 +47,7 @@ class TrainerProcess:
         return self._process.pid
 
     def do(self, step: str, *arguments: object) -> Any:
-        """Let it take a step of a `RawTrainer`; what that returned."""
+        """Call the method `step` of the `RawTrainer`; returns its result if that is a number."""
         self._connection.send((step, *arguments))
         assert self._connection.poll(WAIT_S), f"the trainer process did not {step}"
         result = self._connection.recv()
@@ -56,7 +56,7 @@ class TrainerProcess:
         return result
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the kernel has taken back what it held."""
+        """Kill the process with SIGKILL, and wait until the kernel has released its resources."""
         self._process.kill()
         self._process.join(WAIT_S)
         self._connection.close()

@@ -1,4 +1,4 @@
-"""Waiting for what happens in other processes: conditions with a limit, never a plain sleep."""
+"""Waiting for events in other processes: conditions with a time limit, never a plain sleep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_for(what: str, condition: Callable[[], Value], timeout_s: float = WAIT_
 
 
 def error_of(failed: grpc.RpcError) -> HoldfastError:
-    """The error of ours that a daemon answered with."""
+    """The `HoldfastError` that a daemon answered with."""
     assert isinstance(failed, grpc.Call)
     error = codec.error_from_metadata(failed.trailing_metadata(), failed.details() or "")
     assert error is not None, f"not an error of ours: {failed.code()} {failed.details()}"
