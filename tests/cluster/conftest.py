@@ -15,7 +15,7 @@ from cluster import Cluster
 from holdfast_system import Holdfast
 from machine import ClusterError
 
-_HERE = Path(__file__).parents[1] / "helpers"
+_HERE = Path(__file__).parent
 _TIMEOUT_S = 600.0
 
 

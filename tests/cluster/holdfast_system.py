@@ -51,10 +51,8 @@ class Holdfast:
         Raises:
             ClusterError: with helm's words.
         """
-        timed_events = VALUES | {name.replace("__", "."): value for name, value in values.items()}
-        settings = [
-            word for name, value in timed_events.items() for word in ("--set", f"{name}={value}")
-        ]
+        chosen = VALUES | {name.replace("__", "."): value for name, value in values.items()}
+        settings = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
         self.cluster.helm(
             *("upgrade", "--install", RELEASE, chart, "--namespace", NAMESPACE),
             *(

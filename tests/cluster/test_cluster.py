@@ -24,7 +24,7 @@ from machine import ClusterError, wait_for
 
 from holdfast_operator.local.processes import ProcessId, is_alive, send
 
-HERE = Path(__file__).parents[1] / "helpers"
+HERE = Path(__file__).parent
 NAMESPACE = "cluster-test"
 KUBELET_PORT = 10250
 WAIT_S = 90.0
