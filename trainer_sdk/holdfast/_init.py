@@ -42,8 +42,7 @@ def init(
     rank: int | None = None,
     daemon: DaemonClient | None = None,
 ) -> Session:
-    """Make a session for this rank. Every rank calls it, after `init_process_group` if there is
-    one.
+    """Make a session for this rank. Every rank calls it, after any `init_process_group`.
 
     Without a daemon (no `HOLDFAST_SOCKET`, `socket` or `daemon`) the session logs one warning that
     nothing is protected, and training runs as before.

@@ -249,14 +249,6 @@ class Cluster(Faults):
             replicas=self.options.losses,
             tier=self.tier or self.bucket.tier,
         )
-        moved = {
-            place.index
-            for place in (self.membership.members if self.membership else ())
-            if place.node != nodes[place.index]
-        }
-        # A group keeps its promise across epochs as far as its members keep their memory.
-        for group, left in self.may_lose.items():
-            self.may_lose[group] = min(left, self.options.losses - len(moved & set(group)))
         self.say(f"epoch {epoch} on {nodes}")
         for worker in self.workers:
             # Agents end the old world's workers soon, not at once: until then they may write.
