@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
+
+_State = TypeVar("_State", bound=StrEnum)
+
+
+def _named(states: type[_State], word: str, unknown: _State) -> _State:
+    """The state that `word` names; `unknown` for a word that this version does not know."""
+    return next((state for state in states if state == word), unknown)
 
 
 class RankHealth(StrEnum):
@@ -26,10 +34,7 @@ class RankHealth(StrEnum):
     @classmethod
     def of(cls, word: str) -> RankHealth:
         """The state that `word` names; OFFLINE for an unknown word."""
-        try:
-            return cls(word)
-        except ValueError:
-            return cls.OFFLINE
+        return _named(cls, word, cls.OFFLINE)
 
 
 class RestoreSource(StrEnum):
@@ -46,10 +51,7 @@ class RestoreSource(StrEnum):
     @classmethod
     def of(cls, word: str) -> RestoreSource:
         """The source that `word` names; UNKNOWN for an unknown word."""
-        try:
-            return cls(word)
-        except ValueError:
-            return cls.UNKNOWN
+        return _named(cls, word, cls.UNKNOWN)
 
 
 class RestorePhase(StrEnum):
@@ -75,10 +77,7 @@ class RestorePhase(StrEnum):
     @classmethod
     def of(cls, word: str) -> RestorePhase:
         """The phase that `word` names; UNKNOWN for an unknown word."""
-        try:
-            return cls(word)
-        except ValueError:
-            return cls.UNKNOWN
+        return _named(cls, word, cls.UNKNOWN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

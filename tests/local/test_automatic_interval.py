@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import RawCluster, RawJob
 from ranks import run_ranks
-from torch import nn
+from replica_ranks import ReplicaRank
 from waiting import WAIT_S
 
 import holdfast
@@ -24,28 +24,16 @@ A_DAY = 86400.0 / 10
 WIDTH = 256
 
 
-class Rank:
+class Rank(ReplicaRank):
     """One rank in a process of its own, in a session with its node's daemon."""
 
     def __init__(self, rank: int, sockets: list[Path], job: str, notes: Path, run: str) -> None:
-        torch.set_num_threads(1)
-        store = notes / f"store-{run}"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-        torch.manual_seed(0)
-        self.rank, self.step = rank, 0
-        self.notes = notes / f"{run}-{rank}.json"
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.session = holdfast.init(
-            model=self.model,
-            optimizer=self.optimizer,
-            topology=holdfast.Topology(dp=2),
-            socket=sockets[rank],
-            job=job,
-            settings=holdfast.Settings(
-                recoveries_per_day=A_DAY, start_wait_s=WAIT_S, report_interval_s=0
-            ),
+        settings = holdfast.Settings(
+            recoveries_per_day=A_DAY, start_wait_s=WAIT_S, report_interval_s=0
         )
+        store = notes / f"store-{run}"
+        super().__init__(rank, sockets, job, store, settings, width=WIDTH, gradient=1e-3)
+        self.notes = notes / f"{run}-{rank}.json"
         self.step = self.session.restore() or 0
         self.restored = self.step
         self.handles: list[holdfast.SaveHandle] = []
@@ -53,11 +41,8 @@ class Rank:
     def train(self) -> holdfast.SaveHandle:
         """A step, which ends on all ranks at once."""
         self.step += 1
-        for p in self.model.parameters():
-            p.grad = torch.full_like(p, 1e-3 * self.step)
         dist.barrier()
-        self.optimizer.step()
-        self.handles.append(self.session.save(self.step))
+        self.handles.append(self.save(self.step))
         return self.handles[-1]
 
     def train_until_apart(self) -> None:
@@ -90,9 +75,7 @@ def be_killed(rank: int, sockets: list[Path], job: str, notes: Path) -> None:
 def go_on(rank: int, sockets: list[Path], job: str, notes: Path) -> None:
     me = Rank(rank, sockets, job, notes, "second")
     me.train_until_apart()
-    me.session.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    me.end()
 
 
 def read(notes: Path, run: str, rank: int) -> tuple[int, int, list[int]]:

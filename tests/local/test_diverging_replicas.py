@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import RawCluster, RawJob
 from ranks import run_ranks
-from torch import nn
+from replica_ranks import ReplicaRank
 from waiting import WAIT_S
 
 import holdfast
@@ -19,40 +19,14 @@ EVERY = 2
 WIDTH = 512
 
 
-class Rank:
+class Rank(ReplicaRank):
     """One rank in a process of its own, in a session with its node's daemon."""
 
     def __init__(self, rank: int, sockets: list[Path], job: str, store: Path) -> None:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-        torch.manual_seed(0)
-        self.rank = rank
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.session = holdfast.init(
-            model=self.model,
-            optimizer=self.optimizer,
-            topology=holdfast.Topology(dp=2),
-            socket=sockets[rank],
-            job=job,
-            settings=holdfast.Settings(
-                compare_replicas_every=EVERY, start_wait_s=WAIT_S, report_interval_s=0
-            ),
+        settings = holdfast.Settings(
+            compare_replicas_every=EVERY, start_wait_s=WAIT_S, report_interval_s=0
         )
-
-    def save(self, step: int) -> holdfast.SaveHandle:
-        for p in self.model.parameters():
-            p.grad = torch.full_like(p, 0.1 * step)
-        self.optimizer.step()
-        return self.session.save(step)
-
-    def weights(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.model.parameters()]
-
-    def end(self) -> None:
-        self.session.close()
-        dist.barrier()
-        dist.destroy_process_group()
+        super().__init__(rank, sockets, job, store, settings, width=WIDTH, gradient=0.1)
 
     def nudge(self) -> None:
         """Change one weight, on rank 1 alone."""

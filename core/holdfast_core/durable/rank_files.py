@@ -34,32 +34,19 @@ from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 from holdfast_core.snapshots.stored import RankFile, StoredUnit
 
 FORMAT = "holdfast/1"
-
-
 SPARSE_FORMAT = "holdfast/2"
 """Format of a file that lacks pieces; the set's manifest names the files that hold them."""
-
 
 PieceRange = tuple[int, int]
 """Pieces [first, end)."""
 
-
 HEADER_BYTES_MAX = 100_000_000
 """Longest header that the safetensors package accepts; a rank of some terabytes stays below it."""
 
-
 EXTRAS_NAME = "holdfast.extras"
-
-
 PADDING_NAME = "holdfast.padding"
-
-
 _LENGTH_BYTES = 8
-
-
 _RAW = ("U8", 1)
-
-
 _DTYPES = {
     "bool": ("BOOL", 1),
     "uint8": _RAW,

@@ -23,11 +23,9 @@ from holdfast_core.errors import InvalidJobError
 DEPTH_MAX = 64
 """Most levels of nested lists and mappings. A pod's template has about ten."""
 
-
 VALUES_MAX = 100_000
 """Most values of a document, counted wherever they appear: one that appears a thousand times counts
 a thousand times. A job of thousands of nodes has a few hundred."""
-
 
 _INTEGERS = range(-(2**63), 2**64)
 
@@ -81,10 +79,7 @@ def _parts(path: str, value: object) -> Iterator[tuple[str, object]]:
 YEAR_S = 365 * 86400
 """Longest time that a document may ask for: a year."""
 
-
 _SHOWN_CHARACTERS = 60
-
-
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
 

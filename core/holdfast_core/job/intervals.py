@@ -12,7 +12,6 @@ from holdfast_core.job.documents import Document
 AUTO = "auto"
 """Value in place of a number of steps: the trainer finds the interval."""
 
-
 _MeanDays = Annotated[float, Meta(gt=0, le=1_000_000)]
 
 

@@ -35,19 +35,15 @@ from holdfast_daemon.memory.arena_claims import ClaimRequest, open_claim
 
 TOKEN_BYTES_MAX = 128
 
-
 CONNECTIONS_MAX = 1024
 """Connections at once: more than the trainers of a node. Further clients wait in the listen
 queue."""
 
-
 TOKEN_TIMEOUT_S = 5.0
-
 
 UNPROVEN_MAX = 128
 """Connections that have not sent their token yet; beyond that, the oldest of them is closed. A
 trainer sends its token at once, so its connection is never the oldest for long."""
-
 
 _log = logging.getLogger(__name__)
 

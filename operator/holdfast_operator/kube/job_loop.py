@@ -302,7 +302,7 @@ def _template(job: MoETrainingJob | None) -> Object | None:
 
 
 def _attempts(status: Object) -> dict[int, int]:
-    """By member, the attempt of its newest pod, read from a status."""
+    """Attempt of each member's newest pod, by member, read from a status."""
     found = {}
     for member in status.get("members") or []:
         attempt = re.search(r"-(\d+)$", member.get("pod", ""))

@@ -30,7 +30,7 @@ class Starting:
     def __init__(self, world: LoopContext, attempts: dict[int, int]) -> None:
         self._world, self._attempts = world, attempts
         self._wanted: dict[int, StartAgent] = {}
-        """By member, the pods whose creation has not begun."""
+        """Pods whose creation has not begun, by member."""
         self._under_way: set[StartAgent] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._preparing = asyncio.Lock()

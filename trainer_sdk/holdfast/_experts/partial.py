@@ -48,7 +48,6 @@ from holdfast_core.snapshots.units import UnitKey
 STATEMENTS_KEPT = 8
 """Number of statements kept: more than the choices that a late save can still find."""
 
-
 VERSIONS_KEPT = 4
 """Versions of each expert kept in the ledger: more than there are snapshots in memory."""
 

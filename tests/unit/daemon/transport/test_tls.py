@@ -14,7 +14,7 @@ from certificate_makers import expired, made
 
 from holdfast_core.errors import StaleEpochError, UnauthenticatedError, UnreachableError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_daemon.transport import tls as wires
+from holdfast_daemon.transport import tls as connections
 from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Located, Request
 from holdfast_daemon.transport.server import BulkServer
@@ -121,7 +121,7 @@ def test_one_end_that_wants_encryption_gets_it(
     tls: Path, ours: Protection, theirs: Protection
 ) -> None:
     sides = [ConnectionFactory(Identity(tls), ours), ConnectionFactory(Identity(tls), theirs)]
-    found: list[wires.Connection] = []
+    found: list[connections.Connection] = []
     with socket.create_server(("127.0.0.2", 0)) as listener:
         dialled = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
@@ -132,7 +132,10 @@ def test_one_end_that_wants_encryption_gets_it(
     for end in (dialled, accepted):
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "short messages go at once"
     encrypted = ENCRYPTED in (ours, theirs)
-    assert [isinstance(wire, wires.EncryptedConnection) for wire in found] == [encrypted, encrypted]
+    assert [isinstance(wire, connections.EncryptedConnection) for wire in found] == [
+        encrypted,
+        encrypted,
+    ]
     for wire in found:
         wire.close()
 
@@ -262,7 +265,7 @@ def test_a_new_certificate_is_shown_at_the_next_connection(
 def test_a_stranger_who_says_nothing_is_let_go(
     tls: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wires, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.05)
     server = start(tls)
     with socket.create_connection((server.host, server.port), timeout=5) as connection:
         assert connection.recv(1) == b""
