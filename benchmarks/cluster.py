@@ -24,7 +24,7 @@ import grpc
 import msgspec
 
 from benchmarks.floors import SHARED_MEMORY
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
 WITHIN_S = 60.0
@@ -95,7 +95,7 @@ class Control(control_pb2_grpc.ControlServicer):
             job=job,
             epoch=epoch,
             members=tuple(
-                MemberPlace(
+                Member(
                     index=index,
                     node=heartbeat.node,
                     memory_id=heartbeat.memory_id,

@@ -170,7 +170,7 @@ def _open_more_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _tell_where_it_is() -> None:
+def _print_address() -> None:
     """Write each thread's stack to standard error on SIGUSR1 and when the interpreter crashes."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
@@ -185,7 +185,7 @@ def main(
         return mounting.main(arguments[1:])
     options = _parser().parse_args(arguments)
     configure(options.log_level, options.log_file, format=options.log_format)
-    _tell_where_it_is()
+    _print_address()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     _open_more_files()
     # Only the daemon's user may open its files: other users get descriptors, never paths.

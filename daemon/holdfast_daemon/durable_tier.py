@@ -38,7 +38,7 @@ class DurableTier:
         """A persister of the snapshots that `job` has in `storage`."""
         return Persister(
             storage,
-            open_store=lambda uri: SetStore(uri, job, place=self._tier_access.place(uri, job)),
+            open_store=lambda uri: SetStore(uri, job, root=self._tier_access.root(uri, job)),
             executor=self._threads.of(job),
             allowance=self._allowance,
         )
@@ -49,7 +49,7 @@ class DurableTier:
         Raises:
             HoldfastError: the job may not use that storage, or its kind is not supported.
         """
-        return TierSets(uri, job, place=self._tier_access.place(uri, job))
+        return TierSets(uri, job, root=self._tier_access.root(uri, job))
 
     def release(self, job: str) -> None:
         """Let the threads of a job that has left the node end."""

@@ -22,7 +22,7 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import MemberPlace
+from holdfast_core.snapshots.membership import Member
 from holdfast_daemon.engine.effects import Effect, SendDirective, SendReport, SendSuspect
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.rates import (
@@ -152,14 +152,16 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             report = codec.report_from_proto(request)
         except ProtocolError as error:
             await refuse(context, error)
-        return self._tell(request.job, lambda host: host.engine.on_report(report, host.now))
+        return self._hand_over(request.job, lambda host: host.engine.on_report(report, host.now))
 
     async def Direct(
         self, request: peer_pb2.DirectiveMessage, context: Context
     ) -> peer_pb2.PeerReply:
         await self._admit(context, request.job, PEER_RATE, "directives")
         directive = codec.directive_from_proto(request)
-        return self._tell(request.job, lambda host: host.engine.on_directive(directive, host.now))
+        return self._hand_over(
+            request.job, lambda host: host.engine.on_directive(directive, host.now)
+        )
 
     async def Suspect(
         self, request: peer_pb2.SuspectMessage, context: Context
@@ -167,7 +169,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         await self._admit(context, request.job, SUSPECT_RATE, "suspicions")
         epoch, rank = request.epoch, request.rank
         generation = codec.generation_from_proto(request.generation)
-        return self._tell(
+        return self._hand_over(
             request.job, lambda host: host.engine.on_suspect(epoch, rank, generation, host.now)
         )
 
@@ -179,7 +181,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         except RateLimitedError as error:
             await refuse(context, error)
 
-    def _tell(self, job: str, word: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
+    def _hand_over(self, job: str, word: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
         """Pass a peer's message to the job's engine; the reply has the engine's epoch, 0 for an
         unknown job."""
         host = self._host_of(job)
@@ -215,21 +217,21 @@ class ManifestFetcher:
         self._channels: dict[str, tuple[int, grpc.Channel]] = {}
 
     def fetch_manifest(
-        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+        self, member: Member, job: str, epoch: int, rank: int, generation: Generation
     ) -> tuple[bytes, bytes]:
         """(manifest, layout), encoded; both empty when the peer has neither.
 
         Raises:
             UnreachableError, StaleEpochError.
         """
-        found = self._channel(place.peer_address)
+        found = self._channel(member.peer_address)
         request = peer_pb2.FetchManifestRequest(
             job=job, epoch=epoch, rank=rank, generation=codec.generation_to_proto(generation)
         )
         try:
             reply = peer_pb2_grpc.PeerStub(found).FetchManifest(request, timeout=FETCH_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise _translated(error, place) from error
+            raise _translated(error, member) from error
         return reply.manifest, reply.layout
 
     def close(self) -> None:
@@ -251,8 +253,8 @@ class ManifestFetcher:
             return known[1]
 
 
-def _translated(error: grpc.RpcError, place: MemberPlace) -> HoldfastError:
+def _translated(error: grpc.RpcError, member: Member) -> HoldfastError:
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     metadata = error.trailing_metadata() if isinstance(error, grpc.Call) else None
     ours = codec.error_from_metadata(metadata, details or "")
-    return ours or UnreachableError(f"daemon of {place.node} at {place.peer_address}: {details}")
+    return ours or UnreachableError(f"daemon of {member.node} at {member.peer_address}: {details}")

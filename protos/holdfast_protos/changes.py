@@ -26,7 +26,7 @@ def change_between(base: Membership, value: Membership) -> control_pb2.Membershi
         base_digest=_digest(codec.membership_to_proto(base)),
         epoch=value.epoch,
         revision=value.revision,
-        places=[codec.member_place_to_proto(after) for before, after in pairs if before != after],
+        members=[codec.member_to_proto(after) for before, after in pairs if before != after],
     )
 
 
@@ -39,11 +39,11 @@ def changed(
     found = values_pb2.Membership()
     found.CopyFrom(base)
     found.epoch, found.revision = change.epoch, change.revision
-    places = {place.index: place for place in found.members}
-    for place in change.places:
-        if place.index not in places:
+    members = {member.index: member for member in found.members}
+    for member in change.members:
+        if member.index not in members:
             return None
-        places[place.index].CopyFrom(place)
+        members[member.index].CopyFrom(member)
     return found
 
 

@@ -25,7 +25,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_protos import peer_pb2, persisting, values_pb2
 from holdfast_protos.loading import failed_loads_from_proto, failed_loads_to_proto
@@ -142,9 +142,9 @@ def optional_line_to_proto(value: Line | None) -> values_pb2.Line | None:
 # --- places and memberships -----------------------------------------------------------------------
 
 
-def member_place_to_proto(value: MemberPlace) -> values_pb2.MemberPlace:
+def member_to_proto(value: Member) -> values_pb2.Member:
     """`value` as a message."""
-    return values_pb2.MemberPlace(
+    return values_pb2.Member(
         index=value.index,
         node=value.node,
         memory_id=value.memory_id,
@@ -154,9 +154,9 @@ def member_place_to_proto(value: MemberPlace) -> values_pb2.MemberPlace:
     )
 
 
-def member_place_from_proto(message: values_pb2.MemberPlace) -> MemberPlace:
+def member_from_proto(message: values_pb2.Member) -> Member:
     """The place in `message`."""
-    return MemberPlace(
+    return Member(
         index=message.index,
         node=message.node,
         memory_id=message.memory_id,
@@ -172,7 +172,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         job=value.job,
         epoch=value.epoch,
         revision=value.revision,
-        members=[member_place_to_proto(place) for place in value.members],
+        members=[member_to_proto(place) for place in value.members],
         nproc_per_node=value.nproc_per_node,
         groups=[values_pb2.ParityGroup(members=group) for group in value.groups],
         redundancy=value.redundancy.value,
@@ -196,7 +196,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             job=message.job,
             epoch=message.epoch,
             revision=message.revision,
-            members=tuple(member_place_from_proto(place) for place in message.members),
+            members=tuple(member_from_proto(place) for place in message.members),
             nproc_per_node=message.nproc_per_node,
             groups=tuple(tuple(group.members) for group in message.groups),
             redundancy=Redundancy(message.redundancy),

@@ -333,14 +333,14 @@ class MembershipChange(_message.Message):
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
-    PLACES_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     base_digest: _builtins.bytes
     """of the base's encoding; versions alone do not identify it"""
     epoch: _builtins.int
     revision: _builtins.int
     @_builtins.property
-    def places(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.MemberPlace]:
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.Member]:
         """only of members that have changed since the base"""
 
     def __init__(
@@ -350,11 +350,11 @@ class MembershipChange(_message.Message):
         base_digest: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         revision: _builtins.int = ...,
-        places: _abc.Iterable[_values_pb2.MemberPlace] | None = ...,
+        members: _abc.Iterable[_values_pb2.Member] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "epoch", b"epoch", "job", b"job", "places", b"places", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "epoch", b"epoch", "job", b"job", "members", b"members", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

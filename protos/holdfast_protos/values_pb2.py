@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1choldfast_protos/values.proto\x12\x0bholdfast.v1\")\n\nGeneration\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"y\n\x0bMemberPlace\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x11\n\tmemory_id\x18\x03 \x01(\t\x12\x14\n\x0cpeer_address\x18\x04 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x05 \x01(\t\x12\x0e\n\x06\x64omain\x18\x06 \x01(\t\"\x1e\n\x0bParityGroup\x12\x0f\n\x07members\x18\x01 \x03(\r\"\xa0\x02\n\nMembership\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12)\n\x07members\x18\x04 \x03(\x0b\x32\x18.holdfast.v1.MemberPlace\x12\x16\n\x0enproc_per_node\x18\x05 \x01(\r\x12(\n\x06groups\x18\x06 \x03(\x0b\x32\x18.holdfast.v1.ParityGroup\x12\x12\n\nredundancy\x18\x07 \x01(\t\x12\x1f\n\x04tier\x18\x08 \x01(\x0b\x32\x11.holdfast.v1.Tier\x12\x10\n\x08replicas\x18\t \x01(\r\x12\x14\n\x0cmemory_bytes\x18\n \x01(\x04\x12\x1a\n\x12protection_bytes_s\x18\x14 \x01(\x04\"\xaa\x01\n\x04Tier\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x13\n\x0b\x65very_steps\x18\x02 \x01(\x04\x12\x0f\n\x07\x65very_s\x18\x03 \x01(\x01\x12\x0c\n\x04keep\x18\x04 \x01(\r\x12\x12\n\nkeep_every\x18\x05 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x06 \x01(\x04\x12\x14\n\x0crestore_from\x18\x07 \x01(\t\x12\x11\n\tpersisted\x18\x08 \x01(\t\x12\x0f\n\x07\x65xperts\x18\t \x01(\r\"z\n\rSnapshotEntry\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\"5\n\x0cParitySource\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x06\"\x83\x01\n\x0bParityEntry\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\r\n\x05group\x18\x03 \x03(\r\x12*\n\x07sources\x18\x04 \x03(\x0b\x32\x19.holdfast.v1.ParitySource\"K\n\x0eRankGeneration\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\xc1\x01\n\tInventory\x12-\n\tsnapshots\x18\x01 \x03(\x0b\x32\x1a.holdfast.v1.SnapshotEntry\x12*\n\x08parities\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.ParityEntry\x12,\n\x07writing\x18\x03 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\x12+\n\x06passed\x18\x04 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\"S\n\x04Line\x12+\n\ngeneration\x18\x01 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06stored\x18\x03 \x01(\x08\"\xc8\x01\n\nLossReport\x12\r\n\x05ranks\x18\x01 \x01(\r\x12\x19\n\x11\x65xperts_per_layer\x18\x02 \x01(\r\x12\x13\n\x0b\x65xperts_max\x18\x03 \x01(\r\x12\r\n\x05limit\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12\x0f\n\x07\x61t_risk\x18\x06 \x03(\x04\x12\x0e\n\x06routed\x18\x07 \x03(\x04\x12\x0c\n\x04lost\x18\x08 \x03(\x04\x12-\n\nrecoveries\x18\t \x03(\x0b\x32\x19.holdfast.v1.RecoveryLoss\"\xb9\x01\n\x0cRecoveryLoss\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blost_tokens\x18\x03 \x01(\x04\x12\x0b\n\x03plt\x18\x04 \x01(\x01\x12\x0b\n\x03mlt\x18\x05 \x01(\x01\x12\x10\n\x08k_before\x18\x06 \x01(\r\x12\x0f\n\x07k_after\x18\x07 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x08 \x01(\x04\x12\x11\n\ttotal_plt\x18\t \x01(\x01\x12\x11\n\ttotal_mlt\x18\n \x01(\x01\"Z\n\x0cPersistOrder\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\x12+\n\ngeneration\x18\x03 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\xcb\x01\n\x08RankFile\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bheader_xxh3\x18\x05 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x11\n\tlayout_id\x18\x07 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x08 \x01(\x06\x12&\n\x05units\x18\t \x03(\x0b\x32\x17.holdfast.v1.StoredUnit\"n\n\nStoredUnit\x12\x0c\n\x04unit\x18\x01 \x01(\t\x12(\n\x07version\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12(\n\x07held_in\x18\x03 \x01(\x0b\x32\x17.holdfast.v1.Generation\"j\n\rExpertVersion\x12\x0c\n\x04unit\x18\x01 \x01(\t\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1choldfast_protos/values.proto\x12\x0bholdfast.v1\")\n\nGeneration\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"t\n\x06Member\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x11\n\tmemory_id\x18\x03 \x01(\t\x12\x14\n\x0cpeer_address\x18\x04 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x05 \x01(\t\x12\x0e\n\x06\x64omain\x18\x06 \x01(\t\"\x1e\n\x0bParityGroup\x12\x0f\n\x07members\x18\x01 \x03(\r\"\x9b\x02\n\nMembership\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12$\n\x07members\x18\x04 \x03(\x0b\x32\x13.holdfast.v1.Member\x12\x16\n\x0enproc_per_node\x18\x05 \x01(\r\x12(\n\x06groups\x18\x06 \x03(\x0b\x32\x18.holdfast.v1.ParityGroup\x12\x12\n\nredundancy\x18\x07 \x01(\t\x12\x1f\n\x04tier\x18\x08 \x01(\x0b\x32\x11.holdfast.v1.Tier\x12\x10\n\x08replicas\x18\t \x01(\r\x12\x14\n\x0cmemory_bytes\x18\n \x01(\x04\x12\x1a\n\x12protection_bytes_s\x18\x14 \x01(\x04\"\xaa\x01\n\x04Tier\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x13\n\x0b\x65very_steps\x18\x02 \x01(\x04\x12\x0f\n\x07\x65very_s\x18\x03 \x01(\x01\x12\x0c\n\x04keep\x18\x04 \x01(\r\x12\x12\n\nkeep_every\x18\x05 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x06 \x01(\x04\x12\x14\n\x0crestore_from\x18\x07 \x01(\t\x12\x11\n\tpersisted\x18\x08 \x01(\t\x12\x0f\n\x07\x65xperts\x18\t \x01(\r\"z\n\rSnapshotEntry\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\"5\n\x0cParitySource\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x06\"\x83\x01\n\x0bParityEntry\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\r\n\x05group\x18\x03 \x03(\r\x12*\n\x07sources\x18\x04 \x03(\x0b\x32\x19.holdfast.v1.ParitySource\"K\n\x0eRankGeneration\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\xc1\x01\n\tInventory\x12-\n\tsnapshots\x18\x01 \x03(\x0b\x32\x1a.holdfast.v1.SnapshotEntry\x12*\n\x08parities\x18\x02 \x03(\x0b\x32\x18.holdfast.v1.ParityEntry\x12,\n\x07writing\x18\x03 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\x12+\n\x06passed\x18\x04 \x03(\x0b\x32\x1b.holdfast.v1.RankGeneration\"S\n\x04Line\x12+\n\ngeneration\x18\x01 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06stored\x18\x03 \x01(\x08\"\xc8\x01\n\nLossReport\x12\r\n\x05ranks\x18\x01 \x01(\r\x12\x19\n\x11\x65xperts_per_layer\x18\x02 \x01(\r\x12\x13\n\x0b\x65xperts_max\x18\x03 \x01(\r\x12\r\n\x05limit\x18\x04 \x01(\x01\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12\x0f\n\x07\x61t_risk\x18\x06 \x03(\x04\x12\x0e\n\x06routed\x18\x07 \x03(\x04\x12\x0c\n\x04lost\x18\x08 \x03(\x04\x12-\n\nrecoveries\x18\t \x03(\x0b\x32\x19.holdfast.v1.RecoveryLoss\"\xb9\x01\n\x0cRecoveryLoss\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blost_tokens\x18\x03 \x01(\x04\x12\x0b\n\x03plt\x18\x04 \x01(\x01\x12\x0b\n\x03mlt\x18\x05 \x01(\x01\x12\x10\n\x08k_before\x18\x06 \x01(\r\x12\x0f\n\x07k_after\x18\x07 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x08 \x01(\x04\x12\x11\n\ttotal_plt\x18\t \x01(\x01\x12\x11\n\ttotal_mlt\x18\n \x01(\x01\"Z\n\x0cPersistOrder\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\x12+\n\ngeneration\x18\x03 \x01(\x0b\x32\x17.holdfast.v1.Generation\"\xcb\x01\n\x08RankFile\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0cheader_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bheader_xxh3\x18\x05 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x11\n\tlayout_id\x18\x07 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x08 \x01(\x06\x12&\n\x05units\x18\t \x03(\x0b\x32\x17.holdfast.v1.StoredUnit\"n\n\nStoredUnit\x12\x0c\n\x04unit\x18\x01 \x01(\t\x12(\n\x07version\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12(\n\x07held_in\x18\x03 \x01(\x0b\x32\x17.holdfast.v1.Generation\"j\n\rExpertVersion\x12\x0c\n\x04unit\x18\x01 \x01(\t\x12+\n\ngeneration\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.Generation\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,36 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATION']._serialized_start=45
   _globals['_GENERATION']._serialized_end=86
-  _globals['_MEMBERPLACE']._serialized_start=88
-  _globals['_MEMBERPLACE']._serialized_end=209
-  _globals['_PARITYGROUP']._serialized_start=211
-  _globals['_PARITYGROUP']._serialized_end=241
-  _globals['_MEMBERSHIP']._serialized_start=244
-  _globals['_MEMBERSHIP']._serialized_end=532
-  _globals['_TIER']._serialized_start=535
-  _globals['_TIER']._serialized_end=705
-  _globals['_SNAPSHOTENTRY']._serialized_start=707
-  _globals['_SNAPSHOTENTRY']._serialized_end=829
-  _globals['_PARITYSOURCE']._serialized_start=831
-  _globals['_PARITYSOURCE']._serialized_end=884
-  _globals['_PARITYENTRY']._serialized_start=887
-  _globals['_PARITYENTRY']._serialized_end=1018
-  _globals['_RANKGENERATION']._serialized_start=1020
-  _globals['_RANKGENERATION']._serialized_end=1095
-  _globals['_INVENTORY']._serialized_start=1098
-  _globals['_INVENTORY']._serialized_end=1291
-  _globals['_LINE']._serialized_start=1293
-  _globals['_LINE']._serialized_end=1376
-  _globals['_LOSSREPORT']._serialized_start=1379
-  _globals['_LOSSREPORT']._serialized_end=1579
-  _globals['_RECOVERYLOSS']._serialized_start=1582
-  _globals['_RECOVERYLOSS']._serialized_end=1767
-  _globals['_PERSISTORDER']._serialized_start=1769
-  _globals['_PERSISTORDER']._serialized_end=1859
-  _globals['_RANKFILE']._serialized_start=1862
-  _globals['_RANKFILE']._serialized_end=2065
-  _globals['_STOREDUNIT']._serialized_start=2067
-  _globals['_STOREDUNIT']._serialized_end=2177
-  _globals['_EXPERTVERSION']._serialized_start=2179
-  _globals['_EXPERTVERSION']._serialized_end=2285
+  _globals['_MEMBER']._serialized_start=88
+  _globals['_MEMBER']._serialized_end=204
+  _globals['_PARITYGROUP']._serialized_start=206
+  _globals['_PARITYGROUP']._serialized_end=236
+  _globals['_MEMBERSHIP']._serialized_start=239
+  _globals['_MEMBERSHIP']._serialized_end=522
+  _globals['_TIER']._serialized_start=525
+  _globals['_TIER']._serialized_end=695
+  _globals['_SNAPSHOTENTRY']._serialized_start=697
+  _globals['_SNAPSHOTENTRY']._serialized_end=819
+  _globals['_PARITYSOURCE']._serialized_start=821
+  _globals['_PARITYSOURCE']._serialized_end=874
+  _globals['_PARITYENTRY']._serialized_start=877
+  _globals['_PARITYENTRY']._serialized_end=1008
+  _globals['_RANKGENERATION']._serialized_start=1010
+  _globals['_RANKGENERATION']._serialized_end=1085
+  _globals['_INVENTORY']._serialized_start=1088
+  _globals['_INVENTORY']._serialized_end=1281
+  _globals['_LINE']._serialized_start=1283
+  _globals['_LINE']._serialized_end=1366
+  _globals['_LOSSREPORT']._serialized_start=1369
+  _globals['_LOSSREPORT']._serialized_end=1569
+  _globals['_RECOVERYLOSS']._serialized_start=1572
+  _globals['_RECOVERYLOSS']._serialized_end=1757
+  _globals['_PERSISTORDER']._serialized_start=1759
+  _globals['_PERSISTORDER']._serialized_end=1849
+  _globals['_RANKFILE']._serialized_start=1852
+  _globals['_RANKFILE']._serialized_end=2055
+  _globals['_STOREDUNIT']._serialized_start=2057
+  _globals['_STOREDUNIT']._serialized_end=2167
+  _globals['_EXPERTVERSION']._serialized_start=2169
+  _globals['_EXPERTVERSION']._serialized_end=2275
 # @@protoc_insertion_point(module_scope)

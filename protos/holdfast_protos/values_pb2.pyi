@@ -41,7 +41,7 @@ class Generation(_message.Message):
 Global___Generation: _TypeAlias = Generation  # noqa: Y015
 
 @_typing.final
-class MemberPlace(_message.Message):
+class Member(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
@@ -72,7 +72,7 @@ class MemberPlace(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MemberPlace: _TypeAlias = MemberPlace  # noqa: Y015
+Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
 class ParityGroup(_message.Message):
@@ -121,7 +121,7 @@ class Membership(_message.Message):
     protection_bytes_s: _builtins.int
     """limit of each node's fetching for new parity; 0: no limit"""
     @_builtins.property
-    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberPlace]: ...
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityGroup]: ...
     @_builtins.property
@@ -134,7 +134,7 @@ class Membership(_message.Message):
         job: _builtins.str = ...,
         epoch: _builtins.int = ...,
         revision: _builtins.int = ...,
-        members: _abc.Iterable[Global___MemberPlace] | None = ...,
+        members: _abc.Iterable[Global___Member] | None = ...,
         nproc_per_node: _builtins.int = ...,
         groups: _abc.Iterable[Global___ParityGroup] | None = ...,
         redundancy: _builtins.str = ...,

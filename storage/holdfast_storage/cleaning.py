@@ -11,7 +11,7 @@ from holdfast_core.durable.retention import Removal, SetState, choose_removals
 from holdfast_core.durable.sets import LATEST_FILE, MANIFEST_FILE, parse_set_name
 from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.finding import Findings, Looked
-from holdfast_storage.places import TierPlace
+from holdfast_storage.roots import TierRoot
 
 _RANK_FILE = re.compile(r"rank-[0-9]{5,7}\.safetensors", re.ASCII)
 
@@ -29,7 +29,7 @@ class Cleaned:
 
 
 def clean(
-    place: TierPlace,
+    root: TierRoot,
     findings: Findings,
     *,
     keep: int,
@@ -53,14 +53,14 @@ def clean(
         # The manifest goes first, by itself: from here on this is no set, whatever happens.
         for batch in ([n for n in names if n == MANIFEST_FILE], names - {MANIFEST_FILE}):
             if batch:
-                place.delete(sorted(looked.items[name].path for name in batch))
+                root.delete(sorted(looked.items[name].path for name in batch))
         files += len(names)
         nbytes += sum(looked.items[name].bytes for name in names)
     return Cleaned(
         sets=removals,
         files=files,
         bytes=nbytes,
-        unfinished=_discard(place, findings.job, idle_since_s, writing),
+        unfinished=_discard(root, findings.job, idle_since_s, writing),
     )
 
 
@@ -76,16 +76,14 @@ def _extra(looked: Looked, idle_since_s: float) -> set[str]:
     return {name for name in _ours(looked) - named if looked.items[name].modified_s < idle_since_s}
 
 
-def _discard(
-    place: TierPlace, job: str, idle_since_s: float, writing: Collection[Generation]
-) -> int:
+def _discard(root: TierRoot, job: str, idle_since_s: float, writing: Collection[Generation]) -> int:
     count = 0
-    for each in place.unfinished(job):
+    for each in root.unfinished(job):
         names = each.path.split("/")[1:]
         generation = parse_set_name(names[0]) if len(names) == 2 else None
         known = names[-1] == MANIFEST_FILE or _RANK_FILE.fullmatch(names[-1])
         ours = (generation is not None and known) or names in ([LATEST_FILE], [MARK_FILE])
         if ours and generation not in writing and each.modified_s < idle_since_s:
-            place.discard(each)
+            root.discard(each)
             count += 1
     return count

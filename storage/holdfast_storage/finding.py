@@ -17,7 +17,7 @@ from holdfast_core.durable.sets import (
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.stored import RankFile, StoredUnit
-from holdfast_storage.places import StoredFile, TierPlace
+from holdfast_storage.roots import StoredFile, TierRoot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,20 +66,20 @@ class Findings:
         )
 
 
-def find_sets(place: TierPlace, job: str) -> Findings:
+def find_sets(root: TierRoot, job: str) -> Findings:
     """List the job's directory and read the manifest of each set.
 
     Raises:
         StorageError: the directory cannot be listed.
     """
     sets: dict[Generation, dict[str, StoredFile]] = {}
-    for item in place.files(job):
+    for item in root.files(job):
         names = item.path.split("/")[1:]
         generation = parse_set_name(names[0]) if len(names) == 2 else None
         if generation is not None:
             sets.setdefault(generation, {})[names[1]] = item
     newest_first = sorted(sets.items(), reverse=True, key=lambda pair: pair[0])
-    looked = {g: _look(place, job, g, of) for g, of in newest_first}
+    looked = {g: _look(root, job, g, of) for g, of in newest_first}
     resolved = [_resolved(each, looked) for each in looked.values()]
     needed = frozenset[Generation]().union(
         *(each.found.needs for each in resolved if each.found.state is SetState.COMPLETE)
@@ -151,12 +151,12 @@ def _resolved(looked: Looked, found: Mapping[Generation, Looked]) -> Looked:
 
 
 def _look(
-    place: TierPlace, job: str, generation: Generation, items: Mapping[str, StoredFile]
+    root: TierRoot, job: str, generation: Generation, items: Mapping[str, StoredFile]
 ) -> Looked:
     stored, state, reason = None, SetState.UNCOMMITTED, "it has no manifest"
     if manifest := items.get(MANIFEST_FILE):
         try:
-            stored = read_manifest(place, job, generation, manifest.bytes)
+            stored = read_manifest(root, job, generation, manifest.bytes)
             reason = _missing(stored, items)
             state = SetState.DAMAGED if reason else SetState.COMPLETE
         except CorruptError as error:
@@ -173,7 +173,7 @@ def _look(
 
 
 def read_manifest(
-    place: TierPlace, job: str, generation: Generation, nbytes: int | None = None
+    root: TierRoot, job: str, generation: Generation, nbytes: int | None = None
 ) -> StoredSet:
     """Content of a set's manifest.
 
@@ -185,13 +185,13 @@ def read_manifest(
         StorageError: the storage failed.
     """
     path = f"{job}/{set_name(generation)}/{MANIFEST_FILE}"
-    size = place.size(path) if nbytes is None else nbytes
+    size = root.size(path) if nbytes is None else nbytes
     if size is None:
         raise CorruptError(f"{path} is not there: the set was removed, or never completed")
     if size > MANIFEST_BYTES_MAX:
         raise CorruptError(f"{path} has {size} bytes, more than {MANIFEST_BYTES_MAX}")
     data = bytearray(size)
-    place.read(path, 0, memoryview(data))
+    root.read(path, 0, memoryview(data))
     return decode_set(bytes(data), job=job, generation=generation)
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from holdfast_core.errors import CorruptError
 from holdfast_storage.failing import foreign_errors
-from holdfast_storage.places import StoredFile, Unfinished
+from holdfast_storage.roots import StoredFile, Unfinished
 
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.part")
 
 
-class GenericPlace:
+class GenericRoot:
     """`Place` over an fsspec file system `fs`, below `root` in it."""
 
     def __init__(self, fs: Any, root: str) -> None:

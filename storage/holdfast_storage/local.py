@@ -19,7 +19,7 @@ from pathlib import Path
 
 from holdfast_core.errors import CorruptError
 from holdfast_storage.failing import storage_errors
-from holdfast_storage.places import StoredFile, Unfinished
+from holdfast_storage.roots import StoredFile, Unfinished
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.part")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -76,7 +76,7 @@ class FileSteps:
         return [found.name for found in path.iterdir()]
 
 
-class LocalPlace:
+class LocalRoot:
     """`Place` in a directory, which is created when something is written."""
 
     def __init__(self, root: Path, files: FileSteps | None = None) -> None:

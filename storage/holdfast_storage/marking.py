@@ -10,28 +10,28 @@ from __future__ import annotations
 import json
 
 from holdfast_core.durable.choice import MARK_FILE
-from holdfast_storage.places import TierPlace
+from holdfast_storage.roots import TierRoot
 
 MARK_FORMAT = "holdfast-tier/1"
 
 
-def is_marked(place: TierPlace, job: str) -> bool:
+def is_marked(root: TierRoot, job: str) -> bool:
     """Whether the mark is there, whatever it contains: a person may have put it there.
 
     Raises:
         StorageError: the storage cannot be read.
     """
-    return place.size(_path(job)) is not None
+    return root.size(_path(job)) is not None
 
 
-def mark(place: TierPlace, job: str) -> None:
+def mark(root: TierRoot, job: str) -> None:
     """Write the mark; an existing one stays.
 
     Raises:
         StorageError: the storage failed.
     """
     text = json.dumps({"format": MARK_FORMAT, "job": job}, sort_keys=True, separators=(",", ":"))
-    place.create(_path(job), text.encode("ascii") + b"\n")
+    root.create(_path(job), text.encode("ascii") + b"\n")
 
 
 def _path(job: str) -> str:

@@ -1,4 +1,4 @@
-"""Opening of a tier's URI as a place. The only module that asks fsspec for a kind of storage.
+"""Opening of a tier's root. The only module that asks fsspec for a kind of storage.
 
 The kinds are a closed list: the errors of each are translated, and none keeps its files in the
 memory of the process or connects to a host that the URI names.
@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec.core
 
-from holdfast_core.job.locations import StoragePlace, parse_place
+from holdfast_core.job.locations import StorageUri, parse_storage_uri
 from holdfast_storage.confined import ConfinedFiles
 from holdfast_storage.failing import foreign_errors
-from holdfast_storage.generic import GenericPlace
-from holdfast_storage.local import LocalPlace
-from holdfast_storage.places import TierPlace
+from holdfast_storage.generic import GenericRoot
+from holdfast_storage.local import LocalRoot
 from holdfast_storage.retrying import Retry
+from holdfast_storage.roots import TierRoot
 
 if TYPE_CHECKING:
     from holdfast_storage.s3_session import S3Session
 
 
-def open_place(
+def open_root(
     uri: str,
     options: Mapping[str, Any],
     retry: Retry,
     *,
     top: Path | None = None,
     session: S3Session | None = None,
-) -> TierPlace:
-    """The place that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or one of
+) -> TierRoot:
+    """The root that `uri` names: an absolute path, `file:///…`, `s3://bucket/prefix`, or one of
     the other kinds of `storage_locations.SCHEMES`, with `options` for its file system. Nothing is
     read or created yet.
 
@@ -45,23 +45,23 @@ def open_place(
         InvalidJobError: the URI names no single place, or one of an unknown kind.
         StorageError: fsspec lacks a package for the kind, or cannot prepare it.
     """
-    place = parse_place(uri)
-    if place.scheme == "file":
-        return LocalPlace(Path(str(place)), ConfinedFiles(top) if top else None)
+    parsed = parse_storage_uri(uri)
+    if parsed.scheme == "file":
+        return LocalRoot(Path(str(parsed)), ConfinedFiles(top) if top else None)
     with foreign_errors(f"opening {uri}"):
-        return _open_bucket(place, options, retry, session)
+        return _open_bucket(parsed, options, retry, session)
 
 
 def _open_bucket(
-    place: StoragePlace,
+    bucket: StorageUri,
     options: Mapping[str, Any],
     retry: Retry,
     session: S3Session | None,
-) -> TierPlace:
-    if place.scheme == "s3":
+) -> TierRoot:
+    if bucket.scheme == "s3":
         # Needs s3fs, which not every user of a tier has installed or wants to load.
         from holdfast_storage.s3 import open_s3  # noqa: PLC0415
 
-        return open_s3(str(place), options, retry, session=session)
-    fs, root = fsspec.core.url_to_fs(str(place), **options)
-    return GenericPlace(fs, root)
+        return open_s3(str(bucket), options, retry, session=session)
+    fs, root = fsspec.core.url_to_fs(str(bucket), **options)
+    return GenericRoot(fs, root)

@@ -11,7 +11,7 @@ from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.layouts import piece_count
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest
 from holdfast_core.snapshots.stored import RankFile
-from holdfast_storage.places import TierPlace
+from holdfast_storage.roots import TierRoot
 from holdfast_storage.verified import check_pieces
 
 
@@ -28,14 +28,14 @@ class StoredRank:
     """`manifest`, decoded."""
     topology: str
     path: str
-    place: TierPlace
+    root: TierRoot
     runs: tuple[PieceRange, ...]
     """Runs of pieces that the file holds."""
     older: tuple[ExpertVersion, ...]
     """Versions of experts held elsewhere; see `sparse_files.RankPlan`."""
 
     @classmethod
-    def open(cls, place: TierPlace, path: str, file: RankFile) -> StoredRank:
+    def open(cls, root: TierRoot, path: str, file: RankFile) -> StoredRank:
         """Read the header of the file at `path`.
 
         Raises:
@@ -43,7 +43,7 @@ class StoredRank:
             StorageError: the storage failed.
         """
         header = bytearray(file.header_bytes)
-        place.read(path, 0, memoryview(header))
+        root.read(path, 0, memoryview(header))
         if xxhash.xxh3_64_intdigest(header) != file.header_xxh3:
             raise CorruptError(f"the header of {path} does not match the manifest of its set")
         found = decode_header(bytes(header))
@@ -61,7 +61,7 @@ class StoredRank:
             content=found.decoded,
             topology=found.topology,
             path=path,
-            place=place,
+            root=root,
             runs=found.pieces,
             older=found.older,
         )
@@ -89,7 +89,7 @@ class StoredRank:
                 f"{self.path}, which have {stop - start}"
             )
         if first_piece < end:
-            self.place.read(self.path, self._offset(first_piece, end), buffer)
+            self.root.read(self.path, self._offset(first_piece, end), buffer)
             check_pieces(buffer, first_piece, self.content, self.path)
 
     @property

@@ -22,8 +22,8 @@ from botocore.exceptions import ClientError
 
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.snapshots.layouts import round_up
-from holdfast_storage.places import StoredFile, Unfinished
 from holdfast_storage.retrying import Retry
+from holdfast_storage.roots import StoredFile, Unfinished
 from holdfast_storage.s3_calls import Calls, PartBody, code_of, wait_for
 from holdfast_storage.s3_session import S3Session, file_system
 
@@ -44,15 +44,15 @@ def open_s3(
     *,
     part_bytes: int = PART_BYTES,
     session: S3Session | None = None,
-) -> S3Place:
+) -> S3Root:
     """The place at `s3://bucket/prefix`, with `options` for s3fs, or in a `session` that has its
     own options."""
     bucket, _, prefix = uri.partition("://")[2].partition("/")
     fs = session or file_system(options)
-    return S3Place(fs, bucket, prefix, retry=retry, part_bytes=part_bytes)
+    return S3Root(fs, bucket, prefix, retry=retry, part_bytes=part_bytes)
 
 
-class S3Place:
+class S3Root:
     """`Place` below a prefix of a bucket."""
 
     def __init__(self, fs: Any, bucket: str, prefix: str, *, retry: Retry, part_bytes: int) -> None:

@@ -42,10 +42,10 @@ from holdfast_storage.composed import ComposedRank, PieceSource, RankSnapshot
 from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.finding import StoredSets, find_sets, lacks, read_manifest, unresolved
 from holdfast_storage.marking import mark
-from holdfast_storage.opening import open_place
-from holdfast_storage.places import TierPlace
+from holdfast_storage.opening import open_root
 from holdfast_storage.ranks import StoredRank
 from holdfast_storage.retrying import Retry
+from holdfast_storage.roots import TierRoot
 from holdfast_storage.verified import verified
 
 Read = Callable[[int, int], Iterable[memoryview]]
@@ -65,7 +65,7 @@ class SetStore:
         *,
         options: Mapping[str, Any] | None = None,
         retry: Retry | None = None,
-        place: TierPlace | None = None,
+        root: TierRoot | None = None,
         wall: Callable[[], float] = time.time,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -78,7 +78,7 @@ class SetStore:
         """
         self.uri = uri
         self.job = checked_job(job)
-        self._place = place or open_place(uri, options or {}, retry or Retry())
+        self._root = root or open_root(uri, options or {}, retry or Retry())
         self._wall = wall
         self._grace_s = grace_s
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class SetStore:
         with self._busy(generation):
             if self._is_there(path, file, header):
                 return file
-            if self._place.size(self._manifest_path(generation)) is not None:
+            if self._root.size(self._manifest_path(generation)) is not None:
                 raise StorageError(
                     f"generation {generation} of {self.job} is complete in {self.uri} with other "
                     f"bytes for rank {rank}: take another epoch or another job name"
@@ -143,7 +143,7 @@ class SetStore:
                             )
                         yield part
 
-            self._place.write(path, file.bytes, parts(), ended)
+            self._root.write(path, file.bytes, parts(), ended)
         return file
 
     def plan_rank(
@@ -162,7 +162,7 @@ class SetStore:
         known = None
         with suppress(CorruptError):
             if base is not None:
-                stored = read_manifest(self._place, self.job, base)
+                stored = read_manifest(self._root, self.job, base)
                 if manifest.rank < stored.world_size and stored.files[manifest.rank].units:
                     file = self._open_file(stored, manifest.rank)
                     known = Base(stored=stored, experts=(*file.content.experts, *file.older))
@@ -180,7 +180,7 @@ class SetStore:
         directory = self._directory(generation)
         self._check_sizes(directory, ordered)
         self._check_named(generation, ordered)
-        first = StoredRank.open(self._place, f"{directory}/{ordered[0].file}", ordered[0])
+        first = StoredRank.open(self._root, f"{directory}/{ordered[0].file}", ordered[0])
         if first.content.world_size != len(ordered):
             raise CorruptError(
                 f"generation {generation} of {self.job} was captured by "
@@ -193,8 +193,8 @@ class SetStore:
             created=self._wall(),
             files=ordered,
         )
-        mark(self._place, self.job)
-        if not self._place.create(self._manifest_path(generation), encode_set(stored)):
+        mark(self._root, self.job)
+        if not self._root.create(self._manifest_path(generation), encode_set(stored)):
             self._check_same(generation, stored)
         self._point_to(generation)
 
@@ -204,7 +204,7 @@ class SetStore:
         Raises:
             StorageError: the storage cannot be listed.
         """
-        return find_sets(self._place, self.job).stored_sets()
+        return find_sets(self._root, self.job).stored_sets()
 
     def open_rank(
         self, stored: StoredSet, rank: int, memory: Sequence[PieceSource] = ()
@@ -239,7 +239,7 @@ class SetStore:
 
     def _named(self, generation: Generation, rank: int, units: Sequence[StoredUnit]) -> StoredSet:
         """The set of `generation`, checked to hold those of `units` that are expected in it."""
-        stored = read_manifest(self._place, self.job, generation)
+        stored = read_manifest(self._root, self.job, generation)
         problem = lacks(stored, generation, rank, units)
         if problem:
             raise CorruptError(problem)
@@ -252,13 +252,13 @@ class SetStore:
                 f"{stored.world_size - 1}, and this is the tier of {self.job}: no rank {rank}"
             )
         path, named = f"{self._directory(stored.generation)}/{file_name(rank)}", stored.files[rank]
-        size = self._place.size(path)
+        size = self._root.size(path)
         if size != named.bytes:
             there = "missing" if size is None else f"{size} bytes long"
             raise CorruptError(
                 f"{path} in {self.uri} is {there} and should have {named.bytes} bytes"
             )
-        return StoredRank.open(self._place, path, stored.files[rank])
+        return StoredRank.open(self._root, path, stored.files[rank])
 
     def clean(self, *, keep: int, keep_every: int) -> Cleaned:
         """Remove sets that need not be kept, and files that belong to none; see
@@ -272,11 +272,11 @@ class SetStore:
         """
         with self._lock:
             writing = tuple(self._writing)
-        found = find_sets(self._place, self.job)
+        found = find_sets(self._root, self.job)
         if whole := found.stored_sets():
             self._point_to(whole[0].generation)
         return clean(
-            self._place,
+            self._root,
             found,
             keep=keep,
             keep_every=keep_every,
@@ -301,15 +301,15 @@ class SetStore:
         return f"{self._directory(generation)}/{MANIFEST_FILE}"
 
     def _is_there(self, path: str, file: RankFile, header: bytes) -> bool:
-        if self._place.size(path) != file.bytes:
+        if self._root.size(path) != file.bytes:
             return False
         found = bytearray(len(header))
-        self._place.read(path, 0, memoryview(found))
+        self._root.read(path, 0, memoryview(found))
         return found == header
 
     def _check_sizes(self, directory: str, files: Sequence[RankFile]) -> None:
         for file in files:
-            size = self._place.size(f"{directory}/{file.file}")
+            size = self._root.size(f"{directory}/{file.file}")
             if size != file.bytes:
                 found = "missing" if size is None else f"{size} bytes"
                 raise CorruptError(
@@ -322,13 +322,13 @@ class SetStore:
         complete."""
         if not any(unit.held_in != generation for file in files for unit in file.units):
             return
-        found = {each.found.generation: each for each in find_sets(self._place, self.job).sets}
+        found = {each.found.generation: each for each in find_sets(self._root, self.job).sets}
         problem = unresolved(files, generation, found)
         if problem:
             raise CorruptError(f"generation {generation} of {self.job} stays incomplete: {problem}")
 
     def _check_same(self, generation: Generation, stored: StoredSet) -> None:
-        found = read_manifest(self._place, self.job, generation)
+        found = read_manifest(self._root, self.job, generation)
         if found.files != stored.files:
             raise StorageError(
                 f"generation {generation} of {self.job} is complete in {self.uri} with other "
@@ -339,13 +339,13 @@ class SetStore:
         """Write the hint, unless it already points to a newer set that exists."""
         path = f"{self.job}/{LATEST_FILE}"
         wanted = encode_latest(generation)
-        size = self._place.size(path)
+        size = self._root.size(path)
         if size is not None and size <= len(wanted) + 64:
             data = bytearray(size)
-            self._place.read(path, 0, memoryview(data))
+            self._root.read(path, 0, memoryview(data))
             found = decode_latest(bytes(data))
             if found == generation:
                 return
-            if found and found > generation and self._place.size(self._manifest_path(found)):
+            if found and found > generation and self._root.size(self._manifest_path(found)):
                 return
-        self._place.write(path, len(wanted), [memoryview(wanted)], threading.Event())
+        self._root.write(path, len(wanted), [memoryview(wanted)], threading.Event())

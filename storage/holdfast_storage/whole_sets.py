@@ -173,15 +173,15 @@ class WholeSet:
                 continue
             shape = tuple(end - low for low, end in zip(lows, ends, strict=True))
             inner = tuple(low - b for low, b in zip(lows, box.offsets, strict=True))
-            place = out[tuple(map(slice, *_within(lows, ends, offsets)))]
-            part = place if place.flags.c_contiguous else np.empty(shape, out.dtype)
+            target = out[tuple(map(slice, *_within(lows, ends, offsets)))]
+            part = target if target.flags.c_contiguous else np.empty(shape, out.dtype)
             into = part.reshape(-1).view(np.uint8).data
             wants.append(Want(tensor=tensor, box=box, offsets=inner, lengths=shape, into=into))
-            if part is not place:
-                copies.append((place, part))
+            if part is not target:
+                copies.append((target, part))
         self.read(wants)
-        for place, part in copies:
-            place[...] = part
+        for target, part in copies:
+            target[...] = part
         return out
 
     def _read_rank(self, rank: int, runs: list[_Run]) -> None:

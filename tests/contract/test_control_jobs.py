@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.control.server import ControlServer
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
@@ -16,7 +16,7 @@ WAIT_S = 30.0
 
 def membership(job: str, *nodes: str, epoch: int = 1) -> Membership:
     members = tuple(
-        MemberPlace(index=i, node=n, memory_id="m", peer_address="a:1", bulk_address="a:2")
+        Member(index=i, node=n, memory_id="m", peer_address="a:1", bulk_address="a:2")
         for i, n in enumerate(nodes)
     )
     return Membership(

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.control.server import ControlServer
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
 
@@ -19,9 +19,7 @@ WAIT_S = 30.0
 
 def membership(epoch: int, revision: int = 0) -> Membership:
     places = tuple(
-        MemberPlace(
-            index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="a:1", bulk_address="a:2"
-        )
+        Member(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="a:1", bulk_address="a:2")
         for i in range(2)
     )
     return Membership(

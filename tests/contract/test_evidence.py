@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RestoreSource
 from holdfast_daemon.engine.overview import evidence, overview
@@ -29,7 +29,7 @@ SESSION = TrainerSession(id="s", rank=0, epoch=5, layout_id="l", pid=1, claimed=
 @pytest.fixture
 def memory() -> JobMemory:
     """Of a rank at work."""
-    place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
+    place = Member(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
     membership = Membership(job="job", epoch=5, members=(place,), nproc_per_node=1, groups=((0,),))
     memory = JobMemory(job="job", node="a", memory_id="m", incarnation=1)
     memory.begin_epoch(membership)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import grpc.aio
 
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.control import ControlClient
 from holdfast_operator.control.server import ControlServer
 from holdfast_protos import codec, control_pb2, control_pb2_grpc
@@ -19,9 +19,7 @@ FIRST = Membership(
     job="default.job",
     epoch=1,
     members=tuple(
-        MemberPlace(
-            index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="a:1", bulk_address="a:2"
-        )
+        Member(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="a:1", bulk_address="a:2")
         for i in range(2)
     ),
     nproc_per_node=1,
@@ -33,7 +31,7 @@ def following(before: Membership) -> Membership:
     return replace(before, epoch=before.epoch + 1)
 
 
-def moved(place: MemberPlace) -> MemberPlace:
+def moved(place: Member) -> Member:
     return replace(place, bulk_address=f"{place.bulk_address}0") if place.index else place
 
 

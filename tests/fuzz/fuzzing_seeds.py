@@ -18,7 +18,7 @@ from holdfast_core.snapshots.layouts import (
     piece_digests,
 )
 from holdfast_core.snapshots.manifests import Inventory, Manifest, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_core.snapshots.pieces import bit_map
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_daemon.memory.parity_blocks import ParityRecord
@@ -86,7 +86,7 @@ RECORD = ParityRecord(
     payload_bytes=((1, 9000), (2, len(PAYLOAD))),
 )
 PLACES = tuple(
-    MemberPlace(
+    Member(
         index=i,
         node=f"node-{i}",
         memory_id=f"m{i}",

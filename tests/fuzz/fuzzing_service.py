@@ -13,7 +13,7 @@ from fuzzing_seeds import GENERATION, JOB, LAYOUT, PAYLOAD, PIECE
 from holdfast_core.errors import HoldfastError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import encode_layout, piece_digests
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import MemberReport
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.effects import ArenaReady, Effect, Seal
@@ -30,7 +30,7 @@ from holdfast_protos import codec, trainer_pb2
 MEMBERSHIP = Membership(
     job=JOB,
     epoch=1,
-    members=(MemberPlace(index=0, node="n0", memory_id="m", peer_address="", bulk_address=""),),
+    members=(Member(index=0, node="n0", memory_id="m", peer_address="", bulk_address=""),),
     nproc_per_node=1,
     groups=((0,),),
     redundancy=Redundancy.NONE,

@@ -1,4 +1,4 @@
-"""The durable tier of a world that `chaos` breaks: its real place, its troubles, and what must hold
+"""The durable tier of a world that `chaos` breaks: its real files, its troubles, and what must hold
 for the sets in it.
 
 Daemons see a tier that fails, stalls and is away; the methods here look past all that.
@@ -21,7 +21,7 @@ from holdfast_core.durable.sets import LATEST_FILE, MANIFEST_FILE, decode_latest
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Tier
-from holdfast_storage.local import LocalPlace
+from holdfast_storage.local import LocalRoot
 from holdfast_storage.sets import SetStore
 
 DIRECTORY, OBJECTS = "a directory", "object storage"
@@ -215,4 +215,4 @@ class ChaosTier:
         return f"set {generation}, {path.name} at {offset}"
 
     def _store(self) -> SetStore:
-        return SetStore(self.real.as_uri(), self.job, place=LocalPlace(self.real))
+        return SetStore(self.real.as_uri(), self.job, root=LocalRoot(self.real))

@@ -289,7 +289,7 @@ class TrappedNode(Node):
         return host
 
     def _open_sets(self, uri: str, job: str) -> TierSets:
-        return TierSets(uri, job, place=self._tier.open(uri))
+        return TierSets(uri, job, root=self._tier.open(uri))
 
 
 _LATE = ("grpc._channel", "encodings.idna")

@@ -19,10 +19,10 @@ from holdfast_daemon.durable.access import TierAccess
 from holdfast_daemon.durable.persister import Persister
 from holdfast_daemon.durable_tier import DurableTier
 from holdfast_daemon.memory.job_bytes import JobBytes
-from holdfast_storage.local import FileSteps, LocalPlace
-from holdfast_storage.opening import open_place
-from holdfast_storage.places import TierPlace
+from holdfast_storage.local import FileSteps, LocalRoot
+from holdfast_storage.opening import open_root
 from holdfast_storage.retrying import Retry
+from holdfast_storage.roots import TierRoot
 from holdfast_storage.sets import SetStore
 
 QUICK = Retry(attempts=5, first_s=0.05, longest_s=0.4)
@@ -93,17 +93,17 @@ class FaultyTier(DurableTier):
     def persister(self, job: str, storage: JobBytes) -> Persister:
         return Persister(
             storage,
-            open_store=lambda uri: SetStore(uri, job, place=self.open(uri)),
+            open_store=lambda uri: SetStore(uri, job, root=self.open(uri)),
             executor=self._threads.of(job),
             allowance=self._allowance,
         )
 
-    def open(self, uri: str) -> TierPlace:
+    def open(self, uri: str) -> TierRoot:
         """Raises HoldfastError, as opening a real one does."""
         access = self._access
         if uri.startswith(_FILE):
             trouble = Access().trouble if access is None else access.trouble
-            return LocalPlace(Path(uri.removeprefix(_FILE)), FaultyFiles(self._pass_by, trouble))
+            return LocalRoot(Path(uri.removeprefix(_FILE)), FaultyFiles(self._pass_by, trouble))
         if access is None:
-            return open_place(uri, {}, Retry())
-        return open_place(uri, access.options, access.retry)
+            return open_root(uri, {}, Retry())
+        return open_root(uri, access.options, access.retry)

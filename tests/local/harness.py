@@ -22,7 +22,7 @@ from waiting import WAIT_S, wait_for
 
 from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2
 
 JOB = "tests.job"
@@ -177,9 +177,9 @@ class RawJob:
             tier=self.tier,
         )
 
-    def _place(self, index: int, node: str) -> MemberPlace:
+    def _place(self, index: int, node: str) -> Member:
         beat = self.cluster.wait_beat(node)
-        return MemberPlace(
+        return Member(
             index=index,
             node=node,
             memory_id=beat.memory_id,

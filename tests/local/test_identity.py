@@ -25,7 +25,7 @@ from holdfast_core.errors import (
     StaleEpochError,
 )
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import MemberPlace
+from holdfast_core.snapshots.membership import Member
 from holdfast_daemon.peers import ManifestFetcher
 from holdfast_daemon.transport.client import BulkClient
 from holdfast_daemon.transport.protocol import Kind, Request
@@ -201,7 +201,7 @@ def test_words_of_an_ended_epoch_are_refused_on_every_way(
     """Replayed by whoever kept them, with a certificate that is good."""
     before = codec.membership_to_proto(job.membership())
     ended, line = job.epoch, job.generation
-    place: MemberPlace = job.membership().members[0]
+    place: Member = job.membership().members[0]
     job.form()
     job.start_trainers()
     job.train()

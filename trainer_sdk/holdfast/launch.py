@@ -146,7 +146,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
                 "forkserver",
                 settings.grace_s,
                 last_lines,
-                partial(_tell_waiting, settings.wait_file),
+                partial(_record_waiting, settings.wait_file),
             )
             try:
                 result = agent.run()
@@ -166,7 +166,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
         rendezvous.shutdown()
 
 
-def _tell_waiting(file: Path | None, why: str) -> None:
+def _record_waiting(file: Path | None, why: str) -> None:
     """Write to `file` why workers wait; remove it once they no longer do."""
     if file is None:
         return

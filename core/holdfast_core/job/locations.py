@@ -32,8 +32,8 @@ _PART = "[-A-Za-z0-9._~=+,:@ ]+"
 URI_PATTERN = f"((file://)?(/{_PART})+|({'|'.join(SCHEMES)})://{_BUCKET}(/{_PART})*)/?"
 """Pattern of a URI, for Python and RE2; parts that are dots, and `::`, are refused separately."""
 
-NOT_A_PLACE = "not a place for copies"
-HOW_TO_WRITE_A_PLACE = (
+NOT_A_STORAGE_URI = "not a place for copies"
+HOW_TO_WRITE_A_STORAGE_URI = (
     "write a path from the root, or a URI of the kind file, s3, gs or abfs like s3://bucket/run1, "
     "of letters, digits, spaces and -._~=+,:@ alone, without empty parts, '.', '..' and '::'"
 )
@@ -43,7 +43,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoragePlace:
+class StorageUri:
     """Place that a URI names."""
 
     scheme: str
@@ -56,7 +56,7 @@ class StoragePlace:
         path = "".join(f"/{part}" for part in self.parts)
         return path or "/" if self.scheme == "file" else f"{self.scheme}://{self.bucket}{path}"
 
-    def is_within(self, other: StoragePlace) -> bool:
+    def is_within(self, other: StorageUri) -> bool:
         """Whether this is `other` or lies below it; names are compared whole."""
         return (self.scheme, self.bucket) == (other.scheme, other.bucket) and self.parts[
             : len(other.parts)
@@ -84,20 +84,20 @@ class StorageLocation(Document, frozen=True, kw_only=True):
         Meta(description="a directory with credentials", examples=["/etc/holdfast/storage/a"]),
     ] = ""
 
-    def place(self, namespace: str) -> StoragePlace:
-        """The place that the prefix names for jobs of `namespace`."""
-        return parse_place(self.prefix.replace(NAMESPACE, namespace))
+    def uri(self, namespace: str) -> StorageUri:
+        """The URI that the prefix gives for jobs of `namespace`."""
+        return parse_storage_uri(self.prefix.replace(NAMESPACE, namespace))
 
     @property
-    def fixed(self) -> StoragePlace:
+    def fixed(self) -> StorageUri:
         """The part that is the same for all namespaces; only the platform team creates it."""
-        whole = self.place("x")
+        whole = self.uri("x")
         written = self.prefix.rpartition("://")[2].split("/")[1 : len(whole.parts) + 1]
         parts = tuple(takewhile(lambda part: NAMESPACE not in part, written))
-        return StoragePlace(scheme=whole.scheme, bucket=whole.bucket, parts=parts)
+        return StorageUri(scheme=whole.scheme, bucket=whole.bucket, parts=parts)
 
 
-def is_place(uri: str) -> bool:
+def is_storage_uri(uri: str) -> bool:
     """Whether `uri` names one place, in one way only."""
     return (
         re.fullmatch(URI_PATTERN, uri) is not None
@@ -106,17 +106,17 @@ def is_place(uri: str) -> bool:
     )
 
 
-def parse_place(uri: str) -> StoragePlace:
-    """The place that `uri` names.
+def parse_storage_uri(uri: str) -> StorageUri:
+    """Parts of `uri`.
 
     Raises:
         InvalidJobError: it names none, or could be understood in more than one way.
     """
-    if not is_place(uri):
-        raise InvalidJobError(f"{uri!r} is {NOT_A_PLACE}: {HOW_TO_WRITE_A_PLACE}")
+    if not is_storage_uri(uri):
+        raise InvalidJobError(f"{uri!r} is {NOT_A_STORAGE_URI}: {HOW_TO_WRITE_A_STORAGE_URI}")
     scheme, _, rest = uri.rstrip("/").rpartition("://")
     bucket, *parts = rest.split("/")
-    return StoragePlace(scheme=scheme or "file", bucket=bucket, parts=tuple(parts))
+    return StorageUri(scheme=scheme or "file", bucket=bucket, parts=tuple(parts))
 
 
 def read_location(text: str) -> StorageLocation:
@@ -154,7 +154,7 @@ def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> Sto
     Raises:
         InvalidJobError: none does; the message names those that the job may use.
     """
-    place, namespace = parse_place(uri), job.partition(".")[0]
+    parsed, namespace = parse_storage_uri(uri), job.partition(".")[0]
     if not _LABEL.fullmatch(namespace):
         raise InvalidJobError(
             f"job {job!r} is of no namespace, so that no storage location is for it; submit it to "
@@ -162,9 +162,9 @@ def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> Sto
         )
     open_to_it = [one for one in locations if not one.namespaces or namespace in one.namespaces]
     for location in open_to_it:
-        if place.is_within(location.place(namespace)):
+        if parsed.is_within(location.uri(namespace)):
             return location
-    names = [str(location.place(namespace)) for location in open_to_it]
+    names = [str(location.uri(namespace)) for location in open_to_it]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     allowed = f"may use {', '.join(names[:_SHOWN])}{more}: choose one, or" if names else "has none:"
     raise InvalidJobError(
@@ -176,12 +176,12 @@ def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> Sto
 
 def _problems(location: StorageLocation) -> list[Problem]:
     found = []
-    if not is_place(location.prefix.replace(NAMESPACE, "x")):
-        fix = f"{HOW_TO_WRITE_A_PLACE}; {NAMESPACE} stands for the job's namespace"
+    if not is_storage_uri(location.prefix.replace(NAMESPACE, "x")):
+        fix = f"{HOW_TO_WRITE_A_STORAGE_URI}; {NAMESPACE} stands for the job's namespace"
         found.append(
-            Problem(path="location.prefix", value=location.prefix, wrong=NOT_A_PLACE, fix=fix)
+            Problem(path="location.prefix", value=location.prefix, wrong=NOT_A_STORAGE_URI, fix=fix)
         )
-    elif location.credentials and location.place("x").scheme != "s3":
+    elif location.credentials and location.uri("x").scheme != "s3":
         found.append(
             Problem(
                 path="location.credentials",

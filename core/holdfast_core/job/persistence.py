@@ -10,7 +10,11 @@ from msgspec import Meta, field
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.documents import YEAR_S, Document, Problem
-from holdfast_core.job.locations import HOW_TO_WRITE_A_PLACE, NOT_A_PLACE, is_place
+from holdfast_core.job.locations import (
+    HOW_TO_WRITE_A_STORAGE_URI,
+    NOT_A_STORAGE_URI,
+    is_storage_uri,
+)
 from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.membership import Tier
@@ -137,12 +141,12 @@ def persistence_problems(
             )
         return
     yield from _expert_problems(persistence.experts, policy)
-    if not is_place(persistence.uri):
+    if not is_storage_uri(persistence.uri):
         yield Problem(
             path="spec.persistence.uri",
             value=persistence.uri,
-            wrong=NOT_A_PLACE,
-            fix=HOW_TO_WRITE_A_PLACE,
+            wrong=NOT_A_STORAGE_URI,
+            fix=HOW_TO_WRITE_A_STORAGE_URI,
         )
     if persistence.interval.minutes is not None and persistence.interval.steps is not None:
         yield Problem(

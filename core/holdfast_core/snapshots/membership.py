@@ -21,7 +21,7 @@ class Redundancy(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemberPlace:
+class Member:
     """Place of a member in an epoch."""
 
     index: int
@@ -75,7 +75,7 @@ class Membership:
     job: str
     epoch: int
     revision: int = 0
-    members: tuple[MemberPlace, ...]
+    members: tuple[Member, ...]
     nproc_per_node: int
     groups: tuple[tuple[int, ...], ...]
     """Parity groups: member indices, each member in exactly one group. Constant for a job's life
@@ -92,7 +92,7 @@ class Membership:
     """Bytes that each node may fetch in a second for parity of new generations; 0: no limit."""
 
     def __post_init__(self) -> None:
-        indices = [place.index for place in self.members]
+        indices = [member.index for member in self.members]
         if indices != sorted(set(indices)) or not indices:
             raise InvalidJobError(f"members of {self.job} must be unique and ascending: {indices}")
         if sorted(m for group in self.groups for m in group) != indices:
@@ -109,20 +109,20 @@ class Membership:
     def world_size(self) -> int:
         return len(self.members) * self.nproc_per_node
 
-    def place(self, member: int) -> MemberPlace:
-        return self.members[self.position(member)]
+    def member(self, index: int) -> Member:
+        return self.members[self.position(index)]
 
     def member_on(self, node: str) -> int | None:
         """The member that lives on `node`, or None for a spare."""
-        return next((place.index for place in self.members if place.node == node), None)
+        return next((member.index for member in self.members if member.node == node), None)
 
     def position(self, member: int) -> int:
         """The member's place in the order of members: its node rank in the training world."""
         # Members are 0, 1, 2 … unless the job has shrunk, and engines look this up all the time.
         if 0 <= member < len(self.members) and self.members[member].index == member:
             return member
-        for position, place in enumerate(self.members):
-            if place.index == member:
+        for position, candidate in enumerate(self.members):
+            if candidate.index == member:
                 return position
         raise ValueError(f"{member} is no member of {self.job} in epoch {self.epoch}")
 

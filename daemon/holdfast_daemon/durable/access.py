@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast_core.errors import InvalidJobError, StorageError
-from holdfast_core.job.locations import Locations, StorageLocation, location_of, parse_place
-from holdfast_storage.opening import open_place
-from holdfast_storage.places import TierPlace
+from holdfast_core.job.locations import Locations, StorageLocation, location_of, parse_storage_uri
+from holdfast_storage.opening import open_root
 from holdfast_storage.retrying import Retry
+from holdfast_storage.roots import TierRoot
 
 if TYPE_CHECKING:
     from holdfast_storage.s3_session import S3Session
@@ -53,24 +53,24 @@ class TierAccess:
             if location.fixed.scheme == "file":
                 self._check_outside_memory(str(location.fixed), "--storage-location")
 
-    def place(self, uri: str, job: str) -> TierPlace:
-        """The place that `uri` names, for the files of `job`; nothing is read or made yet.
+    def root(self, uri: str, job: str) -> TierRoot:
+        """The root that `uri` names, for the files of `job`; nothing is read or made yet.
 
         Raises:
             InvalidJobError: the job may not persist there.
             StorageError: the kind of storage lacks a package.
         """
         if self._locations is None:
-            found = parse_place(uri)
+            found = parse_storage_uri(uri)
             if found.scheme == "file":
                 self._check_outside_memory(str(found), "spec.persistence.uri")
-            return open_place(uri, {}, Retry())
+            return open_root(uri, {}, Retry())
         location = location_of(uri, job, self._locations)
         if location.credentials:
-            return open_place(uri, {}, Retry(), session=self._session(location))
+            return open_root(uri, {}, Retry(), session=self._session(location))
         fixed = location.fixed
         top = Path(str(fixed)) if fixed.scheme == "file" else None
-        return open_place(uri, {}, Retry(), top=top)
+        return open_root(uri, {}, Retry(), top=top)
 
     def _session(self, location: StorageLocation) -> S3Session:
         # Needs s3fs, which a daemon without object storage need not load.

@@ -12,21 +12,21 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.composed import PieceSource, RankSnapshot
 from holdfast_storage.finding import find_sets, read_manifest
 from holdfast_storage.marking import is_marked
-from holdfast_storage.opening import open_place
-from holdfast_storage.places import TierPlace
+from holdfast_storage.opening import open_root
 from holdfast_storage.retrying import Retry
+from holdfast_storage.roots import TierRoot
 from holdfast_storage.sets import SetStore
 
 
 class TierSets:
     """The sets of one job below a URI."""
 
-    def __init__(self, uri: str, job: str, *, place: TierPlace | None = None) -> None:
+    def __init__(self, uri: str, job: str, *, root: TierRoot | None = None) -> None:
         """`place`: the place that `uri` names, if it is open already. Raises InvalidJobError,
         StorageError."""
         self._uri, self._job = uri, job
-        self._place = open_place(uri, {}, Retry()) if place is None else place
-        self._store = SetStore(uri, job, place=self._place)
+        self._root = open_root(uri, {}, Retry()) if root is None else root
+        self._store = SetStore(uri, job, root=self._root)
 
     def find(self) -> Found:
         """Find the job's sets. The mark is looked for only where there is no set: a set is proof
@@ -36,7 +36,7 @@ class TierSets:
             StorageError: storage, or the manifest of a set, cannot be read. Such a set might be
                 whole, so an older one must not be loaded instead.
         """
-        looked = find_sets(self._place, self._job).sets
+        looked = find_sets(self._root, self._job).sets
         for one in looked:
             if one.found.state is SetState.UNKNOWN:
                 raise StorageError(f"generation {one.found.generation}: {one.reason}")
@@ -54,7 +54,7 @@ class TierSets:
         )
         if found.copies or found.unreadable:
             return found
-        return replace(found, marked=is_marked(self._place, self._job))
+        return replace(found, marked=is_marked(self._root, self._job))
 
     def open_rank(
         self, generation: Generation, rank: int, memory: Sequence[PieceSource] = ()
@@ -65,5 +65,5 @@ class TierSets:
             CorruptError: the set is no longer whole, or a file is not the one that the set names.
             StorageError: the storage failed.
         """
-        stored = read_manifest(self._place, self._job, generation)
+        stored = read_manifest(self._root, self._job, generation)
         return self._store.open_rank(stored, rank, memory)

@@ -137,8 +137,8 @@ def _parity_built(memory: JobMemory, event: ParityBuilt, at: Times) -> None:
     memory.note(JobEvent.PARITY_FAILED, generation=event.generation, detail=event.error)
     if event.suspect is not None and memory.current is not None:
         membership = memory.current.membership
-        place = membership.place(membership.member_of(event.suspect))
-        memory.out.append(SendSuspect(to=place, rank=event.suspect, generation=event.generation))
+        member = membership.member(membership.member_of(event.suspect))
+        memory.out.append(SendSuspect(to=member, rank=event.suspect, generation=event.generation))
 
 
 def _manifest_fetched(memory: JobMemory, event: ManifestFetched, at: Times) -> None:
@@ -230,8 +230,8 @@ def _blame_parity(memory: JobMemory, rank: int, generation: Generation, position
     if memory.wrong_rebuilds[rank] >= WRONG_REBUILDS and memory.current is not None:
         membership = memory.current.membership
         group = membership.group_of(membership.member_of(rank))
-        place = membership.place(group[position])
-        memory.out.append(SendSuspect(to=place, rank=rank, generation=generation))
+        member = membership.member(group[position])
+        memory.out.append(SendSuspect(to=member, rank=rank, generation=generation))
 
 
 def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:

@@ -105,18 +105,18 @@ class Convergence:
             memory.note(JobEvent.PROTECTED, generation=directive.protected)
         for generation in set(directive.dead) - set(known.dead):
             memory.note(JobEvent.DEAD, generation=generation)
-        persisting.tell(memory, known, directive)
+        persisting.note_changes(memory, known, directive)
         return epoch
 
-    def say_again(self) -> None:
+    def resend(self) -> None:
         """Have report and directive sent again, whether they have changed or not."""
         self._said = self._sent_directive = None
 
     def repeat_after(self, pause_s: float, now: float) -> None:
-        """Call `say_again` once every `pause_s`, whatever else was sent to some of the members
+        """Call `resend` once every `pause_s`, whatever else was sent to some of the members
         meanwhile."""
         if now - self._repeated_at >= pause_s:
-            self.say_again()
+            self.resend()
             self._repeated_at = now
 
     # --- inside -----------------------------------------------------------------------------------
@@ -155,10 +155,10 @@ class Convergence:
         self._said = said
         memory.reports[me] = report
         members = {membership.leader}
-        if known is None or said.told_to_group() != known.told_to_group():
+        if known is None or said.for_group() != known.for_group():
             members |= set(epoch.group)
         for member in sorted(members - {me}):
-            memory.out.append(SendReport(to=membership.place(member), report=report))
+            memory.out.append(SendReport(to=membership.member(member), report=report))
 
     def _send_directive(self, epoch: Epoch) -> None:
         directive = epoch.directive
@@ -167,6 +167,6 @@ class Convergence:
         if directive.line is None and not directive.rendezvous and directive.load is None:
             return
         self._sent_directive = directive
-        for place in epoch.membership.members:
-            if place.index != epoch.me:
-                self._memory.out.append(SendDirective(to=place, directive=directive))
+        for member in epoch.membership.members:
+            if member.index != epoch.me:
+                self._memory.out.append(SendDirective(to=member, directive=directive))

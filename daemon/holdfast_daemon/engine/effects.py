@@ -15,7 +15,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.protection.codes import BlockId, Code
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import RankFile
 
@@ -27,7 +27,7 @@ class PeerSnapshot:
     rank: int
     position: int
     """Position of the member in the parity group."""
-    place: MemberPlace
+    member: Member
     manifest_digest: int
     payload_bytes: int
 
@@ -216,7 +216,7 @@ class FetchManifest:
     rank: int
     generation: Generation
     manifest_digest: int
-    peers: tuple[MemberPlace, ...]
+    peers: tuple[Member, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +236,7 @@ class Rebuild:
     """Snapshots that other members of the group hold."""
     blocks: frozenset[BlockId]
     """Parity blocks of the group that still exist."""
-    members: tuple[MemberPlace, ...]
+    members: tuple[Member, ...]
     """All members of the group, by position."""
 
 
@@ -333,7 +333,7 @@ class CommitSet:
 class SendReport:
     """Send a report to a member; best effort, newest wins."""
 
-    to: MemberPlace
+    to: Member
     report: MemberReport
 
 
@@ -341,7 +341,7 @@ class SendReport:
 class SendDirective:
     """Send a directive to a member; best effort, newest wins."""
 
-    to: MemberPlace
+    to: Member
     directive: Directive
 
 
@@ -350,7 +350,7 @@ class SendSuspect:
     """Tell a member that the rank's bytes, read from its snapshot or rebuilt from its parity, do
     not match their manifest; best effort."""
 
-    to: MemberPlace
+    to: Member
     rank: int
     generation: Generation
 

@@ -147,9 +147,9 @@ class JobEngine:
         memory = self.memory
         known = memory.membership
         mine = membership.member_on(memory.node)
-        if mine is not None and membership.place(mine).memory_id != memory.memory_id:
+        if mine is not None and membership.member(mine).memory_id != memory.memory_id:
             memory.note(
-                JobEvent.MEMBERSHIP_FOR_OTHER_MEMORY, detail=membership.place(mine).memory_id
+                JobEvent.MEMBERSHIP_FOR_OTHER_MEMORY, detail=membership.member(mine).memory_id
             )
         elif known is None or membership.epoch > known.epoch:
             self._enter(membership)
@@ -158,7 +158,7 @@ class JobEngine:
                 memory.rank(rank).last_sign = now
         elif membership.epoch == known.epoch and membership.revision > known.revision:
             epoch = memory.revise(membership)
-            self._convergence.say_again()
+            self._convergence.resend()
             memory.out.append(
                 SaveEpoch(
                     membership=membership,

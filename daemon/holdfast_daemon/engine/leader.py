@@ -120,7 +120,7 @@ def _remember(
 
 
 def _line(membership: Membership, reports: Mapping[int, MemberReport]) -> Line | None:
-    members = [place.index for place in membership.members]
+    members = [member.index for member in membership.members]
     if any(m not in reports or not reports[m].verified for m in members):
         return None
     return recovery.recovery_line(membership, {m: reports[m].inventory for m in members})

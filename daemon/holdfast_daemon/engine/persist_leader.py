@@ -135,7 +135,7 @@ def _candidate(
 def _was_protected(memory: JobMemory, membership: Membership, directive: Directive) -> bool:
     """Whether there is something to lose, and every member has reported what it holds. The line is
     not at risk once storage has it: most often it came from there."""
-    members = [memory.reports.get(place.index) for place in membership.members]
+    members = [memory.reports.get(member.index) for member in membership.members]
     line, stored = directive.line and directive.line.generation, directive.persisted
     promised = directive.protected or (line if line != stored else None)
     return promised is not None and all(r is not None and r.verified for r in members)

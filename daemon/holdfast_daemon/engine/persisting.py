@@ -177,7 +177,7 @@ def rank_persisted(memory: JobMemory, event: RankPersisted) -> None:
         )
 
 
-def tell(memory: JobMemory, known: Directive, directive: Directive) -> None:
+def note_changes(memory: JobMemory, known: Directive, directive: Directive) -> None:
     """Note what is new about persisting in `directive` since `known`, the one before."""
     if directive.persisted is not None and directive.persisted != known.persisted:
         memory.note(JobEvent.PERSISTED, generation=directive.persisted)
@@ -191,7 +191,7 @@ def tell(memory: JobMemory, known: Directive, directive: Directive) -> None:
 
 def moved(before: Membership | None, after: Membership) -> int:
     """Number of members that are on another memory than before."""
-    places = {place.index: place.memory_id for place in before.members} if before else {}
+    places = {member.index: member.memory_id for member in before.members} if before else {}
     return sum(
-        places.get(place.index, place.memory_id) != place.memory_id for place in after.members
+        places.get(member.index, member.memory_id) != member.memory_id for member in after.members
     )

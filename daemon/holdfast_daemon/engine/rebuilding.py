@@ -52,7 +52,7 @@ def _start_rebuild(
             rank=rank,
             generation=target,
             manifest_digest=digest,
-            peers=tuple(membership.place(m) for m in others),
+            peers=tuple(membership.member(m) for m in others),
         )
     )
 
@@ -90,7 +90,7 @@ def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJo
             code=code,
             sources=sources,
             blocks=means.blocks,
-            members=tuple(membership.place(member) for member in group),
+            members=tuple(membership.member(member) for member in group),
         )
     )
 

@@ -25,7 +25,7 @@ class News(NamedTuple):
     persisted: persisting.Reported
     unloadable: tuple[FailedLoad, ...]
 
-    def told_to_group(self) -> tuple[object, ...]:
+    def for_group(self) -> tuple[object, ...]:
         """Part that the parity group acts on. Only the leader needs the rest, such as which saves
         have begun."""
         held = self.inventory

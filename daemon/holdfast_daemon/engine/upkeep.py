@@ -308,7 +308,7 @@ def sources_of(
             PeerSnapshot(
                 rank=rank,
                 position=position,
-                place=membership.place(member),
+                member=membership.member(member),
                 manifest_digest=entry.manifest_digest,
                 payload_bytes=entry.payload_bytes,
             )

@@ -13,7 +13,7 @@ from typing import Protocol
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import decode_manifest, layout_id, manifest_digest
-from holdfast_core.snapshots.membership import MemberPlace
+from holdfast_core.snapshots.membership import Member
 from holdfast_daemon.engine.effects import PeerSnapshot
 from holdfast_daemon.epoch_scope import EpochScope
 from holdfast_daemon.memory.job_bytes import JobBytes
@@ -25,7 +25,7 @@ class PeerClient(Protocol):
     """Small requests to other daemons. Called from several threads at once."""
 
     def fetch_manifest(
-        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+        self, member: Member, job: str, epoch: int, rank: int, generation: Generation
     ) -> tuple[bytes, bytes]:
         """(manifest, layout), encoded, of a snapshot that the daemon holds or keeps; both are empty
         when it has neither. Raises HoldfastError."""
@@ -48,7 +48,7 @@ class GroupFetch:
     generation: Generation
     sources: Mapping[int, PeerSnapshot]
     """Snapshots to read, by position."""
-    places: Sequence[MemberPlace] = ()
+    places: Sequence[Member] = ()
     """The group's members, by position, for their parity blocks."""
     parity_lanes: Sequence[int] = ()
     """Parity lanes, by row of the group's code."""
@@ -68,14 +68,14 @@ class GroupFetch:
             base=base,
             piece_bytes=piece_bytes,
         )
-        return self.bulk.open(source.place.bulk_address, request)
+        return self.bulk.open(source.member.bulk_address, request)
 
     def open(self, position: int, kind: Kind, offset: int, nbytes: int, row: int = 0) -> Stream:
         if kind is Kind.SNAPSHOT:
             source = self.sources[position]
-            index, place = source.rank, source.place
+            index, member = source.rank, source.member
         else:
-            index, place = self.parity_lanes[row], self.places[position]
+            index, member = self.parity_lanes[row], self.places[position]
         request = Request(
             job=self.job,
             epoch=self.epoch,
@@ -85,7 +85,7 @@ class GroupFetch:
             offset=offset,
             nbytes=nbytes,
         )
-        return self.bulk.open(place.bulk_address, request)
+        return self.bulk.open(member.bulk_address, request)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,20 +106,20 @@ class Group:
             kept = self.storage.describe(source.rank, generation)
             if kept is None or manifest_digest(kept[0]) != source.manifest_digest:
                 kept = self.ask(
-                    (source.place,), source.rank, generation, source.manifest_digest, scope
+                    (source.member,), source.rank, generation, source.manifest_digest, scope
                 )
             described[source.position] = kept
         return described
 
     def ask(
         self,
-        places: Iterable[MemberPlace],
+        members: Iterable[Member],
         rank: int,
         generation: Generation,
         digest: int,
         scope: EpochScope,
     ) -> tuple[bytes, bytes]:
-        """(manifest, layout) from the first of `places` that has exactly the ones asked for.
+        """(manifest, layout) from the first of `members` that has exactly the ones asked for.
 
         Raises:
             UnreachableError: none has; the message gives the reason of each.
@@ -127,22 +127,22 @@ class Group:
         """
         membership = scope.current()
         why = []
-        for place in places:
+        for member in members:
             scope.check()
             try:
                 manifest, layout = self.peers.fetch_manifest(
-                    place, membership.job, membership.epoch, rank, generation
+                    member, membership.job, membership.epoch, rank, generation
                 )
                 if not manifest:
-                    why.append(f"{place.node} does not have it")
+                    why.append(f"{member.node} does not have it")
                 elif manifest_digest(manifest) != digest:
-                    why.append(f"{place.node} has another one")
+                    why.append(f"{member.node} has another one")
                 elif layout_id(layout) != decode_manifest(manifest).layout_id:
-                    why.append(f"{place.node} has another layout")
+                    why.append(f"{member.node} has another layout")
                 else:
                     return manifest, layout
             except HoldfastError as error:
-                why.append(f"{place.node}: {error}")
+                why.append(f"{member.node}: {error}")
         raise UnreachableError(
             f"no manifest of rank {rank} generation {generation}: {'; '.join(why) or 'no peer'}"
         )
@@ -154,7 +154,7 @@ class Group:
         generation: Generation,
         *,
         lane: int = 0,
-        places: Sequence[MemberPlace] = (),
+        places: Sequence[Member] = (),
     ) -> GroupFetch:
         """The bytes of `sources`, and of the parity blocks of `lane` of the members at `places`."""
         membership = scope.current()

@@ -156,8 +156,8 @@ class ControlServer:
             return
         self._unplace(membership.job)
         self._published[membership.job] = membership
-        for place in membership.members:
-            self._placed.setdefault(place.node, set()).add(membership.job)
+        for member in membership.members:
+            self._placed.setdefault(member.node, set()).add(membership.job)
         self._dropped.pop(membership.job, None)
         self._send_news(membership.job)
 
@@ -215,15 +215,15 @@ class ControlServer:
         membership = self._published.pop(job, None)
         self._messages.pop(job, None)
         self._changes.pop(job, None)
-        for place in membership.members if membership is not None else ():
-            jobs = self._placed.get(place.node, set())
+        for member in membership.members if membership is not None else ():
+            jobs = self._placed.get(member.node, set())
             jobs.discard(job)
             if not jobs:
-                self._placed.pop(place.node, None)
+                self._placed.pop(member.node, None)
 
     def _send_news(self, job: str) -> None:
         membership = self._published.get(job)
-        names = {place.node for place in membership.members} if membership is not None else set()
+        names = {member.node for member in membership.members} if membership is not None else set()
         for name in names | self._holders.get(job, set()):
             node = self._nodes.get(name)
             if node is not None:

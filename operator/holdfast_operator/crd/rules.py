@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast_core.job.intervals import AUTO
-from holdfast_core.job.locations import HOW_TO_WRITE_A_PLACE, NOT_A_PLACE, URI_PATTERN
+from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAGE_URI, URI_PATTERN
 from holdfast_core.job.parsing import MAX_NAME_CHARACTERS
 from holdfast_core.job.persistence import GENERATION_PATTERN, LATEST
 from holdfast_core.job.schema import MANAGER
@@ -332,7 +332,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         CelRule(
             rule=f"self.matches('^{URI_PATTERN}$') && !self.contains('::') && "
             "!self.split('/').exists(p, p == '.' || p == '..')",
-            says=f"{NOT_A_PLACE}; {HOW_TO_WRITE_A_PLACE}",
+            says=f"{NOT_A_STORAGE_URI}; {HOW_TO_WRITE_A_STORAGE_URI}",
         ),
     ),
     "spec.persistence.interval": (

@@ -169,6 +169,6 @@ class Acting:
 
     def _note_losses(self, before: ControlState, decision: Decision, observed: Observed) -> None:
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
-        for place in before.membership.members if before.membership is not None else ():
-            if place.node in fenced:
-                self._starting.note_loss(place.index, node_of(observed, place).heard_at)
+        for member in before.membership.members if before.membership is not None else ():
+            if member.node in fenced:
+                self._starting.note_loss(member.index, node_of(observed, member).heard_at)

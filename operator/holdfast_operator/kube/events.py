@@ -57,7 +57,7 @@ class Recorder:
         self._queue: asyncio.Queue[tuple[str, Object]] = asyncio.Queue(WAITING_MAX)
         self._said: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
-    def tell(self, about: Object, event: Event) -> None:
+    def post(self, about: Object, event: Event) -> None:
         """Queue `event` about an object, which is a job unless it names another kind."""
         metadata = about["metadata"]
         words = (metadata["uid"], event.reason, event.message)

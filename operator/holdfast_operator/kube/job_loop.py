@@ -207,7 +207,7 @@ class JobLoop:
         now = self._world.clocks.text(self._world.clock())
         status = refusal_status(self._resource, reason, message, now)
         if await self._writer.write(status):
-            self._world.recorder.tell(
+            self._world.recorder.post(
                 self._resource, Event(reason=reason, message=message, warning=True)
             )
         return REFUSED_S
@@ -228,7 +228,7 @@ class JobLoop:
         self._state = decision.state
         world.metrics.observe("reconcile_seconds", world.clock() - self._woken_at)
         for event in decision.events:
-            world.recorder.tell(self._resource, event)
+            world.recorder.post(self._resource, event)
         self._story.follow(job, before, observed, decision, world.clocks.at_wall(now))
         status = self._status_of(job, observed, decision, pods, now)
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
@@ -236,7 +236,7 @@ class JobLoop:
         remembered = await self._writer.write(status)
         failed = await self._acting.carry_out(job, before, decision, pods, observed, remembered)
         for event in failed:
-            world.recorder.tell(self._resource, event)
+            world.recorder.post(self._resource, event)
         late = world.attention.late()
         return pause_s(job, decision, late=late, failed=bool(failed), now=world.clock())
 
@@ -244,7 +244,7 @@ class JobLoop:
         """Conditions that the job's surroundings impose on it."""
         found = [INSECURE] if self._world.insecure else []
         members = () if self._state.membership is None else self._state.membership.members
-        outdated = self._world.outdated(place.node for place in members)
+        outdated = self._world.outdated(member.node for member in members)
         return found if outdated is None else [*found, outdated]
 
     def stand(self) -> JobStand | None:
@@ -255,7 +255,7 @@ class JobLoop:
             groups = (tuple(sorted(self._members_before)),)
             return JobStand(key=self.key, groups=groups, hold="its daemons are still being heard")
         server, now = self._world.server, self._world.clock()
-        names = [place.node for place in self._state.membership.members]
+        names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
         return stand_of(self._job, self._state, Observed(nodes=nodes), now)
 
@@ -267,7 +267,7 @@ class JobLoop:
         near = {pod.node for pod in pods} | self._members_before
         if self._state.membership is not None:
             self._members_before = frozenset()
-            near |= {place.node for place in self._state.membership.members}
+            near |= {member.node for member in self._state.membership.members}
         wanted = job.spec.nodes + job.spec.failure_policy.spares
         others = max(CANDIDATES_MIN, 2 * wanted)
         nodes = self._world.places.views(self.key, wants, near, others)

@@ -47,7 +47,7 @@ def pause_s(
     if phase is Phase.SUSPENDED:
         return CALM_S
     members = state.membership.members if state.membership is not None else ()
-    if any(place.node in late for place in members):
+    if any(member.node in late for member in members):
         heartbeat_s = job.spec.failure_policy.detection.heartbeat_seconds
         return min(BUSY_S, heartbeat_s / 4)
     if phase is Phase.RUNNING:

@@ -49,7 +49,7 @@ class DeleteApi(Protocol):
 class TellsPeople(Protocol):
     """The part of `Recorder` that `Renewing` needs."""
 
-    def tell(self, about: Object, event: Event) -> None: ...
+    def post(self, about: Object, event: Event) -> None: ...
 
 
 class Renewing:
@@ -119,7 +119,7 @@ class Renewing:
         if self._replaced and not now_old and all(each.serves for each in stands.values()):
             self._replaced = {}
             text = f"all {len(stands)} daemons are of revision {newest.revision}, and ready"
-            self._tell(newest, "DaemonsRenewed", text)
+            self._post(newest, "DaemonsRenewed", text)
 
     async def _decide(
         self,
@@ -140,7 +140,7 @@ class Renewing:
             for job in heard:
                 if job.protected is not None and any(node in group for group in job.groups):
                     self._awaited[job.key] = (job.protected, self._clock())
-        self._tell_waiting(renewal, newest)
+        self._record_waiting(renewal, newest)
         return renewal
 
     def _stand(self, pod: DaemonPod, newest: TemplateRevision) -> DaemonStand:
@@ -178,14 +178,14 @@ class Renewing:
         self._deleted.add(pod.uid)
         self._replaced[pod.node] = self._clock()
         why = "" if pod.begun else ", at once, because it never started up"
-        self._tell(
+        self._post(
             newest,
             "RenewingDaemon",
             f"the daemon on {pod.node} is replaced by one of revision {newest.revision}{why}; "
             f"{renewal.progress}",
         )
 
-    def _tell_waiting(self, renewal: Renewal, newest: TemplateRevision) -> None:
+    def _record_waiting(self, renewal: Renewal, newest: TemplateRevision) -> None:
         now = self._clock()
         self._waits_since = {
             node: known
@@ -195,14 +195,14 @@ class Renewing:
         }
         for node, (why, since) in sorted(self._waits_since.items()):
             if now - since >= TOLD_AFTER_S:
-                self._tell(newest, "DaemonWaits", f"the daemon on {node} keeps its version: {why}")
+                self._post(newest, "DaemonWaits", f"the daemon on {node} keeps its version: {why}")
                 return
 
-    def _tell(self, newest: TemplateRevision, reason: str, message: str) -> None:
+    def _post(self, newest: TemplateRevision, reason: str, message: str) -> None:
         _log.info("%s: %s", reason, message)
         metadata = {"name": newest.owner_name, "namespace": self._namespace, "uid": newest.owner}
         about = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": metadata}
-        self._recorder.tell(about, Event(reason=reason, message=message))
+        self._recorder.post(about, Event(reason=reason, message=message))
 
 
 def _serves(stand: DaemonStand | None) -> bool:

@@ -212,13 +212,13 @@ def _members(
     observed: Observed, membership: Membership | None, pods: Mapping[tuple[int, str], str]
 ) -> tuple[MemberStatus, ...]:
     members = []
-    for place in membership.members if membership is not None else ():
-        agent = agent_at(observed, place)
+    for member in membership.members if membership is not None else ():
+        agent = agent_at(observed, member)
         members.append(
             MemberStatus(
-                index=place.index,
-                node=place.node,
-                pod=pods.get((place.index, place.node), ""),
+                index=member.index,
+                node=member.node,
+                pod=pods.get((member.index, member.node), ""),
                 state="absent" if agent is None else agent.state.value,
             )
         )

@@ -173,7 +173,7 @@ class LocalCluster:
                 budget_bytes=budget_bytes,
             ),
             on_change=self._wake.set,
-            tell=self._journal.tell,
+            post=self._journal.post,
         )
         moved = await self._listen(run.control_host, run.control_port)
         run.control_port = moved or run.control_port
@@ -183,7 +183,7 @@ class LocalCluster:
         if adopted:
             self._control.remember()
         if run.insecure:
-            self._journal.tell("Insecure", INSECURE, True)
+            self._journal.post("Insecure", INSECURE, True)
         self._supervisor.start()
         if moved or (adopted and other_security):
             await self._supervisor.restart_daemons()
@@ -208,7 +208,7 @@ class LocalCluster:
             self._renew_at = self._certificates.make(time.time())
         except StorageError as error:
             self._renew_at = time.time() + RENEW_AGAIN_S
-            self._journal.tell("CertificatesNotRenewed", str(error), True)
+            self._journal.post("CertificatesNotRenewed", str(error), True)
 
     async def _listen(self, host: str, port: int) -> int:
         """Listen where daemons already dial, if possible; returns a port that is new, else 0."""
@@ -339,7 +339,7 @@ class LocalCluster:
         return self._injected(faults.corrupt(self.directory, self.status, rank, parity=parity))
 
     def _injected(self, what: str) -> str:
-        self._journal.tell("Injected", what, True)
+        self._journal.post("Injected", what, True)
         return what
 
     # --- the loop -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Journal:
         self._on_event = on_event
         self.events: list[TimedEvent] = []
 
-    def tell(self, reason: str, message: str, warning: bool = False) -> None:
+    def post(self, reason: str, message: str, warning: bool = False) -> None:
         event = TimedEvent(time=time.time(), reason=reason, message=message, warning=warning)
         self.events.append(event)
         del self.events[:-EVENTS_IN_MEMORY_MAX]
@@ -90,7 +90,7 @@ class ControlLoop:
         forced = decision.state.epoch != self._state.epoch or bool(decision.events)
         self._state = decision.state
         for event in decision.events:
-            self._journal.tell(event.reason, event.message, event.warning)
+            self._journal.post(event.reason, event.message, event.warning)
         self._recoveries.follow(observed, decision, time.time())
         self._report(observed, decision, forced=forced)
         for action in decision.actions:

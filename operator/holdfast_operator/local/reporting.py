@@ -89,13 +89,13 @@ def _members(
     observed: Observed, membership: Membership, *, complete: bool
 ) -> tuple[LocalMemberStatus, ...]:
     members = []
-    for place, found in zip(membership.members, observed.views(membership), strict=True):
-        view = found if found is not None and node_of(observed, place).connected else JobView()
-        agent = agent_at(observed, place)
+    for member, found in zip(membership.members, observed.views(membership), strict=True):
+        view = found if found is not None and node_of(observed, member).connected else JobView()
+        agent = agent_at(observed, member)
         members.append(
             LocalMemberStatus(
-                index=place.index,
-                node=place.node,
+                index=member.index,
+                node=member.node,
                 agent="absent" if agent is None else agent.state.value,
                 exit_code=None if agent is None else agent.exit_code,
                 epoch=view.epoch,

@@ -49,7 +49,7 @@ class Supervisor:
 
     Args:
         on_change: called when an agent has ended, or a daemon that is not started again.
-        tell: records an event of the run: (reason, message, warning).
+        post: records an event of the run: (reason, message, warning).
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Supervisor:
         job: MoETrainingJob,
         commands: Commands,
         on_change: Callable[[], None],
-        tell: Callable[[str, str, bool], None],
+        post: Callable[[str, str, bool], None],
     ) -> None:
         self._directory, self.run, self._job, self._commands = directory, run, job, commands
-        self._on_change, self._tell = on_change, tell
+        self._on_change, self._post = on_change, post
         self._exits: dict[tuple[int, str], int] = {}
         self._last_lines: dict[tuple[int, str], str] = {}
         self._waiting: dict[tuple[int, str], str] = {}
@@ -121,7 +121,7 @@ class Supervisor:
             self._daemon_changed_at[node.name] = time.monotonic()
             if self._stopping or self.is_dead(node.name):
                 break
-            self._tell(EventReason.DAEMON_EXITED, self._daemon_exit_text(node, code), True)
+            self._post(EventReason.DAEMON_EXITED, self._daemon_exit_text(node, code), True)
             pause_s = BACKOFF_S_MIN if time.monotonic() - began > STEADY_S else pause_s
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, BACKOFF_S_MAX)
@@ -193,7 +193,7 @@ class Supervisor:
         if why:
             self._waiting[(member, node)] = why
             if not before:
-                self._tell("WorkersWait", f"those of member {member} on {node}: {why}", True)
+                self._post("WorkersWait", f"those of member {member} on {node}: {why}", True)
         return why
 
     def start_agent(self, member: int, name: str) -> None:
@@ -209,7 +209,7 @@ class Supervisor:
             log = self._directory.log(f"member-{member}")
             process = spawn(command.arguments, command.environment, log)
         except HoldfastError as error:
-            self._tell("AgentNotStarted", str(error), True)
+            self._post("AgentNotStarted", str(error), True)
             return
         agent = AgentRecord(process=process, attempt=node.attempts)
         self._exits.pop((member, name), None)
@@ -250,16 +250,16 @@ class Supervisor:
                 found = last_lines(end_of(log), secrets_among(self._job.env))
                 self._last_lines[(member, node.name)] = found
                 self._exits[(member, node.name)] = code
-                self._tell_exit(node, member, code)
+                self._report_exit(node, member, code)
             self._on_change()
         # An agent that was killed leaves workers behind.
         mark = self._directory.mark(node.name, "agent", member, agent.attempt)
         await asyncio.to_thread(kill_marked, mark)
 
-    def _tell_exit(self, node: NodeRecord, member: int, code: int) -> None:
+    def _report_exit(self, node: NodeRecord, member: int, code: int) -> None:
         if code != 0 and not self.is_dead(node.name):
             log = self._directory.log(f"member-{member}")
-            self._tell("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
+            self._post("AgentExited", f"the agent of member {member} {_how(code)} ({log})", True)
 
     async def _written_exit_code(self, member: int, agent: AgentRecord) -> int:
         """Exit code that the launcher wrote, for a process that is not this process's child."""
@@ -325,7 +325,7 @@ class Supervisor:
             try:
                 await work
             except HoldfastError as error:
-                self._tell("SupervisionFailed", str(error), True)
+                self._post("SupervisionFailed", str(error), True)
 
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)

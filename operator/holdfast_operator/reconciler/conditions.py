@@ -68,7 +68,7 @@ def training_runs(observed: Observed, membership: Membership) -> bool:
 
 def all_agents_succeeded(observed: Observed, membership: Membership) -> bool:
     """Whether every member's agent has exited with code 0."""
-    agents = (agent_at(observed, place) for place in membership.members)
+    agents = (agent_at(observed, member) for member in membership.members)
     return all(a is not None and a.state is AgentState.EXITED and a.exit_code == 0 for a in agents)
 
 
@@ -128,7 +128,7 @@ def _scheduled(
 def _without_room(observed: Observed, membership: Membership) -> str:
     """Text about members whose agents cannot be scheduled, with the scheduler's message on the
     first; empty when there are none."""
-    agents = [agent_at(observed, place) for place in membership.members]
+    agents = [agent_at(observed, member) for member in membership.members]
     waiting = [agent for agent in agents if agent is not None and is_unschedulable(agent)]
     if not waiting:
         return ""
@@ -213,8 +213,8 @@ def _recovering(
         return Condition(type=kind, status=False, reason="Starting")
     views = observed.views(membership)
     rebuilding = [
-        place.index
-        for place, view in zip(membership.members, views, strict=True)
+        member.index
+        for member, view in zip(membership.members, views, strict=True)
         if view is not None and view.rebuilding
     ]
     if rebuilding:
@@ -250,9 +250,9 @@ def _degraded(
     if membership is None or state.outcome is not None:
         return Condition(type=kind, status=False, reason="NotRunning")
     silent = [
-        place.node
-        for place in membership.members
-        if not is_reachable(job, node_of(observed, place), state, now)
+        member.node
+        for member in membership.members
+        if not is_reachable(job, node_of(observed, member), state, now)
     ]
     if silent:
         message = f"no heartbeat from the daemon on {listed(silent)}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast_core.job.parsing import MoETrainingJob, On
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.lookups import (
     agent_at,
     detection_s,
@@ -105,16 +105,16 @@ def gather(
     suspects: list[str] = []
     groups = ParityGroups(job, membership, observed, state, now)
     strange: dict[int, bool] = {}
-    for place, view in zip(membership.members, observed.views(membership), strict=True):
-        node = node_of(observed, place)
-        loss = _node_loss(job, place, node, silent_s(node, state, now), groups)
+    for member, view in zip(membership.members, observed.views(membership), strict=True):
+        node = node_of(observed, member)
+        loss = _node_loss(job, member, node, silent_s(node, state, now), groups)
         if loss is not None:
             causes.append(loss)
         elif not is_reachable(job, node, state, now):
-            suspects.append(place.node)
+            suspects.append(member.node)
         else:
-            causes.extend(_contradiction(membership, place, view, strange))
-            causes.extend(_member_causes(membership, place, view, observed, state, now))
+            causes.extend(_contradiction(membership, member, view, strange))
+            causes.extend(_member_causes(membership, member, view, observed, state, now))
     if not suspects and all(cause.voluntary for cause in causes):
         causes.extend(_hang(job, membership, observed, state))
     return Evidence(causes=tuple(causes), suspects=tuple(suspects), groups=groups)
@@ -139,7 +139,7 @@ def _follows_a_loss(cause: Cause) -> bool:
 
 
 def _node_loss(
-    job: MoETrainingJob, place: MemberPlace, node: NodeView, silence_s: float, groups: ParityGroups
+    job: MoETrainingJob, member: Member, node: NodeView, silence_s: float, groups: ParityGroups
 ) -> Cause | None:
     patience_s = detection_s(job)
     if silence_s >= patience_s and not node.gone:
@@ -147,54 +147,55 @@ def _node_loss(
             job.spec.failure_policy.detection.replace_seconds,
             RETURN_S if node.returning else 0.0,
             DIAL_S if node.heard_at == NEVER else 0.0,
-            0.0 if groups.bear_loss_of(place.index) else PATIENCE_S,
+            0.0 if groups.bear_loss_of(member.index) else PATIENCE_S,
         )
     if silence_s >= patience_s:
         text = (
-            f"member {place.index} lost with node {place.node} (no heartbeat for {silence_s:.1f} s)"
+            f"member {member.index} lost with node {member.node} "
+            f"(no heartbeat for {silence_s:.1f} s)"
         )
-    elif node.connected and node.memory_id != place.memory_id:
-        text = f"member {place.index} lost its memory: node {place.node} came back with another"
+    elif node.connected and node.memory_id != member.memory_id:
+        text = f"member {member.index} lost its memory: node {member.node} came back with another"
     else:
         return None
-    return Cause(on=On.NODE_LOST, text=text, member=place.index, node_lost=True)
+    return Cause(on=On.NODE_LOST, text=text, member=member.index, node_lost=True)
 
 
 def _member_causes(
     membership: Membership,
-    place: MemberPlace,
+    member: Member,
     view: JobView | None,
     observed: Observed,
     state: ControlState,
     now: float,
 ) -> Iterator[Cause]:
     """Find what is wrong with a member whose daemon is reachable."""
-    agent, node = agent_at(observed, place), node_of(observed, place)
+    agent, node = agent_at(observed, member), node_of(observed, member)
     ran = state.resumed_epoch == membership.epoch
     if agent is not None and is_left_over(agent, state, membership):
-        yield from _rank_failures(place, view, agent)
+        yield from _rank_failures(member, view, agent)
         return
-    failures = list(_failures(place, view, agent))
+    failures = list(_failures(member, view, agent))
     if agent is None and state.confirmed_epoch == membership.epoch and not node.schedulable:
-        text = f"member {place.index} has no agent, and node {place.node} takes none"
-        yield Cause(on=On.DISRUPTION, text=text, member=place.index, evicted=True)
+        text = f"member {member.index} has no agent, and node {member.node} takes none"
+        yield Cause(on=On.DISRUPTION, text=text, member=member.index, evicted=True)
     elif agent is not None and _is_taken_away(agent, ran or bool(failures)):
-        text = f"the agent of member {place.index} on {place.node} is taken away: "
+        text = f"the agent of member {member.index} on {member.node} is taken away: "
         yield Cause(
             on=On.DISRUPTION,
             text=text + agent.disruption,
-            member=place.index,
+            member=member.index,
             evicted=not node.schedulable,
         )
     elif failures:
         yield from failures
     elif agent is None and ran:
         # Ranks that had closed their sessions ended with it, and the others need them.
-        text = f"the agent of member {place.index} has vanished"
-        yield Cause(on=On.ANY, text=text, member=place.index)
+        text = f"the agent of member {member.index} has vanished"
+        yield Cause(on=On.ANY, text=text, member=member.index)
     else:
         yield from _better_places(
-            place, node, agent, max(state.began_at, state.attentive_since), now
+            member, node, agent, max(state.began_at, state.attentive_since), now
         )
 
 
@@ -219,22 +220,22 @@ def _is_taken_away(agent: AgentView, worked: bool) -> bool:
     return agent.state is AgentState.RUNNING or worked
 
 
-def _failures(place: MemberPlace, view: JobView | None, agent: AgentView | None) -> Iterator[Cause]:
-    yield from _rank_failures(place, view, agent)
+def _failures(member: Member, view: JobView | None, agent: AgentView | None) -> Iterator[Cause]:
+    yield from _rank_failures(member, view, agent)
     if agent is not None and agent.state is AgentState.EXITED and agent.exit_code != 0:
         code = agent.exit_code
         how = exit_in_words(code) if code is not None else agent.why or "ended"
         yield Cause(
             on=On.EXIT_CODE,
-            text=f"the agent of member {place.index} {how}",
-            member=place.index,
+            text=f"the agent of member {member.index} {how}",
+            member=member.index,
             exit_code=code,
             last_lines=agent.last_lines,
         )
 
 
 def _rank_failures(
-    place: MemberPlace, view: JobView | None, agent: AgentView | None
+    member: Member, view: JobView | None, agent: AgentView | None
 ) -> Iterator[Cause]:
     """Find failed or lost ranks. An agent reports the exit code of the first worker that failed,
     and ends the others."""
@@ -246,7 +247,7 @@ def _rank_failures(
         yield Cause(
             on=On.EXIT_CODE,
             text=f"rank {rank.rank} {exit_in_words(code)}",
-            member=place.index,
+            member=member.index,
             exit_code=code,
             last_lines=rank.last_lines,
         )
@@ -256,26 +257,26 @@ def _rank_failures(
         yield Cause(
             on=On.ANY,
             text=f"{ranks_in_words(lost)} lost",
-            member=place.index,
+            member=member.index,
             awaits_code=agent is not None
             and agent.state is AgentState.RUNNING
             and not view.agent_waiting,
         )
     elif view.agent_waiting:
-        text = f"the agent of member {place.index} waits for a new epoch"
-        yield Cause(on=On.ANY, text=text, member=place.index)
+        text = f"the agent of member {member.index} waits for a new epoch"
+        yield Cause(on=On.ANY, text=text, member=member.index)
 
 
 def _better_places(
-    place: MemberPlace, node: NodeView, agent: AgentView | None, since: float, now: float
+    member: Member, node: NodeView, agent: AgentView | None, since: float, now: float
 ) -> Iterator[Cause]:
     """Reasons to move a member that has not failed."""
     if node.disruption:
-        text = f"node {place.node} of member {place.index} will be taken away: {node.disruption}"
-        yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
+        text = f"node {member.node} of member {member.index} will be taken away: {node.disruption}"
+        yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True)
     elif agent is not None and is_unschedulable(agent) and now - since >= UNSCHEDULABLE_S:
-        text = f"there is no room for member {place.index} on node {place.node} ({agent.why})"
-        yield Cause(on=On.DISRUPTION, text=text, member=place.index, voluntary=True)
+        text = f"there is no room for member {member.index} on node {member.node} ({agent.why})"
+        yield Cause(on=On.DISRUPTION, text=text, member=member.index, voluntary=True)
 
 
 def is_unschedulable(agent: AgentView) -> bool:
@@ -284,7 +285,7 @@ def is_unschedulable(agent: AgentView) -> bool:
 
 
 def _contradiction(
-    membership: Membership, place: MemberPlace, view: JobView | None, strange: dict[int, bool]
+    membership: Membership, member: Member, view: JobView | None, strange: dict[int, bool]
 ) -> Iterator[Cause]:
     """Find a daemon that holds another membership of the same epoch. `strange` caches comparisons
     by `id`: thousands of daemons mostly report one object, and it is long."""
@@ -294,15 +295,15 @@ def _contradiction(
     if id(theirs) not in strange:
         strange[id(theirs)] = theirs is not membership and _differ(theirs, membership)
     if strange[id(theirs)]:
-        text = f"node {place.node} holds another membership of epoch {membership.epoch}"
-        yield Cause(on=On.ANY, text=text, member=place.index)
+        text = f"node {member.node} holds another membership of epoch {membership.epoch}"
+        yield Cause(on=On.ANY, text=text, member=member.index)
 
 
 def _differ(theirs: Membership, ours: Membership) -> bool:
     """Whether two memberships differ in more than addresses."""
 
     def identity(of: Membership) -> list[tuple[int, str, str]]:
-        return [(place.index, place.node, place.memory_id) for place in of.members]
+        return [(member.index, member.node, member.memory_id) for member in of.members]
 
     return identity(theirs) != identity(ours)
 

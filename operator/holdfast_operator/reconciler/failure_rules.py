@@ -51,7 +51,7 @@ def is_permanent(code: int | None) -> bool:
     return code is not None and 0 < code < SIGNALS and code not in RETRYABLE
 
 
-def tell_codes_apart(job: MoETrainingJob) -> bool:
+def distinguishes_exit_codes(job: MoETrainingJob) -> bool:
     """Whether the exit code of a rank can change what is done: then the code is waited for."""
     rules = job.spec.failure_policy.rules
     general = next((rule for rule in rules if rule.on is On.ANY), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from holdfast_core.job.parsing import MoETrainingJob
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.views import (
     AgentView,
     ControlState,
@@ -21,9 +21,9 @@ it is begun."""
 _rank_number = attrgetter("rank")
 
 
-def node_of(observed: Observed, place: MemberPlace) -> NodeView:
+def node_of(observed: Observed, member: Member) -> NodeView:
     """Node that a member lives on; one that was never seen is not connected."""
-    return observed.nodes.get(place.node) or NodeView(name=place.node)
+    return observed.nodes.get(member.node) or NodeView(name=member.node)
 
 
 def silent_s(node: NodeView, state: ControlState, now: float) -> float:
@@ -49,6 +49,6 @@ def ranks_in(observed: Observed, membership: Membership) -> list[RankView]:
     return sorted((r for view in views if view for r in view.ranks), key=_rank_number)
 
 
-def agent_at(observed: Observed, place: MemberPlace) -> AgentView | None:
+def agent_at(observed: Observed, member: Member) -> AgentView | None:
     """Agent of the member on the member's node; None when there is none."""
-    return observed.agent(place.index, place.node)
+    return observed.agent(member.index, member.node)

@@ -40,7 +40,7 @@ def note_losses(look: Look, state: ControlState, membership: Membership) -> Step
         return Step(state)
     step = Step(replace(state, losses=found))
     if found.passed and not (known is not None and known.passed):
-        return step.tell(EventReason.TOKEN_LOSS_LIMIT_PASSED, _beyond(found), warning=True)
+        return step.post(EventReason.TOKEN_LOSS_LIMIT_PASSED, _beyond(found), warning=True)
     return step
 
 

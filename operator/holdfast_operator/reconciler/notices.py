@@ -40,7 +40,7 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
     which = "the next" if state.saved is None else f"generation {state.saved}"
     why = "; ".join(found[name] for name in new)
     text = f"{why}; {which} is copied to {membership.tier.uri} now, or a newer one"
-    return step.tell(EventReason.COPY_REQUESTED, text, warning=True).act(PersistNow())
+    return step.post(EventReason.COPY_REQUESTED, text, warning=True).act(PersistNow())
 
 
 def asked_because(state: ControlState) -> str:
@@ -55,7 +55,7 @@ def _notices(
 ) -> Iterator[tuple[str, str]]:
     """Yield (node, what will happen to it) for members' nodes, and for those that members have just
     left: the same notice is not a new one later."""
-    members = {place.node: place.index for place in membership.members}
+    members = {member.node: member.index for member in membership.members}
     for name in members.keys() | state.noticed:
         node = observed.nodes.get(name)
         if node is not None and node.disruption and not node.gone:

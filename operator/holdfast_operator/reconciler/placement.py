@@ -11,7 +11,7 @@ from dataclasses import replace
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.job.persistence import tier_of
 from holdfast_core.protection.groups import form_groups
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_operator.reconciler.views import NodeView
 
 BYTES_MAX = 1 << 60
@@ -19,9 +19,9 @@ BYTES_MAX = 1 << 60
 few enough for the messages. A larger setting is no limit."""
 
 
-def place_on(index: int, node: NodeView) -> MemberPlace:
+def member_at(index: int, node: NodeView) -> Member:
     """A member's place on `node`, as the node's daemon describes itself."""
-    return MemberPlace(
+    return Member(
         index=index,
         node=node.name,
         memory_id=node.memory_id,
@@ -38,12 +38,12 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
         InvalidJobError: when parity groups of the job's size cannot be formed.
     """
     chosen = sorted(nodes, key=lambda node: node.name)[: job.spec.nodes]
-    members = tuple(place_on(index, node) for index, node in enumerate(chosen))
+    members = tuple(member_at(index, node) for index, node in enumerate(chosen))
     redundancy = job.spec.redundancy.type
-    groups: tuple[tuple[int, ...], ...] = tuple((place.index,) for place in members)
+    groups: tuple[tuple[int, ...], ...] = tuple((member.index,) for member in members)
     if redundancy is not Redundancy.NONE:
         groups = form_groups(
-            {place.index: place.domain for place in members},
+            {member.index: member.domain for member in members},
             job.group_size,
             at_least=job.spec.redundancy.losses + 1,
         ).groups
@@ -65,7 +65,7 @@ def choose_spare(
     membership: Membership,
     member: int,
     spares: Iterable[NodeView],
-    settled: Mapping[int, MemberPlace],
+    settled: Mapping[int, Member],
 ) -> NodeView | None:
     """Choose the spare that replaces `member`'s node: one outside the failure domains of its parity
     group if there is one, then the first by name. `settled` holds the members that keep a place."""
@@ -83,13 +83,13 @@ def refreshed(membership: Membership, nodes: Mapping[str, NodeView]) -> Membersh
     otherwise the next revision. A daemon may move in this way only if it still has the same
     memory."""
     members = tuple(
-        place_on(place.index, node)
-        if (node := nodes.get(place.node)) is not None
+        member_at(member.index, node)
+        if (node := nodes.get(member.node)) is not None
         and node.connected
-        and node.memory_id == place.memory_id
-        and (node.peer_address, node.bulk_address) != (place.peer_address, place.bulk_address)
-        else place
-        for place in membership.members
+        and node.memory_id == member.memory_id
+        and (node.peer_address, node.bulk_address) != (member.peer_address, member.bulk_address)
+        else member
+        for member in membership.members
     )
     if members == membership.members:
         return membership

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.protection.codes import code_of
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.lookups import is_reachable, node_of
 from holdfast_operator.reconciler.views import ControlState, JobView, Observed
 
@@ -58,14 +58,14 @@ class ParityGroups:
         it."""
         views = self._observed.views(self._membership)
         return {
-            place.index
-            for place, view in zip(self._membership.members, views, strict=True)
-            if place.index in self._state.renewed
-            or not is_reachable(self._job, node_of(self._observed, place), self._state, self._now)
-            or _refills(self._observed, place, view)
+            member.index
+            for member, view in zip(self._membership.members, views, strict=True)
+            if member.index in self._state.renewed
+            or not is_reachable(self._job, node_of(self._observed, member), self._state, self._now)
+            or _refills(self._observed, member, view)
         }
 
 
-def _refills(observed: Observed, place: MemberPlace, view: JobView | None) -> bool:
-    memory_id = node_of(observed, place).memory_id
-    return memory_id != place.memory_id or (view is not None and view.rebuilding)
+def _refills(observed: Observed, member: Member, view: JobView | None) -> bool:
+    memory_id = node_of(observed, member).memory_id
+    return memory_id != member.memory_id or (view is not None and view.rebuilding)

@@ -141,7 +141,7 @@ def _adopt(look: Look, state: ControlState) -> Step:
     if known is None or newest.epoch > known.epoch:
         adopted = replace(state, membership=newest, started_from=None, resumed_epoch=0)
         text = f"epoch {newest.epoch} is known to the daemons and goes on"
-        return Step(adopted).tell(EventReason.ADOPTED, text)
+        return Step(adopted).post(EventReason.ADOPTED, text)
     if newest.epoch == known.epoch and newest.revision > known.revision:
         return Step(replace(state, membership=replace(known, revision=newest.revision)))
     return Step(state)
@@ -180,8 +180,8 @@ def _choose_nodes(look: Look, state: ControlState) -> Step:
         return end(look, state, Outcome.FAILED, str(error), "CannotBePlaced")
     placed = replace(state, suspended=False, shape=shape_of(look.job))
     step = publish(look, placed, membership)
-    places = listed(f"{place.index} on {place.node}" for place in membership.members)
-    step = step.tell(EventReason.SCHEDULED, f"members {places}; epoch {membership.epoch} begins")
+    places = listed(f"{member.index} on {member.node}" for member in membership.members)
+    step = step.post(EventReason.SCHEDULED, f"members {places}; epoch {membership.epoch} begins")
     return step.then(start_missing(look, step.state, membership)).wait()
 
 
@@ -205,21 +205,21 @@ def _note_silence(look: Look, state: ControlState, membership: Membership) -> St
     if state.confirmed_epoch != membership.epoch:
         return Step(state)  # the loop has just begun to listen
     silent = frozenset(
-        place.node
-        for place in membership.members
-        if not is_reachable(look.job, node_of(look.observed, place), state, look.now)
+        member.node
+        for member in membership.members
+        if not is_reachable(look.job, node_of(look.observed, member), state, look.now)
     )
     step = Step(replace(state, silent=silent))
     for name in sorted(silent - state.silent):
-        step = step.tell(
+        step = step.post(
             EventReason.DAEMON_SILENT, f"no heartbeat from the daemon on {name}", warning=True
         )
     back = state.silent - silent
-    for place in membership.members if back else ():
-        node = node_of(look.observed, place)
-        if place.node in back and node.memory_id == place.memory_id:
-            step = step.tell(
-                EventReason.DAEMON_BACK, f"the daemon on {place.node} is back with its memory"
+    for member in membership.members if back else ():
+        node = node_of(look.observed, member)
+        if member.node in back and node.memory_id == member.memory_id:
+            step = step.post(
+                EventReason.DAEMON_BACK, f"the daemon on {member.node} is back with its memory"
             )
     return step
 
@@ -265,7 +265,7 @@ def _note_resumption(look: Look, state: ControlState, membership: Membership) ->
     resumed = replace(state, resumed_epoch=membership.epoch, ran=True, unfit=frozenset())
     line = _line_of(look, membership)
     start = line.generation if line is not None else None
-    return Step(resumed).tell(EventReason.RUNNING, _resumption(look, membership, start))
+    return Step(resumed).post(EventReason.RUNNING, _resumption(look, membership, start))
 
 
 def _resumption(look: Look, membership: Membership, start: Generation | None) -> str:
@@ -316,7 +316,7 @@ def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
     if current is not membership:
         step = publish(look, state, current)
         text = f"epoch {current.epoch}, revision {current.revision}"
-        step = step.tell(EventReason.READDRESSED, text)
+        step = step.post(EventReason.READDRESSED, text)
     step = step.then(_stop_strays(look, step.state, membership, current))
     step = step.then(start_missing(look, step.state, current))
     if step.state.resumed_epoch == membership.epoch:
@@ -330,7 +330,7 @@ def _stop_strays(
     look: Look, state: ControlState, membership: Membership, current: Membership
 ) -> Step:
     """Stop agents that are out of place, or have failed in an earlier epoch."""
-    homes = {(place.index, place.node) for place in current.members}
+    homes = {(member.index, member.node) for member in current.members}
     agents = look.observed.agents
     step = stop(look, state, [a for a in agents if (a.member, a.node) not in homes])
     left = [a for a in agents if is_left_over(a, state, membership)]
@@ -344,10 +344,10 @@ def _stop_strays(
 
 def _agents_that_wait(look: Look, membership: Membership) -> str:
     """The first agent that has not started, or cannot start its workers, and why."""
-    for place in membership.members:
-        agent = agent_at(look.observed, place)
+    for member in membership.members:
+        agent = agent_at(look.observed, member)
         if agent is not None and agent.state in _MAY_WAIT and agent.why:
-            return f"; the agent of member {place.index} on {place.node} waits: {agent.why}"
+            return f"; the agent of member {member.index} on {member.node} waits: {agent.why}"
     return ""
 
 

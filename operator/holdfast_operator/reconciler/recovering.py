@@ -19,7 +19,7 @@ from holdfast_operator.reconciler.evidence import (
     is_unschedulable,
     principal,
 )
-from holdfast_operator.reconciler.failure_rules import rule_for, tell_codes_apart
+from holdfast_operator.reconciler.failure_rules import distinguishes_exit_codes, rule_for
 from holdfast_operator.reconciler.lookups import agent_at
 from holdfast_operator.reconciler.replacing import Moves, replacements
 from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish_next, stop
@@ -83,7 +83,9 @@ def _note_failure(_: Look, state: ControlState, case: _Case) -> Step:
 
 def _await_codes(look: Look, state: ControlState, case: _Case) -> Step:
     """Wait for the exit codes that failure rules depend on."""
-    if not any(cause.awaits_code for cause in case.causes) or not tell_codes_apart(look.job):
+    if not any(cause.awaits_code for cause in case.causes) or not distinguishes_exit_codes(
+        look.job
+    ):
         return Step(state)
     since = look.now if state.codes_awaited_since is None else state.codes_awaited_since
     step = Step(replace(state, codes_awaited_since=since))
@@ -166,7 +168,7 @@ def _begin(look: Look, state: ControlState, case: _Case) -> Step:
     step = begin_epoch(look, state, case.membership, case.moves, case.causes)
     how = case.moves.in_words(case.membership) or "restart in place"
     text = f"{case.text}; {how} in epoch {step.state.epoch}"
-    return step.tell(EventReason.RECOVERING, text, warning=True).wait()
+    return step.post(EventReason.RECOVERING, text, warning=True).wait()
 
 
 _RULES = (
@@ -218,7 +220,7 @@ def await_replacement(
     if since is None:
         since = look.now
         step = Step(replace(state, no_replacement_since=since))
-        step = step.tell(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
+        step = step.post(EventReason.NO_REPLACEMENT, f"{text}; {why}", warning=True)
     rules = look.job.spec.failure_policy.rules
     rule = next((r for r in rules if r.on is On.NO_REPLACEMENT), None)
     patience_s = NO_REPLACEMENT_S if rule is None else rule.after_seconds or 0.0
@@ -273,9 +275,9 @@ def start_missing(look: Look, state: ControlState, membership: Membership) -> St
     return Step(
         state,
         tuple(
-            StartAgent(member=place.index, node=place.node)
-            for place in membership.members
-            if agent_at(look.observed, place) is None
+            StartAgent(member=member.index, node=member.node)
+            for member in membership.members
+            if agent_at(look.observed, member) is None
         ),
     )
 

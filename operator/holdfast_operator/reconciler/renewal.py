@@ -148,7 +148,7 @@ def stand_of(
     membership = state.membership
     if membership is None or state.outcome is not None:
         return None
-    nodes = {place.index: place.node for place in membership.members}
+    nodes = {member.index: member.node for member in membership.members}
     grouped = membership.groups or tuple((index,) for index in nodes)
     groups = tuple(tuple(nodes[index] for index in group) for group in grouped)
     protected = newest_protected(observed)
@@ -157,8 +157,8 @@ def stand_of(
     weak = ParityGroups(job, membership, observed, state, now).weak
     views = observed.views(membership)
     unsure = {
-        place.index
-        for place, view in zip(membership.members, views, strict=True)
+        member.index
+        for member, view in zip(membership.members, views, strict=True)
         if view is None or not view.verified
     }
     hold = ""

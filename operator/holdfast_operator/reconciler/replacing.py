@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from holdfast_core.job.parsing import FailureAction as RuleAction
 from holdfast_core.job.parsing import FailureRule
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.reconciler.evidence import Cause
-from holdfast_operator.reconciler.placement import choose_spare, place_on
+from holdfast_operator.reconciler.placement import choose_spare, member_at
 from holdfast_operator.reconciler.protection import ParityGroups
 from holdfast_operator.reconciler.steps import Look
 from holdfast_operator.reconciler.text import listed
@@ -35,9 +35,9 @@ class Moves:
     def away(self, membership: Membership) -> dict[int, str]:
         """Member → the node that it leaves."""
         return {
-            place.index: place.node
-            for place in membership.members
-            if place.index in self.to and self.to[place.index].name != place.node
+            member.index: member.node
+            for member in membership.members
+            if member.index in self.to and self.to[member.index].name != member.node
         }
 
     def in_words(self, membership: Membership) -> str:
@@ -57,7 +57,7 @@ class _Mover:
         leaving: Iterable[Cause],
         groups: ParityGroups,
     ) -> None:
-        homes = {place.node for place in membership.members}
+        homes = {member.node for member in membership.members}
         candidates = look.candidates(state)
         self.groups = groups
         self.membership = membership
@@ -68,15 +68,15 @@ class _Mover:
             if node.name not in homes and node.name not in state.unfit and not node.disruption
         }
         gone = {cause.member for cause in leaving if cause.node_lost}
-        self.places = {place.index: place for place in membership.members}
-        self.settled: dict[int, MemberPlace] = {
-            index: place for index, place in self.places.items() if index not in gone
+        self.members = {member.index: member for member in membership.members}
+        self.settled: dict[int, Member] = {
+            index: member for index, member in self.members.items() if index not in gone
         }
         self.moves = Moves()
 
     def move(self, member: int, cause: Cause) -> None:
         """Find a place for a member that should leave its node."""
-        home = self.alive.get(self.places[member].node)
+        home = self.alive.get(self.members[member].node)
         if cause.node_lost and home is not None:
             self.moves.to[member] = home  # the node is well, only its memory is new
             return
@@ -87,7 +87,7 @@ class _Mover:
         spare = choose_spare(self.membership, member, self.spares.values(), self.settled)
         if spare is not None:
             self.moves.to[member] = self.spares.pop(spare.name)
-            self.settled[member] = place_on(member, spare)
+            self.settled[member] = member_at(member, spare)
             self.groups.give_up(member)
         elif cause.node_lost or cause.evicted:
             self.moves.unplaced.append(member)

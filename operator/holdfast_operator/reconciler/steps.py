@@ -24,7 +24,7 @@ from holdfast_operator.reconciler.lookups import (
     node_of,
     silent_s,
 )
-from holdfast_operator.reconciler.placement import place_on
+from holdfast_operator.reconciler.placement import member_at
 from holdfast_operator.reconciler.views import (
     Action,
     AgentState,
@@ -123,7 +123,7 @@ class Step:
         new = (a for a in actions if not (isinstance(a, FenceNode) and a in self.actions))
         return replace(self, actions=(*self.actions, *new))
 
-    def tell(self, reason: EventReason, message: str, *, warning: bool = False) -> Step:
+    def post(self, reason: EventReason, message: str, *, warning: bool = False) -> Step:
         """This step with one more event."""
         event = Event(reason=reason, message=message, warning=warning)
         return replace(self, events=(*self.events, event))
@@ -162,7 +162,7 @@ def end(look: Look, state: ControlState, outcome: Outcome, reason: str, word: st
     return (
         stop(look, ended, look.observed.agents)
         .act(Succeed(reason=reason) if well else Fail(reason=reason), DropJob())
-        .tell(EventReason(outcome), reason, warning=not well)
+        .post(EventReason(outcome), reason, warning=not well)
         .wait()
     )
 
@@ -201,9 +201,9 @@ def publish(look: Look, state: ControlState, membership: Membership) -> Step:
         began_at=look.now,
         codes_awaited_since=None,
         carried=frozenset(
-            place.index
-            for place in membership.members
-            if (agent := agent_at(look.observed, place)) is not None
+            member.index
+            for member in membership.members
+            if (agent := agent_at(look.observed, member)) is not None
             and agent.state is AgentState.RUNNING
         ),
     )
@@ -220,19 +220,19 @@ def publish_next(
     """Publish the next epoch, with `moved` members on new nodes and all others where their daemons
     report that they are now."""
     places = {
-        place.index: moved.get(place.index) or node_of(look.observed, place)
-        for place in membership.members
+        member.index: moved.get(member.index) or node_of(look.observed, member)
+        for member in membership.members
     }
     renewed = {
-        place.index
-        for place in membership.members
-        if places[place.index].memory_id != place.memory_id
+        member.index
+        for member in membership.members
+        if places[member.index].memory_id != member.memory_id
     }
     following = replace(
         membership,
         epoch=state.epoch + 1,
         revision=0,
-        members=tuple(place_on(index, node) for index, node in sorted(places.items())),
+        members=tuple(member_at(index, node) for index, node in sorted(places.items())),
         tier=_tier(look, state, membership),
     )
     return publish(look, replace(state, renewed=state.renewed | renewed), following)

@@ -35,7 +35,7 @@ def pass_stored_epochs(look: Look, state: ControlState, membership: Membership) 
     passed = replace(state, epoch=max(state.epoch, stored))
     step = begin_epoch(look, passed, membership, Moves(), ())
     step = replace(step, state=replace(step.state, fruitless=state.fruitless))
-    return step.tell(
+    return step.post(
         EventReason.EARLIER_RUN,
         f"storage holds generations of an earlier run up to epoch {stored}; epoch "
         f"{step.state.epoch} begins",

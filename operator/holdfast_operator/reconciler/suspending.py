@@ -51,7 +51,7 @@ def suspend(look: Look, state: ControlState) -> Step:
     step = stop(look, held, look.observed.agents).wait("the job is suspended")
     if state.suspended:
         return step
-    return step.tell(
+    return step.post(
         EventReason.SUSPENDED, "spec.suspend is true: agents are stopped, snapshots kept"
     )
 
@@ -82,7 +82,7 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
     takes = moves.in_words(membership)
     how = f"; {takes}" if takes else ""
     step = replace(step, state=begun)
-    return step.tell(
+    return step.post(
         EventReason.RESUMED, f"no longer suspended{how}; epoch {begun.epoch} begins"
     ).wait()
 
@@ -115,7 +115,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
         started_from=None,
     )
     freeing = free_earlier_shape(look, forgotten)
-    reshaped = Step(forgotten).tell(
+    reshaped = Step(forgotten).post(
         EventReason.RESHAPED,
         f"the job was {known}, and is {shape_of(look.job)}: {loses} of the earlier layout cannot "
         f"be restored and are freed; training begins from the beginning",

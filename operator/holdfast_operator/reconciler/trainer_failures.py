@@ -45,7 +45,7 @@ def note_first_step(look: Look, state: ControlState, membership: Membership) -> 
 def note_failure(state: ControlState, membership: Membership, causes: Sequence[Cause]) -> Step:
     """Remember the rank or agent whose failure was seen first in this epoch, while it is still a
     cause; emit an event with its last lines when they are new."""
-    cause, before = _telling(causes), state.failure
+    cause, before = _decisive(causes), state.failure
     if cause is None:
         return Step(state)
     again = before is not None and before.epoch == membership.epoch
@@ -63,7 +63,7 @@ def note_failure(state: ControlState, membership: Membership, causes: Sequence[C
         found = replace(found, times=before.times + 1)
     step = Step(replace(state, failure=found))
     if found.last_lines and not alike:
-        return step.tell(
+        return step.post(
             EventReason.LAST_LINES, with_last_lines(cause.text, cause.last_lines), warning=True
         )
     return step
@@ -97,7 +97,7 @@ def with_last_lines(text: str, lines: str) -> str:
     return f"{text}; it wrote last:\n{lines}" if lines else text
 
 
-def _telling(causes: Sequence[Cause]) -> Cause | None:
+def _decisive(causes: Sequence[Cause]) -> Cause | None:
     """The most informative failure: of those that ended by themselves, one with last lines."""
     exits = [cause for cause in causes if cause.on is On.EXIT_CODE]
     return next((cause for cause in exits if cause.last_lines), exits[0] if exits else None)

@@ -34,5 +34,5 @@ def note_unprotected(look: Look, state: ControlState, membership: Membership) ->
     new = [reason for reason, problem in found.items() if problem and reason not in told]
     step = Step(replace(state, unprotected=told.union(new)))
     for reason in new:
-        step = step.tell(reason, found[reason], warning=True)
+        step = step.post(reason, found[reason], warning=True)
     return step

@@ -9,7 +9,7 @@ from tiers import TierUnderTest
 from holdfast_core.durable.choice import MARK_FILE
 from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_storage.places import TierPlace
+from holdfast_storage.roots import TierRoot
 from holdfast_storage.sets import SetStore
 
 
@@ -103,18 +103,18 @@ def test_a_tier_keeps_at_least_one(tier: TierUnderTest) -> None:
 class _Failing:
     """A place whose deletions fail from a call on."""
 
-    def __init__(self, place: TierPlace, allowed: int) -> None:
-        self._place = place
+    def __init__(self, root: TierRoot, allowed: int) -> None:
+        self._root = root
         self._left = allowed
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._place, name)
+        return getattr(self._root, name)
 
     def delete(self, paths: list[str]) -> None:
         if self._left == 0:
             raise StorageError("the storage went away")
         self._left -= 1
-        self._place.delete(paths)
+        self._root.delete(paths)
 
 
 @pytest.mark.parametrize("allowed", range(4))
@@ -127,7 +127,7 @@ def test_a_removal_that_breaks_off_leaves_no_half_of_a_set(
     failing = SetStore(
         tier.uri,
         store.job,
-        place=_Failing(tier.place(), allowed),  # type: ignore[arg-type]
+        root=_Failing(tier.root(), allowed),  # type: ignore[arg-type]
         grace_s=-60.0,
     )
     with pytest.raises(StorageError, match="went away"):

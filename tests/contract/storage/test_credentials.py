@@ -15,7 +15,7 @@ from holdfast_core.errors import InvalidJobError, StorageError
 from holdfast_core.job.locations import StorageLocation
 from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.durable.access import TierAccess
-from holdfast_storage.places import TierPlace
+from holdfast_storage.roots import TierRoot
 from holdfast_storage.sets import SetStore
 
 pytestmark = pytest.mark.s3
@@ -64,26 +64,26 @@ def teams(tmp_path: Path) -> Iterator[Teams]:
     made.server.stop()
 
 
-def place(access: TierAccess, team: str, bucket: str = "") -> TierPlace:
-    return access.place(f"s3://{bucket or team}/run1", f"{team}.job")
+def root(access: TierAccess, team: str, bucket: str = "") -> TierRoot:
+    return access.root(f"s3://{bucket or team}/run1", f"{team}.job")
 
 
 def test_two_teams_persist_each_with_its_own_credentials(teams: Teams) -> None:
     access, made = teams.access(), {}
     for team in SECRETS:
-        store = SetStore(f"s3://{team}/run1", JOB, place=place(access, team))
+        store = SetStore(f"s3://{team}/run1", JOB, root=root(access, team))
         store_set(store, NEW)
         made[team] = store
     for store in made.values():
         check_set(store, store.complete()[0])
     with pytest.raises(InvalidJobError, match="Namespace team-a may use s3://team-a:"):
-        place(access, "team-a", "team-b")
+        root(access, "team-a", "team-b")
 
 
 def test_the_server_keeps_a_team_out_even_where_a_list_is_too_wide(teams: Teams) -> None:
     wide = teams.access("s3://team-b")  # a slip of the platform team
-    place(teams.access(), "team-b").create("file", b"of team-b")
-    theirs = place(wide, "team-a", "team-b")
+    root(teams.access(), "team-b").create("file", b"of team-b")
+    theirs = root(wide, "team-a", "team-b")
     for attempt in (
         lambda: theirs.read("file", 0, memoryview(bytearray(9))),
         lambda: theirs.create("other", b"x"),
@@ -93,12 +93,12 @@ def test_the_server_keeps_a_team_out_even_where_a_list_is_too_wide(teams: Teams)
         with pytest.raises(StorageError, match="AccessDenied; check"):
             attempt()
     data = bytearray(9)
-    place(teams.access(), "team-b").read("file", 0, memoryview(data))
+    root(teams.access(), "team-b").read("file", 0, memoryview(data))
     assert data == b"of team-b"
 
 
 def test_credentials_that_are_replaced_are_used_at_once_by_what_is_open(teams: Teams) -> None:
-    there = place(teams.access(), "team-a")
+    there = root(teams.access(), "team-a")
     there.create("file", b"1")
     teams.server.set_user("team-a", "another-secret")
     with pytest.raises(StorageError, match="403; check the daemon's credentials"):
@@ -112,7 +112,7 @@ def test_a_secret_that_is_gone_is_not_replaced_by_the_daemons_own_credentials(
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", versitygw.ACCESS)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", versitygw.SECRET)
-    there = place(teams.access(), "team-a")
+    there = root(teams.access(), "team-a")
     there.create("file", b"1")
     (teams.mounts["team-a"] / "AWS_SECRET_ACCESS_KEY").unlink()
     with pytest.raises(StorageError, match="lacks AWS_SECRET_ACCESS_KEY"):
@@ -124,7 +124,7 @@ def test_no_secret_gets_into_logs_words_or_the_environment(
 ) -> None:
     caplog.set_level(logging.DEBUG, "holdfast_daemon")
     caplog.set_level(logging.DEBUG, "holdfast_storage")
-    there = place(teams.access(), "team-a")
+    there = root(teams.access(), "team-a")
     there.create("file", b"1")
     wrong = "a-secret-that-is-wrong"
     teams.mount("team-a", wrong)

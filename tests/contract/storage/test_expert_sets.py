@@ -228,9 +228,9 @@ def test_a_crash_in_the_middle_of_cleaning_leaves_only_sets_that_can_be_read(
             versions |= dict.fromkeys(UNITS, now)
             persist(store, now, versions, base)
             base = now
-        place = store._place
+        root = store._root
         left = [survives]
-        delete = place.delete
+        delete = root.delete
 
         def dying(paths, left=left, delete=delete):  # type: ignore[no-untyped-def]
             if not left[0]:
@@ -239,7 +239,7 @@ def test_a_crash_in_the_middle_of_cleaning_leaves_only_sets_that_can_be_read(
             delete(paths)
 
         with monkeypatch.context() as patch:
-            patch.setattr(place, "delete", dying, raising=True)
+            patch.setattr(root, "delete", dying, raising=True)
             with suppress(StorageError):
                 store.clean(keep=1, keep_every=0)
         assert store.complete()[0].generation == base

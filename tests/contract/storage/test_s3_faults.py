@@ -89,7 +89,7 @@ def test_a_write_that_is_given_up_leaves_nothing(
         _store_all(store)
     proxy.play(lambda request: Fault.NONE)
     assert store.complete() == []
-    assert s3_tier.place().unfinished("job") == []
+    assert s3_tier.root().unfinished("job") == []
     _store_all(store)
 
 
@@ -109,7 +109,7 @@ def test_a_stopped_write_does_not_wait_for_the_server(
     with pytest.raises(WriteStoppedError):
         store.write_rank(NEW, 0, layout=one.layout, manifest=one.manifest, read=one.read, stop=stop)
     assert s3_tier.files() == {}
-    assert s3_tier.place().unfinished("job") == []
+    assert s3_tier.root().unfinished("job") == []
 
 
 def test_a_set_whose_manifest_cannot_be_read_now_is_named_and_kept(
@@ -199,6 +199,6 @@ def _forget(tier: TierUnderTest, store: SetStore) -> None:
     store.clean(keep=1, keep_every=0)
     left = {path.partition("/")[0] for path in tier.files()}
     assert left == {"00000002.000000000001", "latest.json", MARK_FILE}
-    assert tier.place().unfinished("job") == []
+    assert tier.root().unfinished("job") == []
     for path in tier.files():
         tier.remove(path)

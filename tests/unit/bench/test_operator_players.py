@@ -9,7 +9,7 @@ from holdfast_protos import control_pb2, values_pb2
 
 
 def published(epoch: int, members: int) -> Published:
-    places = [values_pb2.MemberPlace(index=i, node=f"sim-{i}") for i in range(members)]
+    places = [values_pb2.Member(index=i, node=f"sim-{i}") for i in range(members)]
     membership = values_pb2.Membership(job="a.b", epoch=epoch, members=places, nproc_per_node=1)
     return Published(
         job="a.b",

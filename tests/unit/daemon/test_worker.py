@@ -24,7 +24,7 @@ from holdfast_core.snapshots.layouts import (
     piece_digests,
 )
 from holdfast_core.snapshots.manifests import Manifest
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.durable.access import TierAccess
 from holdfast_daemon.durable_tier import DurableTier
 from holdfast_daemon.engine.effects import (
@@ -101,8 +101,8 @@ class Daemon:
         return change_of(self.storage, request)
 
     @property
-    def place(self) -> MemberPlace:
-        return MemberPlace(
+    def member(self) -> Member:
+        return Member(
             index=self.index,
             node=f"n{self.index}",
             memory_id=self.node.memory_id,
@@ -124,13 +124,13 @@ class Cluster:
     stack: ExitStack
 
     def fetch_manifest(
-        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+        self, place: Member, job: str, epoch: int, rank: int, generation: Generation
     ) -> tuple[bytes, bytes]:
         return self.daemons[place.index].storage.describe(rank, generation) or (b"", b"")
 
     @property
     def membership(self) -> Membership:
-        places = tuple(daemon.place for daemon in self.daemons)
+        places = tuple(daemon.member for daemon in self.daemons)
         return Membership(job=JOB, epoch=3, members=places, nproc_per_node=1, groups=((0, 1, 2),))
 
     def worker(self, index: int) -> EffectWorker:
@@ -155,7 +155,7 @@ class Cluster:
         return PeerSnapshot(
             rank=index,
             position=index,
-            place=self.daemons[index].place,
+            member=self.daemons[index].member,
             manifest_digest=manifest_digest(described[0]),
             payload_bytes=SIZES[index],
         )
@@ -256,7 +256,7 @@ def recover(cluster: Cluster, lost: int) -> Rebuilt:
     helper = (lost + 1) % 3
     record = cluster.daemons[helper].storage.parity_record(0, 0)
     digest = dict(record.entry.sources)[lost]
-    places = tuple(daemon.place for daemon in cluster.daemons)
+    places = tuple(daemon.member for daemon in cluster.daemons)
     peers = places[:lost] + places[lost + 1 :]
     fetch = FetchManifest(rank=lost, generation=GENERATION, manifest_digest=digest, peers=peers)
     fetched = cluster.run(lost, fetch)

@@ -20,7 +20,7 @@ from holdfast_core.snapshots.layouts import (
     piece_digests,
 )
 from holdfast_core.snapshots.manifests import Manifest
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.durable.access import TierAccess
 from holdfast_daemon.durable_tier import DurableTier
@@ -91,7 +91,7 @@ MEMBERSHIP = Membership(
     job=JOB,
     epoch=3,
     members=tuple(
-        MemberPlace(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address=f"b{i}")
+        Member(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address=f"b{i}")
         for i in range(2)
     ),
     nproc_per_node=1,
@@ -101,7 +101,7 @@ CODE = Code(2, 1, 1)
 SOURCE = PeerSnapshot(
     rank=1,
     position=1,
-    place=MEMBERSHIP.place(1),
+    member=MEMBERSHIP.member(1),
     manifest_digest=manifest_digest(encode_manifest(manifest_of(1))),
     payload_bytes=len(PAYLOAD),
 )
@@ -166,10 +166,10 @@ class Peer:
     asked: list[str] = field(default_factory=list)
 
     def fetch_manifest(
-        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+        self, member: Member, job: str, epoch: int, rank: int, generation: Generation
     ) -> tuple[bytes, bytes]:
-        self.asked.append(place.node)
-        if self.silent or place.index != 1:
+        self.asked.append(member.node)
+        if self.silent or member.index != 1:
             raise UnreachableError("silent")
         return encode_manifest(manifest_of(rank)), layout_of(rank)
 
@@ -179,7 +179,7 @@ class Peer:
 
 
 @dataclass
-class Member:
+class WorkingMember:
     """Member 0: a worker over real files, with a sealed snapshot in slot 1."""
 
     node: NodeStorage
@@ -194,7 +194,7 @@ class Member:
 
 
 @pytest.fixture
-def member() -> Iterator[Member]:
+def member() -> Iterator[WorkingMember]:
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         node = NodeStorage(root, 1 << 20)
@@ -212,7 +212,7 @@ def member() -> Iterator[Member]:
             membership=MEMBERSHIP,
             parity_traffic=traffic.of_job(),
         )
-        member = Member(node, storage, peer, executor, worker, traffic)
+        member = WorkingMember(node, storage, peer, executor, worker, traffic)
         assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id)
         arena = storage.arena(0, ALLOCATE.layout_id)
         arena.write(PieceMap(1, b""), 0, memoryview(PAYLOAD))
@@ -225,7 +225,9 @@ def save(epoch: int, revision: int = 0) -> SaveEpoch:
     return SaveEpoch(membership=membership, line=None, retained=None)
 
 
-def test_what_parity_fetches_is_counted_and_what_a_rebuild_fetches_is_not(member: Member) -> None:
+def test_what_parity_fetches_is_counted_and_what_a_rebuild_fetches_is_not(
+    member: WorkingMember,
+) -> None:
     built = member.run(BUILD)
     assert isinstance(built, ParityBuilt) and built.error == ""
     assert member.traffic.received_bytes == len(PAYLOAD)
@@ -234,7 +236,7 @@ def test_what_parity_fetches_is_counted_and_what_a_rebuild_fetches_is_not(member
     assert member.traffic.received_bytes == len(PAYLOAD)
 
 
-def test_a_manifest_comes_from_the_first_peer_that_has_it(member: Member) -> None:
+def test_a_manifest_comes_from_the_first_peer_that_has_it(member: WorkingMember) -> None:
     done = member.run(FETCH)
     assert isinstance(done, ManifestFetched)
     assert (done.manifest, done.layout) == (encode_manifest(manifest_of(1)), layout_of(1))
@@ -245,7 +247,7 @@ def test_a_manifest_comes_from_the_first_peer_that_has_it(member: Member) -> Non
     assert "n0: silent; n1 has another one" in other.error
 
 
-def test_a_kept_manifest_is_not_asked_for_again(member: Member) -> None:
+def test_a_kept_manifest_is_not_asked_for_again(member: WorkingMember) -> None:
     for slot in range(2):
         done = member.run(replace(BUILD, slot=slot))
         assert isinstance(done, ParityBuilt)
@@ -253,7 +255,7 @@ def test_a_kept_manifest_is_not_asked_for_again(member: Member) -> None:
     assert member.peer.asked == ["n1"]
 
 
-def test_work_of_an_ended_epoch_gives_up_and_checks_do_not(member: Member) -> None:
+def test_work_of_an_ended_epoch_gives_up_and_checks_do_not(member: WorkingMember) -> None:
     gate = threading.Event()
     blocked = [member.executor.submit(gate.wait, TIMEOUT_S) for _ in range(2)]
     waiting = [member.worker.submit(effect) for effect in (BUILD, FETCH, VERIFY)]
@@ -268,7 +270,7 @@ def test_work_of_an_ended_epoch_gives_up_and_checks_do_not(member: Member) -> No
     assert verified.ok
 
 
-def test_a_new_revision_of_the_same_epoch_ends_nothing(member: Member) -> None:
+def test_a_new_revision_of_the_same_epoch_ends_nothing(member: WorkingMember) -> None:
     gate = threading.Event()
     blocked = [member.executor.submit(gate.wait, TIMEOUT_S) for _ in range(2)]
     waiting = member.worker.submit(FETCH)
@@ -280,7 +282,7 @@ def test_a_new_revision_of_the_same_epoch_ends_nothing(member: Member) -> None:
     assert done.error == ""
 
 
-def test_an_abandoned_job_transfers_nothing_more(member: Member) -> None:
+def test_an_abandoned_job_transfers_nothing_more(member: WorkingMember) -> None:
     member.worker.abandon()
     done = member.run(BUILD)
     assert isinstance(done, ParityBuilt)
@@ -307,7 +309,7 @@ def test_an_abandoned_job_transfers_nothing_more(member: Member) -> None:
     ids=lambda value: type(value).__name__ if not isinstance(value, type) else "",
 )
 def test_a_background_effect_that_fails_ends_in_its_event_too(
-    member: Member, effect: Background, kind: type
+    member: WorkingMember, effect: Background, kind: type
 ) -> None:
     member.peer.silent = True
     done = member.run(effect)
@@ -321,14 +323,14 @@ def test_a_background_effect_that_fails_ends_in_its_event_too(
         assert str(done.error)
 
 
-def test_a_refused_allocation_says_the_two_numbers(member: Member) -> None:
+def test_a_refused_allocation_says_the_two_numbers(member: WorkingMember) -> None:
     done = member.run(replace(ALLOCATE, parity_bytes=1 << 30))
     assert isinstance(done, ArenaReady)
     assert isinstance(done.error, MemoryBudgetError)
     assert done.error.needed_bytes > done.error.available_bytes > 0
 
 
-def test_effects_at_once_change_what_is_held(member: Member) -> None:
+def test_effects_at_once_change_what_is_held(member: WorkingMember) -> None:
     worker, storage = member.worker, member.storage
     member.run(BUILD)
     assert storage.describe(1, GENERATION) is not None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_protos import codec, control_pb2
 from holdfast_protos.changes import change_between, changed
 
 
-def place(index: int, node: str) -> MemberPlace:
-    return MemberPlace(
+def member(index: int, node: str) -> Member:
+    return Member(
         index=index,
         node=node,
         memory_id=f"memory of {node}",
@@ -24,12 +24,12 @@ BASE = Membership(
     job="default.job",
     epoch=3,
     revision=2,
-    members=tuple(place(index, f"n{index}") for index in (0, 2, 5, 7)),
+    members=tuple(member(index, f"n{index}") for index in (0, 2, 5, 7)),
     nproc_per_node=2,
     groups=((0, 2), (5, 7)),
 )
 MOVED = replace(
-    BASE, epoch=4, revision=0, members=(*BASE.members[:2], place(5, "spare"), BASE.members[3])
+    BASE, epoch=4, revision=0, members=(*BASE.members[:2], member(5, "spare"), BASE.members[3])
 )
 
 
@@ -41,14 +41,14 @@ def arrive(base: Membership, change: control_pb2.MembershipChange) -> Membership
 def test_a_new_epoch_of_the_same_places_is_small_and_arrives() -> None:
     following = replace(BASE, epoch=4, revision=0)
     change = change_between(BASE, following)
-    assert change is not None and not change.places
+    assert change is not None and not change.members
     assert arrive(BASE, change) == following
 
 
 def test_only_the_places_that_differ_are_in_it() -> None:
     change = change_between(BASE, MOVED)
     assert change is not None
-    assert [each.index for each in change.places] == [5]
+    assert [each.index for each in change.members] == [5]
     assert arrive(BASE, change) == MOVED
     assert arrive(MOVED, change_between(MOVED, BASE) or change) == BASE
 
@@ -70,7 +70,7 @@ def test_what_differs_in_more_is_sent_whole() -> None:
 def test_it_is_not_applied_to_another_membership_of_the_same_version() -> None:
     change = change_between(BASE, MOVED)
     assert change is not None
-    other = replace(BASE, members=(place(0, "elsewhere"), *BASE.members[1:]))
+    other = replace(BASE, members=(member(0, "elsewhere"), *BASE.members[1:]))
     assert arrive(other, change) is None
 
 
@@ -85,5 +85,5 @@ def test_the_base_is_left_as_it_is() -> None:
 def test_a_place_that_nobody_has_is_refused() -> None:
     change = change_between(BASE, MOVED)
     assert change is not None
-    change.places[0].index = 6
+    change.members[0].index = 6
     assert arrive(BASE, change) is None

@@ -22,7 +22,7 @@ from holdfast_core.errors import (
 from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import FailedLoad, PersistOrder, RankFile, StoredUnit
 from holdfast_protos import codec, peer_pb2, values_pb2
@@ -52,7 +52,7 @@ def _whole(kind: type[Value], **fields: st.SearchStrategy[Any]) -> st.SearchStra
 GENERATIONS = st.builds(Generation, U64, U64)
 LINES = _whole(Line, generation=st.none() | GENERATIONS, reason=TEXT, stored=st.booleans())
 PLACES = _whole(
-    MemberPlace,
+    Member,
     index=U32,
     node=TEXT,
     memory_id=TEXT,
@@ -185,7 +185,7 @@ def memberships(draw: st.DrawFn) -> Membership:
         epoch=draw(U64),
         revision=draw(U64),
         members=tuple(
-            MemberPlace(
+            Member(
                 index=index,
                 node=draw(TEXT),
                 memory_id=draw(TEXT),
@@ -209,7 +209,7 @@ ROUND_TRIPS: dict[
 ] = {
     "generation": (GENERATIONS, codec.generation_to_proto, codec.generation_from_proto),
     "line": (LINES, codec.line_to_proto, codec.line_from_proto),
-    "place": (PLACES, codec.member_place_to_proto, codec.member_place_from_proto),
+    "place": (PLACES, codec.member_to_proto, codec.member_from_proto),
     "membership": (memberships(), codec.membership_to_proto, codec.membership_from_proto),
     "snapshot": (SNAPSHOTS, codec.snapshot_entry_to_proto, codec.snapshot_entry_from_proto),
     "parity": (PARITIES, codec.parity_entry_to_proto, codec.parity_entry_from_proto),
@@ -251,7 +251,7 @@ def test_the_first_generation_is_not_mistaken_for_none() -> None:
 def _membership(**changes: Any) -> values_pb2.Membership:
     fields: dict[str, Any] = {
         "job": "j",
-        "members": [values_pb2.MemberPlace(index=0), values_pb2.MemberPlace(index=1)],
+        "members": [values_pb2.Member(index=0), values_pb2.Member(index=1)],
         "nproc_per_node": 1,
         "groups": [values_pb2.ParityGroup(members=[0, 1])],
         "redundancy": "RAIM5",
@@ -263,7 +263,7 @@ def _membership(**changes: Any) -> values_pb2.Membership:
     ("changes", "named"),
     [
         ({"members": []}, "unique and ascending"),
-        ({"members": [values_pb2.MemberPlace(index=1)] * 2}, "unique and ascending"),
+        ({"members": [values_pb2.Member(index=1)] * 2}, "unique and ascending"),
         ({"groups": [values_pb2.ParityGroup(members=[0])]}, "parity groups"),
         ({"nproc_per_node": 0}, "no ranks"),
         ({"redundancy": "RAIM7"}, "RAIM7"),

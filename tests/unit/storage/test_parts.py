@@ -15,8 +15,8 @@ from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import piece_digests
 from holdfast_core.snapshots.manifests import Manifest
-from holdfast_storage.generic import GenericPlace
-from holdfast_storage.opening import open_place
+from holdfast_storage.generic import GenericRoot
+from holdfast_storage.opening import open_root
 from holdfast_storage.retrying import Retry
 from holdfast_storage.s3 import _batches
 from holdfast_storage.s3_calls import PartBody
@@ -121,17 +121,17 @@ def test_a_body_reads_as_a_file_and_goes_as_it_lies(data: bytes, cuts: list[int]
 )
 def test_uris_that_name_no_one_place_are_refused(uri: str) -> None:
     with pytest.raises(InvalidJobError, match="not a place for copies"):
-        open_place(uri, {}, Retry())
+        open_root(uri, {}, Retry())
 
 
 def test_a_kind_of_storage_that_is_not_known_is_named() -> None:
     with pytest.raises(InvalidJobError, match="nowhere://x"):
-        open_place("nowhere://x/y", {}, Retry())
+        open_root("nowhere://x/y", {}, Retry())
 
 
 def test_a_kind_of_storage_without_its_package_says_what_to_install() -> None:
     with pytest.raises(StorageError, match=r"opening gs://bucket/x: .*install what it names"):
-        open_place("gs://bucket/x", {}, Retry())
+        open_root("gs://bucket/x", {}, Retry())
 
 
 def test_errors_of_a_file_system_that_are_all_its_own_are_translated() -> None:
@@ -141,6 +141,6 @@ def test_errors_of_a_file_system_that_are_all_its_own_are_translated() -> None:
         def info(self, path: str, **more: Any) -> Any:
             raise LookupError(f"no account for {path}")
 
-    place = GenericPlace(Failing(), "/tier")
+    root = GenericRoot(Failing(), "/tier")
     with pytest.raises(StorageError, match=r"looking at /tier/x: LookupError: .*credentials"):
-        place.size("x")
+        root.size("x")

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 from holdfast_core.errors import CorruptError, StorageError
 from holdfast_storage.failing import WriteStoppedError
 from holdfast_storage.retrying import Retry
-from holdfast_storage.s3 import IN_FLIGHT, S3Place
+from holdfast_storage.s3 import IN_FLIGHT, S3Root
 from holdfast_storage.s3_calls import PartBody
 
 PART = 100
@@ -96,8 +96,8 @@ def client() -> Client:
 
 
 @pytest.fixture
-def place(client: Client) -> S3Place:
-    return S3Place(FileSystem(client), "bucket", "/prefix/", retry=QUICK, part_bytes=PART)
+def root(client: Client) -> S3Root:
+    return S3Root(FileSystem(client), "bucket", "/prefix/", retry=QUICK, part_bytes=PART)
 
 
 def _error(status: int, code: str) -> ClientError:
@@ -113,9 +113,9 @@ def _views(data: bytes) -> Iterator[memoryview]:
 DATA = bytes(index % 251 for index in range(SIZE))
 
 
-def test_parts_go_from_where_they_lie_two_at_a_time(client: Client, place: S3Place) -> None:
+def test_parts_go_from_where_they_lie_two_at_a_time(client: Client, root: S3Root) -> None:
     client.pairs = True
-    place.write("job/file", SIZE, _views(DATA), threading.Event())
+    root.write("job/file", SIZE, _views(DATA), threading.Event())
     assert b"".join(client.parts[number] for number in sorted(client.parts)) == DATA
     assert [len(client.parts[n]) for n in sorted(client.parts)] == [PART] * 10 + [50]
     assert set(client.objects) == {id(DATA)}
@@ -123,42 +123,42 @@ def test_parts_go_from_where_they_lie_two_at_a_time(client: Client, place: S3Pla
     assert client.calls == ["create", "complete"]
 
 
-def test_what_fits_into_a_part_is_one_request(client: Client, place: S3Place) -> None:
-    place.write("job/file", 5, [memoryview(b"he"), memoryview(b"llo")], threading.Event())
+def test_what_fits_into_a_part_is_one_request(client: Client, root: S3Root) -> None:
+    root.write("job/file", 5, [memoryview(b"he"), memoryview(b"llo")], threading.Event())
     assert client.calls == ["put hello"]
 
 
-def test_a_part_is_sent_again_and_then_given_up(client: Client, place: S3Place) -> None:
+def test_a_part_is_sent_again_and_then_given_up(client: Client, root: S3Root) -> None:
     client.failing = {2: [_error(503, "SlowDown")] * 2}
-    place.write("job/file", SIZE, _views(DATA), threading.Event())
+    root.write("job/file", SIZE, _views(DATA), threading.Event())
     assert client.calls == ["create", "complete"]
     client.failing = {2: [_error(503, "SlowDown")] * 3}
     with pytest.raises(StorageError, match="503 SlowDown; after 3 attempts"):
-        place.write("job/file", SIZE, _views(DATA), threading.Event())
+        root.write("job/file", SIZE, _views(DATA), threading.Event())
     assert client.calls[2:] == ["create", "abort"]
 
 
-def test_what_cannot_pass_is_not_sent_again(client: Client, place: S3Place) -> None:
+def test_what_cannot_pass_is_not_sent_again(client: Client, root: S3Root) -> None:
     client.failing = {1: [_error(403, "AccessDenied")]}
     with pytest.raises(StorageError, match="403 AccessDenied; check the daemon's credentials"):
-        place.write("job/file", SIZE, _views(DATA), threading.Event())
+        root.write("job/file", SIZE, _views(DATA), threading.Event())
     assert client.calls == ["create", "abort"]
 
 
-def test_a_source_that_fails_aborts_the_upload(client: Client, place: S3Place) -> None:
+def test_a_source_that_fails_aborts_the_upload(client: Client, root: S3Root) -> None:
     def breaks() -> Iterator[memoryview]:
         yield memoryview(DATA)[:500]
         raise CorruptError("piece 1")
 
     with pytest.raises(CorruptError, match="piece 1"):
-        place.write("job/file", SIZE, breaks(), threading.Event())
+        root.write("job/file", SIZE, breaks(), threading.Event())
     assert client.calls == ["create", "abort"]
     assert client.flying == 0
 
 
 @pytest.mark.parametrize("parts", [1, 5], ids=["the last", "a part"])
 def test_a_stop_does_not_wait_for_a_server_that_hangs(
-    client: Client, place: S3Place, parts: int
+    client: Client, root: S3Root, parts: int
 ) -> None:
     client.hold = True
     stop = threading.Event()
@@ -170,5 +170,5 @@ def test_a_stop_does_not_wait_for_a_server_that_hangs(
     threading.Thread(target=stop_once_it_began).start()
     nbytes = PART + parts
     with pytest.raises(WriteStoppedError):
-        place.write("job/file", nbytes, _views(DATA[:nbytes]), stop)
+        root.write("job/file", nbytes, _views(DATA[:nbytes]), stop)
     assert client.calls == ["create", "abort"]

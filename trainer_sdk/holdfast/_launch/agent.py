@@ -70,7 +70,7 @@ class HoldfastAgent(LocalElasticAgent):
         )
         self._membership = rendezvous
         self._grace_s, self._last_lines = grace_s, last_lines
-        self._tell_waiting = tell_waiting
+        self._record_waiting = tell_waiting
         self._started = False
         rendezvous.kill = self.kill_workers
 
@@ -103,12 +103,12 @@ class HoldfastAgent(LocalElasticAgent):
                     raise
                 if not told:
                     log.warning("workers wait for room: %s; %s", error, NO_ROOM)
-                    self._tell_waiting(f"NoRoom: {error.strerror}; {NO_ROOM}")
+                    self._record_waiting(f"NoRoom: {error.strerror}; {NO_ROOM}")
                 told = True
                 if self._membership.wait_ended(ROOM_S):
                     raise EpochEndedError from error
             else:
-                self._tell_waiting("")  # an agent of an earlier epoch may have waited
+                self._record_waiting("")  # an agent of an earlier epoch may have waited
                 self._started = True
                 return workers
 

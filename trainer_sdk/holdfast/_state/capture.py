@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast._state.conventions import TensorPlace, UnitNamer, place_tensor
+from holdfast._state.conventions import TensorKey, UnitNamer, key_of_tensor
 from holdfast._state.dtensors import first_of_sharded_stack, global_box, is_sharded, local_of
 from holdfast._state.groups import Members, ParamGroups, check_optimizers
 from holdfast._state.in_place import Watched
@@ -90,7 +90,7 @@ class Anchor:
     parameter: torch.Tensor
     index: int | None
     """Index of the slice of a stacked parameter; None for the whole."""
-    place: TensorPlace
+    place: TensorKey
 
 
 class LiveState:
@@ -232,7 +232,7 @@ class LiveState:
         self,
         optimizer: int,
         parameter: torch.Tensor,
-        place: TensorPlace,
+        place: TensorKey,
         role: TensorRole | None = None,
     ) -> Iterator[TensorSource]:
         """Yield the sources of one parameter, and add the anchors for its states."""
@@ -267,10 +267,10 @@ class LiveState:
             for i, parameter in enumerate(foreign):
                 if masters:
                     base = self.anchors[self.names[id(match[i])]].place
-                    place = TensorPlace(base.unit, f"{base.name}/master", base.stacked)
+                    place = TensorKey(base.unit, f"{base.name}/master", base.stacked)
                 else:
                     name = f"{_ORPHAN}{index}/parameter{i}"
-                    place = TensorPlace(UnitKey(None, UnitKind.OTHER), name)
+                    place = TensorKey(UnitKey(None, UnitKind.OTHER), name)
                 self.names[id(parameter)] = place.name
                 yield from self._add(index, parameter, place, TensorRole.MASTER)
 
@@ -302,7 +302,7 @@ class LiveState:
                         yield from self._state(parameter, place, key, value)
 
     def _state(
-        self, parameter: torch.Tensor, place: TensorPlace, key: str, value: torch.Tensor
+        self, parameter: torch.Tensor, place: TensorKey, key: str, value: torch.Tensor
     ) -> Iterator[TensorSource]:
         role = TensorRole.MASTER if key in MASTER_KEYS else TensorRole.OPTIMIZER
         local = readable(f"{place.name}:{key}", value)
@@ -344,11 +344,11 @@ class LiveState:
         tensor: torch.Tensor,
         local: torch.Tensor,
         modules: Mapping[str, nn.Module],
-    ) -> TensorPlace:
+    ) -> TensorKey:
         first = first_of_sharded_stack(tensor)
-        place = place_tensor(name, local, modules, ep_index=self._ep_index, first_in_stack=first)
+        place = key_of_tensor(name, local, modules, ep_index=self._ep_index, first_in_stack=first)
         unit = self._units(name, tensor) if self._units is not None else None
-        return place if unit is None else TensorPlace(unit, place.name)
+        return place if unit is None else TensorKey(unit, place.name)
 
     def is_private(self, name: str) -> bool:
         """Whether no other rank holds the tensor `name`, which need not exist yet. Unknown names
@@ -399,7 +399,7 @@ def _tensors_in(state: Mapping[object, object]) -> Iterator[object]:
     return (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _slice_of(place: TensorPlace, i: int) -> tuple[UnitKey, str]:
+def _slice_of(place: TensorKey, i: int) -> tuple[UnitKey, str]:
     """Unit and name of slice `i` of a stacked tensor."""
     unit = place.unit
     assert unit.expert is not None

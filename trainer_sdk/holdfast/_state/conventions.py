@@ -32,7 +32,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorKey:
     """Unit and name of a tensor of the model."""
 
     unit: UnitKey
@@ -49,14 +49,14 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def place_tensor(
+def key_of_tensor(
     name: str,
     tensor: torch.Tensor,
     modules: Mapping[str, nn.Module],
     *,
     ep_index: int,
     first_in_stack: int | None = None,
-) -> TensorPlace:
+) -> TensorKey:
     """Find the unit and the name of `tensor`.
 
     Args:
@@ -80,21 +80,21 @@ def place_tensor(
             local = sum(1 for _ in _children(name, "experts", modules))
             expert = ep_index * local + int(parts[inner])
             parts[inner] = str(expert)
-            return TensorPlace(UnitKey(layer, UnitKind.EXPERT, expert), ".".join(parts))
+            return TensorKey(UnitKey(layer, UnitKind.EXPERT, expert), ".".join(parts))
     else:
         layer = numbers[0] if numbers else None  # type: ignore[assignment]  # narrowed below
     if not _GATES.isdisjoint(parts[:-1]):
         unit = UnitKey(layer, UnitKind.GATE) if layer is not None else UnitKey(None, UnitKind.OTHER)
-        return TensorPlace(unit, plain)
+        return TensorKey(unit, plain)
     if owner is not None and _is_stack(name, tensor, owner):
         first = first_in_stack if first_in_stack is not None else ep_index * tensor.shape[0]
-        return TensorPlace(UnitKey(layer or 0, UnitKind.EXPERT, first), plain, stacked=True)
+        return TensorKey(UnitKey(layer or 0, UnitKind.EXPERT, first), plain, stacked=True)
     if layer is not None:
-        return TensorPlace(UnitKey(layer, UnitKind.DENSE), plain)
+        return TensorKey(UnitKey(layer, UnitKind.DENSE), plain)
     if isinstance(owner, nn.Embedding) or not _EMBEDDINGS.isdisjoint(parts):
-        return TensorPlace(UnitKey(None, UnitKind.EMBEDDING), plain)
+        return TensorKey(UnitKey(None, UnitKind.EMBEDDING), plain)
     kind = UnitKind.OTHER if _HEADS.isdisjoint(parts) else UnitKind.HEAD
-    return TensorPlace(UnitKey(None, kind), plain)
+    return TensorKey(UnitKey(None, kind), plain)
 
 
 def _children(name: str, called: str, modules: Mapping[str, nn.Module]) -> list[str]:

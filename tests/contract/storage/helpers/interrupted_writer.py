@@ -20,7 +20,7 @@ from tiers import QUICK
 
 from holdfast_core.durable.choice import MARK_FILE
 from holdfast_core.snapshots.generations import Generation
-from holdfast_storage.local import FileSteps, LocalPlace
+from holdfast_storage.local import FileSteps, LocalRoot
 from holdfast_storage.sets import SetStore
 
 OLD, NEW = Generation(1, 1), Generation(1, 2)
@@ -45,8 +45,8 @@ class CountedFiles(FileSteps):
 
 
 def local_store(directory: Path, files: FileSteps | None = None) -> SetStore:
-    place = LocalPlace(directory, files)
-    return SetStore(str(directory), JOB, place=place, grace_s=-60.0)
+    root = LocalRoot(directory, files)
+    return SetStore(str(directory), JOB, root=root, grace_s=-60.0)
 
 
 def write_new(store: SetStore) -> None:
@@ -110,8 +110,8 @@ def s3_store(uri: str, port: int, **options: Any) -> SetStore:
     """Over the server or proxy at `port`, with parts of the least size."""
     from holdfast_storage.s3 import open_s3
 
-    place = open_s3(uri, versitygw.options(port, **options), QUICK, part_bytes=5 * 1024 * 1024)
-    return SetStore(uri, JOB, place=place, grace_s=-60.0)
+    root = open_s3(uri, versitygw.options(port, **options), QUICK, part_bytes=5 * 1024 * 1024)
+    return SetStore(uri, JOB, root=root, grace_s=-60.0)
 
 
 if __name__ == "__main__":

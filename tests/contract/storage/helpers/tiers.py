@@ -9,10 +9,10 @@ from typing import Any
 import fsspec
 from stored_snapshots import JOB
 
-from holdfast_storage.generic import GenericPlace
-from holdfast_storage.opening import open_place
-from holdfast_storage.places import TierPlace
+from holdfast_storage.generic import GenericRoot
+from holdfast_storage.opening import open_root
 from holdfast_storage.retrying import Retry
+from holdfast_storage.roots import TierRoot
 from holdfast_storage.sets import SetStore
 
 QUICK = Retry(attempts=6, first_s=0.001, longest_s=0.004)
@@ -28,7 +28,7 @@ class TierUnderTest:
     """Below it no link is followed."""
 
     def store(self, **options: Any) -> SetStore:
-        settings = {"grace_s": -60.0, "place": self.place(), **options}
+        settings = {"grace_s": -60.0, "root": self.root(), **options}
         return SetStore(self.uri, JOB, **settings)
 
     def files(self) -> dict[str, int]:
@@ -52,7 +52,7 @@ class TierUnderTest:
         fs, root = fsspec.core.url_to_fs(self.uri, **self.options)
         fs.rm_file(f"{root}/{JOB}/{path}")
 
-    def place(self) -> TierPlace:
+    def root(self) -> TierRoot:
         if self.uri.startswith("memory://"):  # no kind for tiers, but its files need no server
-            return GenericPlace(*fsspec.core.url_to_fs(self.uri))
-        return open_place(self.uri, self.options, QUICK, top=self.top)
+            return GenericRoot(*fsspec.core.url_to_fs(self.uri))
+        return open_root(self.uri, self.options, QUICK, top=self.top)

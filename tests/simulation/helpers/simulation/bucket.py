@@ -18,7 +18,7 @@ from holdfast_core.durable.sets import MANIFEST_FILE, set_name
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Tier
-from holdfast_storage.places import StoredFile, Unfinished
+from holdfast_storage.roots import StoredFile, Unfinished
 from holdfast_storage.sets import SetStore
 
 JOB = "job"
@@ -60,7 +60,7 @@ class Bucket:
         return SetStore(
             "memory://virtual",
             JOB,
-            place=VirtualPlace(self, daemon),
+            root=VirtualRoot(self, daemon),
             wall=lambda: self.cluster.clock.now,
             grace_s=GRACE_S,
         )
@@ -124,8 +124,8 @@ class Bucket:
         return stored.generation
 
 
-class VirtualPlace:
-    """A `holdfast_storage.places.TierPlace` through which one daemon reaches the bucket."""
+class VirtualRoot:
+    """A `holdfast_storage.roots.TierRoot` through which one daemon reaches the bucket."""
 
     def __init__(self, bucket: Bucket, daemon: Daemon | None) -> None:
         self._bucket, self._daemon = bucket, daemon

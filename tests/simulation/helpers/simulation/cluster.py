@@ -29,7 +29,7 @@ from holdfast_core.protection.codes import code_for
 from holdfast_core.snapshots import layouts
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Inventory
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_daemon.engine.effects import Completion, Note
 from holdfast_daemon.memory.parity_blocks import ParityRecord
 
@@ -234,7 +234,7 @@ class Cluster(Faults):
             job="job",
             epoch=epoch,
             members=tuple(
-                MemberPlace(
+                Member(
                     index=i,
                     node=node,
                     memory_id=self.disks[node].memory_id,
@@ -309,7 +309,7 @@ class Cluster(Faults):
         for group in self.membership.groups:
             sound = holds_everything(self.membership, holdings, group, generation)
             # A silent member may be replaced at any time: it counts as lost already.
-            silent = any(self._is_silent(self.membership.place(m).node) for m in group)
+            silent = any(self._is_silent(self.membership.member(m).node) for m in group)
             if sound and not silent:
                 self.may_lose[group] = self.options.losses
 

@@ -67,7 +67,7 @@ class Faults(World):
         the one that answers, or the leader's."""
         # A transfer has many parts; other places must get their share of the faults.
         if self.membership is not None and self.clock.rng.random() < 0.3:
-            leader = self.membership.place(self.membership.leader).node
+            leader = self.membership.member(self.membership.leader).node
             victim = self.clock.rng.choice((owner, source, leader))
             self.strike(victim, f"while {owner} receives from {source}")
 
@@ -224,7 +224,7 @@ class Faults(World):
 
     def _kill_others(self, membership: Membership, group: tuple[int, ...], left: int) -> None:
         """Kill up to `left` more nodes of the group at the same instant."""
-        nodes = [membership.place(member).node for member in group]
+        nodes = [membership.member(member).node for member in group]
         alive = [node for node in nodes if node not in self.dead_nodes]
         for node in self.clock.rng.sample(alive, self.clock.rng.randint(0, left)):
             self.counts["killed_at_once"] += 1

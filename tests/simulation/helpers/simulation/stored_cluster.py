@@ -118,7 +118,7 @@ class StoredCluster(Cluster):
         member = self.membership.member_on(node)
         assert member is not None
         others = [m for m in self.membership.group_of(member) if m != member]
-        self._lose([node, self.membership.place(self.clock.rng.choice(others)).node])
+        self._lose([node, self.membership.member(self.clock.rng.choice(others)).node])
 
     def _lose_all(self, node: str) -> None:
         assert self.membership is not None

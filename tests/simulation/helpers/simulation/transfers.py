@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
-from simulation.bucket import JOB, Bucket, VirtualPlace
+from simulation.bucket import JOB, Bucket, VirtualRoot
 from simulation.disk import Disk
 from simulation.fibers import Broken
 from simulation.vault import Vault, VaultSets
@@ -21,7 +21,7 @@ from simulation.world import Daemon, World
 from holdfast_core.errors import HoldfastError, StaleEpochError, StorageError, UnreachableError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Manifest
-from holdfast_core.snapshots.membership import MemberPlace
+from holdfast_core.snapshots.membership import Member
 from holdfast_daemon.durable.loader import Loader, SetReader
 from holdfast_daemon.durable.persister import Persister
 from holdfast_daemon.durable.stored_sets import TierSets
@@ -61,7 +61,7 @@ class VirtualWorker(EffectWorker):
         def open_sets(uri: str, job: str) -> SetReader:
             if vault is not None:
                 return VaultSets(vault, lambda: daemon.pause_transfer(daemon.node))
-            return TierSets(uri, job, place=VirtualPlace(bucket, daemon))
+            return TierSets(uri, job, root=VirtualRoot(bucket, daemon))
 
         super().__init__(
             disk,
@@ -127,10 +127,10 @@ class Wire:
         return WireStream(chain((first,), parts), partial(self._wait, source))
 
     def fetch_manifest(
-        self, place: MemberPlace, job: str, epoch: int, rank: int, generation: Generation
+        self, member: Member, job: str, epoch: int, rank: int, generation: Generation
     ) -> tuple[bytes, bytes]:
         """Fetch a manifest and layout, as `parity.group.PeerClient` does."""
-        source = self._source(place.node, epoch)
+        source = self._source(member.node, epoch)
         return source.disk.describe(rank, generation) or (b"", b"")
 
     def _source(self, node: str, epoch: int) -> Daemon:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import (
     StorageLocation,
-    is_place,
+    is_storage_uri,
     location_of,
-    parse_place,
+    parse_storage_uri,
     read_location,
 )
 
@@ -60,7 +60,7 @@ TRICKS = [
 @pytest.mark.parametrize("uri", ADMITTED)
 def test_what_lies_within_a_location_is_admitted(uri: str) -> None:
     location = location_of(uri, "a.run", TEAMS)
-    assert parse_place(uri).is_within(location.place("a"))
+    assert parse_storage_uri(uri).is_within(location.uri("a"))
 
 
 @pytest.mark.parametrize("uri", TRICKS)
@@ -167,7 +167,7 @@ URIS = st.one_of(
 )
 PLACES = st.builds(
     lambda root, parts: "/".join([root, *parts]), ROOTS, st.lists(GOOD_PARTS, max_size=4)
-).filter(is_place)
+).filter(is_storage_uri)
 NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True)
 
 
@@ -196,19 +196,19 @@ def test_no_job_reaches_what_is_another_namespaces(one: str, other: str, tail: s
             found = location_of(theirs, f"{one}.run", TEAMS[:3])
         except InvalidJobError:
             continue
-        assert not parse_place(theirs).is_within(found.place(other))
+        assert not parse_storage_uri(theirs).is_within(found.uri(other))
 
 
 @given(PLACES)
 def test_a_place_that_is_written_out_is_read_as_the_same_place(uri: str) -> None:
-    place = parse_place(uri)
-    assert parse_place(str(place)) == place
+    place = parse_storage_uri(uri)
+    assert parse_storage_uri(str(place)) == place
 
 
 @given(URIS)
 def test_the_charts_pattern_admits_the_prefixes_that_can_be_read(prefix: str) -> None:
     matches = re.search(PREFIX_PATTERN, prefix) is not None
-    if is_place(prefix.replace("{namespace}", "x")):
+    if is_storage_uri(prefix.replace("{namespace}", "x")):
         assert matches
     elif matches:
         assert "::" in prefix or {".", ".."}.intersection(prefix.split("/"))

@@ -26,7 +26,7 @@ from holdfast_core.protection.recovery import (
 )
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 
 OLD, NEW = Generation(1, 5), Generation(1, 6)
 A, B = 0xA, 0xB
@@ -55,7 +55,7 @@ class State:
 
 def membership(groups: Groups, nproc_per_node: int = 1, epoch: int = 1) -> Membership:
     places = tuple(
-        MemberPlace(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
+        Member(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
         for i in sorted(m for group in groups for m in group)
     )
     return Membership(

@@ -19,7 +19,7 @@ from holdfast_core.protection.recovery import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 
 NOW = Generation(1, 6)
 KINDS = [(Redundancy.RAIM5, 1), (Redundancy.RAIM6, 1), (Redundancy.REPLICATION, 2)]
@@ -33,7 +33,7 @@ def membership_of(redundancy: Redundancy, replicas: int) -> Membership:
         job="default.a",
         epoch=1,
         members=tuple(
-            MemberPlace(index=i, node=f"n{i}", memory_id="", peer_address="", bulk_address="")
+            Member(index=i, node=f"n{i}", memory_id="", peer_address="", bulk_address="")
             for i in range(MEMBERS)
         ),
         nproc_per_node=LANES,

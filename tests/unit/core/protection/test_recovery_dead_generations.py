@@ -10,7 +10,7 @@ import pytest
 from holdfast_core.protection.recovery import dead_generations
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 
 RankState = tuple[str, str, int]
 """What a rank has of step 1 and of step 2 ("", "writing", "held"), and the last step it passed."""
@@ -18,7 +18,7 @@ RankState = tuple[str, str, int]
 
 def membership(n: int, epoch: int = 1) -> Membership:
     places = tuple(
-        MemberPlace(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
+        Member(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="", bulk_address="")
         for i in range(n)
     )
     return Membership(

@@ -8,12 +8,12 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.reports import MemberReport
 
 
-def place(index: int) -> MemberPlace:
-    return MemberPlace(
+def place(index: int) -> Member:
+    return Member(
         index=index,
         node=f"node-{index}",
         memory_id=f"memory-{index}",
@@ -57,13 +57,13 @@ def test_ranks_follow_the_order_of_members_not_their_indices() -> None:
 def test_members_are_found_by_node_and_groups_by_member() -> None:
     assert MEMBERSHIP.member_on("node-4") == 4
     assert MEMBERSHIP.member_on("spare") is None
-    assert MEMBERSHIP.place(7).node == "node-7"
+    assert MEMBERSHIP.member(7).node == "node-7"
     assert MEMBERSHIP.group_of(6) == (1, 6)
 
 
 @pytest.mark.parametrize("members", [(), (place(1), place(1)), (place(4), place(1))])
 def test_members_that_are_not_unique_and_ascending_are_refused(
-    members: tuple[MemberPlace, ...],
+    members: tuple[Member, ...],
 ) -> None:
     with pytest.raises(InvalidJobError, match="must be unique and ascending"):
         replace(MEMBERSHIP, members=members)

@@ -16,7 +16,7 @@ from holdfast_core.errors import CorruptError, InvalidJobError, StorageError
 from holdfast_core.job.locations import StorageLocation
 from holdfast_daemon.durable.access import NAMES, TierAccess, read_credentials
 from holdfast_daemon.durable_tier import DurableTier
-from holdfast_storage.places import TierPlace
+from holdfast_storage.roots import TierRoot
 
 JOB = "a.run"
 SECRET = "a-value-that-nobody-may-see"
@@ -51,26 +51,26 @@ def test_a_daemon_neither_writes_nor_reads_outside_its_locations(shared: Path, u
     with pytest.raises(InvalidJobError, match=r"no storage location|not a place for copies"):
         tier.open_sets(uri.format(shared=shared), JOB)
     with pytest.raises(InvalidJobError, match=r"no storage location|not a place for copies"):
-        access(shared).place(uri.format(shared=shared), JOB)
+        access(shared).root(uri.format(shared=shared), JOB)
 
 
 def test_a_daemon_without_locations_opens_nothing(shared: Path) -> None:
     with pytest.raises(InvalidJobError, match="Namespace a has none: ask the platform team"):
-        TierAccess(()).place(str(shared), JOB)
+        TierAccess(()).root(str(shared), JOB)
 
 
 def test_without_a_list_anything_that_a_person_writes_is_opened_but_no_memory(
     tmp_path: Path,
 ) -> None:
     anywhere = TierAccess(None, tmp_path / "memory")
-    anywhere.place(str(tmp_path / "copies"), "default.run").create("x", b"1")
+    anywhere.root(str(tmp_path / "copies"), "default.run").create("x", b"1")
     assert (tmp_path / "copies" / "x").read_bytes() == b"1"
     (tmp_path / "link").symlink_to(tmp_path / "memory")
     for uri in ("memory", "memory/jobs/x", "link/copies"):
         with pytest.raises(InvalidJobError, match="in the daemon's own memory"):
-            anywhere.place(str(tmp_path / uri), "default.run")
+            anywhere.root(str(tmp_path / uri), "default.run")
     with pytest.raises(InvalidJobError, match="not a place for copies"):
-        anywhere.place("memory://x", "default.run")
+        anywhere.root("memory://x", "default.run")
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_a_daemon_does_not_start_with_a_list_that_it_cannot_read(
 
 # --- links --------------------------------------------------------------------------------------
 
-STEPS: list[tuple[str, Callable[[TierPlace], object]]] = [
-    ("write", lambda place: place.write("run/file", 1, [memoryview(b"x")], threading.Event())),
-    ("create", lambda place: place.create("run/new", b"x")),
-    ("read", lambda place: place.read("run/file", 0, memoryview(bytearray(1)))),
-    ("size", lambda place: place.size("run/file")),
-    ("files", lambda place: place.files("run")),
-    ("delete", lambda place: place.delete(["run/file"])),
+STEPS: list[tuple[str, Callable[[TierRoot], object]]] = [
+    ("write", lambda root: root.write("run/file", 1, [memoryview(b"x")], threading.Event())),
+    ("create", lambda root: root.create("run/new", b"x")),
+    ("read", lambda root: root.read("run/file", 0, memoryview(bytearray(1)))),
+    ("size", lambda root: root.size("run/file")),
+    ("files", lambda root: root.files("run")),
+    ("delete", lambda root: root.delete(["run/file"])),
 ]
 
 
@@ -124,49 +124,49 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("link", ["", "run"], ids=["of the URI", "of the job"])
 @pytest.mark.parametrize("step", [step for _, step in STEPS], ids=[name for name, _ in STEPS])
 def test_no_directory_that_is_a_link_leads_to_anothers_copies(
-    shared: Path, step: Callable[[TierPlace], object], link: str
+    shared: Path, step: Callable[[TierRoot], object], link: str
 ) -> None:
-    place = access(shared).place(f"{shared}/a", JOB)
-    step(access(shared).place(f"{shared}/b", "b.run"))  # it would work there
+    root = access(shared).root(f"{shared}/a", JOB)
+    step(access(shared).root(f"{shared}/b", "b.run"))  # it would work there
     before = contents(shared / "b")
     (shared / "a").rename(shared / "old")
     (shared / "a" / link).parent.mkdir(exist_ok=True)
     (shared / "a" / link).symlink_to(shared / "b" / link)
     with pytest.raises(StorageError, match="put no links into a storage location"):
-        step(place)
+        step(root)
     assert contents(shared / "b") == before
 
 
 def test_no_file_that_is_a_link_is_read_or_written_through(shared: Path) -> None:
-    place = access(shared).place(f"{shared}/a", JOB)
+    root = access(shared).root(f"{shared}/a", JOB)
     (shared / "a" / "run" / "file").unlink()
     (shared / "a" / "run" / "file").symlink_to(shared / "b" / "run" / "file")
     with pytest.raises(StorageError, match="is a link, which is not followed"):
-        place.read("run/file", 0, memoryview(bytearray(1)))
-    assert place.size("run/file") is None
-    place.write("run/file", 1, [memoryview(b"x")], threading.Event())
+        root.read("run/file", 0, memoryview(bytearray(1)))
+    assert root.size("run/file") is None
+    root.write("run/file", 1, [memoryview(b"x")], threading.Event())
     assert contents(shared) == {"a/run/file": b"x", "b/run/file": b"b"}
 
 
 def test_links_of_the_platform_team_are_followed(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "mount").symlink_to(shared)
     for prefix in (f"{tmp_path}/mount/a", f"{tmp_path}/mount/{{namespace}}"):
-        place = TierAccess((StorageLocation(prefix=prefix),)).place(f"{tmp_path}/mount/a", JOB)
+        root = TierAccess((StorageLocation(prefix=prefix),)).root(f"{tmp_path}/mount/a", JOB)
         data = bytearray(1)
-        place.read("run/file", 0, memoryview(data))
+        root.read("run/file", 0, memoryview(data))
         assert data == b"a"
 
 
 def test_a_confined_place_leaves_no_descriptor_open(shared: Path) -> None:
-    place = access(shared).place(f"{shared}/a/deep/er", JOB)
+    root = access(shared).root(f"{shared}/a/deep/er", JOB)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(3):
-        place.write("run/file", 1, [memoryview(b"x")], threading.Event())
-        place.read("run/file", 0, memoryview(bytearray(1)))
+        root.write("run/file", 1, [memoryview(b"x")], threading.Event())
+        root.read("run/file", 0, memoryview(bytearray(1)))
         with pytest.raises(CorruptError):
-            place.read("run/file", 0, memoryview(bytearray(2)))
-        assert [item.path for item in place.files("run")] == ["run/file"]
-        place.delete(["run/file"])
+            root.read("run/file", 0, memoryview(bytearray(2)))
+        assert [item.path for item in root.files("run")] == ["run/file"]
+        root.delete(["run/file"])
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 

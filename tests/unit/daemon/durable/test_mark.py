@@ -15,7 +15,7 @@ from holdfast_core.errors import StorageError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Tier
 from holdfast_daemon.durable.stored_sets import TierSets
-from holdfast_storage.local import LocalPlace
+from holdfast_storage.local import LocalRoot
 from holdfast_storage.sets import SetStore
 
 GENERATION = Generation(3, 1200)
@@ -46,7 +46,7 @@ def test_the_mark_comes_with_the_first_set_and_says_what_it_is(tmp_path: Path) -
     assert mark.stat().st_mtime_ns == before.st_mtime_ns
 
 
-class MarklessPlace(LocalPlace):
+class MarklessRoot(LocalRoot):
     """Storage that takes everything but the mark."""
 
     def create(self, path: str, data: bytes) -> bool:
@@ -57,7 +57,7 @@ class MarklessPlace(LocalPlace):
 
 def test_no_set_is_complete_without_the_mark(tmp_path: Path) -> None:
     file = snapshot(0, GENERATION, world_size=1).store(store(tmp_path))
-    markless = SetStore(str(tmp_path), JOB, place=MarklessPlace(tmp_path))
+    markless = SetStore(str(tmp_path), JOB, root=MarklessRoot(tmp_path))
     with pytest.raises(StorageError, match=MARK_FILE):
         markless.commit(GENERATION, [file])
     assert TierSets(str(tmp_path), JOB).find().copies == ()

@@ -20,7 +20,7 @@ from holdfast_core.snapshots.layouts import (
     piece_digests,
 )
 from holdfast_core.snapshots.manifests import Manifest
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.allowance import Allowance
 from holdfast_daemon.durable.persister import Persister
@@ -47,7 +47,7 @@ GENERATION = Generation(3, 40)
 PAYLOAD = bytes(range(256)) * 40
 PLACES = bytes([1, 0, 1])
 TIMEOUT_S = 20
-PLACE = MemberPlace(index=0, node="a", memory_id="m", peer_address="p", bulk_address="b")
+PLACE = Member(index=0, node="a", memory_id="m", peer_address="p", bulk_address="b")
 MEMBERSHIP = Membership(job=JOB, epoch=3, members=(PLACE,), nproc_per_node=1, groups=((0,),))
 LAYOUT = encode_layout(
     Layout(

@@ -18,7 +18,7 @@ from holdfast_core.snapshots.layouts import (
     layout_id,
     piece_digests,
 )
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.pieces import bit_map
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.answers import Granted
@@ -53,7 +53,7 @@ LAYOUT = encode_layout(
 MEMBERSHIP = Membership(
     job="job",
     epoch=1,
-    members=(MemberPlace(index=0, node="n0", memory_id="m", peer_address="", bulk_address=""),),
+    members=(Member(index=0, node="n0", memory_id="m", peer_address="", bulk_address=""),),
     nproc_per_node=1,
     groups=((0,),),
     redundancy=Redundancy.NONE,

@@ -9,7 +9,7 @@ import pytest
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, encode_layout, layout_id
 from holdfast_core.snapshots.manifests import Manifest
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_core.snapshots.reports import Directive
 from holdfast_daemon.engine import loading, upkeep
 from holdfast_daemon.engine.effects import FreeSlot, LoadStored, OpenStored
@@ -26,7 +26,7 @@ TIER = Tier(uri="file:///tier", experts=1)
 
 
 def membership(epoch: int, tier: Tier = TIER) -> Membership:
-    place = MemberPlace(index=0, node="a", memory_id="a", peer_address="a", bulk_address="a")
+    place = Member(index=0, node="a", memory_id="a", peer_address="a", bulk_address="a")
     return Membership(
         job="job", epoch=epoch, members=(place,), nproc_per_node=1, groups=((0,),), tier=tier
     )

@@ -11,7 +11,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import Layout, encode_layout
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Tier
+from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import PersistOrder, RankFile
 from holdfast_daemon.engine import persist_leader, persisting
@@ -26,7 +26,7 @@ MEMBERSHIP = Membership(
     job="job",
     epoch=1,
     members=tuple(
-        MemberPlace(index=i, node=n, memory_id=n, peer_address=n, bulk_address=n)
+        Member(index=i, node=n, memory_id=n, peer_address=n, bulk_address=n)
         for i, n in enumerate("ab")
     ),
     nproc_per_node=1,

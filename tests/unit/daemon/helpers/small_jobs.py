@@ -15,7 +15,7 @@ from holdfast_core.snapshots.layouts import (
     piece_digests,
 )
 from holdfast_core.snapshots.manifests import Manifest, ParityEntry
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.memory.arenas import SealedSlot
 from holdfast_daemon.memory.files import RealFiles
 from holdfast_daemon.memory.job_storage import AdoptedJob, JobStorage
@@ -80,9 +80,7 @@ def record_of(step: int, nbytes: int = 5000) -> ParityRecord:
 
 def membership_of(epoch: int) -> Membership:
     places = tuple(
-        MemberPlace(
-            index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="h:1", bulk_address="h:2"
-        )
+        Member(index=i, node=f"n{i}", memory_id=f"m{i}", peer_address="h:1", bulk_address="h:2")
         for i in range(2)
     )
     return Membership(job=JOB, epoch=epoch, members=places, nproc_per_node=1, groups=((0, 1),))

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from holdfast_core.errors import MemoryBudgetError, ProtocolError, RateLimitedError
 from holdfast_core.snapshots.layouts import Layout, encode_layout
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon import logs, rates
 from holdfast_daemon.memory.arena_claims import ClaimRequest
 from holdfast_daemon.memory.job_storage import JobStorage
@@ -127,7 +127,7 @@ def test_a_job_gets_no_more_than_its_quota_although_the_node_has_more(tmp_path: 
     node = NodeStorage(tmp_path / "root", 1 << 24)
     job = JobStorage(node, "a.b")
     job.adopt()
-    place = MemberPlace(index=0, node="n", memory_id="m", peer_address="", bulk_address="")
+    place = Member(index=0, node="n", memory_id="m", peer_address="", bulk_address="")
     quota = 3 * 8192 + 2 * 4096
     members = Membership(
         job="a.b",

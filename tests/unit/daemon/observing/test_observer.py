@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import MemberPlace, Membership, Redundancy
+from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.host import JobHost
@@ -37,7 +37,7 @@ class Host:
         self.engine = JobEngine(
             job=JOB, node="a", memory_id="m", incarnation=1, settings=EngineSettings()
         )
-        place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
+        place = Member(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
         self.engine.memory.begin_epoch(
             Membership(
                 job=JOB,

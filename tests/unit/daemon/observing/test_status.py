@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.engine import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import (
     current_loss,
@@ -28,7 +28,7 @@ from holdfast_daemon.parity.traffic import NodeTraffic
 
 @pytest.fixture
 def memory() -> JobMemory:
-    place = MemberPlace(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
+    place = Member(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
     membership = Membership(job="job", epoch=5, members=(place,), nproc_per_node=1, groups=((0,),))
     memory = JobMemory(job="job", node="a", memory_id="m", incarnation=1)
     memory.begin_epoch(membership)

@@ -8,14 +8,14 @@ import pytest
 
 from holdfast_core.errors import StaleEpochError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.engine.effects import PeerSnapshot
 from holdfast_daemon.epoch_scope import EpochScope
 from holdfast_daemon.parity.group import GroupFetch
 from holdfast_daemon.parity.traffic import PART_BYTES, WINDOW_S, NodeTraffic
 from holdfast_daemon.transport.protocol import Kind, Request
 
-PLACE = MemberPlace(index=0, node="n", memory_id="m", peer_address="p", bulk_address="b")
+PLACE = Member(index=0, node="n", memory_id="m", peer_address="p", bulk_address="b")
 EPOCH = 3
 MIB = 1 << 20
 
@@ -71,7 +71,7 @@ class World:
     def seconds_for(self, nbytes: int, generation: Generation) -> float:
         """How long a fetch of a snapshot takes."""
         source = PeerSnapshot(
-            rank=0, position=0, place=PLACE, manifest_digest=1, payload_bytes=nbytes
+            rank=0, position=0, member=PLACE, manifest_digest=1, payload_bytes=nbytes
         )
         group = GroupFetch(
             bulk=self, job="job", epoch=EPOCH, generation=generation, sources={0: source}

@@ -68,7 +68,7 @@ def test_the_owner_is_told_when_it_happens_again_and_again() -> None:
     engine = decided_engine(2)
     told = [rebuild_wrongly(engine, owner=1) for _ in range(WRONG_REBUILDS)]
     assert told[:-1] == [[]] * (WRONG_REBUILDS - 1)
-    assert told[-1] == [SendSuspect(to=MEMBERSHIP.place(1), rank=2, generation=LINE)]
+    assert told[-1] == [SendSuspect(to=MEMBERSHIP.member(1), rank=2, generation=LINE)]
 
 
 def test_another_epoch_counts_anew() -> None:

@@ -277,7 +277,7 @@ class SmallCluster:
         self._tell_soon()
 
     def _tell_soon(self) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(self._tell()))
+        self._tasks.append(asyncio.get_running_loop().create_task(self._post()))
 
     def _run_pod(self, body: Object) -> None:
         metadata = body["metadata"]
@@ -294,7 +294,7 @@ class SmallCluster:
         self.api.objects.pop((PODS.plural, metadata["namespace"], metadata["name"]), None)
         self.pods.remove(metadata["namespace"], metadata["name"])
 
-    async def _tell(self) -> None:
+    async def _post(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 

@@ -292,25 +292,25 @@ class World:
 
     def lose_rank(self, rank: int) -> None:
         member = self.membership.member_of(rank)
-        self.daemons[self.membership.place(member).node].lost.add(rank)
+        self.daemons[self.membership.member(member).node].lost.add(rank)
 
     def exit_rank(self, rank: int, code: int, last_lines: str = "") -> None:
         """Lose the rank, and let its agent report its exit code and last lines."""
         self.lose_rank(rank)
         member = self.membership.member_of(rank)
-        daemon = self.daemons[self.membership.place(member).node]
+        daemon = self.daemons[self.membership.member(member).node]
         daemon.exits[rank], daemon.last_lines[rank] = code, last_lines
 
     def evict(self, member: int, why: str = "EvictionByEvictionAPI") -> None:
         """End the member's agent as the cluster does; its ranks are lost with it."""
-        place = self.membership.place(member)
+        place = self.membership.member(member)
         agent = self.agents[member, place.node]
         self.agents[member, place.node] = replace(agent, state=AgentState.STOPPING, disruption=why)
         self.daemons[place.node].lost |= set(self.membership.ranks_of(member))
 
     def vanish(self, member: int) -> None:
         """Delete the agent, as a user may."""
-        del self.agents[member, self.membership.place(member).node]
+        del self.agents[member, self.membership.member(member).node]
 
     def reap(self) -> None:
         """Let agents that are stopping end."""
@@ -338,7 +338,7 @@ class World:
         self.agents = {key: agent for key, agent in self.agents.items() if key[1] != name}
 
     def exit_agent(self, member: int, code: int) -> None:
-        key = (member, self.membership.place(member).node)
+        key = (member, self.membership.member(member).node)
         self.agents[key] = replace(self.agents[key], state=AgentState.EXITED, exit_code=code)
 
     def finish(self) -> None:

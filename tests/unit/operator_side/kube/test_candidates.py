@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from samples import make_job
 
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.control.server import ControlServer
 from holdfast_operator.kube.amounts import Amounts
 from holdfast_operator.kube.api import Object
@@ -68,7 +68,7 @@ class Region:
     def place(self, job: str, *names: str) -> None:
         """A job's members live on these nodes."""
         members = tuple(
-            MemberPlace(index=i, node=n, memory_id="m", peer_address="a:1", bulk_address="a:2")
+            Member(index=i, node=n, memory_id="m", peer_address="a:1", bulk_address="a:2")
             for i, n in enumerate(names)
         )
         groups = (tuple(range(len(names))),)

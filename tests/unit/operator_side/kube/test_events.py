@@ -44,7 +44,7 @@ class Desk:
 
 
 def tell(event: Event) -> Callable[[Recorder], None]:
-    return lambda recorder: recorder.tell(job_resource(), event)
+    return lambda recorder: recorder.post(job_resource(), event)
 
 
 def test_an_event_is_about_its_job() -> None:
@@ -65,7 +65,7 @@ def test_an_event_may_be_about_another_kind_of_object() -> None:
         "kind": "DaemonSet",
         "metadata": {"name": "d", "namespace": "hf", "uid": "u"},
     }
-    (event,) = Desk().posted(lambda recorder: recorder.tell(about, LOST))
+    (event,) = Desk().posted(lambda recorder: recorder.post(about, LOST))
     assert event["metadata"]["namespace"] == "hf"
     assert event["regarding"]["apiVersion"] == "apps/v1"
     assert event["regarding"]["kind"] == "DaemonSet"

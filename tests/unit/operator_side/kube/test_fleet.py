@@ -8,7 +8,7 @@ import pytest
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
-from holdfast_core.snapshots.membership import MemberPlace, Membership
+from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_operator.kube.api import Object
 from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, HEARTBEAT_S_MIN, ORPHAN_S
 from holdfast_operator.kube.resources import JOBS, PODS
@@ -37,7 +37,7 @@ def gauge(cluster: SmallCluster, name: str, **labels: str) -> float | None:
 
 def holding(name: str, node: str) -> Membership:
     """What the node's daemon kept of a job of one member."""
-    place = MemberPlace(
+    place = Member(
         index=0, node=node, memory_id=f"memory of {node}", peer_address="a:1", bulk_address="a:2"
     )
     return Membership(job=name, epoch=1, members=(place,), nproc_per_node=1, groups=((0,),))

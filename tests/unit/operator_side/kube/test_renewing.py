@@ -51,7 +51,7 @@ class Desk:
             clock=lambda: self.now,
         )
 
-    def tell(self, about: Object, event: Event) -> None:
+    def post(self, about: Object, event: Event) -> None:
         self.told.append((f"{about['kind']} {about['metadata']['name']}", event))
 
     def pod(self, node: str, version: str, *, ready: bool = True, begun: bool = True) -> None:

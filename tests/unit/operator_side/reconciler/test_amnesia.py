@@ -65,7 +65,7 @@ def test_two_memberships_of_one_epoch_are_replaced_by_a_third() -> None:
         epoch=2,
         members=(
             *other.members[:3],
-            world.membership.place(3).__class__(
+            world.membership.member(3).__class__(
                 index=3, node="n4", memory_id="memory-4", peer_address="", bulk_address=""
             ),
         ),

@@ -37,7 +37,7 @@ def test_an_announced_eviction_is_met_before_the_agent_ends() -> None:
         member=1, node="n1", state=AgentState.RUNNING, disruption="PreemptionByScheduler"
     )
     world.settle(1.0)
-    assert world.membership.epoch == 2 and world.membership.place(1).node == "n4"
+    assert world.membership.epoch == 2 and world.membership.member(1).node == "n4"
     assert key not in world.agents
 
 

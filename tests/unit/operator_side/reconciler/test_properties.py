@@ -69,7 +69,7 @@ def harm(world: World, kind: str, which: int) -> None:
 
 
 def harm_agent(world: World, kind: str, member: int) -> None:
-    place = world.membership.place(member)
+    place = world.membership.member(member)
     if (member, place.node) not in world.agents or place.node in world.gone:
         return
     match kind:

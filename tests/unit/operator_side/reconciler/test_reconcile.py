@@ -179,7 +179,7 @@ def test_a_daemon_that_comes_back_with_its_memory_changes_addresses_only() -> No
     world.revive_daemon("n1")
     world.settle(1.0)
     assert (world.membership.epoch, world.membership.revision) == (1, 1)
-    assert world.membership.place(1).peer_address == "n1:11"
+    assert world.membership.member(1).peer_address == "n1:11"
     assert world.told("DaemonBack") == ["the daemon on n1 is back with its memory"]
 
 
@@ -214,7 +214,7 @@ def test_a_node_that_lost_its_memory_begins_a_new_epoch_where_it_is() -> None:
     world.revive_daemon("n1", new_memory=True)
     world.settle()
     assert world.membership.epoch == 2
-    assert world.membership.place(1).memory_id == "memory-1'"
+    assert world.membership.member(1).memory_id == "memory-1'"
     assert world.told("Recovering") == [
         "member 1 lost its memory: node n1 came back with another; restart in place in epoch 2"
     ]

@@ -85,7 +85,7 @@ def test_a_recovery_that_was_cut_is_finished_once(kind: str, cut: int) -> None:
     assert len(world.published) == 2, "one epoch for one failure"
     assert world.membership.epoch == (2 if published else 3)
     assert (world.state.recoveries, world.state.counted) == (1, failure.counted)
-    assert world.membership.place(2).node == failure.node_of_member_2
+    assert world.membership.member(2).node == failure.node_of_member_2
     assert {key[0] for key in world.agents} == {0, 1, 2, 3} and len(world.agents) == 4
     assert all(agent.state is AgentState.RUNNING for agent in world.agents.values())
 

@@ -19,7 +19,7 @@ def look_s(members: int, *, lost: bool) -> float:
     world = running(make_job(nodes=members, spares=members // 100))
     if lost:
         for member in range(0, members, 100):
-            world.kill_node(world.membership.place(member).node)
+            world.kill_node(world.membership.member(member).node)
         world.settle(4.0)
         world.now += 1.5
         world.beat()

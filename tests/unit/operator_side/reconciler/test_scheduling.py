@@ -101,7 +101,7 @@ def test_a_member_without_room_tries_the_spares_each_once_and_stays() -> None:
     world = World(make_job(spares=2))
     world.full |= {"n2", "n4", "n5"}
     world.settle(10 * UNSCHEDULABLE_S)
-    assert [m.place(2).node for m in world.published] == ["n2", "n4", "n5"]
+    assert [m.member(2).node for m in world.published] == ["n2", "n4", "n5"]
     assert (world.state.counted, world.membership.epoch) == (0, 3)
     assert world.condition("Scheduled")[1] == "Unschedulable"
 

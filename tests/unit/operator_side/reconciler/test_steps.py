@@ -20,7 +20,7 @@ LOOK = Look(job=make_job(), observed=Observed(nodes={}), now=5.0)
 
 
 def _count(look: Look, state: ControlState) -> Step:
-    return Step(replace(state, counted=state.counted + 1)).tell(
+    return Step(replace(state, counted=state.counted + 1)).post(
         EventReason.ADOPTED, f"at {look.now:g} s"
     )
 

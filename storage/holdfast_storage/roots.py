@@ -1,4 +1,4 @@
-"""The interface that a set store needs of a place, whatever kind of storage it is.
+"""The interface that a set store needs of a root, whatever kind of storage it is.
 
 Paths are relative to the tier's root, with slashes, and made of names that `holdfast_core` has
 checked. All calls block. Failures raise a StorageError with advice; a missing file is None.
@@ -34,7 +34,7 @@ class Unfinished:
     """Time at which it was begun or last grew, as far as the storage reports it."""
 
 
-class TierPlace(Protocol):
+class TierRoot(Protocol):
     """The root of a tier."""
 
     def write(
@@ -43,7 +43,7 @@ class TierPlace(Protocol):
         """Make `path` appear with all of `parts`, `nbytes` in total, replacing an existing file.
 
         Nothing appears before the last byte is safe, nor when `parts` raises, as it does once
-        `stop` is set; a place that waits for a server checks `stop` itself.
+        `stop` is set; a root that waits for a server checks `stop` itself.
         """
 
     def create(self, path: str, data: bytes) -> bool:
