@@ -82,6 +82,23 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("arenas_overgrown", "Times that memory beyond arenas was taken back.", "job"),
     _gauge("saves_skipped_reported", "Saves skipped, by the count of the ranks here.", "job"),
     _gauge("saves_failed_reported", "Saves failed, by the count of the ranks here.", "job"),
+    _gauge(
+        "save_period_seconds",
+        "Time between the newest two saves, of the slowest rank here.",
+        "job",
+        unit="seconds",
+    ),
+    _gauge(
+        "save_staged_seconds",
+        "Time from a save until its tensors could change again, of the slowest rank here.",
+        "job",
+        unit="seconds",
+    ),
+    _gauge(
+        "save_interval_steps",
+        "Steps from snapshot to snapshot, where the job leaves them to measurement; else 0.",
+        "job",
+    ),
     _gauge("tokens_routed", "Tokens that the ranks here routed to experts, times those.", "job"),
     _gauge("tokens_lost", "Tokens of all ranks that recoveries have lost so far.", "job"),
     _gauge(

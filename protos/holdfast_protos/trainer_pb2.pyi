@@ -547,8 +547,9 @@ class ProgressReport(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
-    STEP_S_FIELD_NUMBER: _builtins.int
+    SAVE_PERIOD_S_FIELD_NUMBER: _builtins.int
     STAGED_S_FIELD_NUMBER: _builtins.int
+    INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     step: _builtins.int
@@ -556,8 +557,12 @@ class ProgressReport(_message.Message):
     failed: _builtins.int
     failure: _builtins.str
     """newest cause; empty when there is none"""
-    step_s: _builtins.float
+    save_period_s: _builtins.float
+    """between the newest two saves; 0: fewer than two"""
     staged_s: _builtins.float
+    """from the newest save until its tensors could change again"""
+    interval_steps: _builtins.int
+    """of an interval that follows from measurement; 0: none does"""
     @_builtins.property
     def loss(self) -> _values_pb2.LossReport:
         """of this rank; only where snapshots leave experts out"""
@@ -570,13 +575,14 @@ class ProgressReport(_message.Message):
         skipped: _builtins.int = ...,
         failed: _builtins.int = ...,
         failure: _builtins.str = ...,
-        step_s: _builtins.float = ...,
+        save_period_s: _builtins.float = ...,
         staged_s: _builtins.float = ...,
+        interval_steps: _builtins.int = ...,
         loss: _values_pb2.LossReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "loss", b"loss", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "interval_steps", b"interval_steps", "loss", b"loss", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,7 +57,7 @@ from holdfast_daemon.engine.effects import Completion, Effect, JobEvent, SaveEpo
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState
-from holdfast_daemon.engine.state import JobMemory, RankRecord, TrainerSession
+from holdfast_daemon.engine.state import JobMemory, RankRecord, SavePace, TrainerSession
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -486,6 +486,7 @@ class JobEngine:
         skipped: int = 0,
         failed: int = 0,
         failure: str = "",
+        pace: SavePace | None = None,
         loss: LossReport | None = None,
     ) -> None:
         """Record a rank's sign of life and the state of its saves."""
@@ -493,6 +494,7 @@ class JobEngine:
         if step > record.last_step:
             record.last_step, record.last_sign = step, now
         record.skipped, record.failed, record.failure = skipped, failed, failure
+        record.pace = pace or SavePace()
         record.loss = loss
 
     def agent_waits(self, after_epoch: int) -> bool:

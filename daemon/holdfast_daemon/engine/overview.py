@@ -17,7 +17,7 @@ from holdfast_core.snapshots.membership import Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RankHealth, RestoreSource
 from holdfast_daemon.engine.slots import ParityState, SlotState
-from holdfast_daemon.engine.state import JobMemory, RankRecord
+from holdfast_daemon.engine.state import JobMemory, RankRecord, SavePace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,7 @@ class RankOverview:
     """End of what that worker wrote to stderr."""
     skipped: int
     failed: int
+    pace: SavePace
     loss: LossReport | None
     committed: Generation | None
     """The newest snapshot of the rank that is sealed here."""
@@ -312,6 +313,7 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         last_lines=last_lines(memory, record),
         skipped=record.skipped,
         failed=record.failed,
+        pace=record.pace,
         loss=record.loss,
         committed=max(committed, default=None),
     )

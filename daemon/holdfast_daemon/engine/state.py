@@ -46,6 +46,18 @@ class TrainerSession:
     error: HoldfastError | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePace:
+    """Times of a rank's saves, as its trainer measured them."""
+
+    period_s: float = 0.0
+    """Seconds between the newest two saves; 0 before the second."""
+    staged_s: float = 0.0
+    """Seconds from the newest save until its tensors could change again."""
+    interval_steps: int = 0
+    """Steps from snapshot to snapshot where measurement decides; else 0."""
+
+
 @dataclass(slots=True)
 class RankRecord:
     """Record of one of this node's ranks."""
@@ -67,6 +79,7 @@ class RankRecord:
     failed: int = 0
     failure: str = ""
     """Newest cause of a failed save, in the SDK's words."""
+    pace: SavePace = SavePace()
     loss: LossReport | None = None
     """Cost of leaving experts out of snapshots; None where they hold everything."""
     restored: tuple[Generation | None, RestoreSource] | None = None

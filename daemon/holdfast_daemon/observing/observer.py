@@ -86,6 +86,7 @@ _DURATIONS: dict[type[Effect], str] = {
 }
 
 
+_PACE_GAUGES = ("save_period_seconds", "save_staged_seconds", "save_interval_steps")
 _LOSS_GAUGES = (
     "tokens_routed",
     "tokens_lost",
@@ -158,6 +159,7 @@ class NodeObserver:
             self._persisting(host, found)
             metrics.set("saves_skipped_reported", found.skipped, job=job)
             metrics.set("saves_failed_reported", found.failed, job=job)
+            self._pace(found)
             self._tokens(found)
             self._catalogue.publish_snapshot(job, status.as_json(host))
             for rank in found.ranks:
@@ -184,6 +186,16 @@ class NodeObserver:
         written = host.worker.persister.written_bytes
         metrics.add("persisted_bytes", written - self._written.get(job, 0), job=job)
         self._written[job] = written
+
+    def _pace(self, found: JobOverview) -> None:
+        """Set the times of saves: those of the slowest rank here, which training waits for."""
+        paces, metrics = [rank.pace for rank in found.ranks if rank.pid], self._metrics
+        if not paces:
+            metrics.forget_job(found.job, _PACE_GAUGES)
+            return
+        metrics.set("save_period_seconds", max(p.period_s for p in paces), job=found.job)
+        metrics.set("save_staged_seconds", max(p.staged_s for p in paces), job=found.job)
+        metrics.set("save_interval_steps", max(p.interval_steps for p in paces), job=found.job)
 
     def _tokens(self, found: JobOverview) -> None:
         """Set what leaving experts out of snapshots costs. There are sums beside the ratios,

@@ -7,6 +7,7 @@ sum that does not fit its field, would keep the others from arriving.
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 
 from holdfast_core.errors import InvalidJobError, ProtocolError
 from holdfast_core.snapshots.manifests import ExpertVersion
@@ -40,6 +41,11 @@ def shortened(failure: str) -> str:
 def counted(count: int) -> int:
     """A trainer's count, at most COUNT_MAX."""
     return min(count, COUNT_MAX)
+
+
+def duration_s(seconds: float) -> float:
+    """A trainer's duration; 0 for one that is no duration, since gauges show the longest."""
+    return seconds if 0 <= seconds < inf else 0.0
 
 
 def check_address(address: str) -> None:

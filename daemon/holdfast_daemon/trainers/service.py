@@ -31,6 +31,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
 from holdfast_core.states import RestorePhase
 from holdfast_daemon.engine import RestoreState
+from holdfast_daemon.engine.state import SavePace
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import DaemonMetrics
@@ -274,6 +275,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             skipped=request_limits.counted(request.skipped),
             failed=request_limits.counted(request.failed),
             failure=request_limits.shortened(request.failure),
+            pace=SavePace(
+                period_s=request_limits.duration_s(request.save_period_s),
+                staged_s=request_limits.duration_s(request.staged_s),
+                interval_steps=request.interval_steps,
+            ),
             loss=rank_loss_from_proto(request.loss) if request.HasField("loss") else None,
             now=host.now,
         )

@@ -126,8 +126,9 @@ class TrainerReport:
     skipped: int
     failed: int
     failure: str
-    step_s: float
+    save_period_s: float
     staged_s: float
+    interval_steps: int = 0
     loss: Loss = NO_LOSS
 
 
@@ -310,8 +311,9 @@ class GrpcClient:
             skipped=report.skipped,
             failed=report.failed,
             failure=report.failure,
-            step_s=report.step_s,
+            save_period_s=report.save_period_s,
             staged_s=report.staged_s,
+            interval_steps=report.interval_steps,
             loss=loss_to_proto(report.loss.report) if report.loss.report else None,
         )
         self._ask(self._stub.Progress, request)

@@ -26,7 +26,7 @@ class SaveCounters:
     """Newest cause of a skipped or failed save; empty when the last save succeeded."""
     step: int = 0
     """Step of the newest save."""
-    step_s: float = 0.0
+    save_period_s: float = 0.0
     """Time between the last two saves."""
     loss: Loss = NO_LOSS
     """Loss of training in experts that snapshots leave out; all 0 when they capture everything."""
@@ -53,9 +53,9 @@ class Tally:
         self._causes: set[str] = set()
         self._lock = threading.Lock()
 
-    def begin(self, step: int, step_s: float) -> None:
-        """Note that a save of `step` was called, `step_s` after the previous one."""
-        self.counters.step, self.counters.step_s = step, step_s
+    def begin(self, step: int, save_period_s: float) -> None:
+        """Note that a save of `step` was called, `save_period_s` after the previous one."""
+        self.counters.step, self.counters.save_period_s = step, save_period_s
         self.news = True
 
     def commit(self) -> None:
@@ -101,7 +101,8 @@ class Tally:
                 skipped=counters.skipped,
                 failed=counters.failed,
                 failure=problem or counters.failure,
-                step_s=counters.step_s,
+                save_period_s=counters.save_period_s,
                 staged_s=counters.staged_s,
+                interval_steps=counters.interval_steps,
                 loss=counters.loss,
             )

@@ -13,6 +13,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
 from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine.state import SavePace, TrainerSession
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
 from holdfast_daemon.observing.catalogue import MemoryCatalogue
@@ -37,12 +38,12 @@ class Host:
         self.engine = JobEngine(
             job=JOB, node="a", memory_id="m", incarnation=1, settings=EngineSettings()
         )
-        place = Member(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
+        member = Member(index=0, node="a", memory_id="m", peer_address="", bulk_address="")
         self.engine.memory.begin_epoch(
             Membership(
                 job=JOB,
                 epoch=1,
-                members=(place,),
+                members=(member,),
                 nproc_per_node=2,
                 groups=((0,),),
                 redundancy=redundancy,
@@ -154,3 +155,25 @@ def test_what_ranks_count_is_added_up(what: str) -> None:
     for rank, count in ((0, 3), (1, 4)):
         setattr(bench.host.engine.memory.rank(rank), what, count)
     assert bench.read(100.0, f"saves_{what}_reported") == 7
+
+
+def session_of(engine: JobEngine, rank: int, pid: int) -> None:
+    memory = engine.memory
+    session = TrainerSession(id=f"s{rank}", rank=rank, epoch=memory.epoch, layout_id="", pid=pid)
+    memory.sessions[session.id] = memory.rank(rank).session = session
+
+
+def test_saves_are_as_slow_as_the_slowest_rank_at_work() -> None:
+    bench = Bench()
+    engine = bench.host.engine
+    for rank, pid in ((0, 10), (1, 11)):
+        session_of(engine, rank, pid)
+    assert bench.read(1.0, "save_staged_seconds") == 0.0
+    for session, staged_s in (("s0", 0.25), ("s1", 0.5)):
+        pace = SavePace(period_s=2.0, staged_s=staged_s, interval_steps=4)
+        engine.progress(session, step=1, now=1.0, pace=pace)
+    names = ("save_staged_seconds", "save_period_seconds", "save_interval_steps")
+    assert [bench.read(2.0, name) for name in names] == [0.5, 2.0, 4]
+    for session in ("s0", "s1"):
+        engine.session_ended(session, clean=True, now=3.0)
+    assert [bench.read(4.0, name) for name in names] == [None] * 3

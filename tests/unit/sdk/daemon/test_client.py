@@ -197,13 +197,15 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
             skipped=2,
             failed=3,
             failure="f",
-            step_s=0.1,
+            save_period_s=0.1,
             staged_s=0.2,
+            interval_steps=3,
             loss=Loss(report=LOSS),
         )
     )
     said = service.seen[-1]
     assert (said.failed, said.failure) == (3, "f")
+    assert (said.save_period_s, said.staged_s, said.interval_steps) == (0.1, 0.2, 3)
     assert loss_from_proto(said.loss) == LOSS
 
 
