@@ -256,7 +256,7 @@ def _locations(pod: Document) -> list[StorageLocation]:
         ),
         (
             {"persistence": {"locations": [{"prefix": "/mnt", "secretName": "s3"}]}},
-            "/mnt has a secretName, and only s3 has credentials of a location's own",
+            "/mnt has a secretName, and only s3 locations can have their own credentials",
         ),
         ({"security": {"bulk": "none"}}, "must be one of 'authenticated', 'encrypted'"),
         (

@@ -48,7 +48,7 @@ VALID = {
     ),
     "the longest name": changed({"metadata.name": "n" * 52}),
     "another controller": changed({"spec.managedBy": "example.com/controller"}),
-    "what this version cannot do": changed(
+    "features that this version does not support": changed(
         {"spec.snapshot.policy.type": "Sparse", "spec.minNodes": 3}
         | {"spec.persistence": {"uri": "s3://bucket/run1"}}
     ),

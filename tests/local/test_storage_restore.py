@@ -91,7 +91,7 @@ def test_a_mount_point_without_its_file_system_is_waited_for_until_it_is_mounted
         restored = pool.submit(job.start_trainers)
         wait_for(
             "the daemon to say that it waits",
-            lambda: "it is not mounted" in job.daemon(0).job(job.name).get("problem", ""),
+            lambda: "is not mounted" in job.daemon(0).job(job.name).get("problem", ""),
         )
         assert not restored.done()
         held.rename(tmp_path / job.name)
@@ -139,5 +139,5 @@ def test_a_job_without_any_set_begins_from_the_beginning(
     job.form()
     restored = job.start_trainers()
     assert [generation for generation, _, _ in restored] == [None, None]
-    assert "holds no whole copy" in restored[0][2]
+    assert "holds no complete copy" in restored[0][2]
     job.train(1)

@@ -153,7 +153,7 @@ capabilities: {drop: [ALL]}
 {{- fail (printf "persistence.locations: %s can be read in more than one way: write it without '.', '..' and '::'" .prefix) }}
 {{- end }}
 {{- if and .secretName (not (hasPrefix "s3://" .prefix)) }}
-{{- fail (printf "persistence.locations: %s has a secretName, and only s3 has credentials of a location's own: remove it, and use daemon.storage" .prefix) }}
+{{- fail (printf "persistence.locations: %s has a secretName, and only s3 locations can have their own credentials: remove it, and use daemon.storage" .prefix) }}
 {{- end }}
 {{- if and .secretName $.credentials }}
 {{- $location = set $location "credentials" (printf "/etc/holdfast/storage/%s" .secretName) }}

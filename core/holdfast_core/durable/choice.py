@@ -84,8 +84,8 @@ def choose_copy(
     newest = max((copy.generation.epoch for copy in copies), default=0)
     if newest >= epoch:
         return CopyChoice(
-            reason=f"{tier.uri} holds generations of epoch {newest} of an earlier run; what comes "
-            f"next needs a greater epoch than that",
+            reason=f"{tier.uri} holds generations of an earlier run, up to epoch {newest}; the "
+            f"next epoch must be greater",
             beyond=newest,
         )
     if not copies and not found.unreadable:
@@ -93,7 +93,7 @@ def choose_copy(
             return CopyChoice(reason=_not_there(tier, copies))
         if tier.persisted and not found.marked:
             return CopyChoice(reason=_not_the_right_one(tier))
-        return CopyChoice(reason=f"{tier.uri} holds no whole copy of this job", fresh=True)
+        return CopyChoice(reason=f"{tier.uri} holds no complete copy of this job", fresh=True)
     wanted = [copy for copy in copies if tier.restore_from in ("", str(copy.generation))]
     if tier.restore_from and not wanted:
         return CopyChoice(reason=_not_there(tier, copies))
@@ -102,7 +102,7 @@ def choose_copy(
     for copy in wanted:
         why = unusable.get(copy.generation, "")
         if copy.world_size != world_size:
-            why = f"is of {copy.world_size} ranks and the job has {world_size}; {ELSEWHERE}"
+            why = f"has {copy.world_size} ranks and the job has {world_size}; {ELSEWHERE}"
         if why:
             refused.append((copy.generation, why))
         else:
@@ -127,10 +127,11 @@ def _not_there(tier: Tier, copies: list[StoredCopy]) -> str:
 
 def _not_the_right_one(tier: Tier) -> str:
     return (
-        f"{tier.uri} can be read and holds nothing of this job, although generation "
-        f"{tier.persisted} was put there: it is not mounted, or is another storage. The job waits, "
-        f"because a fresh start would lose what is there. Mount it; if its copies were removed on "
-        f"purpose, put an empty file {MARK_FILE} into the job's directory there"
+        f"{tier.uri} can be read but holds nothing of this job, although generation "
+        f"{tier.persisted} was written there: the storage is not mounted, or it is a different "
+        f"one. The job waits, because a fresh start would lose those copies. Mount the storage; "
+        f"if the copies were removed on purpose, put an empty file {MARK_FILE} into the job's "
+        f"directory there"
     )
 
 

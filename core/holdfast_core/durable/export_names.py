@@ -142,8 +142,8 @@ def exported(
             found[new] = _part(new, tensor, rule, index)
     if unknown:
         raise InvalidJobError(
-            f"no rule names {len(unknown)} tensors, such as {', '.join(unknown[:5])}; add a rule, "
-            f"or one without names to leave them out"
+            f"{len(unknown)} tensors match no rule, such as {', '.join(unknown[:5])}; add a rule "
+            f"that names them, or one without names that leaves them out"
         )
     return [found[name] for name in sorted(found)]
 

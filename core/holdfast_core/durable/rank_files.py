@@ -161,7 +161,7 @@ def decode_header(data: bytes) -> RankHeader:
     """
     declared = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if len(data) < _LENGTH_BYTES or declared != len(data) - _LENGTH_BYTES:
-        raise CorruptError(f"header declares {declared} bytes and has {len(data) - _LENGTH_BYTES}")
+        raise CorruptError(f"header declares {declared} bytes but has {len(data) - _LENGTH_BYTES}")
     try:
         metadata = _HEADER.decode(memoryview(data)[_LENGTH_BYTES:]).metadata
         layout, manifest = metadata.layout.encode(), metadata.manifest.encode()
@@ -171,7 +171,7 @@ def decode_header(data: bytes) -> RankHeader:
         raise CorruptError(f"header cannot be read: {error}") from error
     if metadata.format not in (FORMAT, SPARSE_FORMAT):
         raise CorruptError(
-            f"header is of format {metadata.format!r}; this version reads {FORMAT} and "
+            f"header has format {metadata.format!r}; this version reads {FORMAT} and "
             f"{SPARSE_FORMAT}"
         )
     decoded, text = _check(layout, manifest)
@@ -179,7 +179,10 @@ def decode_header(data: bytes) -> RankHeader:
     pieces = sparse.pieces if sparse is not None else ((0, total),)
     edges = [edge for run in pieces for edge in run]
     if sparse is not None and (edges != sorted(set(edges)) or edges[:1] < [0] or edges[-1] > total):
-        raise CorruptError(f"header says that pieces {pieces} of {total} follow it")
+        raise CorruptError(
+            f"header lists pieces {pieces} of {total}; they must be ascending, disjoint and "
+            f"inside the payload"
+        )
     return RankHeader(
         layout=layout,
         manifest=manifest,
@@ -231,13 +234,13 @@ def _check(layout: bytes, manifest: bytes) -> tuple[Manifest, Layout]:
     end = decoded.extras_offset + decoded.extras_bytes
     if layout_id(layout) != decoded.layout_id or text.rank != decoded.rank:
         raise CorruptError(
-            f"the manifest of rank {decoded.rank} is of layout {decoded.layout_id}, and the layout "
-            f"beside it is {layout_id(layout)} of rank {text.rank}"
+            f"the manifest of rank {decoded.rank} is of layout {decoded.layout_id}, but the "
+            f"layout beside it is {layout_id(layout)} of rank {text.rank}"
         )
     if decoded.extras_offset != text.extras_offset or not 0 <= end <= decoded.payload_bytes:
         raise CorruptError(
             f"the manifest of rank {decoded.rank} has extras at {decoded.extras_offset} to {end} "
-            f"of {decoded.payload_bytes} bytes, its layout at {text.extras_offset}"
+            f"of {decoded.payload_bytes} bytes, but its layout has them at {text.extras_offset}"
         )
     return decoded, text
 

@@ -77,8 +77,8 @@ def choose_removals(
     """
     if keep < 1 or keep_every < 0:
         raise InvalidJobError(
-            f"keep must be at least 1 and keep_every at least 0, and they are {keep} and "
-            f"{keep_every}: a tier that keeps nothing protects nothing"
+            f"keep is {keep} and keep_every is {keep_every}, but keep must be at least 1 and "
+            f"keep_every at least 0: a tier that keeps nothing protects nothing"
         )
     complete = sorted(
         (each.generation for each in found if each.state is SetState.COMPLETE), reverse=True
@@ -112,7 +112,7 @@ def choose_removals(
             case SetState.DAMAGED if newer >= keep:
                 reason = f"it is damaged, and {newer} newer sets are complete"
             case SetState.HOLDER if newer >= keep:
-                reason = "no set that is kept needs it any more"
+                reason = "no kept set needs it any more"
             case SetState.UNCOMMITTED if newer and each.modified_s < idle_since_s:
                 reason = f"it was never completed, and {complete[0]} is complete"
         if reason:

@@ -70,7 +70,7 @@ def why_due(tier: Tier, facts: Facts, *, portion: float = 1.0) -> str:
             counts as due.
     """
     if facts.wanted:
-        return "it was asked for"
+        return "it was requested"
     if facts.redundancy_lost:
         return "redundancy is lost"
     steps = facts.candidate.step - facts.base_step

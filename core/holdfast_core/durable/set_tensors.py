@@ -225,8 +225,8 @@ class _Placing:
         dim = next((dim for p, dim in self._patterns if p.fullmatch(parameter)), None)
         if dim is None:
             raise InvalidJobError(
-                f"nothing says how {parameter} of shape {list(shape)} is cut over tensor-parallel "
-                f"ranks; give tensor_parallel={{pattern: dimension}}, -1 for whole copies"
+                f"the tensor-parallel cut of {parameter} of shape {list(shape)} is unknown; give "
+                f"tensor_parallel={{pattern: dimension}}, -1 for whole copies"
             )
         return REPLICATED if dim == REPLICATED or dim >= len(shape) else dim
 

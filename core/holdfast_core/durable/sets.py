@@ -201,7 +201,10 @@ def check_units(units: Collection[StoredUnit], generation: Generation, where: st
         raise CorruptError(f"{where}: {error}") from error
     ages = all(unit.version <= unit.held_in <= generation for unit in units)
     if names != sorted(set(names)) or not kinds <= {UnitKind.EXPERT} or not ages:
-        raise CorruptError(f"{where} says of experts what cannot be")
+        raise CorruptError(
+            f"{where} has an invalid list of experts (duplicates, disorder, other units, or "
+            f"versions newer than the set): {names[:8]}"
+        )
 
 
 def checked_files(files: Sequence[RankFile], generation: Generation) -> tuple[RankFile, ...]:
@@ -280,7 +283,9 @@ def _from_json(file: _File, where: str) -> RankFile:
     except ValueError as error:
         raise CorruptError(f"{where}: {error}") from error
     if not sound:
-        raise CorruptError(f"{where} describes the file of rank {file.rank} as cannot be: {file}")
+        raise CorruptError(
+            f"{where} has impossible values for the file of rank {file.rank}: {file}"
+        )
     return RankFile(
         rank=file.rank,
         file=file.file,

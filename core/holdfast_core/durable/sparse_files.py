@@ -111,7 +111,7 @@ def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> 
     total = piece_count(manifest.payload_bytes, manifest.piece_bytes)
     kept: dict[str, StoredUnit] = {}
     older: tuple[ExpertVersion, ...] = ()
-    reason = "all experts: there is no copy before it that it could name"
+    reason = "all experts: there is no earlier copy to refer to"
     known = _of_rank(base, manifest) if base is not None else {}
     if base is not None and known:
         table, persisted = _in_storage(base.stored)
@@ -129,7 +129,7 @@ def plan_rank(layout: Layout, manifest: Manifest, base: Base | None, k: int) -> 
             )
         }
         older = _older(base, versions)
-        reason = f"{selection.reason}; {len(kept)} of this rank are named where they are"
+        reason = f"{selection.reason}; {len(kept)} of this rank stay in older copies"
     units = tuple(
         kept.get(unit)
         or StoredUnit(unit=unit, version=versions[unit].generation, held_in=generation)
@@ -246,7 +246,7 @@ def compose(
     slots = [(i, m, _versions(m)) for i, m in memory if m.layout_id == own.layout_id]
     for unit in units:
         if unit.unit not in runs or unit.unit not in captured:
-            raise CorruptError(f"the set says where {unit.unit} is, and its file does not know it")
+            raise CorruptError(f"the set lists {unit.unit}, but this rank's file does not")
         wanted = (captured[unit.unit].generation, unit.version)
         found = _in_memory(unit.unit, wanted, slots)
         from_memory += found is not None
@@ -301,8 +301,8 @@ def _in_file(
     fits = manifest.layout_id == own.layout_id
     if not fits or version is None or version.generation != unit.version:
         raise CorruptError(
-            f"generation {unit.held_in} does not hold version {unit.version} of {unit.unit}, as "
-            f"the manifest of {own.generation} says"
+            f"generation {unit.held_in} does not hold version {unit.version} of {unit.unit}, "
+            f"although the set of {own.generation} refers to it"
         )
     return index, manifest, version
 

@@ -64,5 +64,5 @@ def select_persisted(
     return Selection(
         units=tuple(chosen),
         reason=f"{k} experts of each layer, oldest in storage first: {len(chosen)} of the "
-        f"{len(fresh)} that memory holds newer, {never} of them not persisted before",
+        f"{len(fresh)} that are newer in memory, {never} of them never persisted before",
     )

@@ -204,6 +204,6 @@ def select_by_risk(
     whole = sum(risk(expert.unit) for expert in experts)
     return Selection(
         units=tuple(sorted(chosen)),
-        reason=f"{len(chosen)} of {len(experts)} experts {what}, with {covered} of {whole} tokens "
-        f"at risk; {len(late)} overdue, {len(missing)} for want of any version",
+        reason=f"{len(chosen)} of {len(experts)} experts {what}, with {covered} of {whole} "
+        f"tokens at risk; {len(late)} overdue, {len(missing)} without any version",
     )

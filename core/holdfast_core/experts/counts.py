@@ -135,8 +135,8 @@ class AgreedCounts:
         numbers = [slot[0] - 1 for slot in said]
         if len(vector) != of_experts + _PER_RANK * ranks or set(numbers) != {number}:
             raise ProtocolError(
-                f"the ranks' counts of tokens are of the saves {sorted(set(numbers))}, not all of "
-                f"save {number}; call restore and save alike on all ranks"
+                f"the ranks' counts of tokens are from the saves {sorted(set(numbers))}, not all "
+                f"from save {number}; make the same calls of restore and save on all ranks"
             )
         squares = dict(
             zip((u for u in units if u in spread), vector[_PER_EXPERT * experts :], strict=False)

@@ -53,7 +53,9 @@ def next_k(
         InvalidJobError: for a K below 1, a `first_k` above it, or a limit outside 0 to 1.
     """
     if not 1 <= first_k <= k:
-        raise InvalidJobError(f"K={k} after starting with {first_k}: K is at least 1 and grows")
+        raise InvalidJobError(
+            f"K={k} after starting with {first_k}: K must be at least 1 and never falls"
+        )
     if not 0 <= limit <= 1:
         raise InvalidJobError(f"limit={limit}: a portion of lost tokens lies between 0 and 1")
     k = min(k, max(experts_max, 1))
@@ -61,7 +63,7 @@ def next_k(
         return KDecision(k=k, reason=f"K stays {k}: every expert is captured")
     share = limit / _levels(first_k, experts_max)
     plt = portion(lost_by_k.get(k, 0), total_tokens)
-    found = f"recoveries at K={k} lost {plt:.2%} of all tokens, its limit is {share:.2%}"
+    found = f"recoveries at K={k} lost {plt:.2%} of all tokens, and the limit is {share:.2%}"
     if plt <= share:
         return KDecision(k=k, reason=f"K stays {k}: {found}")
     doubled = min(2 * k, experts_max)

@@ -74,7 +74,7 @@ class ExpertLedger:
         experts = sorted(set(units))
         other = next((unit for unit in experts if unit.kind is not UnitKind.EXPERT), None)
         if other is not None:
-            raise InvalidJobError(f"unit {other} is no expert; the ledger counts experts only")
+            raise InvalidJobError(f"unit {other} is not an expert; the ledger counts only experts")
         return cls(
             snapshots=0,
             tokens=dict.fromkeys(experts, 0),
@@ -136,9 +136,12 @@ class ExpertLedger:
                 raise InvalidJobError(
                     f"unit {unit} cannot be captured in generation {generation}: "
                     + (
-                        "the ledger does not know it"
+                        "the ledger does not contain it"
                         if held is None
-                        else f"it was captured in {held[-1].generation} already; generations grow"
+                        else (
+                            f"it was already captured in {held[-1].generation}, and a newer "
+                            f"generation must follow"
+                        )
                     )
                 )
             newest = (*held, Version(generation, self.snapshots, self.tokens[unit]))
@@ -203,8 +206,8 @@ class ExpertLedger:
             if mark is None:
                 raise InvalidJobError(
                     f"unit {unit} was restored from {generation or 'nothing'}, but the ledger "
-                    f"knows its versions {[str(v.generation) for v in held]}; restore the ledger "
-                    f"with the step that the snapshot is of"
+                    f"has its versions {[str(v.generation) for v in held]}; restore the ledger "
+                    f"of the same step as the snapshot"
                 )
             tokens[unit] = mark.tokens
             versions[unit] = held[: held.index(mark) + 1]
@@ -288,5 +291,5 @@ def check_format(what: str, document: Mapping[str, Any], expected: int) -> None:
     if found != expected:
         raise CorruptError(
             f"{what} of format {found!r}: this version of Holdfast reads format {expected}; use "
-            f"the version that wrote it, or remove it and lose what it counted"
+            f"the version that wrote it, or remove it and lose its counts"
         )

@@ -130,5 +130,5 @@ def _check_k(k: int) -> None:
 def _reason(
     how: str, table: ExpertTable, chosen: Collection[UnitKey], missing: Collection[UnitKey]
 ) -> str:
-    never = f"; {len(missing)} of them for want of any version" if missing else ""
+    never = f"; {len(missing)} of them because they have no version yet" if missing else ""
     return f"{how}: {len(chosen)} of {len(table.experts)}{never}"

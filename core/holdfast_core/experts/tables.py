@@ -183,7 +183,7 @@ class Selection:
 
 def layer_of(unit: UnitKey) -> int:
     """The layer of an expert's unit."""
-    assert unit.layer is not None, f"{unit} is no expert"
+    assert unit.layer is not None, f"{unit} is not an expert"
     return unit.layer
 
 
@@ -214,9 +214,9 @@ def _home(unit: UnitKey, owners: Collection[int], topology: Topology) -> tuple[i
     homes = {(at.pp, at.ep) for at in places.values()}
     if len(homes) > 1:
         raise InvalidJobError(
-            f"unit {unit} is held by ranks {sorted(owners)}, which are no replicas of its share of "
-            f"the experts in {topology}; correct the topology, or number layers and experts over "
-            f"the whole model with the argument `units` of holdfast.init"
+            f"unit {unit} is held by ranks {sorted(owners)}, which are not replicas of its share "
+            f"of the experts in {topology}; correct the topology, or number layers and experts "
+            f"over the whole model with the argument `units` of holdfast.init"
         )
     return homes.pop()
 

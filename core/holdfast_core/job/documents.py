@@ -43,12 +43,12 @@ def check_plain(document: object) -> None:
         count += 1
         if count > VALUES_MAX:
             raise InvalidJobError(
-                f"the document has more than {VALUES_MAX} values; a job has far fewer: look for "
-                f"aliases that repeat each other"
+                f"the document has more than {VALUES_MAX} values; a job needs far fewer: look "
+                f"for aliases that repeat each other"
             )
         if depth > DEPTH_MAX:
             raise InvalidJobError(
-                f"{path[:80]}… is nested deeper than {DEPTH_MAX} levels; nothing in a job is"
+                f"{path[:80]}… is nested more than {DEPTH_MAX} levels deep; a job never needs that"
             )
         if wrong := _wrong(value):
             raise InvalidJobError(f"{path[:200] or 'the document'} {wrong}")
@@ -59,9 +59,9 @@ def _wrong(value: object) -> str:
     if isinstance(value, int) and value not in _INTEGERS:
         return f"is a number of {value.bit_length()} bits; use at most 64"
     if isinstance(value, float) and math.isnan(value):
-        return "is not a number, and neither more nor less than any limit; give a number"
+        return "is NaN; give a number"
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        return "holds half of a character; save the file as UTF-8"
+        return "holds half a character (a lone surrogate); save the file as UTF-8"
     return ""
 
 

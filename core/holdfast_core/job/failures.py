@@ -41,7 +41,7 @@ class Detection(Document, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1_000_000,
-            description="heartbeats missed until a node is lost",
+            description="missed heartbeats after which a node counts as lost",
             examples=[5],
         ),
     ] = 5
@@ -50,9 +50,9 @@ class Detection(Document, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=YEAR_S,
-            description="seconds without progress that mean a hang",
+            description="seconds without progress after which the job counts as hung",
             examples=[600],
-            extra={"more": "Longer than the longest step, the first one included."},
+            extra={"more": "Must be longer than the longest step, including the first one."},
         ),
     ] = 600.0
     replace_seconds: Annotated[
@@ -62,7 +62,7 @@ class Detection(Document, frozen=True, kw_only=True):
             le=YEAR_S,
             description="seconds to wait for a lost node to come back",
             examples=[0],
-            extra={"more": "After that, another takes its place. 0 replaces it at once."},
+            extra={"more": "After that, another node replaces it. 0 replaces it at once."},
         ),
     ] = 0.0
 
@@ -78,8 +78,8 @@ class FailureRule(Document, frozen=True, kw_only=True):
                 "more": "ExitCode: a process exits with one of `values`. Hang: no progress for "
                 "detection.hangSeconds. Disruption: the cluster takes the pod away (preemption, "
                 "drain, eviction). NodeLost: the node's daemon is silent, or the node is gone. "
-                "NoReplacement: no node could take a lost node's place for `afterSeconds`. Any: "
-                "everything else; only the last rule may say so."
+                "NoReplacement: no node could replace a lost one for `afterSeconds`. Any: "
+                "everything else; allowed only in the last rule."
             },
         ),
     ] = field(name="when")
@@ -87,11 +87,11 @@ class FailureRule(Document, frozen=True, kw_only=True):
     action: Annotated[
         FailureAction,
         Meta(
-            description="what is done about it",
+            description="what to do about it",
             extra={
-                "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare or "
-                "another node takes the place. Shrink: train on with fewer nodes (not in this "
-                "version). Fail: the job fails."
+                "more": "RestartInPlace: the same nodes begin a new epoch. ReplaceNode: a spare "
+                "or another node replaces the lost one. Shrink: train on with fewer nodes (not "
+                "in this version). Fail: the job fails."
             },
         ),
     ]
@@ -101,7 +101,7 @@ class FailureRule(Document, frozen=True, kw_only=True):
             max_length=255,
             description="the exit codes as integers from 1 to 255",
             examples=[[42]],
-            extra={"more": "Given with when: ExitCode, and only there."},
+            extra={"more": "Required with when: ExitCode, and allowed only there."},
         ),
     ] = ()
     after_seconds: (
@@ -112,7 +112,7 @@ class FailureRule(Document, frozen=True, kw_only=True):
                 le=YEAR_S,
                 description="seconds to wait for a replacement",
                 examples=[300],
-                extra={"more": "Given with when: NoReplacement, and only there."},
+                extra={"more": "Allowed only with when: NoReplacement."},
             ),
         ]
         | None
@@ -121,7 +121,7 @@ class FailureRule(Document, frozen=True, kw_only=True):
         bool,
         Meta(
             description="true or false",
-            extra={"title": "Whether such a recovery counts as one of the maxRestarts."},
+            extra={"title": "Whether such a recovery counts towards maxRestarts."},
         ),
     ] = True
 
@@ -135,16 +135,16 @@ DEFAULT_RULES = (
 
 
 class FailurePolicy(Document, frozen=True, kw_only=True):
-    """How failures are met."""
+    """How failures are handled."""
 
     max_restarts: Annotated[
         int,
         Meta(
             ge=0,
             le=1_000_000,
-            description="the restarts allowed within the window",
+            description="the number of restarts allowed within the window",
             examples=[20],
-            extra={"more": "One more, and the job fails."},
+            extra={"more": "One more restart fails the job."},
         ),
     ] = 20
     restart_window_seconds: Annotated[
@@ -152,7 +152,7 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=YEAR_S,
-            description="the seconds in which restarts are counted",
+            description="the length of the window in which restarts are counted, in seconds",
             examples=[3600],
         ),
     ] = 3600.0
@@ -161,9 +161,9 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=100_000,
-            description="the number of nodes held ready",
+            description="the number of nodes to hold ready",
             examples=[1],
-            extra={"more": "A spare takes the place of a lost node at once."},
+            extra={"more": "A spare replaces a lost node at once."},
         ),
     ] = 0
     detection: Detection = Detection()
@@ -173,9 +173,9 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             max_length=32,
             extra={
                 "title": "What to do about each kind of failure; the first match wins.",
-                "more": "Without a rule that matches, exit codes from 1 to 127 fail the job (42, "
-                "69 and 75 do not); everything else is restarted in place, its node replaced if "
-                "that is lost, and counts.",
+                "more": "If no rule matches, exit codes from 1 to 127, except 42, 69 and 75, "
+                "fail the job; after any other failure the job restarts in place, a lost node is "
+                "replaced, and the restart counts.",
             },
         ),
     ] = DEFAULT_RULES

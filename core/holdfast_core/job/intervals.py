@@ -23,13 +23,13 @@ class StepInterval(Document, frozen=True, kw_only=True):
             str,
             Meta(
                 max_length=32,
-                description="steps from snapshot to snapshot",
+                description="steps from one snapshot to the next",
                 examples=[1],
                 extra={
-                    "more": "A number is what the training loop keeps to. auto: of the saves that "
-                    "the loop calls, those are taken that lose the least time, by what saves were "
-                    "measured to cost and by how often the job is expected to go back to one (REFT "
-                    "eq. 9)."
+                    "more": "A number is the interval that the training loop keeps to. auto "
+                    "takes those of the saves that the loop calls that lose the least time "
+                    "overall, given the measured cost of a save and the expected number of "
+                    "recoveries (REFT eq. 9)."
                 },
             ),
         ]
@@ -38,7 +38,7 @@ class StepInterval(Document, frozen=True, kw_only=True):
     node_mtbf_days: Annotated[
         _MeanDays,
         Meta(
-            description="the days after which a node is lost, on average",
+            description="the mean number of days until a node is lost",
             examples=[180],
             extra={"more": "What auto expects, and `holdfast plan` assumes."},
         ),
@@ -46,7 +46,7 @@ class StepInterval(Document, frozen=True, kw_only=True):
     process_mtbf_days: Annotated[
         _MeanDays,
         Meta(
-            description="the days after which the processes of a node fail, on average",
+            description="the mean number of days until the processes of a node fail",
             examples=[60],
             extra={"more": "What auto expects, and `holdfast plan` assumes."},
         ),

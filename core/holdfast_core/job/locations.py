@@ -32,10 +32,10 @@ _PART = "[-A-Za-z0-9._~=+,:@ ]+"
 URI_PATTERN = f"((file://)?(/{_PART})+|({'|'.join(SCHEMES)})://{_BUCKET}(/{_PART})*)/?"
 """Pattern of a URI, for Python and RE2; parts that are dots, and `::`, are refused separately."""
 
-NOT_A_STORAGE_URI = "not a place for copies"
+NOT_A_STORAGE_URI = "not a valid path or URI for copies"
 HOW_TO_WRITE_A_STORAGE_URI = (
-    "write a path from the root, or a URI of the kind file, s3, gs or abfs like s3://bucket/run1, "
-    "of letters, digits, spaces and -._~=+,:@ alone, without empty parts, '.', '..' and '::'"
+    "write an absolute path, or a URI of scheme file, s3, gs or abfs like s3://bucket/run1, of "
+    "letters, digits, spaces and -._~=+,:@ only, without empty parts, '.', '..' and '::'"
 )
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -71,13 +71,16 @@ class StorageLocation(Document, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             max_length=1024,
-            description="where copies may lie",
+            description="where copies may be stored",
             examples=["s3://copies/{namespace}"],
         ),
     ]
     namespaces: Annotated[
         tuple[str, ...],
-        Meta(description="whose jobs may persist there; all when empty", examples=[["team-a"]]),
+        Meta(
+            description="the namespaces whose jobs may persist there; all when empty",
+            examples=[["team-a"]],
+        ),
     ] = ()
     credentials: Annotated[
         str,
@@ -157,7 +160,7 @@ def location_of(uri: str, job: str, locations: Sequence[StorageLocation]) -> Sto
     parsed, namespace = parse_storage_uri(uri), job.partition(".")[0]
     if not _LABEL.fullmatch(namespace):
         raise InvalidJobError(
-            f"job {job!r} is of no namespace, so that no storage location is for it; submit it to "
+            f"job {job!r} has no namespace, so no storage location is open to it; submit it to "
             f"Kubernetes"
         )
     open_to_it = [one for one in locations if not one.namespaces or namespace in one.namespaces]
@@ -186,7 +189,7 @@ def _problems(location: StorageLocation) -> list[Problem]:
             Problem(
                 path="location.credentials",
                 value=location.credentials,
-                wrong="only s3 has credentials of a location's own",
+                wrong="only s3 locations can have their own credentials",
                 fix="remove them, and give credentials to all daemons (daemon.storage)",
             )
         )

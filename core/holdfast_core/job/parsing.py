@@ -96,7 +96,7 @@ def parse_job(document: Mapping[str, Any]) -> MoETrainingJob:
     """
     if not isinstance(document, Mapping):
         raise InvalidJobError(
-            f"the job is not a mapping but {type(document).__name__}; give a document with "
+            f"the job must be a mapping, not {type(document).__name__}; give a document with "
             f"apiVersion, kind, metadata and spec"
         )
     known = {key: value for key, value in document.items() if key != "status"}
@@ -149,10 +149,10 @@ def check_supported(job: MoETrainingJob) -> None:
                     path=f"spec.failurePolicy.rules[{i}].action",
                     value=rule.action,
                     wrong="this version cannot train on fewer nodes than spec.nodes",
-                    fix="use Fail, or give the job spares",
+                    fix="use Fail, or add spares to the job",
                 )
             )
-    refuse(f"job {job.key} asks for what this version cannot do", problems)
+    refuse(f"job {job.key} uses features that this version does not support", problems)
 
 
 def check_storage(job: MoETrainingJob, locations: Locations) -> None:
@@ -207,7 +207,9 @@ def _identity_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     for key, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         found = document.get(key, MISSING)
         if found != expected:
-            wrong = "is required" if found is MISSING else "not a document of this version of ours"
+            wrong = (
+                "is required" if found is MISSING else ("not a document that this version reads")
+            )
             yield Problem(path=key, value=found, wrong=wrong, fix=f"write {key}: {expected}")
 
 

@@ -27,7 +27,7 @@ GENERATION_PATTERN = r"[0-9]{1,18}[.][0-9]{1,18}"
 
 
 class PersistInterval(Document, frozen=True, kw_only=True):
-    """How often a generation is persisted; as measured costs and failures suggest without both."""
+    """How often a generation is persisted; by default, as measured costs and failures suggest."""
 
     minutes: (
         Annotated[
@@ -47,13 +47,13 @@ class Persistence(Document, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             max_length=2048,
-            description="where to keep copies",
+            description="the directory or URI to keep copies in",
             examples=["s3://bucket/run1"],
             extra={
-                "more": "A directory that every daemon reaches: an absolute path (of a file system "
-                "that all nodes share) or a URI of the kind s3, gs or abfs. In Kubernetes, one of "
-                "the storage locations that the platform team allows. The job has a directory of "
-                "its own below it."
+                "more": "Every daemon must reach it: an absolute path on a file system that all "
+                "nodes share, or an s3, gs or abfs URI. In Kubernetes, it must be in one of the "
+                "storage locations that the platform team allows. Each job has its own directory "
+                "below it."
             },
         ),
     ]
@@ -65,7 +65,7 @@ class Persistence(Document, frozen=True, kw_only=True):
         Annotated[
             _Count,
             Meta(
-                description="copies of every so many steps to keep for good",
+                description="the interval, in steps, of the copies to keep for good",
                 examples=[10000],
             ),
         ]
@@ -76,9 +76,9 @@ class Persistence(Document, frozen=True, kw_only=True):
             str,
             Meta(
                 max_length=32,
-                description="what each node may write in a second",
+                description="bytes per second that each node may write",
                 examples=["500M"],
-                extra={"more": "Bytes, or with Ki, Mi, Gi, k, M or G. Without it, no limit."},
+                extra={"more": "In bytes, or with Ki, Mi, Gi, k, M or G. Without it, no limit."},
             ),
         ]
         | int
@@ -88,12 +88,13 @@ class Persistence(Document, frozen=True, kw_only=True):
         Annotated[
             _Count,
             Meta(
-                description="the experts of each layer that a copy holds anew",
+                description="the number of experts of each layer that a copy writes",
                 examples=[1],
                 extra={
-                    "more": "Those that are oldest in storage go first; a copy names the older "
-                    "copies that hold the others. At most as many as snapshots capture, and only "
-                    "with snapshot.policy.type PartialExperts. Without it, every copy holds all."
+                    "more": "Those that are oldest in storage go first; for the others, the copy "
+                    "refers to older copies. At most the number that snapshots capture, and only "
+                    "with snapshot.policy.type PartialExperts. Without it, every copy holds all "
+                    "experts."
                 },
             ),
         ]
@@ -102,18 +103,18 @@ class Persistence(Document, frozen=True, kw_only=True):
 
 
 class RestoreSpec(Document, frozen=True, kw_only=True):
-    """What the job begins from when its daemons' memory holds nothing to go on from."""
+    """What the job starts from when its daemons' memory holds no snapshot to restore."""
 
     source: Annotated[
         str,
         Meta(
             max_length=37,
-            description="the copy to begin from",
+            description="the copy to start from",
             examples=["3.1200"],
             extra={
-                "more": "`latest`, the newest whole one, or the generation of a copy as "
-                "`epoch.step`. Remove a chosen one when the job trains: it would be taken again "
-                "when all memory is lost."
+                "more": "`latest` for the newest complete copy, or the generation of a copy as "
+                "`epoch.step`. Remove a generation once the job trains: otherwise the job "
+                "returns to it whenever all memory is lost."
             },
         ),
     ] = field(name="from", default=LATEST)
@@ -136,7 +137,7 @@ def persistence_problems(
             yield Problem(
                 path="spec.restore.from",
                 value=source,
-                wrong="there is no spec.persistence to take it from",
+                wrong="there is no spec.persistence to restore from",
                 fix="give spec.persistence.uri, or remove spec.restore",
             )
         return
@@ -152,8 +153,8 @@ def persistence_problems(
         yield Problem(
             path="spec.persistence.interval.steps",
             value=persistence.interval.steps,
-            wrong="is given, and so are minutes",
-            fix="remove one of both",
+            wrong="is given together with minutes",
+            fix="remove one of the two",
         )
     if persistence.bandwidth is not None and not _is_amount(persistence.bandwidth):
         yield Problem(
@@ -182,8 +183,10 @@ def _expert_problems(experts: int | None, policy: Policy) -> Iterator[Problem]:
         yield Problem(
             path="spec.persistence.experts",
             value=experts,
-            wrong=f"{experts} is more than the {captured} that a snapshot captures of each layer",
-            fix="persist at most as many, or raise snapshot.policy.partialExperts.expertsPerLayer",
+            wrong=f"{experts} is more than the {captured} experts of each layer that a snapshot "
+            f"captures",
+            fix="persist no more than that, or raise "
+            "snapshot.policy.partialExperts.expertsPerLayer",
         )
 
 

@@ -64,7 +64,7 @@ def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
             value={"dp": p.dp, "tp": p.tp, "pp": p.pp},
             wrong=f"dp·tp·pp = {p.dp * p.tp * p.pp}, but nodes·nprocPerNode = "
             f"{spec.nodes}·{spec.nproc_per_node} = {world}",
-            fix=f"make both equal, {fits}",
+            fix=f"make them equal, {fits}",
         )
     if p.dp % p.ep:
         yield Problem(
@@ -78,7 +78,7 @@ def _parallelism_problems(spec: Spec) -> Iterator[Problem]:
             path="spec.model.numExperts",
             value=spec.model.num_experts,
             wrong=f"cannot be divided by ep = {p.ep}",
-            fix="change spec.parallelism.ep so that every rank holds equally many experts",
+            fix="change spec.parallelism.ep so that every rank holds the same number of experts",
         )
 
 
@@ -110,8 +110,8 @@ def _policy_problems(policy: Policy) -> Iterator[Problem]:
         yield Problem(
             path="spec.snapshot.policy.selective.budget",
             value=MISSING,
-            wrong="is given, but spec.snapshot.policy.selective.experts says how many",
-            fix="remove one of both",
+            wrong="is given, but spec.snapshot.policy.selective.experts already sets the number",
+            fix="remove one of the two",
         )
 
 
@@ -128,16 +128,15 @@ def _recompute_problems(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 path=path,
                 value=True,
-                wrong=f"spec.redundancy.type {spec.redundancy.type.value} keeps no replica to "
-                f"compute",
+                wrong=f"needs replicas, and spec.redundancy.type {spec.redundancy.type.value} "
+                f"keeps none",
                 fix="remove it, or set the type to Replication",
             )
         elif steps != 1:  # MoEtion algorithm 3, line 2
             yield Problem(
                 path=path,
                 value=True,
-                wrong=f"a gradient makes up for one step, not for spec.snapshot.interval.steps = "
-                f"{steps}",
+                wrong=f"a gradient covers one step, not spec.snapshot.interval.steps = {steps}",
                 fix="remove it, or set the steps to 1",
             )
 
@@ -163,7 +162,7 @@ def _redundancy_problems(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             path="spec.redundancy.type",
             value=redundancy.type,
-            wrong="one node has no other node to keep its parity",
+            wrong="a job of one node has no other node for its parity",
             fix="use redundancy.type None, or at least 2 nodes",
         )
         return

@@ -54,18 +54,18 @@ class Metadata(Document, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(description="the name of the job", examples=["llm-8x7b"])]
     namespace: Annotated[str, Meta(description="the namespace", examples=["default"])] = "default"
-    labels: Annotated[dict[str, str], Meta(description="text for each label")] = field(
+    labels: Annotated[dict[str, str], Meta(description="the text of each label")] = field(
         default_factory=dict
     )
-    annotations: Annotated[dict[str, str], Meta(description="text for each annotation")] = field(
+    annotations: Annotated[dict[str, str], Meta(description="the text of each annotation")] = field(
         default_factory=dict
     )
-    uid: Annotated[str, Meta(description="the identity that the API server gave")] = ""
+    uid: Annotated[str, Meta(description="the identity given by the API server")] = ""
     generation: Annotated[int, Meta(description="the version of the spec")] = 0
 
 
 class Parallelism(Document, frozen=True, kw_only=True):
-    """How the world is divided: dp·tp·pp = nodes·nprocPerNode."""
+    """How the training world is divided: dp·tp·pp = nodes·nprocPerNode."""
 
     dp: Annotated[_Degree, Meta(description="the degree of data parallelism", examples=[4])]
     tp: Annotated[_Degree, Meta(description="the degree of tensor parallelism", examples=[1])] = 1
@@ -77,12 +77,12 @@ class Parallelism(Document, frozen=True, kw_only=True):
 
 
 class Model(Document, frozen=True, kw_only=True):
-    """What the planner must know of the model."""
+    """Size of the model, for `holdfast plan`."""
 
     num_experts: Annotated[
         _Count,
         Meta(
-            description="the number of experts of a layer",
+            description="the number of experts in a layer",
             examples=[8],
             extra={"more": "Must be divisible by parallelism.ep."},
         ),
@@ -93,16 +93,16 @@ class Model(Document, frozen=True, kw_only=True):
 
 
 class Scheduling(Document, frozen=True, kw_only=True):
-    """How the job's pods come to their nodes together."""
+    """How the job's pods are scheduled together."""
 
     gang: Annotated[
         Gang,
         Meta(
-            description="who places all pods of the job, or none",
+            description="the scheduler that places the job's pods together",
             extra={
-                "more": "None: each pod by itself. KueuePodGroup: Kueue admits them as one plain "
-                "pod group. Volcano, Coscheduling: a PodGroup of that scheduler, which gets the "
-                "pods unless the template has another schedulerName."
+                "more": "None: each pod is placed by itself. KueuePodGroup: Kueue admits the "
+                "pods as one plain pod group. Volcano, Coscheduling: a PodGroup of that "
+                "scheduler, which gets the pods unless the template has another schedulerName."
             },
         ),
     ] = Gang.NONE
@@ -115,8 +115,8 @@ class Scheduling(Document, frozen=True, kw_only=True):
                 description="the queue that admits the job",
                 examples=["team-a"],
                 extra={
-                    "more": "KueuePodGroup needs one (a LocalQueue of the namespace). Volcano may "
-                    "have one, else its queue default is used. The others have none."
+                    "more": "KueuePodGroup requires one (a LocalQueue of the namespace). Volcano "
+                    "uses its queue `default` without one. The others take none."
                 },
             ),
         ]
@@ -132,8 +132,8 @@ class Trainer(Document, frozen=True, kw_only=True):
         Meta(
             description="a pod template; its first container is the trainer",
             extra={
-                "more": "The trainer needs a command, which is started once for each of "
-                "nprocPerNode processes. The rest is Kubernetes' own and passed on as it is."
+                "more": "The trainer must have a command, which is started nprocPerNode times on "
+                "each node. All other fields are passed on to Kubernetes unchanged."
             },
         ),
     ]
@@ -145,10 +145,10 @@ class Spec(Document, frozen=True, kw_only=True):
     suspend: Annotated[
         bool,
         Meta(
-            description="true to hold the job back, or false",
+            description="true to suspend the job, or false",
             extra={
-                "title": "Whether the job is held back.",
-                "more": "Its pods end; its snapshots are kept in memory.",
+                "title": "Whether the job is suspended.",
+                "more": "Its pods are deleted; its snapshots stay in memory.",
             },
         ),
     ] = False
@@ -157,16 +157,19 @@ class Spec(Document, frozen=True, kw_only=True):
         Meta(
             description="the number of nodes",
             examples=[4],
-            extra={"more": "There is one trainer pod on each."},
+            extra={"more": "Each runs one trainer pod."},
         ),
     ]
     min_nodes: (
         Annotated[
             _NodeCount,
             Meta(
-                description="the fewest nodes to train on",
+                description="the smallest number of nodes to train on",
                 examples=[4],
-                extra={"more": "Without it, all of `nodes`; this version can do only that."},
+                extra={
+                    "more": "Without it, `nodes`, which is the only value that this version "
+                    "supports."
+                },
             ),
         ]
         | None
@@ -187,11 +190,11 @@ class Spec(Document, frozen=True, kw_only=True):
         Annotated[
             _Deadline,
             Meta(
-                description="the seconds in which all ranks must be at work",
+                description="the seconds within which all ranks must be at work",
                 examples=[1800],
                 extra={
                     "more": "Counted from the start of the job, or from its last resumption. The "
-                    "job fails when they are over. Without it, it waits for ever."
+                    "job fails once they have passed. Without it, the job waits forever."
                 },
             ),
         ]
@@ -205,7 +208,7 @@ class Spec(Document, frozen=True, kw_only=True):
                 examples=[86400],
                 extra={
                     "more": "Counted from the start of the job, or from its last resumption. The "
-                    "job fails when they are over."
+                    "job fails once they have passed."
                 },
             ),
         ]
@@ -217,9 +220,9 @@ class Spec(Document, frozen=True, kw_only=True):
             Meta(
                 ge=0,
                 le=YEAR_S,
-                description="the seconds after its end when the job is deleted",
+                description="the seconds from the end of the job until it is deleted",
                 examples=[86400],
-                extra={"more": "Without it, the job is kept until somebody deletes it."},
+                extra={"more": "Without it, the job is kept until you delete it."},
             ),
         ]
         | None
@@ -229,10 +232,10 @@ class Spec(Document, frozen=True, kw_only=True):
         Meta(
             min_length=3,
             max_length=63,
-            description="who carries out the job",
+            description="the controller that runs the job",
             examples=[MANAGER],
             extra={
-                "more": "With another name than the default, Holdfast's operator leaves the job "
+                "more": "With any name but the default, Holdfast's operator leaves the job "
                 "alone. Cannot be changed."
             },
         ),

@@ -62,24 +62,24 @@ _Recompute = Annotated[
         description="whether replicas of experts that stay chosen are computed from gradients",
         extra={
             "more": "Only with redundancy.type Replication and interval.steps 1. While an expert "
-            "is captured in one snapshot after the other, its gradient is sent and not its state; "
-            "what does not come out the same to the bit is sent. Takes memory for gradients."
+            "is captured in consecutive snapshots, its gradient is sent instead of its state; "
+            "what cannot be computed bit for bit is sent as it is. Takes memory for gradients."
         },
     ),
 ]
 
 
 class PartialExperts(Document, frozen=True, kw_only=True):
-    """So many experts of each layer, and everything else; only with type PartialExperts."""
+    """Some experts of each layer, and everything else; only with type PartialExperts."""
 
     experts_per_layer: Annotated[
         _Count,
         Meta(
-            description="the experts of each layer that a snapshot captures",
+            description="the number of experts of each layer that a snapshot captures",
             examples=[1],
             extra={
-                "more": "As many as a layer has, or more, capture all of it. It doubles when "
-                "recoveries have lost more tokens than lossLimit allows."
+                "more": "A layer with no more experts than this is captured whole. The number "
+                "doubles when recoveries have lost more tokens than lossLimit allows."
             },
         ),
     ] = 1
@@ -89,7 +89,8 @@ class PartialExperts(Document, frozen=True, kw_only=True):
             description="which experts of a layer go first",
             extra={
                 "more": "Sequential: in turn. LoadAware: those with the most tokens since their "
-                "last snapshot, equally many of each rank; needs a trainer that counts tokens."
+                "last snapshot, the same number from each rank; needs a trainer that counts "
+                "tokens."
             },
         ),
     ] = ExpertChoice.SEQUENTIAL
@@ -98,7 +99,7 @@ class PartialExperts(Document, frozen=True, kw_only=True):
 
 
 class ExpertBudget(Document, frozen=True, kw_only=True):
-    """What a rank can copy in a second, where it is not to be measured."""
+    """Rates to assume instead of measured ones."""
 
     host_bytes_per_second: (
         Annotated[
@@ -106,9 +107,9 @@ class ExpertBudget(Document, frozen=True, kw_only=True):
             Meta(
                 ge=1,
                 le=10**15,
-                description="bytes that a rank copies into host memory in a second",
+                description="bytes per second that a rank copies into host memory",
                 examples=[10_000_000_000],
-                extra={"more": "Without it, what the slowest rank was measured to copy."},
+                extra={"more": "Without it, the measured rate of the slowest rank."},
             ),
         ]
         | None
@@ -119,11 +120,11 @@ class ExpertBudget(Document, frozen=True, kw_only=True):
             Meta(
                 ge=1,
                 le=10**15,
-                description="bytes of a rank that are protected in a second",
+                description="bytes per second of a rank that are protected",
                 examples=[1_000_000_000],
                 extra={
-                    "more": "Without it, the fastest protection of the slowest rank, if any was "
-                    "measured."
+                    "more": "Without it, the fastest rate measured on the slowest rank, if any "
+                    "was measured."
                 },
             ),
         ]
@@ -132,13 +133,13 @@ class ExpertBudget(Document, frozen=True, kw_only=True):
 
 
 class Selective(Document, frozen=True, kw_only=True):
-    """The experts with most tokens at risk, and everything else; only with type Selective."""
+    """The experts with the most tokens at risk, and everything else; only with type Selective."""
 
     experts: (
         Annotated[
             _Count,
             Meta(
-                description="the experts, of all layers together, that a snapshot captures",
+                description="the number of experts, over all layers, that a snapshot captures",
                 examples=[6],
                 extra={
                     "more": "Without it, as many as can be copied within a step. The number "
@@ -162,10 +163,10 @@ class Policy(Document, frozen=True, kw_only=True):
             description="which units a snapshot captures",
             extra={
                 "more": "Full: every unit. PartialExperts: some experts of each layer, and "
-                "everything else. Selective: as many experts as can be copied within a step, where "
-                "most tokens are at risk, and everything else. After a recovery the other experts "
-                "are as old as their last snapshot; lost tokens are counted. Sparse: not in this "
-                "version."
+                "everything else. Selective: as many experts as can be copied within a step, "
+                "those with the most tokens at risk, and everything else. After a recovery, the "
+                "other experts are as old as their last snapshot; lost tokens are counted. "
+                "Sparse: not in this version."
             },
         ),
     ] = PolicyType.FULL
@@ -210,8 +211,9 @@ class Snapshot(Document, frozen=True, kw_only=True):
             description="snapshots from one comparison of replicas to the next",
             examples=[10],
             extra={
-                "more": "Ranks that hold the same state say what they hold before such a snapshot "
-                "is committed. 1: before each. 0: only before the first of a run."
+                "more": "Ranks that hold the same state compare its checksums before such a "
+                "snapshot is committed. 1: before each snapshot. 0: only before the first of a "
+                "run."
             },
         ),
     ] = COMPARE_REPLICAS_EVERY
@@ -223,9 +225,9 @@ class Snapshot(Document, frozen=True, kw_only=True):
                 description="memory for the job's snapshots on each node",
                 examples=["200Gi"],
                 extra={
-                    "more": "Bytes, or with Ki, Mi, Gi, Ti, Pi, k, M, G, T or P. What does not fit "
-                    "is refused when the trainer opens its session. Without it, the daemon's "
-                    "own budget is the limit."
+                    "more": "In bytes, or with Ki, Mi, Gi, Ti, Pi, k, M, G, T or P. A session "
+                    "that would not fit is refused when the trainer opens it. Without it, the "
+                    "daemon's own budget is the limit."
                 },
             ),
         ]
@@ -296,9 +298,12 @@ class Replication(Document, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=8,
-            description="the other members that keep each member's snapshots",
+            description="the number of other members that keep each member's snapshots",
             examples=[2],
-            extra={"more": "Fewer than nodes: as many nodes can be lost at once."},
+            extra={
+                "more": "Must be less than nodes. The job survives the loss of this many "
+                "nodes at once."
+            },
         ),
     ] = 1
     spread_topology_key: _SpreadKey = "kubernetes.io/hostname"
@@ -312,10 +317,10 @@ class RedundancySpec(Document, frozen=True, kw_only=True):
         Meta(
             description="how snapshots are protected against the loss of a node",
             extra={
-                "more": "RAIM5: by parity on other nodes, which needs 2 nodes or more and survives "
-                "one lost node of each parity group. RAIM6: the same for two, which needs 3 nodes. "
-                "Replication: by whole copies on other nodes. None: not at all; a lost node loses "
-                "its snapshots."
+                "more": "RAIM5: by parity on other nodes; needs at least 2 nodes and survives "
+                "the loss of one node of each parity group. RAIM6: likewise for two nodes of "
+                "each group; needs at least 3 nodes. Replication: by whole copies on other "
+                "nodes. None: not at all; a lost node loses its snapshots."
             },
         ),
     ] = Redundancy.RAIM5
@@ -327,11 +332,12 @@ class RedundancySpec(Document, frozen=True, kw_only=True):
             str,
             Meta(
                 max_length=32,
-                description="what each node may fetch in a second to protect new snapshots",
+                description="bytes per second that each node may fetch to protect new snapshots",
                 examples=["500M"],
                 extra={
-                    "more": "At least 10M. Bytes, or with Ki, Mi, Gi, k, M or G. What a recovery "
-                    "waits for is fetched without a limit. Without it, that of the daemon, if any."
+                    "more": "At least 10M. In bytes, or with Ki, Mi, Gi, k, M or G. Fetches that "
+                    "a recovery waits for are not limited. Without it, the daemon's own limit "
+                    "applies, if it has one."
                 },
             ),
         ]

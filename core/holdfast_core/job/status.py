@@ -50,13 +50,13 @@ class _Part(Struct, frozen=True, kw_only=True, omit_defaults=True, rename="camel
 class JobCondition(_Part, frozen=True, kw_only=True):
     """One condition, in the standard form."""
 
-    type: Annotated[str, Meta(description="what the condition says")]
+    type: Annotated[str, Meta(description="the type of the condition")]
     status: Annotated[ConditionStatus, Meta(description="whether it holds")]
-    last_transition_time: Annotated[_Time, Meta(description="when its status changed last")]
+    last_transition_time: Annotated[_Time, Meta(description="when its status last changed")]
     reason: Annotated[str, Meta(description="why, in one word")]
     message: Annotated[str, Meta(description="why, in a sentence")]
     observed_generation: (
-        Annotated[int, Meta(description="the generation of the spec that it was found for")] | None
+        Annotated[int, Meta(description="the generation of the spec that it applies to")] | None
     ) = None
 
 
@@ -64,7 +64,7 @@ class MemberStatus(_Part, frozen=True, kw_only=True):
     """One member of the job."""
 
     index: Annotated[int, Meta(description="the index of the member")]
-    node: Annotated[str, Meta(description="the node it lives on")] | None = None
+    node: Annotated[str, Meta(description="its node")] | None = None
     pod: Annotated[str, Meta(description="its trainer pod")] | None = None
     state: Annotated[str, Meta(description="the state of that pod's trainer")] | None = None
 
@@ -73,48 +73,51 @@ class RecoveryStatus(_Part, frozen=True, kw_only=True):
     """One recovery."""
 
     cause: Annotated[str, Meta(description="what was lost")]
-    detected_at: Annotated[_Time, Meta(description="when that was found")] | None = None
+    detected_at: Annotated[_Time, Meta(description="when the loss was noticed")] | None = None
     restored_step: (
-        Annotated[int, Meta(description="the step that training went on from")] | None
+        Annotated[int, Meta(description="the step that training continued from")] | None
     ) = None
-    lost_steps: Annotated[int, Meta(description="steps that were done again")] | None = None
+    lost_steps: Annotated[int, Meta(description="steps that had to be repeated")] | None = None
     seconds: (
-        Annotated[float, Meta(description="from the finding until all ranks were at work again")]
+        Annotated[
+            float, Meta(description="from noticing the loss until all ranks were at work again")
+        ]
         | None
     ) = None
     source: Annotated[str, Meta(description="where the snapshots came from")] | None = None
 
 
 class TokenLossStatus(_Part, frozen=True, kw_only=True):
-    """What recoveries cost in tokens, of a job whose snapshots leave experts out."""
+    """Tokens that recoveries cost; only for a job whose snapshots leave experts out."""
 
     lost: (
         Annotated[
             str,
             Meta(
-                description="what recoveries have lost, as a percentage of all tokens",
+                description="the tokens that recoveries have lost, as a percentage of all tokens",
                 examples=["0.42%"],
             ),
         ]
         | None
     ) = None
-    lost_tokens: Annotated[int, Meta(description="these tokens")] | None = None
-    lost_ratio: Annotated[float, Meta(description="PLT: their part of all tokens")] | None = None
-    lost_mlt: Annotated[float, Meta(description="MLT: the sum of the layers' parts")] | None = (
+    lost_tokens: Annotated[int, Meta(description="the number of these tokens")] | None = None
+    lost_ratio: Annotated[float, Meta(description="PLT: their portion of all tokens")] | None = None
+    lost_mlt: Annotated[float, Meta(description="MLT: the sum of the layers' portions")] | None = (
         field(default=None, name="lostMLT")
     )
     at_risk_ratio: (
-        Annotated[float, Meta(description="the part that a recovery would lose now")] | None
+        Annotated[float, Meta(description="the PLT that a recovery would add now")] | None
     ) = None
-    at_risk_mlt: Annotated[float, Meta(description="the same as MLT")] | None = field(
-        default=None, name="atRiskMLT"
-    )
+    at_risk_mlt: (
+        Annotated[float, Meta(description="the MLT that a recovery would add now")] | None
+    ) = field(default=None, name="atRiskMLT")
     limit: Annotated[float, Meta(description="the PLT that the job allows")] | None = None
     experts_per_layer: (
         Annotated[
             int,
             Meta(
-                description="the experts of each layer in a snapshot; with Selective, of all layers"
+                description="the number of experts of each layer in a snapshot; with Selective, "
+                "of all layers"
             ),
         ]
         | None
@@ -123,14 +126,18 @@ class TokenLossStatus(_Part, frozen=True, kw_only=True):
 
 
 class ProtectionTrafficStatus(_Part, frozen=True, kw_only=True):
-    """What protection takes of the network between nodes."""
+    """Network traffic between nodes for protection."""
 
     node_bytes_per_second: (
-        Annotated[int, Meta(description="what the busiest node fetched of late")] | None
+        Annotated[int, Meta(description="bytes per second that the busiest node fetched lately")]
+        | None
     ) = None
-    bytes_per_second: Annotated[int, Meta(description="what all nodes fetched")] | None = None
+    bytes_per_second: (
+        Annotated[int, Meta(description="bytes per second that all nodes fetched lately")] | None
+    ) = None
     limit: (
-        Annotated[int, Meta(description="what the job lets each node fetch in a second")] | None
+        Annotated[int, Meta(description="bytes per second that the job lets each node fetch")]
+        | None
     ) = None
     text: Annotated[str, Meta(description="all of this in words")] | None = None
 
@@ -145,7 +152,13 @@ class FailureStatus(_Part, frozen=True, kw_only=True):
         None
     )
     last_lines: (
-        Annotated[str, Meta(description="what it wrote last, without what looks like a secret")]
+        Annotated[
+            str,
+            Meta(
+                description="the last lines that it wrote, without anything that "
+                "looks like a secret"
+            ),
+        ]
         | None
     ) = None
 
@@ -159,7 +172,8 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     ready: Annotated[int, Meta(description="the ranks that are at work")] | None = None
     desired: Annotated[int, Meta(description="all ranks of the job")] | None = None
     ready_text: (
-        Annotated[str, Meta(description="ready ranks of desired ranks", examples=["4/4"])] | None
+        Annotated[str, Meta(description="ready ranks out of desired ranks", examples=["4/4"])]
+        | None
     ) = None
     nodes_ready: Annotated[int, Meta(description="the nodes whose ranks are at work")] | None = None
     protected: (
@@ -174,13 +188,13 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         Annotated[int, Meta(description="recoveries that count towards maxRestarts")] | None
     ) = None
     recoveries: Annotated[int, Meta(description="all recoveries")] | None = None
-    started_at: Annotated[_Time, Meta(description="when the job was placed first")] | None = None
+    started_at: Annotated[_Time, Meta(description="when the job was first placed")] | None = None
     ended_at: Annotated[_Time, Meta(description="when the job ended")] | None = None
     problem: (
-        Annotated[str, Meta(description="what keeps the job from its work, in words")] | None
+        Annotated[str, Meta(description="what keeps the job from running, in words")] | None
     ) = None
     observed_generation: (
-        Annotated[int, Meta(description="the generation of the spec that this was found for")]
+        Annotated[int, Meta(description="the generation of the spec that this status applies to")]
         | None
     ) = None
     selector: (
@@ -194,7 +208,8 @@ class JobStatus(_Part, frozen=True, kw_only=True):
                     "title": "Suspended, Scheduled, Running, Recovering, Protected, Degraded, "
                     "StorageReachable and Persisted (with durable storage), TokenLossWithinLimit "
                     "(where snapshots leave experts out), Insecure (where identity is off), "
-                    "DaemonsOutdated (until those of its nodes are renewed), Complete and Failed."
+                    "DaemonsOutdated (until the daemons of its nodes are renewed), Complete and "
+                    "Failed."
                 },
                 extra_json_schema={
                     "x-kubernetes-list-type": "map",
@@ -209,7 +224,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         Annotated[
             tuple[MemberStatus, ...],
             Meta(
-                extra={"title": "The members and where they live."},
+                extra={"title": "The members and their nodes."},
                 # For a map, the API server would record a manager of each of thousands of fields.
                 extra_json_schema={"x-kubernetes-list-type": "atomic"},
             ),
@@ -231,7 +246,7 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     counters: (
         Annotated[
             dict[str, Any],
-            Meta(description="what the operator remembers for itself; of no meaning for others"),
+            Meta(description="the operator's own record, which other programs must not rely on"),
         ]
         | None
     ) = None

@@ -80,8 +80,8 @@ class Assumptions:
         if not min(self.copy_bytes_s, self.network_bytes_s, self.step_s) > 0:
             raise InvalidJobError(
                 f"copy_bytes_s={self.copy_bytes_s}, network_bytes_s={self.network_bytes_s}, "
-                f"step_s={self.step_s}: without bandwidth and time no snapshot is ever taken; give "
-                f"values above 0"
+                f"step_s={self.step_s}: no snapshot can be taken without bandwidth and time; "
+                f"give values above 0"
             )
         if self.first_k < 1:
             raise InvalidJobError(f"first_k={self.first_k}: capture at least 1 expert of a layer")

@@ -89,8 +89,8 @@ def decide_interval(
     calls = sorted({(one.call, one.step) for one in said})
     if len(calls) != 1:
         raise ProtocolError(
-            f"the ranks' costs of snapshots are of the calls and steps {calls}, not all of one; "
-            f"call restore and save alike on all ranks"
+            f"the ranks' costs of snapshots are from the calls and steps {calls}, not all from "
+            f"one; make the same calls of restore and save on all ranks"
         )
     step_s = min(one.step_s for one in said)
     if step_s <= 0:
@@ -104,9 +104,9 @@ def decide_interval(
     )
     best = min(best, STEPS_MAX)
     reason = (
-        f"a step takes {step_s:.3g} s, a snapshot makes it wait {blocked_s:.3g} s and is protected "
-        f"after {protect_s:.3g} s, and {recoveries_per_day:.3g} recoveries a day are expected: "
-        f"{best} (REFT eq. 9)"
+        f"a step takes {step_s:.3g} s, a snapshot delays it by {blocked_s:.3g} s and is "
+        f"protected after {protect_s:.3g} s, and {recoveries_per_day:.3g} recoveries a day are "
+        f"expected: {best} (REFT eq. 9)"
     )
     kept = abs(current - best) < KEPT_WITHIN * best
     return IntervalDecision(steps=current if kept else best, reason=reason)

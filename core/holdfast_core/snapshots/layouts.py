@@ -159,7 +159,8 @@ def decode_layout(data: bytes) -> Layout:
         end = entry.offset + entry.nbytes
     if layout.slot_bytes > SLOT_BYTES_MAX or layout.largest_slot_bytes > SLOT_BYTES_MAX:
         raise LayoutMismatchError(
-            f"layout of rank {layout.rank}: slots of {layout.slot_bytes} bytes; no node has as many"
+            f"layout of rank {layout.rank}: slots of {layout.slot_bytes} bytes, more than any "
+            f"node has"
         )
     if end > layout.extras_offset or layout.extras_capacity < 0 or layout.piece_bytes <= 0:
         raise LayoutMismatchError(

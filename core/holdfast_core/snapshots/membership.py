@@ -124,7 +124,7 @@ class Membership:
         for position, candidate in enumerate(self.members):
             if candidate.index == member:
                 return position
-        raise ValueError(f"{member} is no member of {self.job} in epoch {self.epoch}")
+        raise ValueError(f"{member} is not a member of {self.job} in epoch {self.epoch}")
 
     def ranks_of(self, member: int) -> range:
         first = self.position(member) * self.nproc_per_node

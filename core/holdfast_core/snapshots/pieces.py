@@ -105,7 +105,9 @@ def merge_digests(written: bytes, base: bytes, unchanged: bytes) -> bytes:
     carried = bits(unchanged, pieces)
     old = np.frombuffer(base, dtype=np.uint64)
     if carried[len(old) :].any():
-        raise CorruptError(f"pieces beyond the {len(old)} of the snapshot before are not in it")
+        raise CorruptError(
+            f"unchanged pieces lie beyond the {len(old)} pieces of the snapshot before"
+        )
     merged = np.frombuffer(written, dtype=np.uint64).copy()
     merged[: len(old)][carried[: len(old)]] = old[: len(merged)][carried[: len(old)]]
     return merged.tobytes()

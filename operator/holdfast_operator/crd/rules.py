@@ -66,16 +66,16 @@ def _recompute(field: str) -> tuple[CelRule, ...]:
     return (
         CelRule(
             rule=f"!({asked}) || self.redundancy.type == 'Replication'",
-            says="spec.redundancy.type %s keeps no replica to compute; remove it, or set the type "
-            "to Replication",
+            says="needs replicas, and spec.redundancy.type %s keeps none; remove it, or set the "
+            "type to Replication",
             values=("self.redundancy.type",),
             field=f".snapshot.policy.{field}.recompute",
         ),
         CelRule(
             rule=f"!({asked}) || self.redundancy.type != 'Replication' || "
             "self.snapshot.interval.steps == 1",
-            says="a gradient makes up for one step, not for spec.snapshot.interval.steps = %s; "
-            "remove it, or set the steps to 1",
+            says="a gradient covers one step, not spec.snapshot.interval.steps = %s; remove it, "
+            "or set the steps to 1",
             values=("self.snapshot.interval.steps",),
             field=f".snapshot.policy.{field}.recompute",
         ),
@@ -111,7 +111,7 @@ _WORLD = (
     CelRule(
         rule="self.parallelism.dp * self.parallelism.tp * self.parallelism.pp == "
         "self.nodes * self.nprocPerNode",
-        says="dp·tp·pp = %d, but nodes·nprocPerNode = %d·%d = %d; make both equal",
+        says="dp·tp·pp = %d, but nodes·nprocPerNode = %d·%d = %d; make them equal",
         values=(
             "self.parallelism.dp * self.parallelism.tp * self.parallelism.pp",
             "self.nodes",
@@ -123,7 +123,7 @@ _WORLD = (
     CelRule(
         rule="!has(self.model) || self.model.numExperts % self.parallelism.ep == 0",
         says="cannot be divided by ep = %d; change spec.parallelism.ep so that every rank holds "
-        "equally many experts",
+        "the same number of experts",
         values=("self.parallelism.ep",),
         field=".model.numExperts",
     ),
@@ -135,8 +135,8 @@ _WORLD = (
     ),
     CelRule(
         rule="self.redundancy.type == 'None' || self.nodes != 1",
-        says="one node has no other node to keep its parity; use redundancy.type None, or at "
-        "least 2 nodes",
+        says="a job of one node has no other node for its parity; use redundancy.type None, or "
+        "at least 2 nodes",
         field=".redundancy.type",
     ),
     CelRule(
@@ -261,8 +261,8 @@ _PERSISTED_EXPERTS = (
     CelRule(
         rule=f"{_NO_EXPERTS} || self.snapshot.policy.type != 'PartialExperts' || "
         f"self.persistence.experts <= {_CAPTURED}",
-        says="%d is more than the %d that a snapshot captures of each layer; persist at most as "
-        "many, or raise snapshot.policy.partialExperts.expertsPerLayer",
+        says="%d is more than the %d experts of each layer that a snapshot captures; persist no "
+        "more than that, or raise snapshot.policy.partialExperts.expertsPerLayer",
         values=("self.persistence.experts", _CAPTURED),
         field=".persistence.experts",
     ),
@@ -311,8 +311,8 @@ RULES: dict[str, tuple[CelRule, ...]] = {
     "spec.snapshot.policy.selective": (
         CelRule(
             rule="!has(self.experts) || !has(self.budget)",
-            says="is given, but spec.snapshot.policy.selective.experts says how many; remove one "
-            "of both",
+            says="is given, but spec.snapshot.policy.selective.experts already sets the number; "
+            "remove one of the two",
             field=".budget",
         ),
     ),
@@ -338,7 +338,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
     "spec.persistence.interval": (
         CelRule(
             rule="!has(self.minutes) || !has(self.steps)",
-            says="is given, and so are minutes; remove one of both",
+            says="is given together with minutes; remove one of the two",
             field=".steps",
         ),
     ),

@@ -107,7 +107,7 @@ def test_large_models_are_several_files_with_an_index(
 
 def test_a_tensor_that_no_rule_names_is_an_error(source: WholeSet) -> None:
     rules = decode_rules(rb'{"rules": [{"match": "layers\\..*"}]}')
-    with pytest.raises(InvalidJobError, match=r"no rule names 4 tensors, such as embedd"):
+    with pytest.raises(InvalidJobError, match=r"4 tensors match no rule, such as embedd"):
         exported(source.tensors.values(), rules)
     rules = decode_rules(rb'{"rules": [{"match": ".*", "names": ["x"]}]}')
     with pytest.raises(InvalidJobError, match="two tensors would be called 'x'"):

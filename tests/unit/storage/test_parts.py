@@ -120,7 +120,7 @@ def test_a_body_reads_as_a_file_and_goes_as_it_lies(data: bytes, cuts: list[int]
     ],
 )
 def test_uris_that_name_no_one_place_are_refused(uri: str) -> None:
-    with pytest.raises(InvalidJobError, match="not a place for copies"):
+    with pytest.raises(InvalidJobError, match="not a valid path or URI for copies"):
         open_root(uri, {}, Retry())
 
 

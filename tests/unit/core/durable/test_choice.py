@@ -61,7 +61,7 @@ def test_what_is_being_loaded_stays_while_it_can_be_used() -> None:
 def test_a_job_without_any_copy_begins_from_the_beginning() -> None:
     chosen = choice(Found())
     assert chosen.fresh
-    assert "holds no whole copy" in chosen.reason
+    assert "holds no complete copy" in chosen.reason
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ FACTS = Facts(
         (replace(NOTHING, every_s=10.0), FACTS, "10 s since"),
         (replace(NOTHING, every_s=10.1), FACTS, ""),
         (replace(NOTHING, every_steps=99, every_s=10.0), FACTS, "10 s since"),
-        (replace(NOTHING, every_steps=99), replace(FACTS, wanted=True), "asked for"),
+        (replace(NOTHING, every_steps=99), replace(FACTS, wanted=True), "requested"),
         (replace(NOTHING, every_steps=99), replace(FACTS, redundancy_lost=True), "redundancy"),
         (NOTHING, replace(FACTS, cost_s=None), "none yet"),
         (NOTHING, FACTS, ""),

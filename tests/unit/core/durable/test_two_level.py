@@ -39,7 +39,9 @@ def test_what_storage_has_already_is_not_persisted_again() -> None:
     persisted = {unit(0, 0): generation(2), unit(0, 1): generation(4)}
     selection = select_persisted(table, 3, memory, persisted)
     assert selection.units == (unit(0, 1),)
-    assert "1 of the 1 that memory holds newer, 0 of them not persisted before" in selection.reason
+    assert (
+        "1 of the 1 that are newer in memory, 0 of them never persisted before" in selection.reason
+    )
 
 
 def test_ranks_persist_equally_many() -> None:

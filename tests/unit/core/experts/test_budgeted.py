@@ -145,7 +145,7 @@ def test_what_has_no_version_comes_on_top() -> None:
     ledger = ExpertLedger.start(table.units).captured(generation(0), [unit(0, 0)])
     selection = select_local(table, ledger.routed({unit(0, 0): 5}), 1)
     assert selection.units == table.units
-    assert "2 for want of any version" in selection.reason
+    assert "2 without any version" in selection.reason
     lost_copy = select_local(table, after_full_snapshot(table), 1, uncaptured={unit(0, 2)})
     assert lost_copy.units == (unit(0, 0), unit(0, 2))
 
@@ -154,8 +154,7 @@ def test_the_reason_says_how_much_risk_is_covered() -> None:
     table = world([4])
     ledger = loaded(table, {(0, 0): 80, (0, 1): 20})
     assert select_local(table, ledger, 1).reason == (
-        "1 of 4 experts captured, with 80 of 100 tokens at risk; 0 overdue, 0 for want of any "
-        "version"
+        "1 of 4 experts captured, with 80 of 100 tokens at risk; 0 overdue, 0 without any version"
     )
 
 

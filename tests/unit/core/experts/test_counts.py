@@ -67,9 +67,9 @@ def test_before_the_first_save_there_is_a_number_too() -> None:
 
 def test_statements_of_different_saves_are_not_added_up() -> None:
     other = CountStatement(number=5, tokens={}, marks={})
-    with pytest.raises(ProtocolError, match=r"of the saves \[4, 5\], not all of save 4"):
+    with pytest.raises(ProtocolError, match=r"from the saves \[4, 5\], not all from save 4"):
         agreed(FIRST, other)
-    with pytest.raises(ProtocolError, match="not all of save 3"):
+    with pytest.raises(ProtocolError, match="not all from save 3"):
         agreed(FIRST, SECOND, number=3)
 
 

@@ -43,7 +43,7 @@ def test_losses_at_smaller_ks_do_not_count_for_this_one() -> None:
     )
     assert decision.k == 2
     assert decision.reason == (
-        "K stays 2: recoveries at K=2 lost 0.10% of all tokens, its limit is 1.67%"
+        "K stays 2: recoveries at K=2 lost 0.10% of all tokens, and the limit is 1.67%"
     )
 
 
@@ -65,7 +65,7 @@ def test_a_job_stays_below_its_limit_save_for_the_recoveries_that_pass_a_share(
 def test_the_reason_says_why_k_grew() -> None:
     decision = next_k(1, first_k=1, experts_max=4, lost_by_k={1: 3000}, total_tokens=TOTAL)
     assert decision.reason == (
-        "K grows from 1 to 2: recoveries at K=1 lost 3.00% of all tokens, its limit is 2.50%"
+        "K grows from 1 to 2: recoveries at K=1 lost 3.00% of all tokens, and the limit is 2.50%"
     )
 
 

@@ -108,8 +108,8 @@ def test_the_order_in_which_counts_arrive_does_not_matter(
         (lambda at: at.routed({unit(9, 9): 1}), "1 tokens for unit layer9/expert9"),
         (lambda at: at.routed({A: -1}), "-1 tokens for unit layer0/expert0"),
         (lambda at: at.routed({}, {1: 5}), r"5 assignments in layer 1: .* layers \[0, 2\]"),
-        (lambda at: at.captured(generation(1), [unit(0, 5)]), "the ledger does not know it"),
-        (lambda at: at.captured(generation(0), [A]), r"it was captured in 0\.0 already"),
+        (lambda at: at.captured(generation(1), [unit(0, 5)]), "the ledger does not contain it"),
+        (lambda at: at.captured(generation(0), [A]), r"it was already captured in 0\.0"),
         (lambda at: at.recovered({A: generation(0)}), "layer0/expert1 was restored from nothing"),
     ],
 )
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused(change: Any, message: str) -> None:
 
 
 def test_only_experts_are_counted() -> None:
-    with pytest.raises(InvalidJobError, match="unit layer0/gate is no expert"):
+    with pytest.raises(InvalidJobError, match="unit layer0/gate is not an expert"):
         ExpertLedger.start([A, UnitKey(0, UnitKind.GATE)])
 
 

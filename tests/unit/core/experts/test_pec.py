@@ -82,7 +82,7 @@ def test_what_was_never_captured_comes_on_top() -> None:
     missing = {unit(0, 1), unit(0, 3)}
     selection = select_sequential(table, 1, 0, uncaptured=missing)
     assert set(selection.units) == {unit(0, 0), *missing}
-    assert "3 of 4; 2 of them for want of any version" in selection.reason
+    assert "3 of 4; 2 of them because they have no version yet" in selection.reason
 
 
 @pytest.mark.parametrize(("k", "number"), [(0, 0), (-1, 0), (1, -1)])

@@ -119,7 +119,7 @@ def test_a_model_without_experts_has_an_empty_table() -> None:
             {0: expert(0, 0), 1: expert(0, 0)},
             Topology(dp=2, ep=2),
             (),
-            r"unit layer0/expert0 is held by ranks \[0, 1\], which are no replicas .* dp2·ep2",
+            r"unit layer0/expert0 is held by ranks \[0, 1\], which are not replicas .* dp2·ep2",
             id="one expert in two shares",
         ),
         pytest.param(

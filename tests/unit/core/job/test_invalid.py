@@ -66,12 +66,12 @@ CASES = [
     ),
     (
         put("apiVersion", "holdfast.dev/v1"),
-        'apiVersion = "holdfast.dev/v1": not a document of this version of ours; '
+        'apiVersion = "holdfast.dev/v1": not a document that this version reads; '
         "write apiVersion: holdfast.dev/v1alpha1",
     ),
     (
         put("kind", "PyTorchJob"),
-        'kind = "PyTorchJob": not a document of this version of ours; write kind: MoETrainingJob',
+        'kind = "PyTorchJob": not a document that this version reads; write kind: MoETrainingJob',
     ),
     (put("extra", 1), "extra = 1: unknown field; the fields here are apiVersion, kind"),
     (
@@ -117,7 +117,7 @@ CASES = [
     ),
     (
         put("metadata.labels", {"team": 1}),
-        'metadata.labels = {"team":1}: expected str, got int at [...]; give text for each label',
+        'metadata.labels = {"team":1}: expected str, got int at [...]; give the text of each label',
     ),
     (
         put("metadata.lables", {}),
@@ -148,7 +148,7 @@ CASES = [
     ),
     (
         put("spec.suspend", "no"),
-        'spec.suspend = "no": expected bool, got str; give true to hold the job back, or false',
+        'spec.suspend = "no": expected bool, got str; give true to suspend the job, or false',
     ),
     (
         put("spec.minNodes", 5),
@@ -156,7 +156,8 @@ CASES = [
     ),
     (
         put("spec.minNodes", 0),
-        "spec.minNodes = 0: expected int >= 1; give the fewest nodes to train on, for example 4",
+        "spec.minNodes = 0: expected int >= 1; give the smallest number of "
+        "nodes to train on, for example 4",
     ),
     (
         put("spec.nprocPerNode", 0),
@@ -173,12 +174,12 @@ CASES = [
     (
         put("spec.parallelism.dp", 2),
         'spec.parallelism = {"dp":2,"tp":2,"pp":1}: dp·tp·pp = 4, but nodes·nprocPerNode = 4·2 = 8;'
-        " make both equal, or set dp to 4",
+        " make them equal, or set dp to 4",
     ),
     (
         put("spec.parallelism.pp", 3),
         'spec.parallelism = {"dp":4,"tp":2,"pp":3}: dp·tp·pp = 24, but nodes·nprocPerNode = 4·2 = '
-        "8; make both equal, for 8 processes tp·pp = 6 must divide 8",
+        "8; make them equal, for 8 processes tp·pp = 6 must divide 8",
     ),
     (
         put("spec.parallelism.ep", 8),
@@ -284,7 +285,8 @@ CASES = [
     ),
     (
         put("spec.persistence", {"uri": 3}),
-        "spec.persistence.uri = 3: expected str, got int; give where to keep copies, for example",
+        "spec.persistence.uri = 3: expected str, got int; give the directory or "
+        "URI to keep copies in, for example",
     ),
     (
         put("spec.persistence", {"uri": "s3://b", "interval": {"minutes": 0}}),
@@ -292,11 +294,13 @@ CASES = [
     ),
     (
         put("spec.failurePolicy.maxRestarts", -1),
-        "spec.failurePolicy.maxRestarts = -1: expected int >= 0; give the restarts allowed within",
+        "spec.failurePolicy.maxRestarts = -1: expected int >= 0; give the number of "
+        "restarts allowed",
     ),
     (
         put("spec.failurePolicy.spares", 1.5),
-        "spec.failurePolicy.spares = 1.5: expected int, got float; give the number of nodes held",
+        "spec.failurePolicy.spares = 1.5: expected int, got float; give the number of nodes "
+        "to hold",
     ),
     (
         put("spec.failurePolicy.detection.heartbeatSeconds", 0),
@@ -393,7 +397,7 @@ CASES = [
     ),
     (
         put("spec.ttlSecondsAfterFinished", -1),
-        "spec.ttlSecondsAfterFinished = -1: expected int >= 0; give the seconds after its end",
+        "spec.ttlSecondsAfterFinished = -1: expected int >= 0; give the seconds from the end",
     ),
     (put("spec.trainer", DELETE), "spec.trainer: is required; give a mapping with template"),
     (
@@ -482,7 +486,9 @@ def test_one_node_cannot_have_parity() -> None:
 
 
 def test_something_that_is_no_document_at_all_is_refused() -> None:
-    with pytest.raises(InvalidJobError, match="the job is not a mapping but list; give a document"):
+    with pytest.raises(
+        InvalidJobError, match="the job must be a mapping, not list; give a document"
+    ):
         parse_job([])  # type: ignore[arg-type]
 
 

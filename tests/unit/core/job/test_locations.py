@@ -65,7 +65,9 @@ def test_what_lies_within_a_location_is_admitted(uri: str) -> None:
 
 @pytest.mark.parametrize("uri", TRICKS)
 def test_what_lies_outside_all_locations_is_refused(uri: str) -> None:
-    with pytest.raises(InvalidJobError, match=r"no storage location|not a place for copies"):
+    with pytest.raises(
+        InvalidJobError, match=r"no storage location|not a valid path or URI for copies"
+    ):
         location_of(uri, "a.run", TEAMS)
 
 
@@ -135,12 +137,15 @@ def test_a_location_is_read_from_json() -> None:
         ("[]", "expected a mapping"),
         ("{}", "location.prefix: is required"),
         ('{"prefix": "s3://b", "secret": "x"}', "unknown field"),
-        ('{"prefix": "s3://b/.."}', "not a place for copies"),
-        ('{"prefix": "s3://b/{name}"}', "not a place for copies"),
-        ('{"prefix": "memory://b"}', "not a place for copies"),
-        ('{"prefix": "/"}', "not a place for copies"),
+        ('{"prefix": "s3://b/.."}', "not a valid path or URI for copies"),
+        ('{"prefix": "s3://b/{name}"}', "not a valid path or URI for copies"),
+        ('{"prefix": "memory://b"}', "not a valid path or URI for copies"),
+        ('{"prefix": "/"}', "not a valid path or URI for copies"),
         ('{"prefix": "s3://b", "namespaces": ["A"]}', "not the name of a namespace"),
-        ('{"prefix": "/mnt", "credentials": "/etc/x"}', "only s3 has credentials"),
+        (
+            '{"prefix": "/mnt", "credentials": "/etc/x"}',
+            "only s3 locations can have their own credentials",
+        ),
     ],
 )
 def test_what_is_no_location_is_refused_with_what_to_do(text: str, word: str) -> None:

@@ -199,13 +199,13 @@ def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
     with pytest.raises(InvalidJobError) as caught:
         check_supported(parse_job(FULL))
     assert str(caught.value).splitlines() == [
-        "job default.tiny asks for what this version cannot do, 3 problems:",
+        "job default.tiny uses features that this version does not support, 3 problems:",
         '  spec.snapshot.policy.type = "Sparse": this version captures whole units: all of them, '
         "or some experts and everything else; use Full, PartialExperts or Selective",
         "  spec.minNodes = 12: this version cannot train on fewer nodes than spec.nodes; remove "
         "the field or give 16",
         '  spec.failurePolicy.rules[3].action = "Shrink": this version cannot train on fewer '
-        "nodes than spec.nodes; use Fail, or give the job spares",
+        "nodes than spec.nodes; use Fail, or add spares to the job",
     ]
 
 

@@ -68,12 +68,12 @@ def test_the_tier_says_what_the_job_says() -> None:
 @pytest.mark.parametrize(
     ("persistence", "restore", "word"),
     [
-        ({"uri": "copies/here"}, None, "not a place for copies"),
-        ({"uri": "file://mnt"}, None, "not a place for copies"),
-        ({"uri": "/mnt/../etc"}, None, "not a place for copies"),
+        ({"uri": "copies/here"}, None, "not a valid path or URI for copies"),
+        ({"uri": "file://mnt"}, None, "not a valid path or URI for copies"),
+        ({"uri": "/mnt/../etc"}, None, "not a valid path or URI for copies"),
         ({"uri": "/mnt", "keep": 0}, None, "keep = 0"),
         ({"uri": "/mnt", "keepEvery": 0}, None, "keepEvery = 0"),
-        ({"uri": "/mnt", "interval": {"minutes": 1, "steps": 2}}, None, "remove one of both"),
+        ({"uri": "/mnt", "interval": {"minutes": 1, "steps": 2}}, None, "remove one of the two"),
         ({"uri": "/mnt", "bandwidth": "fast"}, None, "not an amount of bytes"),
         ({"uri": "/mnt", "bandwidth": 0}, None, "not an amount of bytes"),
         ({"uri": "/mnt"}, {"from": "yesterday"}, "not a generation"),

@@ -83,13 +83,13 @@ def test_before_all_ranks_have_measured_the_interval_stays() -> None:
 def test_the_reason_has_what_was_measured() -> None:
     found = decide_interval([costs()], recoveries_per_day=4.0, current=1)
     assert found.reason == (
-        "a step takes 1 s, a snapshot makes it wait 0.1 s and is protected after 0 s, and 4 "
+        "a step takes 1 s, a snapshot delays it by 0.1 s and is protected after 0 s, and 4 "
         "recoveries a day are expected: 66 (REFT eq. 9)"
     )
 
 
 def test_ranks_that_speak_of_different_calls_are_told() -> None:
-    with pytest.raises(ProtocolError, match="not all of one; call restore and save alike"):
+    with pytest.raises(ProtocolError, match="not all from one; make the same calls"):
         decided(costs(), costs(call=8))
 
 

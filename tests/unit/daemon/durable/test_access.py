@@ -48,9 +48,13 @@ def access(shared: Path) -> TierAccess:
 )
 def test_a_daemon_neither_writes_nor_reads_outside_its_locations(shared: Path, uri: str) -> None:
     tier = DurableTier(1, access(shared))
-    with pytest.raises(InvalidJobError, match=r"no storage location|not a place for copies"):
+    with pytest.raises(
+        InvalidJobError, match=r"no storage location|not a valid path or URI for copies"
+    ):
         tier.open_sets(uri.format(shared=shared), JOB)
-    with pytest.raises(InvalidJobError, match=r"no storage location|not a place for copies"):
+    with pytest.raises(
+        InvalidJobError, match=r"no storage location|not a valid path or URI for copies"
+    ):
         access(shared).root(uri.format(shared=shared), JOB)
 
 
@@ -69,7 +73,7 @@ def test_without_a_list_anything_that_a_person_writes_is_opened_but_no_memory(
     for uri in ("memory", "memory/jobs/x", "link/copies"):
         with pytest.raises(InvalidJobError, match="in the daemon's own memory"):
             anywhere.root(str(tmp_path / uri), "default.run")
-    with pytest.raises(InvalidJobError, match="not a place for copies"):
+    with pytest.raises(InvalidJobError, match="not a valid path or URI for copies"):
         anywhere.root("memory://x", "default.run")
 
 
@@ -89,7 +93,10 @@ def test_no_location_may_hold_the_daemons_memory(tmp_path: Path, prefix: str) ->
     [
         (["--storage-location", "s3://b"], "give JSON like"),
         (["--storage-anywhere", "--storage-location", '{"prefix": "s3://b"}'], "contradict"),
-        (["--storage-location", '{"prefix": "/x", "credentials": "/y"}'], "only s3 has cred"),
+        (
+            ["--storage-location", '{"prefix": "/x", "credentials": "/y"}'],
+            "only s3 locations can have",
+        ),
     ],
 )
 def test_a_daemon_does_not_start_with_a_list_that_it_cannot_read(

@@ -90,7 +90,7 @@ def test_storage_that_is_not_mounted_is_waited_for(tmp_path: Path) -> None:
     mount_point.mkdir()
     fresh, why = choice(mount_point, persisted=str(GENERATION))
     assert not fresh
-    assert f"generation {GENERATION} was put there: it is not mounted" in why
+    assert f"generation {GENERATION} was written there: the storage is not mounted" in why
     assert f"put an empty file {MARK_FILE} into the job's directory" in why
     assert choice(mounted, persisted=str(GENERATION)) == (
         False,

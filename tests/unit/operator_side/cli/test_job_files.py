@@ -47,10 +47,10 @@ def test_what_is_no_job_is_refused_at_once(text: str, wrong: str) -> None:
     ("old", "new", "wrong"),
     [
         ("nodes: 4", "nodes: 0x" + "f" * 5000, "20000 bits"),
-        ("nodes: 4", "nodes: .nan", "not a number"),
+        ("nodes: 4", "nodes: .nan", "is NaN"),
         ("nodes: 4", "nodes: .inf", "inf"),
         ("nodes: 4", "nodes: " + "9" * 300, "bits"),
-        ("nodes: 4", 'nodes: "\\ud800"', "half of a character"),
+        ("nodes: 4", 'nodes: "\\ud800"', "half a character"),
         ("name: ", "name: \u0430", "cannot have this name"),
         ("name: ", "name: \uff11", "cannot have this name"),
         ("name: ", "name: ../../", "cannot have this name"),

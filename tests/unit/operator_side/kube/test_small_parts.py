@@ -37,7 +37,7 @@ def test_storage_locations_are_read_and_what_is_none_is_said(
     assert location.prefix == "s3://team-{namespace}"
     with pytest.raises(SystemExit):
         parse(["--storage-location", '{"prefix": "memory://x"}'], POD)
-    assert "not a place for copies" in capsys.readouterr().err
+    assert "not a valid path or URI for copies" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_said_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
