@@ -144,7 +144,7 @@ def test_a_version_whose_image_is_nowhere_takes_one_daemon_which_the_next_heals_
     assert len(kept) == len(uids) - 1
     installation.upgrade(*THREADS)
     wait_for("the daemon to be healed", installation.all_are_new, WAIT_S)
-    assert installation.told("at once, because it never started up")
+    assert installation.told("at once, because it never started")
     assert kept.items() <= installation.uids().items()
     after = installation.protected_after(installation.job.status())
     assert (after["epoch"], after["recoveries"]) == (before["epoch"], before["recoveries"])

@@ -75,7 +75,7 @@ def test_without_a_spare_the_job_trains_on_and_its_condition_says_what_was_done(
     leaving = world.runs_in("alone", 1)["members"][0]["node"]
     _taint(world, taints, leaving, "ToBeDeletedByClusterAutoscaler")
     status = world.until("alone", lambda s: leaving in _message(s, "Persisted"))
-    assert f"a copy was asked for since notice was given for {leaving}" in _message(
+    assert f"a copy was requested because notice was given for {leaving}" in _message(
         status, "Persisted"
     )
     assert (status["phase"], status["epoch"]) == ("Running", 1)

@@ -57,7 +57,7 @@ def test_a_script_that_fails_at_import_fails_the_job_with_its_last_lines(directo
     outcome, status = asyncio.run(run())
     assert outcome is Outcome.FAILED
     assert status.restarts == 2
-    assert "3 times alike before the job's first step" in status.reason
+    assert "3 times in the same way before the job's first step" in status.reason
     assert status.failure is not None
     for text in (status.reason, status.failure.last_lines, *_told(status)):
         assert text.endswith("ModuleNotFoundError: No module named 'no_such_module'")

@@ -18,5 +18,7 @@ def run(options: argparse.Namespace) -> int:
     for role in Role:
         folder = certificates.directory(role)
         print(f"{role}.{options.domain}.holdfast: {folder}")
-    print(f"Keep {options.out}/ca.key to yourself: whoever has it is trusted with everything.")
+    print(
+        f"Keep {options.out}/ca.key secret: anyone who has it can pass for any daemon or operator."
+    )
     return 0

@@ -101,7 +101,9 @@ def _view(jobs: Sequence[Object], events: Sequence[Object], *, one: bool) -> Ren
     if one:
         return job_view(jobs[0], events)
     if not jobs:
-        return "no jobs in this namespace; apply a MoETrainingJob, or give another with -n"
+        return (
+            "no jobs in this namespace; apply a MoETrainingJob, or choose another namespace with -n"
+        )
     return jobs_view(jobs, now=time.time())
 
 
@@ -128,7 +130,7 @@ def jobs_view(jobs: Sequence[Object], *, now: float) -> Table:
 def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
     """Everything about one job."""
     metadata, found = job["metadata"], job.get("status") or {}
-    phase = found.get("phase", "not seen by an operator yet")
+    phase = found.get("phase", "no operator has seen it yet")
     head = Text.assemble(
         (f"{metadata['namespace']}/{metadata['name']}", "bold"),
         "  ",

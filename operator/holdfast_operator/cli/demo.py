@@ -206,7 +206,9 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as screen:
-        console.print(f"A run without faults, then the same with {len(SCRIPT)}; {steps} steps each")
+        console.print(
+            f"A run without faults, then the same run with {len(SCRIPT)}; {steps} steps each"
+        )
         folder = work / "undisturbed"
         job = demo_job(folder, steps, options.policy)
         undisturbed = await DemoRun("undisturbed run", job, folder, screen, steps).carry_out(())
@@ -235,7 +237,7 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
     elif report.policy != "Full":
         console.print(partial_verdict(report))
     else:
-        console.print("[bold red]They differ.[/] This is a defect; please report it.")
+        console.print("[bold red]The bytes differ.[/] This is a defect; please report it.")
     if options.report is not None:
         picture = write(
             report,
@@ -279,7 +281,7 @@ async def _kill_in_step(run: DemoRun) -> tuple[float, str]:
     await _catch(run, rank, writing=False)
     at = time.time()
     await run.cluster.kill_rank(rank)
-    return at, f"rank {rank} in mid-step"
+    return at, f"rank {rank} in the middle of a step"
 
 
 async def _kill_in_copy(run: DemoRun) -> tuple[float, str]:
@@ -323,7 +325,7 @@ async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
     member = cluster.status.member_of(rank)
     node = None if member is None else cluster.status.node(member.node)
     if node is None:
-        raise UnreachableError(f"rank {rank} is on no node now; run it again")
+        raise UnreachableError(f"rank {rank} is on no node now; run the demo again")
     directory, options = cluster.directory, channels.channel_options()
     async with grpc.aio.insecure_channel(f"unix:{node.socket}", options=options) as channel:
         daemon = trainer_pb2_grpc.TrainerStub(channel)
@@ -336,7 +338,9 @@ async def _catch(run: DemoRun, rank: int, *, writing: bool) -> str:
                 injections.signal_rank(directory, cluster.status, rank, signal.SIGCONT)
             run.log()
     state = "in the middle of a copy" if writing else "between two copies"
-    raise UnreachableError(f"rank {rank} was not caught {state} within {CATCH_S:g} s; run it again")
+    raise UnreachableError(
+        f"rank {rank} was not caught {state} within {CATCH_S:g} s; run the demo again"
+    )
 
 
 async def _written(
@@ -347,7 +351,9 @@ async def _written(
     try:
         reply = await daemon.Status(request, timeout=5.0, metadata=metadata)
     except grpc.aio.AioRpcError as error:
-        raise UnreachableError(f"a daemon does not say what it holds: {error.details()}") from error
+        raise UnreachableError(
+            f"a daemon did not report its snapshots: {error.details()}"
+        ) from error
     state = msgspec.json.decode(reply.json)["jobs"].get(directory.job_key, {"slots": ()})
     found = [s for s in state["slots"] if s["rank"] == rank and s["state"] == "granted"]
     return str(found[0]["generation"]) if found else ""

@@ -44,7 +44,9 @@ def read_document(data: bytes) -> Any:
         InvalidJobError: when it is not YAML, or larger than a job can be.
     """
     if len(data) > FILE_BYTES_MAX:
-        raise InvalidJobError(f"the file has more than {FILE_BYTES_MAX} bytes; no job is as long")
+        raise InvalidJobError(
+            f"the file has more than {FILE_BYTES_MAX} bytes; no job needs that many"
+        )
     try:
         text = data.decode()
         _count(text)
@@ -68,8 +70,8 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key.value in seen:
                 raise InvalidJobError(
-                    f"line {key.start_mark.line + 1}: {key.value[:80]!r} is there twice; which of "
-                    f"them is meant? Remove one"
+                    f"line {key.start_mark.line + 1}: {key.value[:80]!r} is given twice; remove "
+                    f"one of the two"
                 )
             seen.add(key.value)
         return node
@@ -98,6 +100,6 @@ def _count(text: str) -> None:
                 sizes[anchor] = values - before + 1
         if depth > DEPTH_MAX or values > VALUES_MAX:
             raise InvalidJobError(
-                f"the file has more than {DEPTH_MAX} levels, or {VALUES_MAX} values, aliases "
-                f"written out; a job has far fewer"
+                f"the file has more than {DEPTH_MAX} levels, or more than {VALUES_MAX} values "
+                f"with its aliases expanded; a job needs far fewer"
             )

@@ -26,10 +26,10 @@ A job survives the loss of a rank, a daemon or a node. To see it:
 """
 
 _RUN_EPILOG = """
-The job file is the MoETrainingJob that Kubernetes gets, too. spec.nodes + spares virtual nodes are
+The job file is the same MoETrainingJob that Kubernetes takes. spec.nodes + spares virtual nodes are
 made on this machine: each has a daemon process, a directory on /dev/shm and a loopback address.
 Ctrl-C stops the job and frees its memory. A `holdfast run` that is killed leaves daemons and
-trainers running; the same command again takes them over.
+trainers running; running the same command again takes them over.
 
   holdfast run job.yaml
   holdfast run job.yaml --dir /tmp/run1 --redis redis://localhost:6379/0
@@ -47,7 +47,7 @@ _STATUS_EPILOG = """
 
 _INJECT_EPILOG = """
   holdfast inject kill-rank 3          SIGKILL a rank: restored from its node's memory
-  holdfast inject stop-rank 3          it hangs; found after detection.hangSeconds
+  holdfast inject stop-rank 3          it hangs; noticed after detection.hangSeconds
   holdfast inject kill-daemon n1       training goes on; the daemon adopts its memory
   holdfast inject kill-node n2         a spare takes over, its memory rebuilt from parity
   holdfast inject notice n2            it will be lost: a copy goes to storage, a spare takes over
@@ -170,23 +170,27 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Show where a local run, or a job in a cluster, stands."
+    text = "Show the state of a local run, or of a job in a cluster."
     parser = _add(commands, "status", text, _STATUS_EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the job's name, or its file")
     _add_directory(parser)
     cluster = parser.add_argument_group("in a cluster (any of these)")
     cluster.add_argument("-n", "--namespace", metavar="NAME", help="of the job (default: default)")
-    cluster.add_argument("--kubeconfig", metavar="FILE", help="default: as kubectl's")
+    cluster.add_argument("--kubeconfig", metavar="FILE", help="default: the same as kubectl's")
     cluster.add_argument("--context", metavar="NAME", help="of the kubeconfig")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print and end (default without a tty)")
+    how.add_argument(
+        "--once", action="store_true", help="print once and exit (default without a tty)"
+    )
     how.add_argument("--watch", action="store_true", help="follow until the job ends")
     how.add_argument("--json", action="store_true", help="print the status as JSON")
     parser.set_defaults(handler=_status)
 
 
 def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = _add(commands, "inject", "Do harm to a local run, to see it survive.", _INJECT_EPILOG)
+    parser = _add(
+        commands, "inject", "Inject a fault into a local run, and watch it recover.", _INJECT_EPILOG
+    )
     kinds = parser.add_subparsers(dest="fault", metavar="FAULT", required=True)
     for name, text in (
         ("kill-rank", "SIGKILL a rank"),
@@ -204,7 +208,7 @@ def _add_inject(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     for name, text in (
         ("kill-daemon", "SIGKILL a node's daemon; its memory stays"),
         ("kill-node", "lose a node with all its processes and memory"),
-        ("notice", "announce that a node will be lost, as a cloud does"),
+        ("notice", "announce that a node will be lost, as a cloud would"),
     ):
         kind = kinds.add_parser(name, help=text, description=text)
         kind.add_argument("node", metavar="NODE")
@@ -224,7 +228,7 @@ def _add_persist(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Compute memory, intervals and odds of a job, and compare snapshot policies."
+    text = "Compute the memory, intervals and odds of a job, and compare snapshot policies."
     parser = _add(commands, "plan", text, _PLAN_EPILOG)
     add = parser.add_argument
     add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
@@ -247,30 +251,30 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "Sizes are of training state (weights, master weights, optimizer), one copy over all ranks",
     ).add_argument
     add("--expert-bytes", type=_some_bytes, metavar="SIZE", help="of one expert of one layer")
-    add("--other-bytes", type=_size, metavar="SIZE", help="of all that is no expert")
+    add("--other-bytes", type=_size, metavar="SIZE", help="of everything but the experts")
     add("--moe-layers", type=_count, metavar="N", help="default: the job's spec.model")
     add("--experts-per-layer", type=_count, metavar="N", help="default: the job's spec.model")
-    add("--like-run", type=Path, metavar="DIR", help="all four, from a local run that is going on")
+    add("--like-run", type=Path, metavar="DIR", help="take all four from a local run in progress")
     add("--partial-experts", type=_count, metavar="K", help="the first K; default: the job's, or 1")
     add(
         "--copy-bandwidth",
         type=_some_bytes,
         metavar="SIZE",
-        help="bytes a second that one node's ranks copy into its memory; default 10G",
+        help="bytes per second that one node's ranks copy into its memory; default 10G",
     )
-    add("--measure-copy", action="store_true", help="that of this machine's memory, one thread")
+    add("--measure-copy", action="store_true", help="measure it on this machine, with one thread")
     add(
         "--network-bandwidth",
         type=_some_bytes,
         metavar="SIZE",
-        help="bytes a second from one node to others; default 2.5G",
+        help="bytes per second from one node to others; default 2.5G",
     )
     add(
         "--routing-skew",
         type=_at_least_zero,
         default=0.0,
         metavar="X",
-        help="exponent of experts' popularity: 0 all alike (default), 2 a few get most tokens",
+        help="exponent of experts' popularity: 0: all alike (default), 2: a few get most tokens",
     )
     add("--plot", type=Path, metavar="FILE", help="draw the comparison: .png, .svg or .pdf")
 
@@ -297,9 +301,15 @@ def _add_certificates(commands: argparse._SubParsersAction[argparse.ArgumentPars
     text = "Make a CA, and certificates for daemons and the operator."
     parser = _add(commands, "certificates", text, _CERTIFICATES_EPILOG)
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="where; a CA there is used again")
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where to write them; a CA there is reused",
+    )
     add("--domain", default="local", metavar="NAME", help="in a cluster: the namespace of Holdfast")
-    add("--days", type=int, default=365, metavar="N", help="how long they are good (default 365)")
+    add("--days", type=int, default=365, metavar="N", help="how long they are valid (default 365)")
     parser.set_defaults(handler=_certificates)
 
 
@@ -310,7 +320,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("uri", metavar="URI", help="of the job's sets; or, with --job, of the tier")
     add("--job", metavar="JOB", help="the job's directory below the tier")
     add("--generation", metavar="EPOCH.STEP", help="default: the newest complete one")
-    add("--to", type=Path, required=True, metavar="DIR", help="is made if it is not there")
+    add("--to", type=Path, required=True, metavar="DIR", help="created if it does not exist")
     add(
         "--format",
         choices=["safetensors", "dcp"],
@@ -318,7 +328,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="default %(default)s",
     )
     add("--names", metavar="hf|FILE", help="rename: the example model for Hugging Face, or a table")
-    add("--optimizer", action="store_true", help="its states as well")
+    add("--optimizer", action="store_true", help="the optimizer states as well")
     add("--shard-size", type=_size, default=5_000_000_000, metavar="SIZE", help="default 5G")
     add(
         "--tensor-parallel",
@@ -338,13 +348,13 @@ def _add_insecure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="no certificates and tokens between its processes (or HOLDFAST_INSECURE=1)",
+        help="no certificates or tokens between its processes (or HOLDFAST_INSECURE=1)",
     )
 
 
 def _add_run_choice(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
-    parser.add_argument("--job", metavar="JOB", help="the job's name, when there are several runs")
+    parser.add_argument("--job", metavar="JOB", help="the job's name, if there are several runs")
 
 
 def _size(text: str) -> int:

@@ -60,7 +60,7 @@ def _follow(state: Callable[[], dict[str, Any]], *, wanted: str | None, wait_s: 
             why = persist.get("failure") or "nothing is protected yet, or storage is slow"
             raise StorageError(
                 f"generation {wanted} is not in durable storage after {wait_s:.0f} s: {why}; the "
-                f"daemons go on trying"
+                f"daemons keep trying"
             )
         time.sleep(POLL_S)
 

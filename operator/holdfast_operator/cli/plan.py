@@ -29,7 +29,7 @@ def plan(options: argparse.Namespace) -> int:
     """Carry out `holdfast plan`; returns the exit code."""
     if options.plot is not None and options.plot.suffix not in PLOT_SUFFIXES:
         raise InvalidJobError(
-            f"--plot {options.plot}: the suffix says what is drawn; use {', '.join(PLOT_SUFFIXES)}"
+            f"--plot {options.plot}: the suffix sets the format; use {', '.join(PLOT_SUFFIXES)}"
         )
     job = load_job(options.job)
     node_mtbf_days, process_mtbf_days = mtbf_days_of(options, job)

@@ -51,8 +51,8 @@ def model_of(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes | N
         needs = _policy_flags(options)
         if needs:
             raise InvalidJobError(
-                f"{needs[0]} compares policies, which takes the model's sizes: give --expert-bytes "
-                f"and --other-bytes, or --like-run"
+                f"{needs[0]} compares policies, which requires the model's sizes: give "
+                f"--expert-bytes and --other-bytes, or --like-run"
             )
         return None
     for flag, value in (
@@ -63,7 +63,7 @@ def model_of(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes | N
             raise InvalidJobError(f"{flag} follows from the model's sizes; leave it out")
     if options.like_run is not None:
         if given:
-            raise InvalidJobError(f"--like-run knows the model; leave {given[0]} out")
+            raise InvalidJobError(f"--like-run gives the sizes of the model; leave {given[0]} out")
         return sizes_of_run(options.like_run, job)
     return _of_flags(options, job)
 
@@ -95,13 +95,15 @@ def _of_flags(options: argparse.Namespace, job: MoETrainingJob) -> ModelSizes:
     ):
         if value is None:
             also = f" (or spec.model.{field} in the job)" if field else ""
-            raise InvalidJobError(f"{flag} is missing{also}; policies cannot be compared without")
+            raise InvalidJobError(
+                f"{flag} is missing{also}; policies cannot be compared without it"
+            )
     assert layers is not None and experts is not None
     ep = job.spec.parallelism.ep
     if experts % ep:
         raise InvalidJobError(
             f"--experts-per-layer {experts} cannot be divided by the job's ep = {ep}; every rank "
-            f"holds equally many experts"
+            f"holds the same number of experts"
         )
     return ModelSizes.even(
         layers=layers,
@@ -166,7 +168,7 @@ def sizes_of_run(path: Path, job: MoETrainingJob) -> ModelSizes:
     record = RunDirectory(path, job.key).read_record()
     if record is None:
         raise InvalidJobError(
-            f"--like-run {path}: no run is going on there; `holdfast run` prints its directory"
+            f"--like-run {path}: no run is in progress there; `holdfast run` prints its directory"
         )
     newest: dict[int, tuple[int, Layout]] = {}
     for node in record.nodes.values():

@@ -268,6 +268,6 @@ def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str
         "snapshot interval, steps",
         str(steps),
         f"REFT eq. 9, for lost nodes and processes; copy {snapshot_s:.2f} s, protection "
-        f"{protect_s:.2f} s, step {settings.step_s:g} s; the job says "
+        f"{protect_s:.2f} s, step {settings.step_s:g} s; the job has "
         f"{job.spec.snapshot.interval.steps}",
     )

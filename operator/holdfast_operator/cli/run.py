@@ -196,7 +196,9 @@ def inject(options: argparse.Namespace) -> int:
     path = find_run(options.dir, options.job)
     found = read_status(path / "status.json")
     if found.ended or not (path / "nodes.json").exists():
-        raise InvalidJobError(f"the run in {path} is not running ({found.phase}); nothing to harm")
+        raise InvalidJobError(
+            f"the run in {path} is not running ({found.phase}); start it before injecting a fault"
+        )
     directory = RunDirectory(path, found.job)
     match options.fault:
         case "kill-daemon":
@@ -236,7 +238,7 @@ def find_run(directory: Path | None, job: str | None) -> Path:
             f"no run in {home}; start one with `holdfast run JOB.yaml`, or give --dir"
         )
     names = ", ".join(path.name for path in living or runs)
-    raise StorageError(f"several runs in {home}: {names}; say which with the job's name or --dir")
+    raise StorageError(f"several runs in {home}: {names}; choose one with the job's name or --dir")
 
 
 def _staleness(found: Status) -> str:

@@ -69,7 +69,7 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
     )
     parts: list[RenderableType] = [head]
     if status.security == "insecure":
-        parts.append(Text("insecure: daemons and trainers prove nothing", style="bold red"))
+        parts.append(Text("insecure: daemons and trainers are not authenticated", style="bold red"))
     if stale:
         parts.append(Text(stale, style="yellow"))
     if not status.ended or status.phase is Phase.FAILED:
@@ -123,7 +123,7 @@ def _members(status: Status) -> Table:
 
 def _silence(status: Status) -> Text:
     """Reason why nothing is known of a member's ranks: daemons forget a job that has ended."""
-    return Text("ended") if status.ended else Text("no word from its daemon", style="red")
+    return Text("ended") if status.ended else Text("no report from its daemon", style="red")
 
 
 def _agent(member: LocalMemberStatus) -> str:

@@ -24,9 +24,9 @@ _SHARDED = (("nothing sharded", 0), ("ZeRO-1 or ZeRO-2", 1), ("ZeRO-3 or FSDP", 
 """Ways to shard training over replicas, each with a stage of ZeRO that does so."""
 
 _NOTES = (
-    "by a node, for one snapshot; training waits for copies that a step does not hide, never for",
-    "the network. Parity is fetched from other nodes; the rest is what it would be otherwise",
-    "(REFT §4.3, MoEtion §5.1), with groups along replicas. docs/decisions/0028 says why it is not",
+    "per node and snapshot; training waits for copies that a step does not hide, never for",
+    "the network. Parity is fetched from other nodes; the other rows show what it would cost",
+    "with groups along replicas (REFT §4.3, MoEtion §5.1); why it is not done: docs/decisions/0028",
 )
 
 

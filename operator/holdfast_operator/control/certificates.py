@@ -88,7 +88,7 @@ class Certificates:
             certificate = x509.load_pem_x509_certificate(certificate_file.read_bytes())
             key = serialization.load_pem_private_key(key_file.read_bytes(), None)
             if not isinstance(key, ec.EllipticCurvePrivateKey):
-                raise ValueError(f"{key_file} is not a key that this made")
+                raise ValueError(f"{key_file} was not made by Holdfast")
             if certificate.not_valid_after_utc - moment > self._life:
                 return certificate, key
         key = ec.generate_private_key(ec.SECP256R1())

@@ -317,8 +317,8 @@ class ControlServer:
             name = next(gone, None)
             if name is None:
                 raise ProtocolError(
-                    f"{NODES_MAX} daemons have dialled in, and all of them hold something; one "
-                    f"control loop takes no more"
+                    f"{NODES_MAX} daemons are connected or hold jobs; one control loop takes no "
+                    f"more"
                 )
             del self._nodes[name]
 

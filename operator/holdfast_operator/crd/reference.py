@@ -30,12 +30,12 @@ def reference() -> str:
         "|---|---|---|---|",
         *_rows(schema_at(schema, "spec"), "spec"),
         "",
-        "## What must hold between fields",
+        "## Rules between fields",
         "",
-        "An API server refuses a document that breaks a rule, and `holdfast run` does so in the "
-        "same words.",
+        "An API server refuses a document that breaks a rule, and so does `holdfast run`, with "
+        "the same text.",
         "",
-        "| where | what is said otherwise |",
+        "| where | error |",
         "|---|---|",
         *_rule_rows(),
         "",

@@ -50,7 +50,7 @@ class Endpoints:
             try:
                 await self.point_here()
             except ApiError as error:
-                _log.warning("daemons are not sent here: %s", error)
+                _log.warning("cannot send daemons to this replica: %s", error)
             await asyncio.sleep(CHECK_S)
 
     async def point_here(self) -> None:

@@ -36,25 +36,29 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Definition:
 
 DEFINITIONS: tuple[Definition, ...] = (
     _gauge("leader", "1 while this replica holds the Lease."),
-    _gauge("insecure", "1 while daemons need not prove who they are."),
+    _gauge("insecure", "1 while daemons are not authenticated."),
     _gauge(
         "certificate_expires_timestamp_seconds",
-        "When the operator's certificate ends, or the last of its CAs, in Unix time.",
+        "When the operator's certificate expires, or the last of its CAs, in Unix time.",
         "certificate",
     ),
-    _gauge("jobs", "Jobs in a phase.", "phase"),
+    _gauge("jobs", "Jobs in each phase.", "phase"),
     _gauge("ranks_desired", "Ranks of all jobs that have not ended."),
     _gauge("ranks_ready", "Ranks at work."),
     _gauge("daemons_connected", "Daemons whose Control stream is open."),
-    _gauge("daemons_outdated", "Daemons of an older version that the operator is to replace."),
-    _histogram("reconcile_seconds", "From what woke a job's loop to its decision.", _FAST_S),
-    _histogram("act_seconds", "Carrying out the actions of one decision.", _FAST_S),
-    _counter("recoveries", "Recoveries that were begun.", "cause"),
+    _gauge("daemons_outdated", "Daemons of an older version that the operator has yet to replace."),
+    _histogram(
+        "reconcile_seconds", "Time from the event that woke a job's loop to its decision.", _FAST_S
+    ),
+    _histogram("act_seconds", "Time to carry out the actions of one decision.", _FAST_S),
+    _counter("recoveries", "Recoveries begun.", "cause"),
     _counter("recoveries_finished", "Recoveries after which training ran again.", "source"),
-    _histogram("recovery_seconds", "From a recovery's decision to ranks at work.", _SLOW_S),
+    _histogram(
+        "recovery_seconds", "Time from the decision on a recovery until ranks are at work.", _SLOW_S
+    ),
     _histogram(
         "replacement_seconds",
-        "From a lost node's last heartbeat to the creation of the pod that replaces it.",
+        "Time from a lost node's last heartbeat to the creation of the pod that replaces it.",
         _SLOW_S,
     ),
     _counter("jobs_ended", "Jobs that ended.", "outcome"),
@@ -64,7 +68,9 @@ DEFINITIONS: tuple[Definition, ...] = (
     _counter("events_dropped", "Events that could not be posted."),
     _counter("api_requests", "Requests to the API server.", "verb", "resource", "code"),
     _counter("watch_restarts", "Watches that began again after an error.", "resource"),
-    _counter("action_failures", "Actions that the API server refused; tried again.", "action"),
+    _counter(
+        "action_failures", "Actions that the API server refused; they are tried again.", "action"
+    ),
 )
 
 

@@ -11,7 +11,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.locations import NAMESPACE, StorageLocation, read_location
 from holdfast_protos.identity import add_options
 
-DESCRIPTION = "Carries out the MoETrainingJobs of a Kubernetes cluster."
+DESCRIPTION = "Runs the MoETrainingJobs of a Kubernetes cluster."
 
 _EPILOG = """
 In a cluster this runs as the Deployment holdfast-operator of the chart. By hand, for development:
@@ -20,11 +20,11 @@ In a cluster this runs as the Deployment holdfast-operator of the chart. By hand
   holdfast-operator --kubeconfig ~/.kube/config --namespace holdfast-system --address 10.0.0.5 \\
                     --tls ~/holdfast-tls/operator
 
-Several replicas may run: one holds the Lease and works, the others wait. The process ends when it
-loses its Lease, and is expected to be started again.
+Several replicas may run: one holds the Lease and works, the others wait. A replica that loses its
+Lease exits, and is expected to be restarted.
 
-`holdfast-operator release-finalizers`, with the same flags, ends the operator and lets every job be
-deleted without one: for the moment before it is uninstalled.
+`holdfast-operator release-finalizers`, with the same flags, stops the operator and lets every job
+be deleted without one. Run it just before uninstalling Holdfast.
 """
 
 
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         metavar="NAME",
         help="where Holdfast is installed (default: $POD_NAMESPACE, else holdfast-system)",
     )
-    add("--watch-namespace", default="", metavar="NAME", help="only jobs of this one; default: all")
+    add("--watch-namespace", default="", metavar="NAME", help="of the jobs to run; default: all")
     add(
         "--identity",
         default=environment.get("POD_NAME", ""),
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         metavar="IP",
         help="where daemons reach this replica (default: $POD_IP)",
     )
-    add("--listen", default="", metavar="HOST", help="listen here only (default: everywhere)")
+    add("--listen", default="", metavar="HOST", help="listen only here (default: everywhere)")
     add("--control-port", type=int, default=7700, metavar="PORT", help="default: %(default)s")
     add("--http-port", type=int, default=7704, metavar="PORT", help="default: %(default)s")
     add("--service", default="holdfast-control", metavar="NAME", help="default: %(default)s")
@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> Op
         default=[],
         metavar="NAME",
         help="a taint's key or a node condition's type that announces the end of a node, besides "
-        "those of usual clouds and autoscalers; may be given again",
+        "those of the usual clouds and autoscalers; may be repeated",
     )
     _add_locations(parser)
     add_options(add, environment)

@@ -118,7 +118,7 @@ class Renewing:
             self._changed(before.outdated ^ now_old)
         if self._replaced and not now_old and all(each.serves for each in stands.values()):
             self._replaced = {}
-            text = f"all {len(stands)} daemons are of revision {newest.revision}, and ready"
+            text = f"all {len(stands)} daemons are of revision {newest.revision} and ready"
             self._post(newest, "DaemonsRenewed", text)
 
     async def _decide(
@@ -173,11 +173,11 @@ class Renewing:
         except ApiError as error:
             if error.status != NOT_FOUND:
                 self._metrics.add("action_failures", action="RenewDaemon")
-                _log.warning("the daemon on %s is not replaced: %s", pod.node, error)
+                _log.warning("cannot replace the daemon on %s: %s", pod.node, error)
             return
         self._deleted.add(pod.uid)
         self._replaced[pod.node] = self._clock()
-        why = "" if pod.begun else ", at once, because it never started up"
+        why = "" if pod.begun else ", at once, because it never started"
         self._post(
             newest,
             "RenewingDaemon",

@@ -95,7 +95,7 @@ async def _take_lease(
             if error.status != CONFLICT:
                 raise
     raise ApiError(
-        f"the Lease {namespace}/{name} cannot be taken: it changed {TRIES} times meanwhile. "
+        f"the Lease {namespace}/{name} could not be taken: it changed {TRIES} times meanwhile. "
         f"Try again",
         status=CONFLICT,
     )

@@ -54,7 +54,7 @@ SOON_S = 0.01
 RENEW_AGAIN_S = 60.0
 """Seconds until certificates that could not be renewed are tried again."""
 INSECURE = (
-    "identity is off: whoever reaches the loopback ports of this run may read and change its "
+    "identity is off: anyone who reaches the loopback ports of this run can read and change its "
     "training state; leave out --insecure (or HOLDFAST_INSECURE) to turn it on"
 )
 USABLE_FRACTION = 0.8
@@ -307,7 +307,7 @@ class LocalCluster:
     def _standing(self) -> str:
         status, logs = self._status, self.directory.path / "logs"
         if status is None:
-            return f"nothing is known; logs: {logs}"
+            return f"no status yet; logs: {logs}"
         return f"{status.phase} at step {status.step}: {status.reason}; logs: {logs}"
 
     async def finished(self, *, timeout_s: float | None = None) -> Outcome:

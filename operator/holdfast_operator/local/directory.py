@@ -151,8 +151,8 @@ class RunDirectory:
             token = self.token_file.read_text(encoding="ascii").strip()
         except OSError as error:
             raise UnauthenticatedError(
-                f"{self.token_file} cannot be read ({error.strerror}), and daemons answer nobody "
-                f"without the job's token; ask while the job runs, as the user who runs it"
+                f"{self.token_file} cannot be read ({error.strerror}), and daemons answer only "
+                f"calls with the job's token; ask while the job runs, as the user who runs it"
             ) from error
         return (("authorization", f"Bearer {token}"),)
 
@@ -289,4 +289,4 @@ def _make_private(path: Path) -> None:
         raise StorageError(f"cannot make {path}: {error.strerror}") from error
     shared = path in (Path(tempfile.gettempdir()), SHARED_MEMORY)
     if not stat.S_ISDIR(found.st_mode) or (found.st_uid != os.getuid() and not shared):
-        raise StorageError(f"{path} is not a directory of ours; remove it, or use another --dir")
+        raise StorageError(f"{path} was not made by Holdfast; remove it, or use another --dir")

@@ -164,7 +164,7 @@ def read_status(path: Path) -> Status:
         return _STATUS.decode(path.read_bytes())
     except FileNotFoundError:
         raise StorageError(
-            f"{path} does not exist: no `holdfast run` has written it (yet). Give the run's "
+            f"{path} does not exist: no `holdfast run` has written it yet. Give the run's "
             f"directory with --dir, or the job's name"
         ) from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -30,8 +30,8 @@ INSECURE = Condition(
     type=ConditionType.INSECURE,
     status=True,
     reason="IdentityIsOff",
-    message="daemons and the operator prove nothing to each other: whoever reaches them may read "
-    "and change training state; set security.insecure to false in the chart's values",
+    message="daemons and the operator do not authenticate each other: anyone who reaches them "
+    "can read and change training state; set security.insecure to false in the chart's values",
 )
 """Condition of every job in a cluster that runs without identity; other jobs do not have it."""
 

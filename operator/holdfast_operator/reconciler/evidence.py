@@ -177,10 +177,10 @@ def _member_causes(
         return
     failures = list(_failures(member, view, agent))
     if agent is None and state.confirmed_epoch == membership.epoch and not node.schedulable:
-        text = f"member {member.index} has no agent, and node {member.node} takes none"
+        text = f"member {member.index} has no agent, and node {member.node} accepts none"
         yield Cause(on=On.DISRUPTION, text=text, member=member.index, evicted=True)
     elif agent is not None and _is_taken_away(agent, ran or bool(failures)):
-        text = f"the agent of member {member.index} on {member.node} is taken away: "
+        text = f"the agent of member {member.index} on {member.node} is being removed: "
         yield Cause(
             on=On.DISRUPTION,
             text=text + agent.disruption,

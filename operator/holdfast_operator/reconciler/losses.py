@@ -60,12 +60,16 @@ def loss_condition(job: MoETrainingJob, state: ControlState) -> Condition | None
         return None
     kind, loss = ConditionType.TOKEN_LOSS, state.losses
     if loss is None:
-        message = "not all ranks have told of their tokens yet, or the model has no such experts"
+        message = (
+            "not all ranks have reported their tokens yet, or the model has no experts "
+            "that could be left out"
+        )
         return Condition(type=kind, status=None, reason="NotReported", message=message)
     if not loss.routed_tokens:
         message = (
-            "snapshots leave experts out, and nobody counts what that costs: call "
-            "session.count_tokens(layer, counts) in the training loop before session.save"
+            "snapshots leave experts out, but the trainer does not count tokens, so the cost is "
+            "unknown: call session.count_tokens(layer, counts) in the training loop before "
+            "session.save"
         )
         return Condition(type=kind, status=None, reason="TokensNotCounted", message=message)
     if loss.passed:
@@ -101,8 +105,8 @@ def _beyond(loss: JobLoss) -> str:
     )
     return (
         f"{_lost(loss)}, beyond the limit of {loss.limit:.2%}{last}; {_k(loss)}. Compare the "
-        f"model's validation loss with that from before; to lose less, find out why the job "
-        f"recovers so often, save more often, or begin with more experts in each snapshot"
+        f"model's validation loss with that before the recoveries; to lose less, find out why "
+        f"the job recovers so often, save more often, or start with more experts in each snapshot"
     )
 
 

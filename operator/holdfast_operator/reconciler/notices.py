@@ -37,9 +37,10 @@ def ask_for_copy(look: Look, state: ControlState, before: Membership | None) -> 
     step = Step(replace(state, noticed=frozenset(found)))
     if not new:
         return step
-    which = "the next" if state.saved is None else f"generation {state.saved}"
+    saved = state.saved
+    which = "the next generation" if saved is None else f"generation {saved} or a newer one"
     why = "; ".join(found[name] for name in new)
-    text = f"{why}; {which} is copied to {membership.tier.uri} now, or a newer one"
+    text = f"{why}; {which} is copied to {membership.tier.uri} now"
     return step.post(EventReason.COPY_REQUESTED, text, warning=True).act(PersistNow())
 
 
@@ -47,7 +48,7 @@ def asked_because(state: ControlState) -> str:
     """Why a copy was requested, as an addition to a condition; empty when none was."""
     if not state.noticed:
         return ""
-    return f"; a copy was asked for since notice was given for {listed(sorted(state.noticed))}"
+    return f"; a copy was requested because notice was given for {listed(sorted(state.noticed))}"
 
 
 def _notices(

@@ -140,7 +140,7 @@ def _adopt(look: Look, state: ControlState) -> Step:
         return Step(state)
     if known is None or newest.epoch > known.epoch:
         adopted = replace(state, membership=newest, started_from=None, resumed_epoch=0)
-        text = f"epoch {newest.epoch} is known to the daemons and goes on"
+        text = f"epoch {newest.epoch} is adopted from the daemons and goes on"
         return Step(adopted).post(EventReason.ADOPTED, text)
     if newest.epoch == known.epoch and newest.revision > known.revision:
         return Step(replace(state, membership=replace(known, revision=newest.revision)))

@@ -124,7 +124,7 @@ def _await_nodes(look: Look, state: ControlState, case: _Case) -> Step:
     if moves.unplaced:
         return await_replacement(look, state, case.text, moves.unplaced)
     if moves.held and not moves.to and all(cause.member in moves.held for cause in case.causes):
-        why = "their parity groups are not whole"
+        why = "their parity groups are incomplete"
         return await_replacement(look, state, case.text, moves.held, why)
     return Step(state)
 

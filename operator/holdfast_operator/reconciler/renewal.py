@@ -90,7 +90,7 @@ def choose(daemons: Mapping[str, DaemonStand], jobs: Iterable[JobStand]) -> Rene
     for node in outdated:
         stand = daemons[node]
         if stand.ending:
-            waiting[node] = "its pod is being ended"
+            waiting[node] = "its pod is being deleted"
             continue
         if stand.begun:
             reason = _pace(under_way.union(chosen), proved) or _objection(

@@ -52,7 +52,7 @@ def suspend(look: Look, state: ControlState) -> Step:
     if state.suspended:
         return step
     return step.post(
-        EventReason.SUSPENDED, "spec.suspend is true: agents are stopped, snapshots kept"
+        EventReason.SUSPENDED, "spec.suspend is true: agents are stopped, snapshots are kept"
     )
 
 
@@ -118,7 +118,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
     reshaped = Step(forgotten).post(
         EventReason.RESHAPED,
         f"the job was {known}, and is {shape_of(look.job)}: {loses} of the earlier layout cannot "
-        f"be restored and are freed; training begins from the beginning",
+        f"be restored and are freed; training starts over",
         warning=saved is not None,
     )
     return reshaped.then(freeing).wait(freeing.waiting or "")

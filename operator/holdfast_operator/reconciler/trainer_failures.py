@@ -83,8 +83,8 @@ def fail_alike(
     if not is_permanent(failure.exit_code) or any(rule.on is On.EXIT_CODE for rule in rules):
         return Step(state)
     text = (
-        f"{failure.text}, {failure.times} times alike before the job's first step; correct "
-        f"its script (or restart it all the same, by a failure rule on ExitCode)"
+        f"{failure.text}, {failure.times} times in the same way before the job's first step; "
+        f"correct its script (or restart it all the same, by a failure rule on ExitCode)"
     )
     reason = with_last_lines(text, failure.last_lines)
     return end(look, state, Outcome.FAILED, reason, "FailsBeforeFirstStep")

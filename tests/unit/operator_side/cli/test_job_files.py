@@ -22,9 +22,9 @@ _MERGES = "a0: &a0 {k: v}\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        (_LAUGHS, "aliases written out"),
-        (_MERGES, "aliases written out"),
-        ("a: &a [*a]", "aliases written out"),
+        (_LAUGHS, "aliases expanded"),
+        (_MERGES, "aliases expanded"),
+        ("a: &a [*a]", "aliases expanded"),
         ("[" * 100_000, "levels"),
         ("{a: " * 5000, "levels"),
         ("- " * 5000, "levels"),
@@ -32,8 +32,8 @@ _MERGES = "a0: &a0 {k: v}\n" + "".join(
         ("a: 2001-02-31", "cannot be read"),
         ("a: !!python/object/apply:os.system [ls]", "not YAML"),
         ("a: \x00", "not YAML"),
-        ("a: 1\nb: {c: 1, d: 2, c: 3}", "line 2: 'c' is there twice"),
-        ("spec: {nodes: 1}\nspec: {nodes: 2}", "line 2: 'spec' is there twice"),
+        ("a: 1\nb: {c: 1, d: 2, c: 3}", "line 2: 'c' is given twice"),
+        ("spec: {nodes: 1}\nspec: {nodes: 2}", "line 2: 'spec' is given twice"),
         ("x" * (FILE_BYTES_MAX + 1), "bytes"),
     ],
     ids=lambda value: str(value)[:20],

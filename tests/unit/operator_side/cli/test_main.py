@@ -151,7 +151,7 @@ def test_a_fault_for_a_run_that_is_not_running_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inject", "kill-rank", "0", "--dir", str(run)]) == 2
-    assert "nothing to harm" in capsys.readouterr().err
+    assert "start it before injecting a fault" in capsys.readouterr().err
 
 
 def test_plan_shows_memory_and_odds(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,8 +191,11 @@ def test_a_limit_that_is_too_small_is_refused(
         (["--bytes-per-rank", "1Gi"], "--bytes-per-rank follows from the model's sizes"),
         (["--snapshot-seconds", "1"], "--snapshot-seconds follows from the model's sizes"),
         (["--measure-copy", "--copy-bandwidth", "1G"], "--copy-bandwidth and --measure-copy"),
-        (["--like-run", "/nowhere"], "--like-run knows the model; leave --expert-bytes out"),
-        (["--plot", "plan.txt"], "--plot plan.txt: the suffix says what is drawn"),
+        (
+            ["--like-run", "/nowhere"],
+            "--like-run gives the sizes of the model; leave --expert-bytes out",
+        ),
+        (["--plot", "plan.txt"], "--plot plan.txt: the suffix sets the format"),
     ],
 )
 def test_bad_input_is_refused_by_the_name_of_its_flag(
@@ -232,7 +235,7 @@ def test_flags_that_need_a_model_say_so(
     job: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, job, *arguments)
-    assert f"{arguments[0]} compares policies, which takes the model's sizes" in said
+    assert f"{arguments[0]} compares policies, which requires the model's sizes" in said
 
 
 # --- a run that is going on -----------------------------------------------------------------------
@@ -307,7 +310,7 @@ def test_a_run_that_has_not_saved_yet_is_refused(
     (arena,) = (tmp_path / "memory" / "n1").glob("jobs/*/arenas/*")
     (arena / "layout.json").unlink()
     assert "1 of 2 ranks have saved" in refused(capsys, job, "--like-run", run)
-    assert "no run is going on there" in refused(capsys, job, "--like-run", tmp_path)
+    assert "no run is in progress there" in refused(capsys, job, "--like-run", tmp_path)
 
 
 # --- the picture ----------------------------------------------------------------------------------

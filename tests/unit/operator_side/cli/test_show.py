@@ -87,7 +87,7 @@ def test_a_member_of_which_nothing_is_known_any_more_has_ended_with_its_job() ->
         index=0, node="n0", agent="absent", exit_code=None, epoch=0, ranks=(), complete="",
         arena_bytes=0, parity_bytes=0, skipped=0, failed=0, rebuilding=False, problem="",
     )  # fmt: skip
-    for phase, words in ((Phase.COMPLETE, "ended"), (Phase.RUNNING, "no word from its daemon")):
+    for phase, words in ((Phase.COMPLETE, "ended"), (Phase.RUNNING, "no report from its daemon")):
         status = Status(
             job="default.job", time=0.0, pid=1, directory="", phase=phase, reason="", epoch=1,
             revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",

@@ -83,4 +83,4 @@ def test_one_job_tells_its_members_recoveries_conditions_and_events() -> None:
 
 
 def test_a_job_that_no_operator_has_seen_says_so() -> None:
-    assert "not seen by an operator yet" in text(job_view(job_resource(), []))
+    assert "no operator has seen it yet" in text(job_view(job_resource(), []))

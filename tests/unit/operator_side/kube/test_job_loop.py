@@ -75,7 +75,7 @@ def test_every_job_of_a_cluster_without_identity_says_so(insecure: bool) -> None
         found = [c for c in status["conditions"] if c["type"] == "Insecure"]
         assert status["phase"] == "Running"
         assert [(c["status"], c["reason"]) for c in found] == [("True", "IdentityIsOff")] * insecure
-        assert ("whoever reaches them may read" in str(found)) is insecure
+        assert ("anyone who reaches them can read" in str(found)) is insecure
         assert ("IdentityIsOff" in rendered(job_view(cluster.job(JOB), ()))) is insecure
 
     on_a_cluster(test, insecure=insecure)

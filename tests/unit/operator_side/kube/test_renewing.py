@@ -108,7 +108,7 @@ def test_one_after_the_other_is_replaced_and_it_is_told() -> None:
     assert [event.reason for _, event in desk.told] == [
         *("RenewingDaemon", "RenewingDaemon", "DaemonsRenewed")
     ]
-    assert desk.told[-1][1].message == "all 2 daemons are of revision new, and ready"
+    assert desk.told[-1][1].message == "all 2 daemons are of revision new and ready"
     about, event = desk.told[0]
     assert about == "DaemonSet holdfast-daemon"
     assert event.message == (
@@ -151,7 +151,7 @@ def test_one_that_never_started_up_is_replaced_at_once() -> None:
     desk.pod("b", "old", ready=False, begun=False)
     desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == ["daemon-b-old"]
-    assert "at once, because it never started up" in desk.told[0][1].message
+    assert "at once, because it never started" in desk.told[0][1].message
 
 
 def test_the_first_of_a_new_version_is_alone_although_its_pod_is_not_there_yet() -> None:

@@ -24,7 +24,7 @@ def test_an_evicted_agent_is_replaced_and_does_not_count(reason: str) -> None:
     assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
     assert (world.state.recoveries, world.state.counted, world.state.restarts) == (1, 0, ())
     assert world.told("Recovering") == [
-        f"the agent of member 1 on n1 is taken away: {reason}; spare n4 takes over in epoch 2"
+        f"the agent of member 1 on n1 is being removed: {reason}; spare n4 takes over in epoch 2"
     ]
     assert "FenceNode" not in world.kinds()  # the node lives, and its daemon keeps what it has
 
@@ -103,7 +103,7 @@ def test_two_drained_nodes_of_a_parity_group_move_one_after_the_other() -> None:
     world.settle(20.0)
     assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
     assert world.condition("Scheduled")[:2] == (False, "NoReplacement")
-    assert "their parity groups are not whole" in world.decision.reason
+    assert "their parity groups are incomplete" in world.decision.reason
     world.protects = True  # n4 is filled, and all parity is there again
     world.settle(2.0)
     assert world.nodes_of_members() == ["n0", "n4", "n5", "n3"]

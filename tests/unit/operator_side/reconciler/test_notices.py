@@ -27,8 +27,8 @@ def test_a_notice_asks_for_one_copy_and_then_a_spare_takes_over_as_ever() -> Non
     world.look()
     assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
     assert world.told("CopyRequested") == [
-        f"node n2 will be taken away: {NOTICE}; generation 1.10 is copied to s3://bucket/run1 now, "
-        f"or a newer one"
+        f"node n2 will be taken away: {NOTICE}; generation 1.10 or a newer one is copied to "
+        f"s3://bucket/run1 now"
     ]
     world.settle(30.0)
     assert asked(world) == 1
@@ -49,7 +49,7 @@ def test_without_a_spare_the_copy_is_all_that_is_done() -> None:
     assert world.actions == [PersistNow()]
     assert (world.membership.epoch, world.phase()) == (1, "Running")
     assert world.condition("Persisted")[2] == (
-        "nothing is in storage yet; a copy was asked for since notice was given for n2"
+        "nothing is in storage yet; a copy was requested because notice was given for n2"
     )
 
 

@@ -124,7 +124,7 @@ def test_who_waits_is_told_why() -> None:
     assert reason(first, replace(job, weak=frozenset("b"))) == (
         "job team.moe: the memory of b, of the same parity group, is not back"
     )
-    assert reason({"a": OLD_ENDING, "b": NEW}, job) == "its pod is being ended"
+    assert reason({"a": OLD_ENDING, "b": NEW}, job) == "its pod is being deleted"
 
 
 def test_a_job_is_told_of_its_own_nodes() -> None:

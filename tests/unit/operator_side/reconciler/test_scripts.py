@@ -30,7 +30,9 @@ def test_a_script_that_fails_alike_three_times_before_its_first_step_fails_the_j
     assert world.condition("Failed")[:2] == (True, "FailsBeforeFirstStep")
     assert world.state.counted == ALIKE_MAX - 1
     reason = world.state.outcome_reason
-    assert reason.startswith("rank 2 exited with code 1, 3 times alike before the job's first step")
+    assert reason.startswith(
+        "rank 2 exited with code 1, 3 times in the same way before the job's first step"
+    )
     assert reason.endswith(LINES)
     assert world.told("Failed") == [reason]
 

@@ -115,7 +115,7 @@ def test_a_changed_number_of_nodes_frees_the_snapshots_and_begins_anew_in_a_high
     assert world.told("Reshaped") == [
         "the job was 4 nodes of 1, dp 4 tp 1 pp 1 ep 1, RAIM5, and is 3 nodes of 1, dp 3 tp 1 pp 1 "
         "ep 1, RAIM5: generation 1.10 and all other snapshots of the earlier layout cannot be "
-        "restored and are freed; training begins from the beginning"
+        "restored and are freed; training starts over"
     ]
     assert world.told("Running")[-1] == "3 ranks train in epoch 2 from the beginning"
 
