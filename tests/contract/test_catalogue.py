@@ -181,7 +181,7 @@ class Logged(logging.Handler):
 # --- every catalogue -----------------------------------------------------------------------------
 
 
-def test_a_job_that_nobody_published_is_unknown(open_catalogue: Open) -> None:
+def test_an_unpublished_job_is_unknown(open_catalogue: Open) -> None:
     async def body() -> None:
         async with open_catalogue() as fixture:
             assert await fixture.catalogue.read_job("moe") is None
@@ -228,7 +228,7 @@ def test_the_last_word_on_a_stage_and_on_a_rank_wins(open_catalogue: Open) -> No
     run(body)
 
 
-def test_a_rank_of_which_nobody_speaks_any_more_is_offline(open_catalogue: Open) -> None:
+def test_a_rank_that_is_no_longer_reported_is_offline(open_catalogue: Open) -> None:
     async def body() -> None:
         async with open_catalogue() as fixture:
             fixture.catalogue.publish_rank_state("moe", 0, RankHealth.HEALTHY)
@@ -349,7 +349,7 @@ def test_a_redis_that_was_killed_and_lost_everything_is_filled_again(redis_serve
 
 
 @pytest.mark.redis
-def test_a_redis_that_hangs_delays_nobody_and_gets_everything_when_it_goes_on(
+def test_a_redis_that_hangs_delays_no_caller_and_gets_everything_when_it_goes_on(
     redis_server: Any,
 ) -> None:
     async def body() -> None:
@@ -410,7 +410,7 @@ def test_a_wiped_redis_is_filled_again_from_the_memory_of_the_daemon(redis_serve
 
 
 @pytest.mark.redis
-def test_what_recoveries_lost_outlives_a_daemon_and_is_told_again_to_a_wiped_redis(
+def test_what_recoveries_lost_outlives_a_daemon_and_is_written_again_to_a_wiped_redis(
     redis_server: Any,
 ) -> None:
     async def body() -> None:
@@ -478,7 +478,7 @@ def test_a_full_queue_drops_the_oldest_counts_them_and_the_state_is_still_right(
 
 
 @pytest.mark.redis
-def test_a_second_daemon_adds_its_word_and_replaces_nobody_elses(redis_server: Any) -> None:
+def test_a_second_daemon_adds_its_state_and_replaces_no_other(redis_server: Any) -> None:
     async def body() -> None:
         redis_server.start()
         first, second = Daemon(jobs={"moe": STATE}), {"moe": {"epoch": 2}}

@@ -155,7 +155,7 @@ def test_a_membership_that_was_sent_once_is_remembered_for_its_epoch() -> None:
     on_a_line(test)
 
 
-def test_who_holds_what_follows_the_heartbeats() -> None:
+def test_the_list_of_jobs_that_nodes_hold_follows_the_heartbeats() -> None:
     async def test(line: Line) -> None:
         line.beat(state("a.a"), state("b.b"))
         await line.until(lambda: line.server.holders("a.a") == {"n0"})
@@ -169,7 +169,7 @@ def test_who_holds_what_follows_the_heartbeats() -> None:
     on_a_line(test)
 
 
-def test_daemons_learn_of_another_pace_at_once() -> None:
+def test_daemons_receive_another_pace_at_once() -> None:
     async def test(line: Line) -> None:
         line.beat()
         await line.until(lambda: bool(line.woken))

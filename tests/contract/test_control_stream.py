@@ -180,7 +180,7 @@ def test_evidence_calls_for_a_look_and_the_passing_of_time_does_not() -> None:
     asyncio.run(scenario())
 
 
-def test_a_membership_is_sent_to_its_members_and_to_those_who_know_an_older_one() -> None:
+def test_a_membership_is_sent_to_its_members_and_to_daemons_that_have_an_older_one() -> None:
     async def scenario() -> None:
         async with listening() as loop:
             member, fenced, spare = (loop.daemon(name) for name in ("n0", "n8", "n9"))
@@ -199,7 +199,7 @@ def test_a_membership_is_sent_to_its_members_and_to_those_who_know_an_older_one(
     asyncio.run(scenario())
 
 
-def test_a_copy_is_asked_for_of_those_who_hold_something_of_the_job() -> None:
+def test_a_copy_is_requested_from_the_daemons_that_hold_something_of_the_job() -> None:
     async def scenario() -> None:
         async with listening() as loop:
             members, spare = [loop.daemon(name) for name in ("n0", "n1")], loop.daemon("n9")

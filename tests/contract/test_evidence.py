@@ -62,12 +62,12 @@ def told(memory: JobMemory, fetched_bytes: int = 0) -> object:
     return evidence_of(view_of(memory, fetched_bytes))
 
 
-def test_what_parity_fetches_is_told_and_no_evidence(memory: JobMemory) -> None:
+def test_what_parity_fetches_is_reported_but_is_not_evidence(memory: JobMemory) -> None:
     assert view_of(memory, 50_000_000).protection_bytes_s == 5e6
     assert told(memory, 50_000_000) == told(memory)
 
 
-def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
+def test_a_newer_step_is_not_evidence(memory: JobMemory) -> None:
     before = evidence(memory), told(memory)
     memory.rank(0).last_step = 8
     memory.direct(directive_with(Generation(5, 8)))
@@ -75,7 +75,7 @@ def test_a_newer_step_is_no_evidence(memory: JobMemory) -> None:
 
 
 @pytest.mark.parametrize("word", [float("nan"), float("inf"), -1.0])
-def test_a_rate_that_is_none_is_taken_for_nothing(word: float) -> None:
+def test_an_invalid_rate_counts_as_zero(word: float) -> None:
     state = control_pb2.JobState(job="job", protection_bytes_s=word)
     assert job_view(state).protection_bytes_s == 0.0
 
@@ -152,7 +152,7 @@ EVIDENCE = (
 
 
 @pytest.mark.parametrize("happens", EVIDENCE)
-def test_what_the_control_loop_takes_for_evidence_is_told_at_once(
+def test_what_the_control_loop_takes_for_evidence_is_sent_at_once(
     memory: JobMemory, happens: Callable[[JobMemory], None]
 ) -> None:
     before = evidence(memory), told(memory)
@@ -162,7 +162,7 @@ def test_what_the_control_loop_takes_for_evidence_is_told_at_once(
 
 
 @pytest.mark.parametrize("happens", [_has_done_no_step_yet, _persisted])
-def test_what_jobs_wait_for_is_told_at_once(
+def test_what_jobs_wait_for_is_sent_at_once(
     memory: JobMemory, happens: Callable[[JobMemory], None]
 ) -> None:
     before = evidence(memory)

@@ -70,7 +70,7 @@ def test_evidence_does_not_wait_until_a_heartbeat_is_due() -> None:
     with_a_client(test)
 
 
-def test_evidence_that_comes_together_is_told_together() -> None:
+def test_evidence_that_comes_together_is_sent_together() -> None:
     async def test(listener: Listener, client: ControlClient) -> None:
         for _ in range(100):
             client.wake()

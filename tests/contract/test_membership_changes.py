@@ -167,7 +167,7 @@ def test_one_that_the_daemon_has_kept_goes_up_once_and_the_next_one_down_as_a_ch
     on_a_line(test)
 
 
-def test_a_daemon_that_has_another_of_that_version_says_so() -> None:
+def test_a_daemon_that_has_another_of_that_version_reports_it() -> None:
     async def test(line: Line) -> None:
         line.server.publish(FIRST)
         await line.reports(FIRST)
@@ -181,7 +181,7 @@ def test_a_daemon_that_has_another_of_that_version_says_so() -> None:
     on_a_line(test)
 
 
-def test_who_does_not_take_a_change_is_sent_the_whole_later() -> None:
+def test_a_daemon_that_refuses_a_change_is_sent_the_whole_later() -> None:
     async def test(line: Line) -> None:
         line.server.publish(FIRST)
         await line.reports(FIRST)

@@ -21,7 +21,7 @@ def _name(step: int) -> str:
     return f"00000001.{step:012d}"
 
 
-def test_the_newest_and_every_so_many_stay(tier: TierUnderTest) -> None:
+def test_the_newest_and_those_of_every_so_many_steps_stay(tier: TierUnderTest) -> None:
     store = tier.store()
     for step in range(1, 8):
         store_set(store, _generation(step))
@@ -83,7 +83,7 @@ def test_a_file_that_the_manifest_does_not_name_goes(tier: TierUnderTest) -> Non
     check_set(store, store.complete()[0])
 
 
-def test_what_others_put_there_is_theirs(tier: TierUnderTest) -> None:
+def test_files_of_others_are_left_alone(tier: TierUnderTest) -> None:
     store = tier.store()
     strange = ["notes.txt", f"{_name(1)}/README", f"{_name(2)}/x/rank-00000.safetensors"]
     strange += ["1.2/rank-00000.safetensors", "latest.json.bak", "..00000001.000000000001/x"]

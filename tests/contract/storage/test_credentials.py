@@ -119,7 +119,7 @@ def test_a_secret_that_is_gone_is_not_replaced_by_the_daemons_own_credentials(
         there.size("file")
 
 
-def test_no_secret_gets_into_logs_words_or_the_environment(
+def test_no_secret_gets_into_logs_messages_or_the_environment(
     teams: Teams, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "holdfast_daemon")

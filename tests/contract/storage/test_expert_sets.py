@@ -134,7 +134,7 @@ def test_what_a_kept_set_needs_is_not_removed(tier: TierUnderTest) -> None:
         }
 
 
-def test_a_set_without_what_it_names_is_no_set(tier: TierUnderTest) -> None:
+def test_a_set_without_what_it_names_is_not_a_set(tier: TierUnderTest) -> None:
     store = tier.store()
     persist_three(store)
     tier.remove(f"{set_name(FIRST)}/manifest.json")

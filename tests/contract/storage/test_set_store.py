@@ -47,7 +47,7 @@ def test_an_empty_tier_has_no_sets(tier: TierUnderTest) -> None:
     assert tier.store().clean(keep=1, keep_every=0).files == 0
 
 
-def test_a_set_that_nobody_committed_is_not_listed(tier: TierUnderTest) -> None:
+def test_an_uncommitted_set_is_not_listed(tier: TierUnderTest) -> None:
     store = tier.store()
     for rank in range(2):
         snapshot(rank, NEW).store(store)
@@ -149,7 +149,7 @@ def test_a_write_that_is_stopped_leaves_nothing(tier: TierUnderTest, nbytes: int
     one.store(store)
 
 
-def test_a_commit_wants_every_file_as_it_was_reported(tier: TierUnderTest) -> None:
+def test_a_commit_requires_every_file_as_it_was_reported(tier: TierUnderTest) -> None:
     store = tier.store()
     files = [snapshot(rank, NEW).store(store) for rank in range(2)]
     with pytest.raises(CorruptError, match="captured by 2 ranks"):

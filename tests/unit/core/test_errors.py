@@ -36,7 +36,7 @@ def test_codes_are_unique() -> None:
     assert len({kind.code for kind in ALL}) == len(ALL)
 
 
-def test_an_unknown_code_is_still_an_error_of_ours() -> None:
+def test_an_unknown_code_is_still_a_holdfast_error() -> None:
     assert type(by_code("from_the_future", "x")) is HoldfastError
 
 

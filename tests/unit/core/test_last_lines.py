@@ -27,14 +27,14 @@ def test_a_short_traceback_is_kept_as_it_is() -> None:
     assert last_lines(TRACEBACK) == TRACEBACK.rstrip()
 
 
-def test_of_a_long_output_the_end_is_kept() -> None:
+def test_the_end_of_a_long_output_is_kept() -> None:
     found = last_lines("\n".join(f"line {n}" for n in range(1000)))
     assert found.splitlines() == [f"line {n}" for n in range(1000 - LINES_MAX, 1000)]
     assert len(last_lines("x" * 100_000)) == CHARACTERS_MAX
 
 
 @given(st.text())
-def test_whatever_it_is_the_result_is_bounded_and_steers_no_terminal(text: str) -> None:
+def test_the_result_is_bounded_and_free_of_terminal_escapes_for_any_text(text: str) -> None:
     found = last_lines(text)
     assert len(found) <= CHARACTERS_MAX and len(found.splitlines()) <= LINES_MAX
     assert all(character.isprintable() or character == "\n" for character in found)
@@ -69,11 +69,11 @@ def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
     "text",
     ["tokens: 4096 of 8192", "tokenizer: gpt2", "KeyError: 'layers.3.weight'", "at 10.0.0.1:29500"],
 )
-def test_what_looks_like_none_is_not_hidden(text: str) -> None:
+def test_what_does_not_look_like_a_secret_is_not_hidden(text: str) -> None:
     assert last_lines(text) == text
 
 
-def test_values_of_variables_with_telling_names_are_hidden_wherever_they_are() -> None:
+def test_values_of_variables_with_names_of_secrets_are_hidden_anywhere() -> None:
     variables = {
         "STORE_SECRET": "open sesame",
         "API_KEY": "1",

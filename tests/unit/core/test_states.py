@@ -7,7 +7,7 @@ import pytest
 from holdfast_core.states import RankHealth, RestorePhase, RestoreProgress, RestoreSource
 
 
-def test_a_word_that_this_version_does_not_know_names_the_state_that_promises_nothing() -> None:
+def test_an_unknown_word_reads_as_the_state_that_promises_nothing() -> None:
     assert RankHealth.of("DREAMING") is RankHealth.OFFLINE
     assert RestoreSource.of("tape") is RestoreSource.UNKNOWN
     assert RestorePhase.of("rewind") is RestorePhase.UNKNOWN

@@ -74,7 +74,7 @@ def test_other_text_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize("degree", ["dp", "ep", "tp", "pp"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
-def test_a_degree_that_is_no_positive_integer_is_refused(degree: str, value: object) -> None:
+def test_a_degree_that_is_not_a_positive_integer_is_refused(degree: str, value: object) -> None:
     degrees = {"dp": 2, degree: value}
     with pytest.raises(InvalidJobError, match=rf"{degree}={value!r} .*at least 1"):
         Topology(**degrees)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def test_what_is_being_loaded_stays_while_it_can_be_used() -> None:
     assert choice(found(NEW, OLD), current=OLD, unusable={OLD: "bad"}).generation == NEW
 
 
-def test_a_job_without_any_copy_begins_from_the_beginning() -> None:
+def test_a_job_without_any_copy_starts_from_the_beginning() -> None:
     chosen = choice(Found())
     assert chosen.fresh
     assert "holds no complete copy" in chosen.reason
@@ -94,14 +94,14 @@ def test_a_chosen_copy_is_taken_and_nothing_replaces_it() -> None:
     assert choice(found(NEW, OLD), tier, unusable={OLD: "bad"}).generation is None
 
 
-def test_an_epoch_that_storage_knows_already_has_to_be_passed_first() -> None:
+def test_an_epoch_that_is_already_in_storage_has_to_be_passed_first() -> None:
     for epoch in (1, 3):
         chosen = choice(found(NEW, OLD), epoch=epoch)
         assert (chosen.beyond, chosen.generation, chosen.fresh) == (3, None, False)
     assert choice(found(NEW, OLD), epoch=4).generation == NEW
 
 
-def test_many_refusals_are_told_in_one_line_of_bounded_length() -> None:
+def test_many_refusals_are_listed_in_one_line_of_bounded_length() -> None:
     bad = {Generation(1, step): "x" * 50 for step in range(200)}
     chosen = choice(found(*bad), unusable=bad)
     assert "and 196 more" in chosen.reason

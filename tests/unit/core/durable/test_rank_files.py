@@ -176,7 +176,7 @@ def test_ranges_are_flat_and_named_by_their_first_byte() -> None:
     }
 
 
-def test_a_description_says_what_the_file_is() -> None:
+def test_a_description_identifies_the_file() -> None:
     layout, manifest, _ = _sound()
     header = encode_header(layout, manifest)
     file = describe_file(header, manifest)
@@ -229,7 +229,7 @@ def test_a_changed_header_is_refused_or_means_the_same(at: int, value: int) -> N
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_refused_in_words(data: bytes) -> None:
+def test_any_bytes_are_refused_with_a_message(data: bytes) -> None:
     for bytes_ in (data, len(data).to_bytes(8, "little") + data):
         with pytest.raises(HoldfastError):
             decode_header(bytes_)

@@ -23,7 +23,7 @@ def _complete(found: list[FoundSet]) -> list[Generation]:
 
 
 @given(tiers, st.integers(1, 4), st.integers(0, 5))
-def test_what_is_kept_is_kept_and_what_is_not_goes(
+def test_sets_to_keep_stay_and_the_others_go(
     found: list[FoundSet], keep: int, keep_every: int
 ) -> None:
     chosen = choose_removals(found, keep=keep, keep_every=keep_every, idle_since_s=IDLE_SINCE_S)
@@ -58,14 +58,14 @@ def test_cleaning_twice_is_cleaning_once(found: list[FoundSet], keep: int, keep_
 
 
 @given(tiers, st.integers(1, 4))
-def test_what_is_written_now_stays(found: list[FoundSet], keep: int) -> None:
+def test_a_set_that_is_being_written_stays(found: list[FoundSet], keep: int) -> None:
     writing = [each.generation for each in found]
     assert not choose_removals(
         found, keep=keep, keep_every=0, idle_since_s=IDLE_SINCE_S, writing=writing
     )
 
 
-def test_an_orphan_and_a_damaged_set_say_why_they_go() -> None:
+def test_orphans_and_damaged_sets_are_removed_with_a_reason() -> None:
     def found(step: int, state: SetState) -> FoundSet:
         return FoundSet(generation=Generation(1, step), state=state, modified_s=0.0)
 
@@ -83,6 +83,6 @@ def test_an_orphan_and_a_damaged_set_say_why_they_go() -> None:
 
 
 @pytest.mark.parametrize(("keep", "keep_every"), [(0, 0), (-1, 0), (1, -1)])
-def test_numbers_that_mean_nothing_are_refused(keep: int, keep_every: int) -> None:
+def test_invalid_numbers_are_refused(keep: int, keep_every: int) -> None:
     with pytest.raises(InvalidJobError, match="keep must be at least 1"):
         choose_removals([], keep=keep, keep_every=keep_every, idle_since_s=0.0)

@@ -40,7 +40,7 @@ def test_a_generation_is_due_by_steps_by_time_or_for_a_reason(
     assert bool(due) == bool(why_due(tier, facts))
 
 
-def test_what_is_due_soon_has_seen_a_portion_of_the_interval() -> None:
+def test_a_generation_is_due_soon_after_a_portion_of_the_interval() -> None:
     tier = replace(NOTHING, every_steps=40)
     assert why_due(tier, FACTS, portion=0.5)
     assert not why_due(tier, FACTS, portion=0.51)
@@ -55,7 +55,7 @@ def test_the_computed_interval_is_that_of_young_and_daly_within_its_bounds() -> 
     assert schedule.computed_interval_s(5000.0, 1.0) == 10_000.0
 
 
-def test_losses_that_were_seen_raise_the_rate_and_groups_lower_it() -> None:
+def test_observed_losses_raise_the_rate_and_groups_lower_it() -> None:
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
 
     def rate(redundancy: Redundancy, lost_nodes: int) -> float:
@@ -85,7 +85,7 @@ def test_steps_count_from_the_newest_set_of_this_timeline(
     assert schedule.base_step(candidate, Line(generation=line, reason=""), persisted) == base
 
 
-def test_pauses_double_and_end() -> None:
+def test_pauses_double_up_to_a_limit() -> None:
     assert [schedule.backoff_s(n) for n in (1, 2, 3)] == [1.0, 2.0, 4.0]
     assert schedule.backoff_s(10_000) == schedule.RETRY_S_MAX
 

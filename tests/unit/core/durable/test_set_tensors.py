@@ -72,14 +72,14 @@ def test_ranges_that_replicas_captured_make_up_the_tensor() -> None:
     )
 
 
-def test_of_copies_on_several_ranks_the_lowest_ranks_is_used() -> None:
+def test_of_copies_on_several_ranks_that_of_the_lowest_is_used() -> None:
     copies = [[entry("w:step", ())], [entry("w:step", ())]]
     found = only(set_tensors(layouts(Topology(dp=2), *copies)))
     assert found.name == "optim.state.w.step"
     assert found.boxes == (Box((), (), (TensorPart(0, 4, 0, 0),)),)
 
 
-def test_a_range_that_nobody_captured_is_refused() -> None:
+def test_a_range_that_no_rank_captured_is_refused() -> None:
     ranks = layouts(
         Topology(dp=2),
         [entry("w", (4,), nbytes=8)],
@@ -117,7 +117,7 @@ def test_stacked_experts_are_slices_by_their_number_in_the_model() -> None:
     assert {found.shape for found in one_by_one.values()} == {(3,)}
 
 
-def test_an_expert_that_no_rank_has_is_missed() -> None:
+def test_an_expert_that_no_rank_has_is_reported_as_missing() -> None:
     ranks = layouts(Topology(dp=2, ep=2), experts(0), experts(3))
     with pytest.raises(LayoutMismatchError, match=r"shape \[5, 3\]: .* hold 12 of its 15 elements"):
         set_tensors(ranks)
@@ -150,7 +150,7 @@ def test_what_only_one_rank_has_is_named_after_it() -> None:
     assert list(set_tensors(ranks)) == ["rank-00000/w:exp_avg", "rank-00001/w:exp_avg"]
 
 
-def test_local_boxes_of_distributed_tensors_lie_where_they_say() -> None:
+def test_local_boxes_of_distributed_tensors_lie_at_their_offsets() -> None:
     ranks = layouts(
         Topology(dp=2),
         [entry("w", (2, 3), global_shape=(3, 3), global_offsets=(0, 0))],
@@ -161,7 +161,7 @@ def test_local_boxes_of_distributed_tensors_lie_where_they_say() -> None:
     assert [(box.offsets, box.shape) for box in found.boxes] == [((0, 0), (2, 3)), ((2, 0), (1, 3))]
 
 
-def test_plain_tensor_parallel_tensors_need_to_be_told_about() -> None:
+def test_the_cut_of_plain_tensor_parallel_tensors_must_be_given() -> None:
     ranks = layouts(
         Topology(dp=1, tp=2),
         *([entry("q.weight", (2, 3)), entry("norm", (3,), offset=64)] for _ in range(2)),
@@ -175,7 +175,7 @@ def test_plain_tensor_parallel_tensors_need_to_be_told_about() -> None:
     assert [part.rank for part in found["norm"].boxes[0].parts] == [0]
 
 
-def test_stages_that_use_a_name_twice_need_to_be_told_apart() -> None:
+def test_stages_that_share_a_name_need_to_be_renamed() -> None:
     ranks = layouts(Topology(dp=1, pp=2), *([entry("layers.0.w", (3,))] for _ in range(2)))
     with pytest.raises(InvalidJobError, match=r"pipeline stages \[0, 1\] hold layers.0.w"):
         set_tensors(ranks)
@@ -189,7 +189,7 @@ def test_stages_that_use_a_name_twice_need_to_be_told_apart() -> None:
     ("dtype", "size"),
     [("bool", 1), ("float8_e4m3fn", 1), ("bfloat16", 2), ("complex64", 8), ("complex128", 16)],
 )
-def test_elements_have_the_size_that_their_dtype_says(dtype: str, size: int) -> None:
+def test_elements_have_the_size_of_their_dtype(dtype: str, size: int) -> None:
     assert item_bytes(dtype) == size
 
 

@@ -111,7 +111,7 @@ def test_any_bytes_are_refused(data: bytes) -> None:
         ({"more": 1}, "cannot be read"),
     ],
 )
-def test_a_manifest_that_says_what_cannot_be_is_refused(
+def test_a_manifest_with_impossible_values_is_refused(
     changes: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(CorruptError, match=reason):
@@ -135,14 +135,14 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(
     ],
     ids=",".join,
 )
-def test_a_file_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
+def test_a_file_with_impossible_values_is_refused(changes: dict[str, object]) -> None:
     ranks = json.loads(encode_set(_set(_file(0))))["ranks"]
     data = _resigned(ranks=[{**ranks[0], **changes}], world_size=1)
     with pytest.raises(CorruptError, match="impossible values"):
         _decode(data)
 
 
-def test_files_of_a_set_are_those_of_each_rank_once() -> None:
+def test_a_set_has_one_file_of_each_rank() -> None:
     files = [_file(2), _file(0), _file(1)]
     assert [file.rank for file in checked_files(files, GENERATION)] == [0, 1, 2]
     for wrong in ([], files[:2], [*files, _file(0)], [_file(1)]):
@@ -169,7 +169,7 @@ def test_a_generation_without_room_in_its_name_is_refused(generation: Generation
     "name",
     ["", "..", "1.2", "00000001.00000000002", "00000001.000000000002x", "٠" * 8 + "." + "0" * 12],
 )
-def test_other_names_are_no_sets(name: str) -> None:
+def test_other_names_are_not_sets(name: str) -> None:
     assert parse_set_name(name) is None
 
 

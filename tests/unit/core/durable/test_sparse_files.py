@@ -144,9 +144,7 @@ def snapshots(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 2), st.integers(1, 3))
-def test_every_set_that_is_kept_can_be_read_and_says_what_it_is(
-    seed: int, k: int, keep: int
-) -> None:
+def test_every_kept_set_can_be_read_and_identifies_itself(seed: int, k: int, keep: int) -> None:
     """Snapshots capture some experts; some are persisted; copies are removed; sometimes training
     goes back to an earlier set and on from there."""
     chance, tier = random.Random(seed), Tier()
@@ -190,7 +188,7 @@ def test_each_layer_persists_k_experts_and_no_version_twice() -> None:
         base = now
 
 
-def test_what_no_kept_set_needs_goes() -> None:
+def test_files_that_no_kept_set_needs_are_removed() -> None:
     tier, order = Tier(), [Generation(1, 1)]
     tier.persist(snapshots(order[0], dict.fromkeys(UNITS, order[0])), None, 1)
     for step in range(2, 20):
@@ -235,7 +233,7 @@ def test_fresh_experts_come_from_memory_and_the_rest_from_storage() -> None:
     assert marks[left_out[0], first] == 100 * first.step, "what this rank had routed to it then"
 
 
-def test_of_a_capture_that_a_rank_did_not_hear_of_it_tells_the_one_before() -> None:
+def test_a_rank_that_missed_the_news_of_a_capture_reports_the_one_before() -> None:
     """Its tokens since then count as lost: rather too many than too few."""
     tier, unit = Tier(), HOMES[1][0]
     first, second, third = (Generation(1, step) for step in (1, 2, 3))
@@ -253,7 +251,7 @@ def test_of_a_capture_that_a_rank_did_not_hear_of_it_tells_the_one_before() -> N
     assert [e.generation for e in exact if e.unit == unit] == [second]
 
 
-def test_a_file_that_does_not_hold_what_a_set_says_is_refused() -> None:
+def test_a_file_that_lacks_what_its_set_lists_is_refused() -> None:
     tier, first, second = Tier(), Generation(1, 1), Generation(1, 2)
     tier.persist(snapshots(first, dict.fromkeys(UNITS, first)), None, 1)
     stored = tier.persist(snapshots(second, dict.fromkeys(UNITS, second)), first, 1)

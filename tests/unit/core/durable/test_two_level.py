@@ -44,7 +44,7 @@ def test_what_storage_has_already_is_not_persisted_again() -> None:
     )
 
 
-def test_ranks_persist_equally_many() -> None:
+def test_ranks_persist_the_same_number_of_experts() -> None:
     table = world([4, 4, 4, 4], shares=4)
     memory = {u: generation(1) for u in table.units}
     taken = taken_by_share(table, select_persisted(table, 1, memory, {}).units)

@@ -60,7 +60,7 @@ def test_s_total_is_the_budget_in_experts(budget: int, reserved: int, experts: i
     assert found.experts == experts
 
 
-def test_a_budget_below_one_expert_says_that_it_may_delay_the_step() -> None:
+def test_a_budget_below_one_expert_warns_that_it_may_delay_the_step() -> None:
     reason = experts_within(world([4]), 0).reason
     assert "hold 0 of 4 experts" in reason
     assert reason.endswith("; 1 is captured, which may delay the step")
@@ -134,7 +134,7 @@ def test_layers_share_by_risk_and_the_most_popular_experts_go_first() -> None:
     )
 
 
-def test_nobody_at_risk_means_the_oldest_go_first() -> None:
+def test_without_tokens_at_risk_the_oldest_go_first() -> None:
     table = world([3, 3])
     ledger = after_full_snapshot(table).captured(generation(1), [unit(0, 0), unit(1, 0)])
     assert select_local(table, ledger, 2).units == (unit(0, 1), unit(1, 1))
@@ -150,7 +150,7 @@ def test_what_has_no_version_comes_on_top() -> None:
     assert lost_copy.units == (unit(0, 0), unit(0, 2))
 
 
-def test_the_reason_says_how_much_risk_is_covered() -> None:
+def test_the_reason_shows_how_much_risk_is_covered() -> None:
     table = world([4])
     ledger = loaded(table, {(0, 0): 80, (0, 1): 20})
     assert select_local(table, ledger, 1).reason == (

@@ -35,7 +35,7 @@ def test_an_urgent_choice_does_not_move() -> None:
     assert chosen(2, {unit(1, 2)}) == [(0, 0), (0, 2), (1, 1), (1, 2), (2, 0), (2, 1)]
 
 
-def test_a_rank_takes_more_when_nobody_can_move() -> None:
+def test_a_rank_takes_more_when_no_choice_can_move() -> None:
     urgent = {unit(*at) for at in PREFERRED[:4]}
     assert chosen(2, urgent) == [(0, 0), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)]
 

@@ -54,7 +54,7 @@ def test_an_expert_that_went_back_further_than_its_mark_has_no_unsaved_tokens() 
     assert agreed(back).unsaved(unit(0, 0)) == 0
 
 
-def test_of_each_measure_the_least_that_is_known_counts() -> None:
+def test_the_least_known_value_of_each_measure_counts() -> None:
     assert agreed(FIRST, SECOND).measures == Measures(80, 9, 7)
     assert agreed(CountStatement(number=4, tokens={}, marks={})).measures == Measures(0, 0, 0)
 

@@ -143,6 +143,6 @@ def test_a_ledger_that_cannot_be_read_is_refused(change: dict[str, Any], message
 
 
 @pytest.mark.parametrize("document", [{}, [], None])
-def test_what_is_no_ledger_is_refused(document: Any) -> None:
+def test_what_is_not_a_ledger_is_refused(document: Any) -> None:
     with pytest.raises(CorruptError, match="expert ledger of format None"):
         ExpertLedger.from_dict(document)

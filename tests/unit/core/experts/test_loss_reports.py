@@ -45,7 +45,7 @@ def recovery(epoch: int, **changes: Any) -> RecoveryLoss:
     return replace(one, **changes)
 
 
-def test_a_rank_tells_its_own_tokens_and_everybodys_losses() -> None:
+def test_a_rank_reports_its_own_tokens_and_the_losses_of_all() -> None:
     ledger = after_full_snapshot(world([2, 2])).routed({unit(0, 0): 6, unit(1, 1): 2})
     ledger = ledger.captured(generation(1), [unit(0, 0)]).routed({unit(0, 0): 1})
     account = LossAccount.start().after({unit(1, 0): 5}, k=1)
@@ -76,7 +76,7 @@ def test_ranks_of_different_layers_are_put_beside_each_other() -> None:
     assert both.risk.mlt == pytest.approx(1 / 10 + 2 / 40)
 
 
-def test_who_knows_the_newest_recovery_speaks_of_k_and_of_losses() -> None:
+def test_k_and_losses_come_from_the_report_with_the_newest_recovery() -> None:
     old = report(recoveries=(recovery(2),))
     new = report(k=2, lost=(9, 9), recoveries=(recovery(2), recovery(3)))
     for reports in ([old, new], [new, old]):
@@ -85,7 +85,7 @@ def test_who_knows_the_newest_recovery_speaks_of_k_and_of_losses() -> None:
         assert (both.k, both.lost, both.newest) == (2, (9, 9), recovery(3))
 
 
-def test_nobody_says_nothing() -> None:
+def test_no_reports_merge_into_none() -> None:
     assert merged([]) is None
 
 
@@ -109,7 +109,7 @@ def test_a_part_of_the_world_estimates_the_whole() -> None:
     assert report(lost=(6, 0), routed=(100, 50)).plt_of(4) == pytest.approx(6 / 600)
 
 
-def test_the_figures_of_a_job_say_whether_the_limit_is_passed() -> None:
+def test_the_figures_of_a_job_show_whether_the_limit_is_passed() -> None:
     within = JobLoss.of(report(lost=(5, 0), routed=(80, 20)))
     assert (within.lost, within.passed, within.captures_all) == (0.05, False, False)
     assert (within.at_risk, within.at_risk_mlt) == (0.05, 4 / 80 + 1 / 20)
@@ -148,7 +148,7 @@ def test_the_record_of_a_recovery_has_the_running_total() -> None:
 @pytest.mark.parametrize(
     "change", [{"plt": None}, {"plt": -0.1}, {"mlt": float("nan")}, {"epoch": "one"}]
 )
-def test_a_record_that_is_none_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_record_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(CorruptError, match="loss of a recovery"):
         RecoveryLoss.from_dict({**recovery(2).to_dict(), **change})
 

@@ -55,7 +55,7 @@ def test_a_rank_with_several_experts_of_a_layer_is_not_asked_twice_in_a_row() ->
 
 
 @given(even_worlds(), KS, st.integers(0, 100))
-def test_ranks_capture_equally_many_or_one_more(table: ExpertTable, k: int, number: int) -> None:
+def test_ranks_capture_the_same_number_or_one_more(table: ExpertTable, k: int, number: int) -> None:
     taken = taken_by_share(table, select_sequential(table, k, number).units)
     assert all(spread(taken, stage) <= 1 for stage, _ in taken)
 
@@ -217,7 +217,7 @@ def test_no_traffic_makes_an_expert_wait_longer_than_the_bound(
 
 
 @given(any_worlds(), KS, ROUTED, st.randoms(use_true_random=False))
-def test_ranks_that_learned_of_things_in_another_order_choose_alike(
+def test_ranks_choose_the_same_experts_whatever_order_news_reached_them_in(
     table: ExpertTable, k: int, tokens: list[int], random: Random
 ) -> None:
     counts = list(zip(table.units, tokens, strict=False))

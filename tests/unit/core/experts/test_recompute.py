@@ -79,7 +79,7 @@ def test_a_recipe_survives_its_encoding_to_the_bit() -> None:
         encode_recipe(recipe(beta1=0.5)).replace(b"0.5", b"1.5"),
     ],
 )
-def test_what_is_no_recipe_is_none(data: bytes) -> None:
+def test_invalid_recipes_read_as_none(data: bytes) -> None:
     assert decode_recipe(data) is None
 
 
@@ -141,7 +141,7 @@ def test_tensors_that_are_not_alike_are_not_recomputed(
     assert len(recomputables(small(*entries))) == count
 
 
-def test_a_master_that_only_the_optimizer_knows_is_found_with_its_parameter() -> None:
+def test_a_master_that_only_the_optimizer_has_is_found_with_its_parameter() -> None:
     (one,) = recomputables(
         small(
             ("w[3]", TensorRole.COMPUTE, "bfloat16", 8),

@@ -89,7 +89,7 @@ def test_the_bytes_of_a_selection_are_what_all_ranks_capture_of_it(ep: int) -> N
     assert table.snapshot_bytes(table.units) == table.full_bytes
 
 
-def test_shared_experts_are_no_candidates_and_are_captured_always() -> None:
+def test_shared_experts_are_not_candidates_and_are_always_captured() -> None:
     topology = Topology(dp=1)
     held = tables(topology, experts=4)
     table = ExpertTable.of(held, topology, shared={unit(0, 3)})

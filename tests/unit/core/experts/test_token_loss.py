@@ -115,7 +115,7 @@ def test_a_recovery_after_a_restored_ledger_counts_only_what_came_after_it() -> 
     assert lost == {first: 0, second: 4}
 
 
-def test_a_limit_is_passed_only_above_it_and_says_so() -> None:
+def test_a_limit_is_passed_only_above_it_and_the_text_shows_it() -> None:
     assert not check_limit("PLT", 0.05, 0.05).passed
     assert check_limit("PLT", 0.0501, 0.05).passed
     assert check_limit("PLT", 0.1, 0.05).reason == (

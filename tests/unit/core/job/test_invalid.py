@@ -485,7 +485,7 @@ def test_one_node_cannot_have_parity() -> None:
         parse_job(document)
 
 
-def test_something_that_is_no_document_at_all_is_refused() -> None:
+def test_what_is_not_a_document_at_all_is_refused() -> None:
     with pytest.raises(
         InvalidJobError, match="the job must be a mapping, not list; give a document"
     ):

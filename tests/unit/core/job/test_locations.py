@@ -84,7 +84,7 @@ def test_the_refusal_names_what_the_job_may_use_and_whom_to_ask() -> None:
         location_of("s3://other/run", "a.run", [StorageLocation(prefix="/x", namespaces=("b",))])
 
 
-def test_only_so_many_locations_are_named() -> None:
+def test_a_long_list_of_locations_is_cut() -> None:
     many = [StorageLocation(prefix=f"s3://b{number}") for number in range(30)]
     with pytest.raises(InvalidJobError, match=r"s3://b4 and 25 more: choose"):
         location_of("s3://other", "a.run", many)
@@ -119,7 +119,7 @@ def test_a_job_without_a_namespace_is_in_no_location(job: str) -> None:
         ("s3://b/x/", "s3://b/x"),
     ],
 )
-def test_the_part_of_a_location_that_is_everybodys(prefix: str, fixed: str) -> None:
+def test_the_part_of_a_location_that_all_namespaces_share(prefix: str, fixed: str) -> None:
     assert str(StorageLocation(prefix=prefix).fixed) == fixed
 
 
@@ -148,7 +148,7 @@ def test_a_location_is_read_from_json() -> None:
         ),
     ],
 )
-def test_what_is_no_location_is_refused_with_what_to_do(text: str, word: str) -> None:
+def test_an_invalid_location_is_refused_with_what_to_do(text: str, word: str) -> None:
     with pytest.raises(InvalidJobError, match=re.escape(word)):
         read_location(text)
 
@@ -193,7 +193,7 @@ def test_what_is_admitted_begins_with_a_location_and_stays_in_it(uri: str) -> No
 
 
 @given(NAMES, NAMES, URIS)
-def test_no_job_reaches_what_is_another_namespaces(one: str, other: str, tail: str) -> None:
+def test_no_job_reaches_the_copies_of_another_namespace(one: str, other: str, tail: str) -> None:
     assume(one != other)
     for location in TEAMS[:3]:
         theirs = location.prefix.replace("{namespace}", other).rstrip("/") + tail

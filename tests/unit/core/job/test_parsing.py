@@ -116,7 +116,7 @@ def test_a_small_job_gets_sensible_defaults() -> None:
     check_supported(job)
 
 
-def test_accessors_say_what_the_rest_of_holdfast_asks() -> None:
+def test_accessors_return_what_the_rest_of_holdfast_needs() -> None:
     job = parse_job(document())
     assert job.key == "default.tiny"
     assert job.world_size == 4
@@ -248,7 +248,7 @@ def test_a_job_may_leave_its_interval_to_what_is_measured() -> None:
     assert float(job.variables["HOLDFAST_RECOVERIES_PER_DAY"]) == pytest.approx(each_day)
 
 
-def test_how_often_a_job_expects_to_recover_follows_from_what_it_says() -> None:
+def test_the_expected_number_of_recoveries_follows_from_the_job() -> None:
     interval = {"steps": "auto", "nodeMtbfDays": 20, "processMtbfDays": 5.0}
     job = parse_job(document(snapshot={"interval": interval}))
     assert job.recoveries_per_day == pytest.approx(job.spec.nodes * (1 / 20 + 1 / 5))
@@ -273,7 +273,7 @@ def test_a_job_of_another_controller_is_not_run_here() -> None:
     ]
 
 
-def test_what_means_nothing_on_one_machine_is_named() -> None:
+def test_fields_without_effect_on_one_machine_are_named() -> None:
     assert ignored_locally(parse_job(document())) == ()
     gang, ttl = ignored_locally(parse_job(FULL))
     assert gang.startswith("spec.scheduling.gang = KueuePodGroup is ignored here: all nodes")

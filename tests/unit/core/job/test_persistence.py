@@ -43,7 +43,7 @@ def test_a_job_without_persistence_has_no_tier() -> None:
     assert tier(None) is None
 
 
-def test_the_tier_says_what_the_job_says() -> None:
+def test_the_tier_has_the_values_of_the_job() -> None:
     said = {
         "uri": "s3://bucket/run1",
         "interval": {"minutes": 30},

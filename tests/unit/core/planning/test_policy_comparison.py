@@ -215,7 +215,7 @@ def test_k_that_would_grow_is_not_recommended() -> None:
 
 
 @given(models(), st.floats(0.05, 5), st.floats(0.05, 100))
-def test_nothing_that_may_be_used_is_much_faster_or_as_fast_and_safer(
+def test_no_usable_policy_is_much_faster_or_as_fast_and_safer(
     sizes: ModelSizes, step_s: float, mtbf_days: float
 ) -> None:
     assumed = replace(ASSUMED, step_s=step_s, process_failures_per_s=1 / mtbf_days / DAY_S)

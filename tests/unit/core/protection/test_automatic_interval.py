@@ -88,7 +88,7 @@ def test_the_reason_has_what_was_measured() -> None:
     )
 
 
-def test_ranks_that_speak_of_different_calls_are_told() -> None:
+def test_statements_about_different_calls_are_refused() -> None:
     with pytest.raises(ProtocolError, match="not all from one; make the same calls"):
         decided(costs(), costs(call=8))
 

@@ -124,7 +124,9 @@ def test_a_group_that_can_bear_one_more_loss_needs_all_blocks_of_the_rest(
     assert newest_survivable(membership, holdings, not_after=NOW) is None
 
 
-def test_means_name_what_is_there_and_what_the_lost_snapshot_was(membership: Membership) -> None:
+def test_rebuild_sources_list_what_is_left_and_identify_the_lost_snapshot(
+    membership: Membership,
+) -> None:
     gone = tuple(range(losses_of(membership)))
     holdings = Holdings.of(membership, without(everything(membership), *gone))
     for rank in (r for member in gone for r in membership.ranks_of(member)):

@@ -121,7 +121,7 @@ def test_what_never_fails_survives_for_ever() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -0.5, 2.0, float("nan")])
-def test_a_threshold_that_is_no_probability_is_refused(threshold: float) -> None:
+def test_a_threshold_that_is_not_a_probability_is_refused(threshold: float) -> None:
     with pytest.raises(InvalidJobError, match="a survival threshold lies between 0 and 1"):
         time_to(lambda t: exp(-t), threshold)
 

@@ -94,7 +94,7 @@ def test_more_losses_are_more_terms(losses: int, n: int, p: float) -> None:
     assert group_loss_probability(p, n, losses=losses) == pytest.approx(exact, rel=1e-9)
 
 
-def test_who_survives_all_losses_but_none_is_never_lost() -> None:
+def test_a_group_that_survives_the_loss_of_all_its_members_is_never_lost() -> None:
     assert group_loss_probability(0.4, 3, losses=3) == 0.0
     assert group_loss_probability(1e-6, 3, losses=3) == 0.0
 

@@ -46,7 +46,7 @@ def test_a_share_weighs_experts_and_the_rest_by_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(("nproc", "group"), [(3, 2), (0, 2), (1, 1)])
-def test_groups_that_cannot_be_are_refused(nproc: int, group: int) -> None:
+def test_impossible_groups_of_replicas_are_refused(nproc: int, group: int) -> None:
     with pytest.raises(InvalidJobError, match="must fill the members"):
         replica_shares(Topology(dp=4), nproc, group)
 

@@ -116,7 +116,7 @@ def test_a_layout_whose_ranges_collide_is_refused(other: Layout, message: str) -
         decode_layout(encode_layout(other))
 
 
-def test_what_an_entry_has_nothing_to_say_about_is_not_encoded() -> None:
+def test_empty_fields_of_an_entry_are_not_encoded() -> None:
     """Layouts are known by their bytes: those from before these fields keep their identity."""
     assert b"global" not in encode_layout(LAYOUT)
     assert b"own" not in encode_layout(LAYOUT)
@@ -127,7 +127,7 @@ def test_what_an_entry_has_nothing_to_say_about_is_not_encoded() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b'{"rank": "x"}'])
-def test_bytes_that_are_no_layout_are_corrupt(data: bytes) -> None:
+def test_bytes_that_are_not_a_layout_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptError, match="layout cannot be read"):
         decode_layout(data)
 

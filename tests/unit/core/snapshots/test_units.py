@@ -39,7 +39,7 @@ def test_a_unit_is_not_comparable_with_something_else() -> None:
         UnitKey.parse("head") < "head"  # noqa: B015 - it raises
 
 
-def test_fields_say_what_the_text_says() -> None:
+def test_fields_match_the_text() -> None:
     assert UnitKey.parse("layer3/expert5") == UnitKey(3, UnitKind.EXPERT, 5)
     assert UnitKey.parse("layer3/gate") == UnitKey(3, UnitKind.GATE)
     assert UnitKey.parse("head") == UnitKey(None, UnitKind.HEAD)

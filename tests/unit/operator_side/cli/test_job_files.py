@@ -38,7 +38,7 @@ _MERGES = "a0: &a0 {k: v}\n" + "".join(
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_no_job_is_refused_at_once(text: str, wrong: str) -> None:
+def test_what_is_not_a_job_is_refused_at_once(text: str, wrong: str) -> None:
     with pytest.raises(InvalidJobError, match=wrong):
         read_document(text.encode())
 
@@ -69,6 +69,6 @@ def test_a_file_with_an_ordinary_alias_is_read(tmp_path: Path) -> None:
     assert load_job(path) == parse_job(read_document(EXAMPLE.encode()))
 
 
-def test_a_key_that_is_merged_in_may_be_there_again() -> None:
+def test_a_key_that_is_merged_in_may_be_given_again() -> None:
     text = "a: &a {k: 1, l: 1}\nb: &b {<<: *a, k: 2}\nc: {<<: *b, k: 3}"
     assert read_document(text.encode())["c"] == {"k": 3, "l": 1}

@@ -139,7 +139,7 @@ def test_status_without_a_run_says_what_to_do(
     assert "--dir" in capsys.readouterr().err
 
 
-def test_a_status_file_that_is_no_status_is_refused(
+def test_an_invalid_status_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "status.json").write_text("{}")
@@ -185,7 +185,7 @@ def test_plan_refuses_what_does_not_fit(job: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "inf", "many"])
-def test_numbers_that_make_no_sense_are_refused(
+def test_impossible_numbers_are_refused(
     job: Path, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:

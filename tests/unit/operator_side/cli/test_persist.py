@@ -25,7 +25,7 @@ def test_without_anything_protected_any_set_will_do() -> None:
 
 
 @pytest.mark.parametrize("why", ["no space left", ""])
-def test_a_set_that_does_not_come_is_told_with_its_failure(why: str) -> None:
+def test_a_set_that_does_not_come_is_reported_with_its_failure(why: str) -> None:
     with pytest.raises(StorageError, match=why or "storage is slow"):
         _follow(lambda: state("1.5", why), wanted="1.9", wait_s=-1)
 

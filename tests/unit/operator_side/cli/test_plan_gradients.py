@@ -8,7 +8,7 @@ import pytest
 from plan_command import JOB, SIZES, printed
 
 
-def test_what_gradients_save_the_network_is_said_where_there_are_replicas(
+def test_what_gradients_save_the_network_is_shown_where_there_are_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.yaml"

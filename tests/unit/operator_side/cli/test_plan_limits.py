@@ -51,7 +51,7 @@ def test_the_rows_that_fit_are_named_and_one_of_them_is_recommended(
     assert "snapshots of one node need" in error
 
 
-def test_the_memory_of_one_size_says_whether_it_fits(
+def test_the_memory_of_one_size_shows_whether_it_fits(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 90Gi}\n")

@@ -91,7 +91,7 @@ def test_flags_may_describe_another_model_than_the_job(
     assert "PartialExperts 16" in text
 
 
-def test_the_job_says_which_k_comes_first_and_what_may_be_lost(
+def test_the_job_sets_the_first_k_and_what_may_be_lost(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = "{type: PartialExperts, partialExperts: {expertsPerLayer: 3, lossLimit: 0.000001}}"
@@ -125,7 +125,7 @@ def test_what_is_recommended_can_be_written_into_the_job(
     assert parsed(JOB + written).spec.snapshot.interval.steps == 1
 
 
-def test_a_job_that_finds_its_interval_out_is_told_what_to_expect(
+def test_the_plan_of_an_automatic_interval_shows_what_to_expect(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rare = "nodeMtbfDays: 5000, processMtbfDays: 5000"
@@ -145,7 +145,7 @@ def test_the_copy_can_be_measured(
     assert "a node copies" in printed(capsys, job, *SIZES, "--measure-copy")
 
 
-def test_without_redundancy_it_says_what_is_not_counted(
+def test_without_redundancy_the_plan_shows_what_is_not_counted(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.write_text(JOB + "  redundancy: {type: None}\n")
@@ -161,7 +161,7 @@ def test_without_redundancy_it_says_what_is_not_counted(
         ("{type: Replication, replication: {replicas: 3}}", " 144.00 GiB"),
     ],
 )
-def test_the_memory_of_each_redundancy_is_told(
+def test_the_memory_of_each_redundancy_is_shown(
     job: Path, capsys: pytest.CaptureFixture[str], redundancy: str, parity: str
 ) -> None:
     job.write_text(JOB + f"  redundancy: {redundancy}\n")
@@ -293,7 +293,7 @@ def run(tmp_path: Path) -> Path:
     return directory.path
 
 
-def test_a_run_that_is_going_on_says_what_its_model_is(run: Path) -> None:
+def test_a_run_in_progress_gives_the_sizes_of_its_model(run: Path) -> None:
     assert sizes_of_run(run, parsed()) == ModelSizes(
         experts={UnitKey(1, UnitKind.EXPERT, 0): 100, UnitKey(1, UnitKind.EXPERT, 1): 100},
         other_bytes=500,
@@ -352,7 +352,7 @@ def test_the_picture_shows_the_table(found: tuple[Comparison, Assumptions]) -> N
     assert [line.get_xdata()[0] for line in copy.lines] == [2.0]  # type: ignore[index]
 
 
-def test_colours_say_what_is_recommended_and_what_may_not_be_used(
+def test_colours_show_what_is_recommended_and_what_may_not_be_used(
     found: tuple[Comparison, Assumptions],
 ) -> None:
     comparison, assumed = found
@@ -387,7 +387,7 @@ def test_a_picture_that_cannot_be_written_is_an_error(
     )
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_without_matplotlib_the_error_names_what_to_install(
     job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = builtins.__import__

@@ -13,7 +13,7 @@ from holdfast_operator.reconciler.last_failure import TrainerFailure
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
 
-def test_each_node_says_what_it_fetches_for_parity() -> None:
+def test_each_node_shows_what_it_fetches_for_parity() -> None:
     member = LocalMemberStatus(
         index=0,
         node="n0",

@@ -69,7 +69,7 @@ def test_a_turn_does_not_wait_for_pods_that_are_being_created() -> None:
     assert carry_out_twice(StuckTrainers()) == ([], [])
 
 
-def test_a_following_turn_tells_once_why_pods_were_not_created() -> None:
+def test_a_following_turn_reports_once_why_pods_were_not_created() -> None:
     for told in carry_out_twice(StuckTrainers(refuses=True)):
         assert [(event.reason, event.warning) for event in told] == [("ActionFailed", True)]
         assert "no room in the quota; trying again" in told[0].message

@@ -62,7 +62,7 @@ def test_a_job_that_failed_shows_the_last_lines_as_they_are() -> None:
     assert "Traceback" not in text(jobs_view([job], now=0.0))  # a line each
 
 
-def test_one_job_tells_its_members_recoveries_conditions_and_events() -> None:
+def test_one_job_is_shown_with_members_recoveries_conditions_and_events() -> None:
     event = {
         "eventTime": "2023-11-14T22:13:20.250000Z",
         "reason": "Recovering",

@@ -166,7 +166,7 @@ def job_with(template: Object, name: str, **spec: object) -> Object:
 # --- while daemons are renewed --------------------------------------------------------------------
 
 
-def test_who_replaces_daemons_hears_of_every_job_with_members() -> None:
+def test_every_job_with_members_counts_when_daemons_are_replaced() -> None:
     async def test(cluster: SmallCluster) -> None:
         first = job("a", nodes=2, parallelism={"dp": 2}, redundancy={"raim5": {"groupSize": 2}})
         cluster.apply(first)

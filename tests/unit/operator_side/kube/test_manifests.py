@@ -79,7 +79,7 @@ def test_a_pod_comes_to_its_node_whatever_alternatives_the_template_gives() -> N
     )
 
 
-def test_a_template_keeps_what_it_says() -> None:
+def test_a_template_keeps_its_own_fields() -> None:
     container = {
         "name": "t",
         "command": ["train"],
@@ -144,7 +144,7 @@ def test_without_a_gang_pods_are_plain() -> None:
     assert "schedulerName" not in pod_manifest(make_job(), 0, "n", 1)["spec"]
 
 
-def test_kueue_knows_the_group_by_labels() -> None:
+def test_kueue_finds_the_group_by_labels() -> None:
     pod = pod_manifest(make_job(scheduling=GANGS[Gang.KUEUE_POD_GROUP]), 0, "n", 1)["metadata"]
     assert pod["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert pod["labels"]["kueue.x-k8s.io/pod-group-name"] == "moe"

@@ -117,7 +117,7 @@ def test_a_node_without_an_object_is_gone() -> None:
     assert not view.schedulable
 
 
-def test_an_administrators_word_makes_a_node_gone_or_leaving() -> None:
+def test_a_taint_makes_a_node_gone_or_leaving() -> None:
     wants = wants_of(make_job())
     out = node(spec={"taints": [taint("node.kubernetes.io/out-of-service", "NoExecute")]})
     assert node_view("n0", read_node(out), None, wants).gone
@@ -126,7 +126,7 @@ def test_an_administrators_word_makes_a_node_gone_or_leaving() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(NOTICES))
-def test_every_usual_word_for_the_end_of_a_node_is_known(key: str) -> None:
+def test_every_usual_taint_for_the_end_of_a_node_is_known(key: str) -> None:
     view = node_view(
         "n0", read_node(node(spec={"taints": [taint(key)]})), None, wants_of(make_job())
     )
@@ -148,7 +148,7 @@ def test_more_taints_and_conditions_can_be_named() -> None:
     assert notice_of(raw, names) == ""
 
 
-def test_what_only_repels_pods_is_no_notice() -> None:
+def test_what_only_repels_pods_is_not_a_notice() -> None:
     for key in ("node.kubernetes.io/unschedulable", "node.kubernetes.io/not-ready", "gpu"):
         assert notice_of(node(spec={"taints": [taint(key)]})) == ""
     assert notice_of({"metadata": {"name": "n0"}}) == ""

@@ -115,7 +115,7 @@ def test_the_end_of_a_failed_containers_log_is_kept_without_secrets() -> None:
     assert seen(raw).last_lines == ""
 
 
-def test_a_pod_that_is_deleted_stops_and_says_who_took_it() -> None:
+def test_a_pod_that_is_deleted_stops_and_shows_why() -> None:
     condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
     raw = pod(
         {"phase": "Running", "conditions": [condition]}, deletionTimestamp="2026-01-01T00:00:00Z"
@@ -125,7 +125,7 @@ def test_a_pod_that_is_deleted_stops_and_says_who_took_it() -> None:
     assert agent.disruption == "EvictionByEvictionAPI"
 
 
-def test_a_pod_with_strange_labels_is_nobodys() -> None:
+def test_a_pod_with_strange_labels_belongs_to_no_job() -> None:
     raw = pod()
     raw["metadata"]["labels"]["holdfast.dev/member"] = "first"
     assert read_pod(raw) is None

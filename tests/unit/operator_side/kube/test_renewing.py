@@ -85,7 +85,7 @@ PAIR = JobStand(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, s
 LATER = JobStand(key="t.j", groups=(("a", "b"),), protected=Generation(epoch=1, step=6))
 
 
-def test_one_after_the_other_is_replaced_and_it_is_told() -> None:
+def test_daemons_are_replaced_one_after_the_other_and_events_show_it() -> None:
     desk = Desk()
     desk.jobs = [PAIR]
     assert desk.turn() == ["daemon-a-old"]
@@ -126,7 +126,7 @@ def test_a_job_that_saves_rarely_is_not_waited_for_without_end() -> None:
     assert desk.turn() == ["daemon-b-old"]
 
 
-def test_a_wait_is_told_once_it_lasts() -> None:
+def test_a_wait_is_reported_once_it_lasts() -> None:
     desk = Desk()
     desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == []
@@ -146,7 +146,7 @@ def test_nothing_is_replaced_before_all_jobs_are_known() -> None:
     assert desk.turn() == ["daemon-a-old"]
 
 
-def test_one_that_never_started_up_is_replaced_at_once() -> None:
+def test_a_daemon_that_never_started_is_replaced_at_once() -> None:
     desk = Desk()
     desk.pod("b", "old", ready=False, begun=False)
     desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]

@@ -169,7 +169,7 @@ def test_the_end_of_the_loop_ends_what_is_on_its_way() -> None:
     run(test)
 
 
-def test_a_refusal_is_told_once_and_holds_back_the_others_until_the_next_look() -> None:
+def test_a_refusal_is_reported_once_and_holds_back_the_others_until_the_next_look() -> None:
     async def test(starting: Starting, trainers: GatedTrainers) -> None:
         trainers.refusal = ApiError("quota", status=403)
         starting.want(JOB, starts(*range(100)))

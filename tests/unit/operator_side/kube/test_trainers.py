@@ -34,7 +34,7 @@ class Hands:
         return self.metrics.registry.get_sample_value(f"holdfast_operator_{name}", labels) or 0.0
 
 
-def test_a_pod_that_was_just_created_is_seen_before_the_watch_tells() -> None:
+def test_a_pod_that_was_just_created_is_seen_before_the_watch_shows_it() -> None:
     hands = Hands()
     asyncio.run(hands.trainers.start(make_job(), 1, "n0", 1))
     assert hands.seen() == [("moe-1-1", AgentState.STARTING)]

@@ -124,7 +124,7 @@ def test_a_rank_a_daemon_and_a_node_can_be_lost(run_directory: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_workers_that_wait_for_room_are_told_and_shown(run_directory: Path) -> None:
+def test_workers_that_wait_for_room_are_reported_and_shown(run_directory: Path) -> None:
     full = run_directory / FULL
 
     async def scenario() -> None:
@@ -210,7 +210,9 @@ def test_its_processes_have_certificates_and_a_token_which_go_with_the_run(
     asyncio.run(scenario())
 
 
-def test_doing_without_is_told_shown_and_reaches_daemons_that_run(run_directory: Path) -> None:
+def test_a_run_without_identity_is_reported_and_shown_and_daemons_restart_without_it(
+    run_directory: Path,
+) -> None:
     async def scenario() -> None:
         first = LocalCluster(tiny_job(), settings(run_directory))
         await first.start()
@@ -249,7 +251,7 @@ def test_a_node_that_was_lost_while_no_control_loop_ran_is_replaced(run_director
     asyncio.run(scenario())
 
 
-def test_an_exit_that_nobody_saw_is_read_from_its_file(run_directory: Path) -> None:
+def test_an_unseen_exit_is_read_from_its_file(run_directory: Path) -> None:
     async def scenario() -> None:
         first = LocalCluster(tiny_job(), settings(run_directory))
         await first.start()
@@ -291,7 +293,7 @@ def test_a_directory_keeps_its_job_and_nodes(run_directory: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_waiting_for_what_cannot_come_ends_with_where_the_job_stands(run_directory: Path) -> None:
+def test_waiting_for_what_cannot_come_ends_with_the_state_of_the_job(run_directory: Path) -> None:
     async def scenario() -> None:
         async with LocalCluster(tiny_job(5), settings(run_directory)) as cluster:
             with pytest.raises(UnreachableError, match="the job ended before step 100"):
@@ -336,7 +338,7 @@ def test_paths_that_are_too_long_for_sockets_are_refused(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
-def test_a_daemon_that_cannot_start_is_told_with_its_last_words(run_directory: Path) -> None:
+def test_a_daemon_that_cannot_start_is_reported_with_its_last_lines(run_directory: Path) -> None:
     broken = (sys.executable, "-c", "raise SystemExit('no room here')")
     where = LocalSettings(directory=run_directory, commands=Commands(daemon_program=broken))
 

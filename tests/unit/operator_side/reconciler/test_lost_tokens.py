@@ -74,7 +74,7 @@ def test_a_job_that_captures_everything_has_no_such_condition() -> None:
     assert world.state.losses is None
 
 
-def test_nothing_is_known_until_every_rank_has_spoken() -> None:
+def test_nothing_is_known_until_every_rank_has_reported() -> None:
     world = lossy()
     assert world.condition(KIND)[:2] == (None, "NotReported")
     tell(world, *[said(lost=50)] * 3)
@@ -84,7 +84,7 @@ def test_nothing_is_known_until_every_rank_has_spoken() -> None:
     assert "no recovery has lost tokens" in world.condition(KIND)[2]
 
 
-def test_a_trainer_that_counts_nothing_is_told_what_to_call() -> None:
+def test_the_condition_names_the_call_that_a_trainer_without_counts_lacks() -> None:
     world = lossy()
     tell(world, *[said(routed=0)] * 4)
     status, reason, message = world.condition(KIND)
@@ -102,7 +102,7 @@ def test_ranks_are_added_up_before_anything_is_divided() -> None:
     assert world.condition(KIND)[:2] == (True, "WithinLimit")
 
 
-def test_passing_the_limit_is_told_once_with_what_was_lost_and_what_is_done() -> None:
+def test_passing_the_limit_is_reported_once_with_what_was_lost_and_what_is_done() -> None:
     world = lossy()
     tell(world, *[said(lost=21, k=2, recoveries=(recovery(2, 21, after=2),))] * 4)
     status, reason, message = world.condition(KIND)
@@ -136,7 +136,7 @@ def test_what_was_known_stands_during_a_recovery() -> None:
     assert len(world.told("TokenLossLimitPassed")) == 1
 
 
-def test_a_control_loop_that_starts_again_knows_and_does_not_tell_again() -> None:
+def test_a_control_loop_that_starts_again_does_not_report_the_limit_again() -> None:
     world = lossy()
     tell(world, *[said(lost=21, recoveries=(recovery(2, 21),))] * 4)
     known, reports = world.state.losses, world.losses
@@ -151,7 +151,7 @@ def test_a_control_loop_that_starts_again_knows_and_does_not_tell_again() -> Non
     assert len(world.told("TokenLossLimitPassed")) == 1
 
 
-def test_a_stored_record_that_makes_no_sense_is_not_believed() -> None:
+def test_an_invalid_stored_record_is_ignored() -> None:
     world = lossy()
     tell(world, *[said(recoveries=(recovery(2, 0),))] * 4)
     document = world.stored()
@@ -159,7 +159,7 @@ def test_a_stored_record_that_makes_no_sense_is_not_believed() -> None:
     assert from_document(document, now=0.0, wall=0.0) == Counters()
 
 
-def test_all_experts_captured_is_said() -> None:
+def test_the_condition_shows_that_all_experts_are_captured() -> None:
     loss = JobLoss.of(said(lost=9, k=8, recoveries=(recovery(4, 9, before=4, after=8),)))
     condition = loss_condition(make_job(spec=SOME_EXPERTS), ControlState(losses=loss))
     assert condition is not None

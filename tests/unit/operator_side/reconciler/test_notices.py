@@ -116,7 +116,7 @@ def test_a_suspended_job_has_memory_to_lose_as_well() -> None:
 
 
 @pytest.mark.parametrize("where", ["a spare", "no tier", "ended"])
-def test_nobody_is_asked_where_a_copy_saves_nothing(where: str) -> None:
+def test_no_copy_is_requested_where_it_would_save_nothing(where: str) -> None:
     world = running() if where == "no tier" else stored()
     if where == "ended":
         world.finish()

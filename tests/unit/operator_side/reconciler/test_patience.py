@@ -92,7 +92,7 @@ def test_the_weakness_of_a_group_survives_a_restart_of_the_control_loop() -> Non
     assert world.state.renewed == {0}
 
 
-def test_with_nothing_to_lose_nobody_is_patient() -> None:
+def test_with_nothing_to_lose_silent_nodes_are_not_waited_for() -> None:
     world = World(make_job(spares=2))
     world.settle(1.0)
     world.kill_daemon("n0")

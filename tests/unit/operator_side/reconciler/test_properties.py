@@ -120,7 +120,7 @@ def test_epochs_only_grow_and_a_membership_never_doubles_a_node(
 
 @settings(max_examples=60)
 @given(schedules)
-def test_a_job_ends_up_running_on_living_nodes_or_says_why_not(
+def test_a_job_ends_up_running_on_living_nodes_or_shows_why_not(
     schedule: list[tuple[tuple[str, int], float]],
 ) -> None:
     world = run(schedule)

@@ -54,7 +54,7 @@ def disturbed(daemons: dict[str, DaemonStand], found: Renewal) -> set[str]:
     return {node for node in found.renew if daemons[node].begun}
 
 
-def test_of_every_group_one_at_most_is_away_in_every_small_topology() -> None:
+def test_at_most_one_of_every_group_is_away_in_every_small_topology() -> None:
     for daemons, jobs in topologies():
         found = choose(daemons, jobs)
         assert all(daemons[node].outdated for node in found.renew)
@@ -69,7 +69,7 @@ def test_of_every_group_one_at_most_is_away_in_every_small_topology() -> None:
                     assert all(daemons[other].serves for other in others), (daemons, jobs, found)
 
 
-def test_what_never_started_up_is_replaced_at_once_in_every_small_topology() -> None:
+def test_a_daemon_that_never_started_is_replaced_at_once_in_every_small_topology() -> None:
     for daemons, jobs in topologies():
         never = {n for n, d in daemons.items() if d.outdated and not d.begun and not d.ending}
         assert never <= set(choose(daemons, jobs).renew)
@@ -107,7 +107,7 @@ def test_groups_are_renewed_side_by_side_but_not_without_end() -> None:
     assert found.progress == f"1 of {4 * AT_ONCE_MAX + 1} daemons run the new version"
 
 
-def test_who_waits_is_told_why() -> None:
+def test_a_daemon_that_waits_has_a_reason() -> None:
     def reason(daemons: dict[str, DaemonStand], job: JobStand) -> str:
         return choose(daemons, [job]).waiting["a"]
 
@@ -127,7 +127,7 @@ def test_who_waits_is_told_why() -> None:
     assert reason({"a": OLD_ENDING, "b": NEW}, job) == "its pod is being deleted"
 
 
-def test_a_job_is_told_of_its_own_nodes() -> None:
+def test_the_condition_of_a_job_names_its_own_nodes() -> None:
     job = JobStand(key="team.moe", groups=(("a", "b"),), hold="it is not protected")
     found = choose({"a": OLD, "b": OLD, "c": NEW}, [job])
     condition = outdated_condition(found, ("a", "b", "c"))
@@ -202,7 +202,7 @@ def test_a_job_with_nothing_to_lose_holds_nothing() -> None:
     assert (found.hold, found.weak, found.protected) == ("", frozenset(), None)
 
 
-def test_a_job_that_has_ended_says_nothing() -> None:
+def test_a_job_that_has_ended_has_no_requirements() -> None:
     world = protected_world()
     world.finish()
     world.settle(5.0)

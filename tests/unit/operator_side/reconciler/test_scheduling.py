@@ -25,14 +25,14 @@ def test_a_job_that_asks_for_what_is_not_supported_shows_it_and_is_left_alone() 
     assert world.phase() == "Running"
 
 
-def test_a_running_job_is_not_stopped_by_a_wish_that_is_not_supported() -> None:
+def test_a_running_job_is_not_stopped_by_an_edit_that_is_not_supported() -> None:
     world = running()
     world.job = make_job(spec=UNSUPPORTED)
     world.settle(5.0)
     assert world.actions == [] and world.phase() == "Running"
 
 
-def test_what_is_not_supported_is_told_as_a_condition() -> None:
+def test_what_is_not_supported_is_shown_as_a_condition() -> None:
     assert unsupported(make_job()) is None
     found = unsupported(make_job(spec=UNSUPPORTED))
     assert found is not None and (found.status, found.reason) == (False, "Unsupported")
@@ -59,7 +59,7 @@ def test_what_is_missing_is_named() -> None:
     assert world.phase() == "Waiting"
 
 
-def test_an_agent_without_room_shows_the_words_of_the_scheduler() -> None:
+def test_an_agent_without_room_shows_the_reason_of_the_scheduler() -> None:
     world = World(make_job(spares=0))
     world.full.add("n2")
     world.settle(300.0)
@@ -72,14 +72,14 @@ def test_an_agent_without_room_shows_the_words_of_the_scheduler() -> None:
     assert world.phase() == "Waiting"
 
 
-def test_an_agent_that_waits_for_a_moment_is_no_news() -> None:
+def test_a_short_wait_of_an_agent_is_not_shown() -> None:
     world = World(make_job(spares=0))
     world.full.add("n2")
     world.settle(2.0)
     assert world.condition("Scheduled")[0] and world.phase() == "Starting"
 
 
-def test_why_an_agent_does_not_start_is_told() -> None:
+def test_why_an_agent_does_not_start_is_shown() -> None:
     world = World(make_job(spares=0))
     world.look()
     world.agents[2, "n2"] = AgentView(

@@ -78,7 +78,7 @@ def test_signals_and_codes_that_ask_for_a_restart_are_not_the_scripts_fault() ->
         assert failing(code=code, times=ALIKE_MAX + 1).state.outcome is None
 
 
-def test_an_exit_code_alone_does_not_say_that_failures_are_alike() -> None:
+def test_an_exit_code_alone_does_not_make_failures_alike() -> None:
     assert failing(lines="", times=ALIKE_MAX + 1).state.outcome is None
 
 
@@ -96,14 +96,14 @@ def test_the_count_survives_a_restart_of_the_control_loop() -> None:
     assert world.state.failure is not None and world.state.failure.last_lines == LINES
 
 
-def test_the_last_lines_are_told_once_while_failures_are_alike() -> None:
+def test_the_last_lines_are_shown_once_while_failures_are_alike() -> None:
     world = failing(times=2)
     assert world.told("LastLines") == [f"rank 2 exited with code 1; it wrote last:\n{LINES}"]
     failing(world, lines="ValueError: another", times=1)
     assert len(world.told("LastLines")) == 2
 
 
-def test_the_first_failure_that_is_seen_is_the_one_that_is_told() -> None:
+def test_the_first_failure_that_is_seen_is_the_one_that_is_shown() -> None:
     world = World(make_job())
     world.look()
     world.exit_rank(3, 1, LINES)

@@ -38,7 +38,7 @@ def say(made: SayingWorld, problem: str) -> None:
     made.settle(1.0)
 
 
-def test_that_replicas_diverged_is_told_once_with_the_unit_and_the_ranks() -> None:
+def test_diverged_replicas_are_reported_once_with_the_unit_and_the_ranks() -> None:
     made = world()
     assert made.told("ReplicasDiverged") == []
     say(made, WHY)
@@ -49,14 +49,14 @@ def test_that_replicas_diverged_is_told_once_with_the_unit_and_the_ranks() -> No
     assert WHY in {condition.message for condition in made.decision.conditions}
 
 
-def test_that_they_diverged_a_second_time_is_told_again() -> None:
+def test_a_second_divergence_is_reported_again() -> None:
     made = world()
     for problem in (WHY, "", WHY):
         say(made, problem)
     assert made.told("ReplicasDiverged") == [WHY, WHY]
 
 
-def test_that_memory_was_refused_is_told_once_with_both_numbers() -> None:
+def test_refused_memory_is_reported_once_with_both_numbers() -> None:
     made = world()
     say(made, REFUSED)
     say(made, "the save before is still in progress")
@@ -65,7 +65,7 @@ def test_that_memory_was_refused_is_told_once_with_both_numbers() -> None:
     assert [e.warning for e in made.events if e.reason == "SnapshotsRefused"] == [True]
 
 
-def test_a_second_reason_is_told_beside_the_first() -> None:
+def test_a_second_reason_is_reported_beside_the_first() -> None:
     made = world()
     for problem in (WHY, REFUSED, WHY):
         say(made, problem)
@@ -73,7 +73,7 @@ def test_a_second_reason_is_told_beside_the_first() -> None:
     assert made.told("SnapshotsRefused") == [REFUSED]
 
 
-def test_other_problems_are_no_divergence() -> None:
+def test_other_problems_are_not_a_divergence() -> None:
     made = world()
     say(made, "every slot of rank 0 is in use: protection is behind")
     assert made.told("ReplicasDiverged") == made.told("SnapshotsRefused") == []
