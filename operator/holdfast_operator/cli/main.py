@@ -233,8 +233,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add = parser.add_argument
     add("job", type=Path, metavar="JOB.yaml", help="a MoETrainingJob")
     add("--bytes-per-rank", type=_size, metavar="SIZE", help="of one snapshot, like 24Gi")
-    add("--node-mtbf-days", type=_positive, metavar="D", help="default: what the job says, or 180")
-    add("--process-mtbf-days", type=_positive, metavar="D", help="default: the job's, 60 days")
+    add("--node-mtbf-days", type=_positive, metavar="D", help="default: the job's, or 180")
+    add("--process-mtbf-days", type=_positive, metavar="D", help="default: the job's, or 60")
     add("--replace-seconds", type=_positive, default=60.0, metavar="S", help="default %(default)s")
     add("--snapshot-seconds", type=_positive, metavar="S", help="default: at 10 GB/s")
     add("--step-seconds", type=_positive, default=1.0, metavar="S", help="default %(default)s")

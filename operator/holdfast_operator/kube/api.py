@@ -246,7 +246,8 @@ async def connect(counter: CountsRequests, kubeconfig: str = "", context: str = 
             )
     except (ConfigException, OSError) as error:
         raise UnreachableError(
-            f"no cluster is known: {error}. Give --kubeconfig FILE, set KUBECONFIG, or run in a pod"
+            f"no cluster is configured: {error}. Give --kubeconfig FILE, set KUBECONFIG, or run "
+            f"in a pod"
         ) from error
     return Api(client.ApiClient(settings), counter)
 
