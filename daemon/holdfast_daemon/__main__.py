@@ -26,13 +26,13 @@ from holdfast_daemon.transport.tls import Protection
 from holdfast_protos import identity
 
 EPILOG = """
-The daemon owns --root: arenas, manifests and parity are files below it, on a tmpfs, and a daemon
-that starts again adopts them. Trainers talk to daemon.sock in --socket-dir.
+The daemon owns --root: arenas, manifests and parity are files below it, on a tmpfs, and a
+restarted daemon adopts them. Trainers talk to daemon.sock in --socket-dir.
 
   holdfast-daemon --root /dev/shm/holdfast --node a --host 10.0.0.5 --control operator:7700 \\
                   --budget 214748364800 --tls /etc/holdfast/daemon
 
-`holdfast-daemon mount` makes that tmpfs; see its --help.
+`holdfast-daemon mount` mounts that tmpfs; see its --help.
 """
 
 
@@ -46,7 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--root", type=Path, required=True, help="directory on the node's tmpfs")
-    add("--socket-dir", type=Path, metavar="DIR", help="for trainers' sockets (default: --root)")
+    add(
+        "--socket-dir",
+        type=Path,
+        metavar="DIR",
+        help="directory of the sockets for trainers (default: --root)",
+    )
     add(
         "--socket-mode",
         type=lambda text: int(text, 8),
@@ -60,42 +65,75 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(Auth),
         help="how trainers prove who they are (default: %(default)s)",
     )
-    add("--api-server", metavar="HOST:PORT", help="for --auth token-review (default: the pod's)")
+    add(
+        "--api-server",
+        metavar="HOST:PORT",
+        help="API server for --auth token-review (default: that of the pod's cluster)",
+    )
     add(
         "--service-account",
         type=Path,
         default=SERVICE_ACCOUNT,
         metavar="DIR",
-        help="the daemon's own token and ca.crt, for --auth token-review (default: %(default)s)",
+        help="directory with the daemon's own token and ca.crt, for --auth token-review (default: "
+        "%(default)s)",
     )
-    add("--tokens", type=Path, metavar="DIR", help="a file per job, for --auth token-files")
+    add(
+        "--tokens",
+        type=Path,
+        metavar="DIR",
+        help="directory with one file per job, for --auth token-files",
+    )
     identity.add_options(add, given())
     add(
         "--bulk",
         type=Protection,
         default=Protection.AUTHENTICATED,
         choices=list(Protection),
-        help="what protects bytes between daemons; encryption costs speed (default: %(default)s)",
+        help="protection of the bytes between daemons; encryption costs speed (default: "
+        "%(default)s)",
     )
-    add("--node", required=True, help="name of this node")
-    add("--host", default="127.0.0.1", help="address that peers reach (default 127.0.0.1)")
-    add("--peer-port", type=int, default=0, help="gRPC between daemons (default: any)")
-    add("--bulk-port", type=int, default=0, help="zero-copy TCP between daemons (default: any)")
-    add("--control", default="", help="HOST:PORT of the control loop")
-    add("--budget", type=int, default=4 << 30, help="bytes for arenas and parity (default 4 GiB)")
-    add("--metrics-port", type=int, default=None, help="/metrics and /healthz; 0 for any port")
-    add("--metrics-host", default="", help="where these listen (default: --host)")
+    _add_addresses(parser)
+    add("--budget", type=int, default=4 << 30, help="bytes for arenas and parity (default: 4 GiB)")
     add(
         "--redis",
         default="",
         metavar="URL",
-        help="shared catalogue (default: $HOLDFAST_REDIS_URL, else in memory)",
+        help="shared catalogue (default: $HOLDFAST_REDIS_URL; without either, one in memory)",
     )
     _add_work(parser)
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--log-format", default="json", choices=["json", "text"])
-    add("--log-file", type=Path, default=None, help="instead of standard error")
+    add("--log-file", type=Path, default=None, help="log to this file instead of standard error")
     return parser
+
+
+def _add_addresses(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the node, and the addresses of its services and of the control
+    loop."""
+    add = parser.add_argument
+    add("--node", required=True, help="name of this node")
+    add("--host", default="127.0.0.1", help="address that peers reach (default: %(default)s)")
+    add(
+        "--peer-port",
+        type=int,
+        default=0,
+        help="port for gRPC between daemons (default: any free one)",
+    )
+    add(
+        "--bulk-port",
+        type=int,
+        default=0,
+        help="port for zero-copy TCP between daemons (default: any free one)",
+    )
+    add("--control", default="", help="HOST:PORT of the control loop")
+    add(
+        "--metrics-port",
+        type=int,
+        default=None,
+        help="port of /metrics and /healthz; 0 for any free one",
+    )
+    add("--metrics-host", default="", help="address on which these listen (default: --host)")
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
@@ -105,42 +143,50 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         default=4,
-        help="threads of each job for parity, rebuilds and checks, and as many to persist",
+        help="threads of each job for parity, rebuilds and checks; as many again persist",
     )
-    add("--scrub-interval", type=float, default=600.0, metavar="S", help="seconds between checks")
+    add(
+        "--scrub-interval",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds between two scrubs of the memory",
+    )
     add(
         "--protection-bandwidth",
         type=int,
         default=0,
         metavar="BYTES",
-        help="to fetch in a second for parity of new snapshots; 0: no limit (default)",
+        help="bytes per second that are fetched for parity of new snapshots; 0: no limit (default)",
     )
     add(
         "--storage-location",
         action="append",
         default=[],
         metavar="JSON",
-        help=f'where jobs may persist to: {{"prefix": "s3://copies/{NAMESPACE}", "namespaces": '
-        '["team-a"], "credentials": "DIR"}; may be given again; without any, nowhere',
+        help=f'a location that jobs may persist to: {{"prefix": "s3://copies/{NAMESPACE}", '
+        '"namespaces": ["team-a"], "credentials": "DIR"}; repeat it for more locations; without '
+        "any, jobs cannot persist",
     )
     add(
         "--storage-anywhere",
         action="store_true",
-        help="jobs may persist to whatever this daemon's user reaches: on a machine of one's own",
+        help="let jobs persist wherever this daemon's user may write: for a machine of your own",
     )
     add(
         "--persist-grace",
         type=float,
         default=20.0,
         metavar="S",
-        help="seconds to wait, on SIGTERM, for what is due soon in durable storage (default 20)",
+        help="seconds to wait on SIGTERM for writes to durable storage that are due soon "
+        "(default: %(default)s)",
     )
 
 
 def _locations(options: argparse.Namespace) -> tuple[StorageLocation, ...] | None:
     if options.storage_anywhere and options.storage_location:
         raise InvalidJobError(
-            "--storage-anywhere and --storage-location contradict each other: give one of both"
+            "--storage-anywhere and --storage-location exclude each other: give only one of them"
         )
     if options.storage_anywhere:
         return None

@@ -131,9 +131,9 @@ class JobHost:
         self._check_arenas()
         if self.now < self._refused_until:
             raise MemoryBudgetError(
-                f"a trainer of job {self.job} took memory beyond its arena on this node; it was "
-                f"taken back, and the job may not write here until {REFUSED_S:.0f} s after that "
-                f"has ended: end the process that extends the arena's file",
+                f"a trainer of job {self.job} took memory beyond its arena on this node; that "
+                f"memory was taken back, and the job may not write here until {REFUSED_S:.0f} s "
+                f"after this stops: end the process that extends the arena's file",
                 needed_bytes=0,
                 available_bytes=0,
             )
@@ -202,7 +202,7 @@ class JobHost:
                 f"{nbytes} bytes of {path.parent.name}/{path.name}"
                 for path, nbytes in found.items()
             )
-            detail = f"cut off beyond what was granted: {said}"
+            detail = f"cut off what was beyond the grant: {said}"
             self._observer.note(self, Note(event=JobEvent.ARENA_OVERGROWN, detail=detail))
         if found:
             self._refused_until = self.now + REFUSED_S

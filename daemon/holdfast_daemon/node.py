@@ -254,8 +254,8 @@ class Node:
         if len(self.hosts) >= JOBS_MAX:
             self.metrics.add("jobs_refused")
             raise InvalidJobError(
-                f"job {job} is one too many for node {self._settings.node}, which has {JOBS_MAX}: "
-                f"end some, or place it elsewhere"
+                f"node {self._settings.node} has {JOBS_MAX} jobs already and cannot take job "
+                f"{job}: end some, or place it elsewhere"
             )
 
     def _adopt(self, job: str) -> JobHost:
@@ -399,7 +399,7 @@ class Node:
 
     def _not_ready(self) -> str:
         waiting = [job for job, host in self.hosts.items() if not host.engine.verified]
-        return f"still verifying what jobs {waiting} hold" if waiting else ""
+        return f"still verifying the memory of jobs {waiting}" if waiting else ""
 
     def _send_failed(self, kind: str, reason: str) -> None:
         _log.debug("peer_message_lost", kind=kind, cause=reason)

@@ -93,6 +93,6 @@ class Accounts:
         if wait_s > WAIT_S_MAX:
             self._limited()
             raise RateLimitedError(
-                f"{' '.join(caller)} calls more than {rate.per_s:.0f} times a second; wait for the "
-                f"answer to a call, and save less often"
+                f"{' '.join(caller)} calls more than {rate.per_s:.0f} times per second; wait for "
+                f"the answer to a call, and save less often"
             )

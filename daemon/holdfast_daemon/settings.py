@@ -92,12 +92,12 @@ class DaemonSettings:
             name = "--root" if self.socket_dir is None else "--socket-dir"
             raise InvalidJobError(
                 f"{name} {self.socket.parent} is too long: {longest} bytes with its socket's name, "
-                f"and a Unix socket's path has at most {SOCKET_PATH_BYTES_MAX}; choose a shorter "
+                f"but a Unix socket's path has at most {SOCKET_PATH_BYTES_MAX}; choose a shorter "
                 f"one"
             )
         if self.socket_mode is not None and not 0 <= self.socket_mode <= 0o777:
             raise InvalidJobError(
-                f"--socket-mode {self.socket_mode:o} is no set of permissions; give an octal "
+                f"--socket-mode {self.socket_mode:o} is not a set of permissions; give an octal "
                 f"number such as 660"
             )
         if self.budget_bytes <= 0:

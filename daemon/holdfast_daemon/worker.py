@@ -284,7 +284,7 @@ class EffectWorker:
             )
         except HoldfastError as error:
             scope.check()
-            _log.info("parity is built from whole chunks: %s", error)
+            _log.info("parity will be built from whole chunks: %s", error)
             return None
 
     def _fetch_manifest(self, effect: FetchManifest, scope: EpochScope) -> ManifestFetched:

@@ -101,7 +101,7 @@ def test_a_world_that_started_fresh_is_not_told_to_start_fresh_again(world: Worl
         assert session.restore() is None
         assert generation_of(client) is None, "asked again, because the first answer was lost"
         session.save(1).committed.result(WAIT_S)
-        assert "training has gone on to 1.1" in wait_refused(client)
+        assert "training has reached 1.1" in wait_refused(client)
 
 
 def test_a_world_that_went_on_is_not_told_to_go_back(world: World) -> None:
@@ -112,7 +112,7 @@ def test_a_world_that_went_on_is_not_told_to_go_back(world: World) -> None:
         assert generation_of(client) == Generation(1, 2)
         session.save(3).committed.result(WAIT_S)
         said = wait_refused(client)
-        assert "started from 1.2, and training has gone on to 2.3" in said
+        assert "started from 1.2, and training has reached 2.3" in said
 
 
 def test_a_second_restore_of_a_session_is_refused(world: World) -> None:

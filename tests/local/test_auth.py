@@ -160,7 +160,7 @@ def test_training_goes_on_while_the_api_server_is_away(world: World) -> None:
     world.daemon.token = world.api.admit("team", "moe-0-1")
     error = refusal(world.daemon.stub().Hello, _hello(MINE))
     assert isinstance(error, UnreachableError)
-    assert "API server cannot be asked" in str(error)
+    assert "API server cannot review" in str(error)
     world.api.start()
     assert world.daemon.stub().Hello(_hello(MINE), timeout=WAIT_S).epoch == job.epoch
     assert world.daemon.metric('holdfast_token_reviews_total{outcome="failed"}') >= 1

@@ -10,7 +10,7 @@ from waiting import wait_for
 from holdfast_operator.control.heartbeats import job_view
 from holdfast_protos import trainer_pb2
 
-REFUSED = "does not live on node"
+REFUSED = "is not on node"
 
 
 def exit_code(cluster: RawCluster, job: RawJob, rank: int) -> int | None:

@@ -82,14 +82,18 @@ def test_a_rank_that_lives_elsewhere_is_refused_with_the_ranks_that_live_here(jo
     stranger.daemon = job.daemon(0)
     error = _error(stranger.hello)
     assert isinstance(error, InvalidJobError)
-    assert "rank 1 does not live on node n0" in str(error)
+    assert "rank 1 is not on node n0" in str(error)
 
 
 @pytest.mark.parametrize(
     ("layout", "kind", "words"),
     [
         (b"not a layout", CorruptError, "layout cannot be read"),
-        (raw_layout(1, MEMBERS, 1000), InvalidJobError, "rank 0 opens with the layout of rank 1"),
+        (
+            raw_layout(1, MEMBERS, 1000),
+            InvalidJobError,
+            "rank 0 opens a session with the layout of rank 1",
+        ),
     ],
 )
 def test_a_wrong_layout_is_refused(

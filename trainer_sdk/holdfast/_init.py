@@ -144,7 +144,7 @@ def _world(environment: Environment, rank: int | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         if rank not in (None, dist.get_rank()):
             raise InvalidJobError(
-                f"rank={rank}, but the process group says {dist.get_rank()}; leave rank out"
+                f"rank={rank}, but the process group has {dist.get_rank()}; leave rank out"
             )
         return dist.get_rank(), dist.get_world_size()
     return environment.rank if rank is None else rank, environment.world_size

@@ -30,11 +30,12 @@ def topology_from_device_mesh(mesh: DeviceMesh, *, ep: int | None = None) -> Top
     order = [name for name in ("pp", "dp", "ep", "tp") if name in names]
     if list(names) != order:
         raise InvalidJobError(
-            f"mesh dimensions are {list(names)}, ranks are numbered as in {order}; reorder the mesh"
+            f"mesh dimensions are {list(names)}, but ranks are numbered as in {order}; reorder the "
+            f"mesh"
         )
     size = {name: mesh.size(dim) for dim, name in enumerate(names)}
     if "ep" in size and ep not in (None, size["ep"]):
-        raise InvalidJobError(f"the mesh has ep={size['ep']}, the argument says ep={ep}")
+        raise InvalidJobError(f"the mesh has ep={size['ep']}, but the argument is ep={ep}")
     inner = size.get("ep", 1)
     topology = Topology(
         dp=size.get("dp", 1) * inner,

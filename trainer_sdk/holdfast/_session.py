@@ -181,7 +181,7 @@ class ProtectedSession(Session):
         last, step = self._last_step, handle.step
         if last is not None and step <= last:
             raise StepOrderError(
-                f"save({step}) after step {last}: steps must grow; pass the completed steps"
+                f"save({step}) after step {last}: steps must increase; pass the completed steps"
             )
         self._last_step = step
         now = time.monotonic()
@@ -195,7 +195,7 @@ class ProtectedSession(Session):
             self._saver.refuse(handle, self._saver.problem)
             return
         if self._saver.busy:
-            raise SnapshotSkippedError("the save before is still in progress")
+            raise SnapshotSkippedError("the previous save is still in progress")
         self._saver.submit(self._task(handle, copies=True))
         asked, self._asked = self._asked, False
         if not (self._held or asked):
@@ -319,7 +319,7 @@ class ProtectedSession(Session):
 def _warn_unheld(optimizers: Sequence[object]) -> None:
     kinds = {type(one).__qualname__ for one in optimizers}
     _log.warning(
-        "%s is no torch.optim.Optimizer, so nothing holds it back while a save is copied: call "
+        "%s is not a torch.optim.Optimizer, so nothing holds it back while a save is copied: call "
         "session.wait_staged() before each change of parameters or optimizer state. Until the loop "
         "does, save() waits for its copy",
         ", ".join(sorted(kinds)),

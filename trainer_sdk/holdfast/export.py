@@ -94,14 +94,27 @@ class _ReadingPlanner(DefaultSavePlanner):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 after printing the error."""
-    parser = argparse.ArgumentParser(prog="holdfast.export", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m holdfast.export",
+        description="Write a set of the durable tier as a checkpoint of "
+        "torch.distributed.checkpoint.",
+    )
     add = parser.add_argument
-    add("uri", help="of the tier")
+    add("uri", help="URI of the tier")
     add("--job", required=True, help="the job's directory below the tier")
-    add("--generation", metavar="EPOCH.STEP", help="default: the newest complete one")
-    add("--to", type=Path, required=True, metavar="DIR")
-    add("--model-only", action="store_true", help="without the optimizer")
-    add("--tensor-parallel", action="append", default=[], metavar="PATTERN=DIM")
+    add(
+        "--generation", metavar="EPOCH.STEP", help="set to write (default: the newest complete one)"
+    )
+    add("--to", type=Path, required=True, metavar="DIR", help="directory of the checkpoint")
+    add("--model-only", action="store_true", help="leave out the optimizer")
+    add(
+        "--tensor-parallel",
+        action="append",
+        default=[],
+        metavar="PATTERN=DIM",
+        help="dimension along which tensors of these names are cut over tensor-parallel ranks, "
+        "-1 for whole copies; repeat it for more names: the first match counts",
+    )
     options = parser.parse_args(argv)
     try:
         cut = dict(_dimension(text) for text in options.tensor_parallel)

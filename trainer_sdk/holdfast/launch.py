@@ -56,11 +56,11 @@ examples:
 
 A command that starts with `python`, or with the interpreter that runs this launcher, is forked from
 a process that has imported torch already; restarts then cost no import. Any other command is
-executed afresh each time, and so is every command with --fresh.
+started afresh each time, and so is every command with --fresh.
 
 Workers see what torchrun gives them, HOLDFAST_SOCKET and HOLDFAST_JOB. TORCHELASTIC_RESTART_COUNT
-is the epoch. HOLDFAST_TOKEN_FILE names the file with the token that the daemon wants in
-Kubernetes.
+is the epoch. HOLDFAST_TOKEN_FILE names the file with the token that the daemon requires
+in Kubernetes.
 """
 
 
@@ -151,7 +151,7 @@ def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
             try:
                 result = agent.run()
             except EpochEndedError:
-                log.info("the epoch has ended meanwhile; going back to work")
+                log.info("the epoch has ended; joining the next one")
                 continue
             return 1 if result is None or result.is_failed() else 0
     except RendezvousClosedError as error:
@@ -208,20 +208,25 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
     add = parser.add_argument
     add("--socket", type=Path, required=True, help="the daemon's socket (daemon.sock)")
     add("--job", required=True, help="key of the job")
-    add("--nodes", type=int, required=True, help="members of the job")
-    add("--nproc", type=int, required=True, help="workers to start on this node")
+    add("--nodes", type=int, required=True, help="number of members of the job")
+    add("--nproc", type=int, required=True, help="number of workers to start on this node")
     add("--host", default="", help="address for the job's other nodes (default: the daemon's)")
     add("--member-node", metavar="NAME", help="name of this node, for messages")
     add("--exit-file", type=Path, metavar="FILE", help="write the exit code here at the end")
-    add("--wait-file", type=Path, metavar="FILE", help="say here why workers cannot start yet")
-    add("--log-dir", type=Path, metavar="DIR", help="write the workers' output here, not through")
+    add("--wait-file", type=Path, metavar="FILE", help="write here why workers cannot start yet")
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="write the workers' output here instead of passing it on",
+    )
     add("--fresh", action="store_true", help="do not fork workers from a preloaded process")
     add(
         "--grace-s",
         type=float,
         default=GRACE_S,
         metavar="S",
-        help="what workers get between SIGTERM and SIGKILL (default: %(default)s)",
+        help="seconds between SIGTERM and SIGKILL for workers (default: %(default)s)",
     )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="the trainer's command")
     args = parser.parse_args(argv)

@@ -206,7 +206,7 @@ class FakeDaemon:
                 began = "fresh" if generation is None else f"from {generation}"
                 raise NoRecoveryLineError(
                     f"rank {self.rank} restores too late: epoch {epoch} started {began}, and "
-                    f"training has gone on to {protected}; restore once, before the first save, "
+                    f"training has reached {protected} since; restore once, before the first save, "
                     f"or raise FakeDaemon.epoch to play a new world"
                 )
             if generation is None:
@@ -403,4 +403,4 @@ class FakeDaemon:
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
-            raise StaleEpochError(f"epoch {epoch} has ended, it is now {self.epoch}")
+            raise StaleEpochError(f"epoch {epoch} has ended; the current epoch is {self.epoch}")

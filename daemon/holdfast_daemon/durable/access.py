@@ -89,8 +89,8 @@ class TierAccess:
             self._locations is not None and memory.is_relative_to(found)
         ):
             raise InvalidJobError(
-                f"{name} {path} is in the daemon's own memory, {self._memory}, or holds it: name a "
-                f"file system that outlives the node"
+                f"{name} {path} is in the daemon's own memory, {self._memory}, or contains it: "
+                f"name a file system that outlives the node"
             )
 
 
@@ -106,13 +106,13 @@ def read_credentials(directory: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         wrong = error.strerror if isinstance(error, OSError) else "not text"
         raise StorageError(
-            f"the credentials in {directory} cannot be read: {wrong}; make the Secret that "
-            f"persistence.locations of the chart names"
+            f"the credentials in {directory} cannot be read: {wrong}; create the Secret that the "
+            f"chart's persistence.locations names"
         ) from None
     unknown = ", ".join(sorted(there - NAMES.keys()))
     missing = ", ".join(name for name in list(NAMES)[:2] if not found.get(name))
     if unknown or missing:
-        has = f"has {unknown}, which nobody reads" if unknown else f"lacks {missing}"
+        has = f"has the unknown keys {unknown}" if unknown else f"lacks {missing}"
         raise StorageError(
             f"the Secret in {directory} {has}: give {', '.join(list(NAMES)[:2])} and, where they "
             f"are needed, {', '.join(list(NAMES)[2:])}"

@@ -71,13 +71,13 @@ class SlotPieces:
             self.read(start, buffer)
         except CorruptError as error:
             raise StorageError(
-                f"generation {self.content.generation} in memory is looked at again: {error}"
+                f"generation {self.content.generation} in memory will be verified again: {error}"
             ) from error
         bad = first_bad_piece(buffer, self.content.digests, size, first_piece=first_piece)
         if bad is not None:
             raise StorageError(
                 f"piece {bad} of generation {self.content.generation} in memory does not match its "
-                f"digest: it is looked at again"
+                f"digest; it will be verified again"
             )
 
 

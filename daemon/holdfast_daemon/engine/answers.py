@@ -100,7 +100,7 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
         began = "fresh" if line.generation is None else f"from {line.generation}"
         raise NoRecoveryLineError(
             f"rank {rank} restores too late: epoch {epoch.number} started {began}, and training "
-            f"has gone on to {retained}; restore once, before the first save"
+            f"has reached {retained} since; restore once, before the first save"
         )
     if line.generation is None:
         return RestoreState(phase=RestorePhase.READY, detail=line.reason, line=line)
@@ -109,7 +109,7 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
         raise NoRecoveryLineError(
             f"rank {rank} lost its snapshot of the line {line.generation} after epoch "
             f"{epoch.number} began, and its parity group cannot rebuild it; the next epoch will "
-            f"decide anew"
+            f"choose another line"
         )
     if (held is None or not held[1].verified) and loading.may_load(epoch, line.generation):
         return _loading(memory, epoch, rank, line.generation, line)

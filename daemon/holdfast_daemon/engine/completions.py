@@ -183,7 +183,7 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
         if of != (memory.job, event.rank, event.generation):
             raise HoldfastError(f"its manifest is of rank {of[1]} of job {of[0]}, {of[2]}")
     if manifest_digest(event.manifest) != job.digest or manifest.layout_id != arena_id:
-        raise HoldfastError(f"another manifest than that of rank {event.rank} was given")
+        raise HoldfastError(f"the manifest is not that of rank {event.rank}")
     job.manifest, job.encoded, job.layout_id = manifest, event.manifest, arena_id
     if (event.rank, arena_id) not in memory.arenas:
         assert memory.current is not None

@@ -344,13 +344,13 @@ class JobEngine:
         memory, session = self.memory, self._session(session_id)
         self._check_epoch(epoch, f"rank {session.rank}")
         if session.epoch != epoch or not session.claimed:
-            raise UnknownSessionError(f"session {session_id} holds no claim in epoch {epoch}")
+            raise UnknownSessionError(f"session {session_id} has no claim in epoch {epoch}")
         generation = Generation(epoch, step)
         record = memory.rank(session.rank)
         if record.passed is not None and generation <= record.passed:
             raise StepOrderError(
                 f"rank {session.rank} asks to save step {step} after step {record.passed.step} of "
-                f"epoch {record.passed.epoch}; steps must grow"
+                f"epoch {record.passed.epoch}; steps must increase"
             )
         if memory.fenced:
             raise StaleEpochError(
@@ -413,8 +413,9 @@ class JobEngine:
         layout = arena.layout
         if not layout.extras_offset + extras_bytes == payload_bytes <= layout.slot_bytes:
             raise CorruptError(
-                f"rank {session.rank} commits {payload_bytes} bytes with {extras_bytes} of extras; "
-                f"its layout has tensors of {layout.extras_offset} and slots of {layout.slot_bytes}"
+                f"rank {session.rank} commits {payload_bytes} bytes, {extras_bytes} of them "
+                f"extras; its layout has {layout.extras_offset} bytes of tensors in slots of "
+                f"{layout.slot_bytes} bytes"
             )
         target.places = target.places[: piece_count(payload_bytes, layout.piece_bytes)]
         manifest = Manifest(
@@ -655,7 +656,7 @@ class JobEngine:
         retained = self.memory.current.retained if self.memory.current is not None else None
         if retained is not None and retained >= Generation(epoch, step):
             return 0
-        why = self.memory.rank(session.rank).seal_error or "the slot was given up"
+        why = self.memory.rank(session.rank).seal_error or "the slot was freed"
         raise SnapshotSkippedError(f"step {step} was not sealed: {why}")
 
     def restore_state(self, rank: int, epoch: int) -> RestoreState:
@@ -678,12 +679,12 @@ class JobEngine:
         memory = self.memory
         if epoch > memory.epoch:
             raise UnreachableError(
-                f"{who} of {memory.job} acts in epoch {epoch}, of which node {memory.node} has not "
-                f"heard yet; it is in epoch {memory.epoch}"
+                f"{who} of {memory.job} acts in epoch {epoch}, but node {memory.node} is still in "
+                f"epoch {memory.epoch}"
             )
         if epoch < memory.epoch:
             raise StaleEpochError(
-                f"{who} of {memory.job} acts in epoch {epoch}; the epoch is {memory.epoch}"
+                f"{who} of {memory.job} acts in epoch {epoch}; the current epoch is {memory.epoch}"
             )
 
     def _epoch_with(self, rank: int) -> Epoch:
@@ -696,13 +697,13 @@ class JobEngine:
         memory, epoch = self.memory, self.memory.current
         if epoch is None:
             raise UnreachableError(
-                f"node {memory.node} is not a member of {memory.job} yet; the control loop has not "
-                f"said where it stands"
+                f"node {memory.node} is not a member of {memory.job} yet; it waits for its "
+                f"membership from the control loop"
             )
         mine = epoch.ranks
         if rank not in mine:
             raise InvalidJobError(
-                f"rank {rank} does not live on node {memory.node}, which hosts ranks "
+                f"rank {rank} is not on node {memory.node}, which hosts ranks "
                 f"{mine.start}..{mine.stop - 1} of {memory.job}"
             )
         return epoch
@@ -739,5 +740,7 @@ class JobEngine:
         layout = decode_layout(encoded)
         encoded = encode_layout(layout)  # one encoding, whatever the sender's
         if layout.rank != rank:
-            raise InvalidJobError(f"rank {rank} opens with the layout of rank {layout.rank}")
+            raise InvalidJobError(
+                f"rank {rank} opens a session with the layout of rank {layout.rank}"
+            )
         return ArenaView(rank=rank, layout_id=layout_id(encoded), layout=layout, encoded=encoded)

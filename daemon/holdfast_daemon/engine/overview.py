@@ -257,7 +257,7 @@ def problem(memory: JobMemory) -> str:
     """Why nothing is protected, in words; empty when all is well."""
     epoch = memory.current
     if epoch is None:
-        return "this node is no member of the job"
+        return "this node is not a member of the job"
     if memory.fenced:
         return f"fenced: epoch {memory.epoch_seen} has begun without this daemon"
     if memory.loading.problem:

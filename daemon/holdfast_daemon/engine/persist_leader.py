@@ -186,7 +186,7 @@ def _continue_order(
         return _ended(memory, directive, order, failure, now)
     elif now - persist.moved_at > schedule.patience_s(tier, _member_bytes(memory)):
         waiting = f"ranks {missing}" if missing else "the set's manifest"
-        return _ended(memory, directive, order, f"nothing was heard of {waiting} for long", now)
+        return _ended(memory, directive, order, f"{waiting} did not arrive in time", now)
     return directive
 
 

@@ -105,7 +105,7 @@ def _write_rank(
     held = memory.sealed(rank, order.generation)
     if held is None:
         if rank not in memory.rebuilds and upkeep.anchor(epoch) != order.generation:
-            memory.persist.failure = f"rank {rank} holds {order.generation} no longer"
+            memory.persist.failure = f"rank {rank} no longer holds {order.generation}"
             memory.note(JobEvent.PERSIST_FAILED, rank=rank, detail=memory.persist.failure)
         return
     arena, slot = held

@@ -80,7 +80,7 @@ def give_up_parity_of(memory: JobMemory, rank: int, generation: Generation) -> N
     for parity in memory.parities.values():
         made = parity.entry is not None and rank in dict(parity.entry.sources)
         if parity.state is ParityState.READY and parity.generation == generation and made:
-            why = f"rank {rank} comes out wrong of it, although all else that it is of is right"
+            why = f"rank {rank} rebuilt from it is wrong, although its other sources are right"
             memory.note(JobEvent.CORRUPT_PARITY, generation=generation, detail=why)
             free_parity(memory, parity)
 

@@ -253,8 +253,9 @@ def _check_fits(job: str, arena: Arena, slot: int, sealed: SealedSlot) -> None:
     pieces = piece_count(manifest.payload_bytes, manifest.piece_bytes)
     if manifest.piece_bytes != arena.layout.piece_bytes or len(sealed.places) not in (0, pieces):
         raise CorruptError(
-            f"the manifest has {pieces} pieces of {manifest.piece_bytes} bytes, "
-            f"{len(sealed.places)} places, and the layout pieces of {arena.layout.piece_bytes}"
+            f"the manifest has {pieces} pieces of {manifest.piece_bytes} bytes and "
+            f"{len(sealed.places)} places; pieces of the layout have {arena.layout.piece_bytes} "
+            f"bytes"
         )
     if (manifest.job, manifest.rank, manifest.layout_id) != (job, arena.rank, arena.layout_id):
         raise CorruptError(
@@ -263,6 +264,6 @@ def _check_fits(job: str, arena: Arena, slot: int, sealed: SealedSlot) -> None:
         )
     if manifest.payload_bytes > arena.layout.slot_bytes:
         raise CorruptError(
-            f"the manifest has {manifest.payload_bytes} bytes of payload, the slot "
+            f"the manifest has {manifest.payload_bytes} bytes of payload, and the slot has "
             f"{arena.layout.slot_bytes}"
         )

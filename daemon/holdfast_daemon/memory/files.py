@@ -199,7 +199,7 @@ class SharedFile:
             count = os.preadv(self._descriptor, [view], at)
             if count == 0:
                 what = f"{self.path.parent.name}/{self.path.name}"
-                raise CorruptError(f"{what} was cut: it has nothing at byte {at}")
+                raise CorruptError(f"{what} was cut short: it ends before byte {at}")
             at, view = at + count, view[count:]
 
     def write(self, at: int, data: memoryview) -> None:

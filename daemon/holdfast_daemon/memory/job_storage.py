@@ -281,12 +281,12 @@ class JobStorage:
 
     def keep(self, manifest: bytes, layout: bytes) -> None:
         """Keep another member's manifest and layout, so that the member can get them back."""
-        with self._lock, storage_errors(f"keeping a manifest for job {self.job}"):
+        with self._lock, storage_errors(f"storing a peer's manifest for job {self.job}"):
             self._kept.keep(manifest, layout)
 
     def forget(self, keep: Set[Generation]) -> None:
         """Delete kept manifests of generations that are not in `keep`."""
-        with self._lock, storage_errors(f"forgetting manifests of job {self.job}"):
+        with self._lock, storage_errors(f"removing peers' manifests of job {self.job}"):
             self._kept.forget(keep)
 
     def check_manifest_file(self, rank: int, layout: str, slot: int) -> None:
@@ -349,8 +349,8 @@ class JobStorage:
         if needed and 0 < self._quota_bytes < held + needed:
             left = max(self._quota_bytes - held, 0)
             raise MemoryBudgetError(
-                f"rank {rank} of job {self.job} needs {needed} bytes for its arena and parity, and "
-                f"of the job's {self._quota_bytes} bytes on each node {left} are left: raise "
+                f"rank {rank} of job {self.job} needs {needed} bytes for its arena and parity, but "
+                f"of the job's {self._quota_bytes} bytes on each node only {left} are left: raise "
                 f"spec.snapshot.memoryPerNode, or shard the state over more ranks",
                 needed_bytes=needed,
                 available_bytes=left,
@@ -385,8 +385,8 @@ class JobStorage:
         needed = decode_layout(layout).arena_bytes + parity_bytes
         free = self._node.free_bytes()
         raise MemoryBudgetError(
-            f"{what} needs {needed} bytes with its parity, and {self._node.root} has {free} left "
-            f"although the budget allows more: mount a larger tmpfs or lower the budget",
+            f"{what} needs {needed} bytes with its parity, but {self._node.root} has only {free} "
+            f"left, although the budget allows more: mount a larger tmpfs or lower the budget",
             needed_bytes=needed,
             available_bytes=free,
         ) from error

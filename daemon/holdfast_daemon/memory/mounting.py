@@ -117,7 +117,7 @@ def decide(
             point = above.point if above is not None else path.anchor
             raise StorageError(
                 f"a tmpfs mounted at {path} would not reach the node: {point} is not shared; give "
-                f"the volume that holds it mountPropagation: Bidirectional, in a privileged "
+                f"the volume that contains it mountPropagation: Bidirectional, in a privileged "
                 f"container"
             )
         return MountDecision(action=MountAction.MOUNT, reason=f"nothing is mounted at {path}")
@@ -134,13 +134,14 @@ def decide(
     if held.used_bytes > wanted_bytes:
         return MountDecision(
             action=MountAction.KEEP,
-            reason=f"{path} keeps its {held.size_bytes} bytes: {held.used_bytes} are in use, and "
-            f"{wanted_bytes} were asked for; ask again when jobs have ended, or ask for more",
+            reason=f"{path} keeps its {held.size_bytes} bytes: {held.used_bytes} are in use, more "
+            f"than the {wanted_bytes} of --size; mount it again when jobs have ended, or "
+            f"give a larger --size",
             warning=True,
         )
     return MountDecision(
         action=MountAction.REMOUNT,
-        reason=f"{path} has {held.size_bytes} bytes, {wanted_bytes} are asked for",
+        reason=f"{path} has {held.size_bytes} bytes instead of {wanted_bytes}",
     )
 
 
@@ -199,21 +200,32 @@ def _parser() -> argparse.ArgumentParser:
         "a privileged container, and Bidirectional mount propagation above --path.",
     )
     add = parser.add_argument
-    add("--path", type=Path, required=True, help="where, as in /run/holdfast/memory")
-    add("--size", type=int, required=True, metavar="BYTES", help="the daemon's budget, at least")
+    add(
+        "--path",
+        type=Path,
+        required=True,
+        help="where to mount it, for example /run/holdfast/memory",
+    )
+    add(
+        "--size",
+        type=int,
+        required=True,
+        metavar="BYTES",
+        help="size of the tmpfs: at least the daemon's budget",
+    )
     add(
         "--huge",
         default="within_size",
         choices=["never", "always", "within_size", "advise"],
-        help="huge pages; left out when the kernel has none (default: %(default)s)",
+        help="huge pages; not used when the kernel has none (default: %(default)s)",
     )
-    add("--sockets", type=Path, metavar="DIR", help="also make this directory for sockets")
+    add("--sockets", type=Path, metavar="DIR", help="also create this directory for sockets")
     add(
         "--owner",
         type=int,
         default=OWNER,
         metavar="UID",
-        help="the daemon's (default: %(default)s)",
+        help="the daemon's user id, which will own both (default: %(default)s)",
     )
     return parser
 

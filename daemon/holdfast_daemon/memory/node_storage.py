@@ -50,10 +50,9 @@ class Budget:
             available = max(self.total_bytes - self._reserved_bytes, 0)
             if nbytes > available:
                 raise MemoryBudgetError(
-                    f"{what} needs {nbytes} bytes, and of this node's budget of "
-                    f"{self.total_bytes} bytes {available} are left: raise "
-                    f"spec.snapshot.memoryPerNode or the daemon's budget, or shard the state over "
-                    f"more ranks",
+                    f"{what} needs {nbytes} bytes, but of this node's budget of {self.total_bytes} "
+                    f"bytes only {available} are left: raise spec.snapshot.memoryPerNode or the "
+                    f"daemon's budget, or shard the state over more ranks",
                     needed_bytes=nbytes,
                     available_bytes=available,
                 )
@@ -84,7 +83,7 @@ class NodeStorage:
         self.grants = Grants(root / "left", plain)
         self.files = ReservedFiles(plain, self.grants, Reserve(root / "reserve", budget_bytes))
         self.budget = Budget(budget_bytes)
-        with storage_errors(f"making the directory {root}"):
+        with storage_errors(f"creating the directory {root}"):
             self.files.mkdir(root / "jobs")
         self._lock_descriptor = _lock_directory(root)
         try:
@@ -171,8 +170,8 @@ class NodeStorage:
         text = path.read_text() if path.exists() else "0"
         if not text.isdecimal():
             raise StorageError(
-                f"{path} holds {text[:40]!r} and not a number; reports of this daemon could be "
-                f"taken for old ones. Remove {self.root} to start on fresh memory"
+                f"{path} holds {text[:40]!r} instead of a number; peers could take this daemon's "
+                f"reports for old ones. Remove {self.root} to start on fresh memory"
             )
         incarnation = int(text) + 1
         new = str(incarnation).encode()

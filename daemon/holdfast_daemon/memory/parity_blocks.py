@@ -128,7 +128,7 @@ class ParityBlocks:
             StorageError: the lane has no such block.
         """
         if (lane, slot) not in self._sizes:
-            raise StorageError(f"lane {lane} has no parity block {slot}: no arena asked for one")
+            raise StorageError(f"lane {lane} has no parity block {slot}: no arena has reserved one")
         with storage_errors(f"mapping {self.path(lane, slot)}"):
             return self._map(lane, slot)
 

@@ -163,7 +163,7 @@ def _metrics(registry: CollectorRegistry, accept: str) -> tuple[int, str, bytes]
 def _health(age_s: float) -> tuple[int, str, bytes]:
     if age_s <= HEARTBEAT_AGE_S_MAX:
         return _text(200, "ok")
-    return _text(503, f"the event loop has not turned for {age_s:.1f} s")
+    return _text(503, f"the event loop has not run for {age_s:.1f} s")
 
 
 def _readiness(reason: str) -> tuple[int, str, bytes]:

@@ -216,7 +216,8 @@ def common_piece_bytes(manifests: Mapping[int, Manifest]) -> int:
     sizes = {manifest.piece_bytes for manifest in manifests.values()}
     if len(sizes) != 1:
         raise InvalidJobError(
-            f"snapshots of a parity group must be checksummed on one grid, not on {sorted(sizes)}"
+            f"snapshots of a parity group must be checksummed in pieces of one size, not of "
+            f"{sorted(sizes)} bytes"
         )
     return sizes.pop()
 

@@ -42,7 +42,7 @@ def change_of(storage: JobBytes, request: Request) -> Iterator[bytes]:
     longest = max(one.manifest.payload_bytes for one in held)
     if request.offset + request.nbytes > longest:
         raise StorageError(
-            f"{request.nbytes} bytes at {request.offset} asked for, {longest} are there"
+            f"{request.nbytes} bytes at {request.offset} asked for, but only {longest} are there"
         )
     return _changes(held, request.offset, request.nbytes, size)
 

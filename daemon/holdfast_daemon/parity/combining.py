@@ -270,7 +270,7 @@ class _Segment:
                 owners = self._work.owners
                 raise ParityCorruptError(
                     f"the parity block of position {' or '.join(map(str, owners))} of the group is "
-                    f"damaged: bytes {at} to {stop} come out wrong",
+                    f"damaged: bytes {at} to {stop} rebuilt from it are wrong",
                     owners=owners,
                 )
 
@@ -295,7 +295,7 @@ class _Segment:
             if bad == tried:
                 raise SourceCorruptError(
                     f"piece {bad} of rank {manifest.rank} generation {manifest.generation} does "
-                    f"not match its manifest, also when fetched again",
+                    f"not match its manifest, even when fetched again",
                     rank=manifest.rank,
                 )
             tried = bad

@@ -136,9 +136,9 @@ class Group:
                 if not manifest:
                     why.append(f"{member.node} does not have it")
                 elif manifest_digest(manifest) != digest:
-                    why.append(f"{member.node} has another one")
+                    why.append(f"{member.node} has a different one")
                 elif layout_id(layout) != decode_manifest(manifest).layout_id:
-                    why.append(f"{member.node} has another layout")
+                    why.append(f"{member.node} has a different layout")
                 else:
                     return manifest, layout
             except HoldfastError as error:

@@ -207,7 +207,9 @@ def _check_alike(
             or code.chunk_bytes(was.payload_bytes, size)
             != code.chunk_bytes(now.payload_bytes, size)
         ):
-            raise InvalidJobError(f"the chunks of position {position} do not lie as they did")
+            raise InvalidJobError(
+                f"the chunks of position {position} have other offsets than before"
+            )
 
 
 def _joined(pieces: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -237,8 +237,8 @@ class TokenAuthenticator:
         ):
             self._reviewed("shed")
             raise UnreachableError(
-                f"{self._waiting} calls wait until the API server has said whose their "
-                f"{len(self._strange)} unknown tokens are; the call can be repeated"
+                f"{self._waiting} calls already wait for the API server to review "
+                f"{len(self._strange)} unknown tokens; repeat the call later"
             )
         self._strange.add(digest)
 
@@ -283,8 +283,8 @@ class TokenAuthenticator:
         before, now = self._known.get(digest), self._now()
         if before is None or before.identity is None or now >= before.expires_at:
             raise UnreachableError(
-                f"the API server cannot be asked whose the token of this call is: {error}; the "
-                f"call can be repeated"
+                f"the API server cannot review the token of this call: {error}; repeat the call "
+                f"later"
             ) from error
         _log.warning("token_review_failed", cause=str(error), pod=before.identity.pod)
         return replace(before, fresh_until=now + AWAY_S)

@@ -209,4 +209,4 @@ class DescriptorServer:
         loop = asyncio.get_running_loop()
         with suppress(ConnectionError):
             if await loop.sock_recv(connection, 1):
-                _log.warning("a trainer sent more than its token; its connection is closed")
+                _log.warning("a trainer sent more than its token; its connection was closed")

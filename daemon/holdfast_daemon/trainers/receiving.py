@@ -155,7 +155,7 @@ class Receiving(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only i
         share = self._shares.setdefault(job, _Share())
         if job and share.calls >= SHARE_CALLS_MAX:
             raise RateLimitedError(
-                f"{SHARE_CALLS_MAX} calls of {job} are under way; wait for the answer to one of "
+                f"{SHARE_CALLS_MAX} calls of {job} are in progress; wait for the answer to one of "
                 f"them"
             )
         share.calls += 1
@@ -176,6 +176,6 @@ class Receiving(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only i
         except StopAsyncIteration:
             error = ProtocolError("the call ended without a request")
         except DecodeError as cause:
-            error = ProtocolError(f"the call's request is no message of its kind: {cause}")
+            error = ProtocolError(f"the call's request cannot be decoded: {cause}")
         await self._gatekeeper.refuse(None, context, error)
         raise AssertionError("refuse() raises")

@@ -56,7 +56,7 @@ def check_address(address: str) -> None:
     """
     if len(address) > ADDRESS_CHARACTERS_MAX or not address.isprintable():
         raise ProtocolError(
-            f"{address[:80]!r}, of {len(address)} characters, is no address host:port"
+            f"{address[:80]!r}, of {len(address)} characters, is not an address host:port"
         )
 
 
@@ -69,8 +69,9 @@ def check_units(names: Collection[str]) -> tuple[str, ...]:
     longest = max(map(len, names), default=0)
     if len(names) > NAN_UNITS_MAX or longest > UNIT_CHARACTERS_MAX:
         raise ProtocolError(
-            f"a commit names {len(names)} units with a NaN, the longest of {longest} characters; "
-            f"use at most {NAN_UNITS_MAX} of {UNIT_CHARACTERS_MAX}"
+            f"a commit names {len(names)} units with a NaN, whose longest name has {longest} "
+            f"characters; name at most {NAN_UNITS_MAX} units, each with at most "
+            f"{UNIT_CHARACTERS_MAX} characters"
         )
     return tuple(names)
 
@@ -83,12 +84,12 @@ def check_experts(versions: Collection[values_pb2.ExpertVersion]) -> tuple[Exper
             twice.
     """
     if len(versions) > EXPERTS_MAX:
-        raise ProtocolError(f"a commit names {len(versions)} experts; use at most {EXPERTS_MAX}")
+        raise ProtocolError(f"a commit names {len(versions)} experts; name at most {EXPERTS_MAX}")
     found = tuple(map(persisting.expert_from_proto, versions))
     try:
         kinds = {UnitKey.parse(version.unit).kind for version in found}
     except InvalidJobError as error:
         raise ProtocolError(str(error)) from error
     if kinds - {UnitKind.EXPERT} or len({version.unit for version in found}) != len(found):
-        raise ProtocolError("a commit names a unit that is no expert, or one expert twice")
+        raise ProtocolError("a commit names a unit that is not an expert, or one expert twice")
     return found

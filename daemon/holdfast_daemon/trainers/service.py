@@ -376,8 +376,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         host = self._host_of(job)
         if host is None:
             raise UnreachableError(
-                f"this daemon has not heard of job {job}; the control loop has not placed it here "
-                f"yet, or it has ended"
+                f"job {job} is not on this node: the control loop has not placed it here yet, or "
+                f"it has ended"
             )
         return host
 

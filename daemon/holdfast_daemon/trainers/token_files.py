@@ -27,8 +27,8 @@ class FileAuthenticator:
         _insist_on(token)
         if not self._opens(token, job):
             raise AccessDeniedError(
-                f"the token of this call is not that of job {job}; run the trainer as a part of "
-                f"the job, which gives it HOLDFAST_TOKEN_FILE"
+                f"the token of this call is not that of job {job}; run the trainer as part of the "
+                f"job, which gives it HOLDFAST_TOKEN_FILE"
             )
 
     async def visible(self, token: str, jobs: Iterable[str]) -> list[str]:
@@ -45,8 +45,8 @@ class FileAuthenticator:
             if self._opens(token, job):
                 return job
         raise UnauthenticatedError(
-            "the token of this call is that of no job on this machine; run the trainer as a part "
-            "of its job, which gives it HOLDFAST_TOKEN_FILE"
+            "the token of this call does not belong to a job on this machine; run the trainer as "
+            "part of its job, which gives it HOLDFAST_TOKEN_FILE"
         )
 
     def close(self) -> None:

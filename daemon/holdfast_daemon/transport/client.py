@@ -162,7 +162,7 @@ class BulkClient:
             if reply.ok and (reply.epoch, reply.nbytes) == (request.epoch, request.reply_bytes):
                 return BulkStream(self, address, wire, request.reply_bytes)
             if reply.ok:
-                raise ProtocolError(f"{address} answered another request than the one it was sent")
+                raise ProtocolError(f"{address} answered a request other than the one it was sent")
             reusable = True
             raise decode_error(bytes(message))
         except OSError as error:

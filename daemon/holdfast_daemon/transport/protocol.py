@@ -150,9 +150,11 @@ def decode_request(head: bytes, job: bytes) -> Request:
     )
     base_epoch, base_step, piece_bytes = of_change
     if kind == Kind.CHANGE and (piece_bytes == 0 or offset % piece_bytes):
-        raise ProtocolError(f"a change from {offset} on, off the grid of {piece_bytes} bytes")
+        raise ProtocolError(
+            f"a change at byte {offset}, which is not a multiple of its pieces' {piece_bytes} bytes"
+        )
     if kind == Kind.CHANGE and nbytes > CHANGE_BYTES_MAX:
-        raise ProtocolError(f"a change of {nbytes} bytes; no snapshot has as many")
+        raise ProtocolError(f"a change of {nbytes} bytes, more than any snapshot has")
     try:
         name = job.decode()
     except UnicodeDecodeError as error:

@@ -218,8 +218,8 @@ class BulkServer:
             located = self._resolver.locate(request)
             if request.nbytes > located.nbytes:
                 raise StorageError(
-                    f"{request.nbytes} bytes at {request.offset} asked for, {located.nbytes} are "
-                    f"there"
+                    f"{request.nbytes} bytes at {request.offset} asked for, but only "
+                    f"{located.nbytes} are there"
                 )
             descriptor = _open(located)
         except HoldfastError as error:
@@ -252,7 +252,7 @@ class BulkServer:
         while nbytes:
             sent = wire.send_file(descriptor, offset, nbytes)
             if sent == 0:
-                raise OSError(f"a located file ended {nbytes} bytes too early")
+                raise OSError(f"the file ended {nbytes} bytes early")
             offset, nbytes = offset + sent, nbytes - sent
             with self._lock:
                 self.sent_bytes += sent

@@ -168,7 +168,7 @@ class ConnectionFactory:
             raise UnauthenticatedError(
                 f"the other end showed a daemon's certificate but agreed to none of "
                 f"{', '.join(self._offered)} (ALPN): {selected or 'nothing'}; run the same release "
-                f"of the daemon on all nodes, and nothing between them that ends TLS"
+                f"of the daemon on all nodes, and put nothing between them that terminates TLS"
             )
         return Protection(selected)
 
@@ -199,7 +199,7 @@ class ConnectionFactory:
         except ssl.SSLError as error:
             handle.close()
             raise UnauthenticatedError(
-                f"the other end did not prove to be a daemon: {error.reason or error}"
+                f"the other end did not prove that it is a daemon: {error.reason or error}"
             ) from error
         except BaseException:
             handle.close()

@@ -217,7 +217,7 @@ MUTANTS = (
             (
                 f"{DAEMON}/worker.py",
                 "            scope.check()\n"
-                '            _log.info("parity is built from whole chunks: %s", error)\n'
+                '            _log.info("parity will be built from whole chunks: %s", error)\n'
                 "            return None\n",
                 "            return len(older.view), piece_digests(block[: len(older.view)], 16)\n",
             ),

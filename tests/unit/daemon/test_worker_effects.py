@@ -244,7 +244,7 @@ def test_a_manifest_comes_from_the_first_peer_that_has_it(member: WorkingMember)
     other = member.run(replace(FETCH, manifest_digest=1))
     assert isinstance(other, ManifestFetched)
     assert other.manifest == b""
-    assert "n0: silent; n1 has another one" in other.error
+    assert "n0: silent; n1 has a different one" in other.error
 
 
 def test_a_kept_manifest_is_not_asked_for_again(member: WorkingMember) -> None:

@@ -85,7 +85,7 @@ def test_a_generation_that_is_not_there_is_refused_with_those_that_are(
 ) -> None:
     with pytest.raises(CheckpointException, match=r"set 1\.2 of job 'fake'; it has: 1\.3, 1\.1"):
         load(make_trainer(), HoldfastReader(str(stored), job=JOB, generation="1.2"))
-    with pytest.raises(InvalidJobError, match="say which set"):
+    with pytest.raises(InvalidJobError, match="name the set"):
         HoldfastReader(str(stored))
 
 
@@ -157,5 +157,5 @@ def test_states_that_are_one_ranks_alone_are_named_after_it_and_not_guessed(
     state_dict_loader.load(state, storage_reader=HoldfastReader(str(tmp_path / "tier"), job=JOB))
     expected = trainer.optimizer.state[trainer.model.head.bias]["exp_avg"]
     assert torch.equal(state["rank-00000/head.bias:exp_avg"], expected)
-    with pytest.raises(LayoutMismatchError, match="one rank's alone"):
+    with pytest.raises(LayoutMismatchError, match="belongs to one rank"):
         load_into(trainer.model, trainer.optimizer, str(tmp_path / "tier"), job=JOB)

@@ -77,8 +77,8 @@ class MappedArena:
         size = os.fstat(self._descriptor).st_size
         if nbytes < 1 or size < nbytes:
             raise StorageError(
-                f"the arena has {size} bytes where {nbytes} were promised; "
-                f"do SDK and daemon have the same version?"
+                f"the arena has {size} bytes instead of {nbytes}; install the same version of SDK "
+                f"and daemon"
             )
         prot, flags = mmap.PROT_READ, mmap.MAP_SHARED
         if self._writable:

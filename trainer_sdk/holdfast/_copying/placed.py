@@ -48,7 +48,7 @@ class Placed:
         if len(self.arena) < self.layout.arena_bytes or not inside:
             raise CorruptError(
                 f"slots {sorted({self.slot, *self.places})} of {self.layout.slot_bytes} bytes do "
-                f"not lie in an arena of {len(self.arena)} bytes"
+                f"not fit into an arena of {len(self.arena)} bytes"
             )
 
     def start(self, piece: int) -> int:
@@ -70,7 +70,7 @@ class Placed:
         """View of bytes that lie together, such as those of a tensor."""
         first, last = offset // self.layout.piece_bytes, (offset + max(nbytes, 1) - 1)
         start = self.start(first)
-        assert start == self.start(last // self.layout.piece_bytes), "a tensor lies in two slots"
+        assert start == self.start(last // self.layout.piece_bytes), "a tensor is in two slots"
         return self.arena[start + offset : start + offset + nbytes]
 
     def read(self, offset: int, nbytes: int) -> bytes:

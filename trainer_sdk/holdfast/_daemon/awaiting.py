@@ -46,7 +46,7 @@ class Awaiting:
             if len(self._handles) > AWAITING_MAX:
                 oldest = self._handles.pop(next(iter(self._handles)))
         if oldest is not None:
-            why = f"nothing was heard of it while {AWAITING_MAX} newer snapshots were committed"
+            why = f"no outcome was reported while {AWAITING_MAX} newer snapshots were committed"
             oldest._fail(SnapshotSkippedError(why))
 
     def drop(self, generation: Generation) -> None:

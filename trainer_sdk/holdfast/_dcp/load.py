@@ -107,8 +107,8 @@ def _local_name(live: LiveState, tensor: SetTensor) -> str | None:
     if tensor.own:
         if tensor.parameter in live.anchors:
             raise LayoutMismatchError(
-                f"{tensor.name} is one rank's alone, and nothing says what it is in another "
-                f"parallelism; restore with the parallelism of the set, or load with dcp.load"
+                f"{tensor.name} belongs to one rank and has no counterpart in another parallelism; "
+                f"restore with the parallelism of the set, or load with dcp.load"
             )
         return None
     if not tensor.key:

@@ -79,7 +79,7 @@ class HoldfastReader(StorageReader):
         source: WholeSet | None = None,
     ) -> None:
         if source is None and not (uri and job):
-            raise InvalidJobError("say which set to read: HoldfastReader(uri, job=...)")
+            raise InvalidJobError("name the set to read: HoldfastReader(uri, job=...)")
         self._uri, self._job = uri, job
         self._wanted = str(generation) if generation is not None else ""
         self._reading, self._options = reading, options

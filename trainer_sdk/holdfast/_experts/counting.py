@@ -112,8 +112,8 @@ class Counting:
             if found is None and not self._late and self._failed is None:
                 self._late = True
                 _log.warning(
-                    "the counts of all ranks were not there in %.1f s: save %d of this rank goes "
-                    "without the choice of all",
+                    "the counts of all ranks did not arrive within %.1f s: save %d of this rank "
+                    "does without the common choice",
                     wait_s,
                     number,
                 )

@@ -201,14 +201,14 @@ class Gradients:
             name, rule = f"optimizer {key[0]}, group {key[1]}", sample.recipe.rule.value
             if not moments:
                 _log.warning(
-                    "%s: it computes otherwise than %s on a CPU does; all of its state is sent",
+                    "%s: its results differ from those of %s on a CPU; all of its state is sent",
                     name,
                     rule,
                 )
             elif not weights:
                 _log.warning(
-                    "%s: its weights are computed otherwise than in %s with fused=True; they are "
-                    "sent, and its moments are not",
+                    "%s: its weights differ from those of %s with fused=True; they are sent, its "
+                    "moments are not",
                     name,
                     rule,
                 )

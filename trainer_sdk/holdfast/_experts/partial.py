@@ -203,12 +203,12 @@ class PartialCapture:
         if found is None:
             if not counting.nobody_chooses(number):
                 raise SnapshotSkippedError(
-                    "the choice of all ranks is not there, and other ranks hold parts of this "
-                    "rank's experts"
+                    "the common choice of the ranks did not arrive, and other ranks hold parts of "
+                    "this rank's experts"
                 )
         elif self._stated.get(number - 1) != self._held():
             raise SnapshotSkippedError(
-                "the save before ended after this rank had said which versions of experts it "
+                "the previous save ended after this rank had reported which versions of experts it "
                 "holds, and other ranks hold parts of them"
             )
 
@@ -227,7 +227,7 @@ class PartialCapture:
         if not self._parts.isdisjoint(left_out):
             self._marks = {u: m for u, m in self._marks.items() if u not in self._parts}
             raise SnapshotSkippedError(
-                "nothing of the snapshot before can be carried over, and other ranks leave out "
+                "nothing of the previous snapshot can be carried over, and other ranks leave out "
                 "their parts of experts; the next save captures all of them"
             )
         return left_out - self.own

@@ -153,7 +153,7 @@ class HoldfastAgent(LocalElasticAgent):
                 if self._over(until):
                     return
         except DistError as error:
-            log.warning("the store is gone before all nodes have finished: %s", error)
+            log.warning("the store was gone before all nodes had finished: %s", error)
             while not self._over(until):
                 pass
 

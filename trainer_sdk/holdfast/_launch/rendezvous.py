@@ -320,7 +320,7 @@ class HoldfastRendezvous(RendezvousHandler):
             try:
                 world = self._daemon.join_world(epoch, ASK_S, peek=True)
             except ProtocolError as error:
-                log.error("epoch %d is not watched any more: %s", epoch, error)
+                log.error("epoch %d is no longer watched: %s", epoch, error)
                 return
             except HoldfastError:
                 self._closed.wait(RETRY_S)

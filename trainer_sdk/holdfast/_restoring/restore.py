@@ -208,7 +208,7 @@ class Restore:
                 time.sleep(_RETRY_S)
         if hello.world_size and hello.world_size != self.topology.world_size:
             raise InvalidJobError(
-                f"the daemon knows a training world of {hello.world_size} ranks, {self.topology} "
+                f"the daemon's training world has {hello.world_size} ranks, but {self.topology} "
                 f"describes {self.topology.world_size}"
             )
         return hello
@@ -350,7 +350,7 @@ class Restore:
             ) from error
         if len({said.generation for said in standings}) > 1:
             told = {r: said.generation or "a fresh start" for r, said in enumerate(standings)}
-            raise NoRecoveryLineError(f"ranks were told different recovery lines: {told}")
+            raise NoRecoveryLineError(f"ranks received different recovery lines: {told}")
         return standings
 
 

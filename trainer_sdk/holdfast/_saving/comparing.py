@@ -147,7 +147,7 @@ class Comparing:
         with self._news:
             if not self._news.wait_for(lambda: self._failed or self._due >= number, wait_s):
                 raise SnapshotSkippedError(
-                    f"some rank has not yet said what it holds of an earlier save, after "
+                    f"not all ranks handed over their digests of an earlier save within "
                     f"{wait_s:.1f} s; training went on"
                 )
             compared = not self._failed and self._due == number
@@ -179,12 +179,13 @@ class Comparing:
                 raise self.problem
             if verdict is None:
                 raise SnapshotSkippedError(
-                    "not all ranks said what they hold, so this save is not compared, and not whole"
+                    "not all ranks handed over their digests, so this save is neither compared nor "
+                    "complete"
                 )
             if verdict.missing:
                 raise SnapshotSkippedError(
-                    f"ranks {list(verdict.missing)} could not look at their tensors, so this save "
-                    f"is not compared, and not whole; the next one is"
+                    f"ranks {list(verdict.missing)} could not read their tensors, so this save is "
+                    f"neither compared nor complete; the next one will be"
                 )
 
     def close(self, timeout_s: float) -> None:
@@ -261,8 +262,8 @@ class Comparing:
         others = f" ({more} more units differ)" if more else ""
         known = "the first save" if self._equal_step is None else f"step {self._equal_step}"
         return ReplicasDivergedError(
-            f"unit {unit}: ranks {list(ranks)} {ReplicasDivergedError.words}: at step {step} "
-            f"rank {ranks[0]} holds other bytes than ranks {list(ranks[1:])}{others}; they were "
+            f"unit {unit}: ranks {list(ranks)} {ReplicasDivergedError.words}: at step {step} rank "
+            f"{ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they were "
             f"equal at {known}. No snapshot is taken until they are compared again and equal; what "
             f"was protected since {known} may be a mixture of them. Look for what ranks do "
             f"differently: a gradient that is not reduced, a kernel, a device"
@@ -271,7 +272,7 @@ class Comparing:
     def _give_up(self, error: HoldfastError) -> None:
         """End the comparisons in this world, because an exchange failed. Snapshots go on: a mixture
         is less likely than a loss."""
-        _log.warning("replicas are not compared any more: %s", error)
+        _log.warning("replicas are no longer compared: %s", error)
         with self._news:
             self._failed = True
             self._steps.clear()

@@ -134,7 +134,8 @@ class Pacing:
                     self._schedule.failed()
                 if not self._closing:
                     _log.warning(
-                        "the ranks cannot agree on an interval; every save is taken again: %s",
+                        "the ranks cannot agree on an interval; every save is taken from now on: "
+                        "%s",
                         error,
                     )
                 return

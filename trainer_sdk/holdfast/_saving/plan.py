@@ -142,7 +142,7 @@ def experts_apart(
     if found.experts:
         return found
     _log.warning(
-        "snapshot.policy means nothing for this model, which has no expert that could be left out: "
+        "snapshot.policy has no effect on this model, which has no expert that could be left out: "
         "every snapshot captures everything"
     )
     return None
@@ -213,8 +213,8 @@ def own_shards(base: BasePlan, table: Sequence[TensorSize]) -> tuple[Shard, ...]
             if not known and base.rank not in base.holders.get(size.unit, ()):
                 raise InvalidJobError(
                     f"{size.tensor} of {size.unit} was not there at the first save, when ranks "
-                    f"agreed on who captures parts of it; save first after the first step of the "
-                    f"optimizer"
+                    f"agreed on who captures parts of it; make the first save after the first step "
+                    f"of the optimizer"
                 )
             shards.append(Shard(unit=size.unit, tensor=size.tensor, start=start, nbytes=nbytes))
     return tuple(shards)

@@ -133,6 +133,6 @@ def _compare(digests: Mapping[int, Mapping[str, int]], topology: Topology) -> No
         others = f" ({len(wrong) - 1} more units differ)" if len(wrong) > 1 else ""
         raise ReplicaMismatchError(
             f"unit {unit}: {topology} declares ranks {ranks} to be replicas, but rank {ranks[0]} "
-            f"holds other bytes than ranks {ranks[1:]}{others}; correct the topology, synchronise "
-            f"the initial weights, or name the units with the `units` argument"
+            f"holds different bytes from ranks {ranks[1:]}{others}; correct the topology, "
+            f"synchronise the initial weights, or name the units with the `units` argument"
         )

@@ -282,7 +282,7 @@ class LiveState:
             if id(parameter) in before:
                 raise InvalidJobError(
                     f"optimizer {optimizer} still trains what was {before[id(parameter)]} when the "
-                    f"session began, and the model holds another tensor there now; load with "
+                    f"session began, and the model has another tensor there now; load with "
                     f"load_state_dict(assign=True), and replace modules, before the optimizer is "
                     f"made and holdfast.init is called"
                 )

@@ -129,7 +129,7 @@ def _load_optimizer(live: LiveState, index: int, saved: Mapping[str, Any]) -> No
         anchor = live.anchors.get(name)
         if anchor is None:
             raise LayoutMismatchError(
-                f"the snapshot has optimizer state for {name!r}, unknown here"
+                f"the snapshot has optimizer state for {name!r}, which this session does not have"
             )
         optimizer.state.setdefault(anchor.parameter, {}).update(values)
 

@@ -191,7 +191,7 @@ def _pack_array(value: np.ndarray[Any, Any] | np.generic, path: str) -> object:
             f"{path} is an array of dtype {array.dtype}; use a plain numeric dtype"
         )
     if array.dtype.itemsize == 0 and array.size > _EMPTY_ELEMENTS_MAX:
-        raise UnsupportedValueError(f"{path} is an array of {array.size} elements of no size")
+        raise UnsupportedValueError(f"{path} is an array of {array.size} elements of zero size")
     tag = "a" if isinstance(value, np.ndarray) else "n"
     return [tag, array.dtype.str, list(array.shape), array.tobytes()]
 
@@ -201,7 +201,7 @@ def _unpack(value: Any, depth: int) -> Any:
         raise CorruptError("extras are nested too deep")
     if not isinstance(value, list):
         if isinstance(value, dict) or type(value) is msgspec.msgpack.Ext:
-            raise CorruptError("extras hold a value that is never written")
+            raise CorruptError("extras hold a value that no snapshot contains")
         return value
     tag, *rest = value
     unpack = _UNPACKERS.get(tag) if isinstance(tag, str) else None
@@ -236,7 +236,7 @@ def _array(dtype: str, shape: list[int], data: bytes, depth: int) -> np.ndarray[
     if kind.itemsize == 0:
         # No bytes bound the number of such elements, and numpy takes a byte for each.
         if math.prod(shape) > _EMPTY_ELEMENTS_MAX:
-            raise CorruptError(f"extras hold {math.prod(shape)} elements of no size")
+            raise CorruptError(f"extras hold {math.prod(shape)} elements of zero size")
         return np.zeros(shape, kind)
     return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)
 

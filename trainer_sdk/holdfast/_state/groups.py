@@ -66,9 +66,9 @@ class ParamGroups:
             for p in (p for group in now for p in group):
                 if id(p) not in known:
                     raise InvalidJobError(
-                        f"optimizer {index} was given {names[id(p)]} {list(p.shape)} late, which "
-                        f"is not in the model: this program could not restore it; give it to the "
-                        f"optimizer before holdfast.init"
+                        f"optimizer {index} received {names[id(p)]} {list(p.shape)} after "
+                        f"holdfast.init, and the model does not contain it: this program could not "
+                        f"restore it; give it to the optimizer before holdfast.init"
                     )
             members = {id(p) for group in now for p in group}
             for p in optimizer.state:
@@ -100,7 +100,8 @@ def regroup(
     for name in (name for names in members for name in names):
         if name not in parameters:
             raise LayoutMismatchError(
-                f"in the snapshot an optimizer has the parameter {name!r}, unknown here"
+                f"in the snapshot an optimizer has the parameter {name!r}, which this session does "
+                f"not have"
             )
     groups = optimizer.param_groups
     del groups[len(members) :]

@@ -37,7 +37,7 @@ def why_without_bytes(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet; run a forward pass before anything is saved"
     if tensor.is_meta:
-        return "is on the meta device and has no bytes; give it some (to_empty) and load them"
+        return "is on the meta device and has no bytes; allocate some (to_empty) and load it"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else None
         return f"is a tensor of layout {kind or tensor.layout}; make it dense"
@@ -49,6 +49,6 @@ def why_without_bytes(tensor: torch.Tensor) -> str | None:
     if held < needed or not tensor.data_ptr():
         return (
             f"was freed: its storage holds {held if tensor.data_ptr() else 0} bytes of {needed}; "
-            f"save when its memory is there"
+            f"save while its memory is allocated"
         )
     return None

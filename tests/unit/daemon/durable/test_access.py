@@ -92,7 +92,10 @@ def test_no_location_may_hold_the_daemons_memory(tmp_path: Path, prefix: str) ->
     ("arguments", "word"),
     [
         (["--storage-location", "s3://b"], "give JSON like"),
-        (["--storage-anywhere", "--storage-location", '{"prefix": "s3://b"}'], "contradict"),
+        (
+            ["--storage-anywhere", "--storage-location", '{"prefix": "s3://b"}'],
+            "exclude each other",
+        ),
         (
             ["--storage-location", '{"prefix": "/x", "credentials": "/y"}'],
             "only s3 locations can have",
@@ -208,7 +211,7 @@ def test_a_secret_with_the_names_of_an_environment_is_what_s3fs_is_given(tmp_pat
         ({}, "lacks AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY: give"),
         ({"AWS_SECRET_ACCESS_KEY": SECRET}, "lacks AWS_ACCESS_KEY_ID: give"),
         ({"AWS_ACCESS_KEY_ID": " \n", "AWS_SECRET_ACCESS_KEY": SECRET}, "lacks AWS_ACCESS_KEY_ID"),
-        ({"AWS_ACCESS_KEY_ID": SECRET, "AWS_PROFILE": "x"}, "has AWS_PROFILE, which nobody reads"),
+        ({"AWS_ACCESS_KEY_ID": SECRET, "AWS_PROFILE": "x"}, "has the unknown keys AWS_PROFILE"),
         ({"AWS_ACCESS_KEY_ID": f"{SECRET}\udcff"}, "cannot be read: not text"),
     ],
 )
@@ -224,5 +227,5 @@ def test_a_secret_that_cannot_be_used_says_why_and_shows_nothing(
 
 
 def test_a_secret_that_is_not_there_says_what_to_make(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"No such file.*make the Secret that"):
+    with pytest.raises(StorageError, match=r"No such file.*create the Secret that"):
         read_credentials(tmp_path / "missing")

@@ -203,7 +203,7 @@ def test_a_rank_that_is_no_longer_held_is_told(memory: JobMemory) -> None:
     memory.direct(replace(epoch_of(memory).directive, persist=replace(ORDER, generation=OLD)))
     persisting.write(memory, epoch_of(memory), 1.0)
     assert (
-        "rank 0 holds 1.10 no longer"
+        "rank 0 no longer holds 1.10"
         in persisting.reported(memory, epoch_of(memory))["persist_failure"]
     )
 

@@ -61,19 +61,19 @@ def test_a_refused_start_is_not_counted_and_holds_no_lock(root: Path) -> None:
 
 def test_a_file_in_the_way_is_a_storage_error(root: Path) -> None:
     root.write_bytes(b"")
-    with pytest.raises(StorageError, match="making the directory"):
+    with pytest.raises(StorageError, match="creating the directory"):
         NodeStorage(root, MIB)
 
 
 def test_an_unwritable_directory_is_a_storage_error() -> None:
-    with pytest.raises(StorageError, match="making the directory"):
+    with pytest.raises(StorageError, match="creating the directory"):
         NodeStorage(Path("/proc/holdfast"), MIB)
 
 
 def test_a_damaged_incarnation_is_refused_and_not_guessed(root: Path) -> None:
     NodeStorage(root, MIB).close()
     (root / "incarnation").write_text("x")
-    with pytest.raises(StorageError, match="not a number"):
+    with pytest.raises(StorageError, match="instead of a number"):
         NodeStorage(root, MIB)
 
 

@@ -49,7 +49,7 @@ def test_health_follows_the_heartbeat_of_the_event_loop() -> None:
         daemon.age_s = HEARTBEAT_AGE_S_MAX + 1
         status, _, body = get(http.port, "/healthz")
     assert status == 503
-    assert "has not turned for 11.0 s" in body
+    assert "has not run for 11.0 s" in body
 
 
 def test_readiness_says_why_not() -> None:

@@ -84,7 +84,7 @@ def test_a_refused_arena_is_the_problem_until_another_fits_or_the_epoch_ends(
 def test_an_exit_code_of_a_rank_that_lives_elsewhere_is_refused(memory: JobMemory) -> None:
     engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
     engine.memory = memory
-    with pytest.raises(InvalidJobError, match="rank 1 does not live on node a"):
+    with pytest.raises(InvalidJobError, match="rank 1 is not on node a"):
         engine.worker_exited(5, 1, 3)
 
 

@@ -226,7 +226,7 @@ def test_a_damaged_source_is_named_by_its_rank() -> None:
     members = group_of([640, 640, 640], seed=5)
     for position in (1, 2):
         members.flips = {(position, Kind.SNAPSHOT, byte): 1000 for byte in range(0, 640, PIECE)}
-        with pytest.raises(SourceCorruptError, match="also when fetched again") as caught:
+        with pytest.raises(SourceCorruptError, match="even when fetched again") as caught:
             build_all(members)
         assert caught.value.rank == position
         assert caught.value.code == "corrupt"
@@ -303,7 +303,7 @@ def test_manifests_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(InvalidJobError, match="positions"):
         build_from_chunks(block, code=raim5(4), which=BlockId(0), sources=sources, fetch=members)
     other = manifest_of(1, members.payloads[1], piece_bytes=128)
-    with pytest.raises(InvalidJobError, match="on one grid"):
+    with pytest.raises(InvalidJobError, match="in pieces of one size"):
         build_from_chunks(
             block, code=raim5(3), which=BlockId(0), sources={**sources, 1: other}, fetch=members
         )

@@ -20,7 +20,7 @@ from holdfast_daemon.engine.overview import problem
 from holdfast_daemon.engine.slots import ParityState
 
 FIRST, SECOND = Generation(1, 10), Generation(1, 20)
-WHY = "keeping a manifest for job job failed: No space left on device"
+WHY = "storing a peer's manifest for job job failed: No space left on device"
 MEMBERSHIP = membership_of((0, 1, 2))
 
 

@@ -163,7 +163,7 @@ def test_a_job_that_has_its_share_of_calls_is_refused_and_others_are_not(tmp_pat
             for number in range(SHARE_CALLS_MAX)
         ]
         await _until(lambda: service.answering.count("wait") == SHARE_CALLS_MAX)
-        with pytest.raises(grpc.aio.AioRpcError, match=r"calls of team\.moe are under way"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"calls of team\.moe are in progress"):
             await hello(channel, JOBS[0], "words")
         assert (await hello(channel, JOBS[1], "words")).epoch == 5
         service.gate.set()

@@ -361,7 +361,7 @@ def test_a_peer_that_is_silent_is_unreachable_after_the_timeout() -> None:
     ("answer", "message"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(64), "not a bulk reply"),
-        (protocol.encode_ok(wanted(0, 11)), "another request"),
+        (protocol.encode_ok(wanted(0, 11)), "a request other than"),
     ],
 )
 def test_an_answer_that_is_none_of_ours_is_a_protocol_error(answer: bytes, message: str) -> None:

@@ -234,7 +234,7 @@ def test_strangers_learn_nothing(
 def test_a_server_of_another_ca_is_not_believed(tmp_path: Path, start: Start, dial: Dial) -> None:
     server = start(made(tmp_path / "other", Role.DAEMON))
     client = dial(made(tmp_path / "tls", Role.DAEMON))
-    with pytest.raises(UnreachableError, match="did not prove to be a daemon"):
+    with pytest.raises(UnreachableError, match="did not prove that it is a daemon"):
         fetched(client, server)
 
 

@@ -160,7 +160,7 @@ def _mapped_kib(address: int) -> int:
 
 def test_an_arena_to_read_that_is_too_short_is_refused(serve: Serve, arena_file: Path) -> None:
     path = serve(pass_file(arena_file, os.O_RDONLY))
-    with pytest.raises(StorageError, match="promised"):
+    with pytest.raises(StorageError, match="instead of"):
         read_arena(path, "token", NBYTES + 1, timeout_s=WAIT_S)
 
 
@@ -185,8 +185,8 @@ def test_a_missing_socket_is_unreachable(tmp_path: Path) -> None:
         read_arena(tmp_path / "none.sock", "token", NBYTES, timeout_s=1)
 
 
-def test_an_arena_shorter_than_promised_is_refused(arena_file: Path) -> None:
-    with pytest.raises(StorageError, match="promised"):
+def test_an_arena_shorter_than_its_layout_is_refused(arena_file: Path) -> None:
+    with pytest.raises(StorageError, match="instead of"):
         MappedArena(os.open(arena_file, os.O_RDWR), NBYTES + 1)
 
 

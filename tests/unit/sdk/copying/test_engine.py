@@ -266,11 +266,11 @@ def test_any_pieces_can_be_skipped(engine: CopyEngine, whole: int, data: st.Data
     ("slot", "places"), [(-1, b""), (3, b""), (300, b""), (0, b"\x00\x03"), (0, b"\xff\x01")]
 )
 def test_places_beyond_the_arena_are_refused(slot: int, places: bytes) -> None:
-    with pytest.raises(CorruptError, match="do not lie in an arena"):
+    with pytest.raises(CorruptError, match="do not fit into an arena"):
         placed(2 * PIECE, 2 * PIECE, slot=slot, places=places)
 
 
 def test_an_arena_that_is_too_small_is_refused() -> None:
     good = placed(2 * PIECE, 2 * PIECE)
-    with pytest.raises(CorruptError, match="do not lie in an arena"):
+    with pytest.raises(CorruptError, match="do not fit into an arena"):
         replace(good, arena=good.arena[:-1])

@@ -199,7 +199,7 @@ def one_daemon_lost_the_snapshot_before(rank: int, directory: str, policy: str) 
     error = run.save(3)
     if rank == 0:
         assert isinstance(error, holdfast.SnapshotSkippedError), error
-        assert "nothing of the snapshot before can be carried over" in str(error)
+        assert "nothing of the previous snapshot can be carried over" in str(error)
     assert run.save(4) is None
     assert set(run.versions(Generation(1, 4)).values()) == {4}
     assert run.save(5) is None

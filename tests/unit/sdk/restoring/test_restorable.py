@@ -128,7 +128,7 @@ def test_a_tensor_that_an_optimizer_alone_was_given_late_is_refused_in_words(
     trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
     error = error_of(session.save(2))
     assert isinstance(error, InvalidJobError)
-    assert "optimizer/0/parameter0 [5] late" in str(error)
+    assert "received optimizer/0/parameter0 [5] after holdfast.init" in str(error)
     del trainer.optimizer.param_groups[1]
     session.save(3).committed.result(WAIT_S)
 

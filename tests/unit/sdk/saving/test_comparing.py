@@ -116,7 +116,7 @@ def test_where_replicas_differ_nobody_commits_and_all_name_the_unit_and_the_rank
     for rank, error in enumerate(found):
         assert isinstance(error, ReplicasDivergedError), error
         assert "unit layer0/gate: ranks [0, 2]" in str(error)
-        assert "at step 50 rank 0 holds other bytes than ranks [2]" in str(error)
+        assert "at step 50 rank 0 holds different bytes from ranks [2]" in str(error)
         assert "equal at step 20" in str(error)
         assert world.ranks[rank].problem is error
 
@@ -142,13 +142,13 @@ def test_nothing_is_committed_before_a_comparison_finds_replicas_equal_again(wor
     assert world.ranks[0].problem is None
 
 
-def test_a_save_that_a_rank_could_not_look_at_is_whole_nowhere_and_the_next_is_compared(
+def test_a_save_that_a_rank_could_not_read_is_complete_nowhere_and_the_next_is_compared(
     world: World,
 ) -> None:
     world.save(EQUAL), world.save(EQUAL)
     found = world.save(NOT_ALL)
     assert all(isinstance(error, SnapshotSkippedError) for error in found)
-    assert "ranks [3] could not look" in str(found[0])
+    assert "ranks [3] could not read" in str(found[0])
     assert all(isinstance(error, ReplicasDivergedError) for error in world.save(GATE_DIFFERS))
 
 
@@ -288,7 +288,7 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
     other.say(0, held_by_both)
     error = session.save(1).committed.exception(WAIT_S)
     assert isinstance(error, SnapshotSkippedError), error
-    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] could not look"):
+    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] could not read"):
         other.settle(0)
     assert session.problem is None
     session.close()

@@ -116,7 +116,9 @@ def test_ranks_that_cannot_talk_take_every_save_again(caplog: pytest.LogCaptureF
     ranks.close()
     said = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(said) == 2
-    assert said[0].startswith("the ranks cannot agree on an interval; every save is taken again:")
+    assert said[0].startswith(
+        "the ranks cannot agree on an interval; every save is taken from now on:"
+    )
 
 
 def test_a_snapshot_that_was_not_taken_is_not_measured() -> None:

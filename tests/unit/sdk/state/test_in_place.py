@@ -203,5 +203,5 @@ def test_a_session_without_a_torch_optimizer_is_told_once_to_wait(
         for step in (1, 2):
             session.save(step).committed.result(WAIT_S)
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "PlainSGD is no torch.optim.Optimizer" in told
+    assert "PlainSGD is not a torch.optim.Optimizer" in told
     assert "call session.wait_staged()" in told
