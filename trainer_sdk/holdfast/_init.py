@@ -95,7 +95,7 @@ def init(
         counting=_counting(world_size, tuned),
         comparing=_comparing(chosen, tuned),
         pacing=_pacing(world_size, tuned),
-        device=device_of([raw(parameter) for parameter in model.parameters()]),
+        device=device_of(raw(parameter) for parameter in model.parameters()),
         settings=tuned,
     )
 

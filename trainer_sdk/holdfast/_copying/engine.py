@@ -29,6 +29,7 @@ from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
 from holdfast._copying.devices import Device, DeviceMove, Fence
 from holdfast._copying.placed import Flags, Placed
+from holdfast._copying.strided import copy_of_span
 from holdfast_core.snapshots.layouts import piece_count
 
 BLOCK_PIECES = 16
@@ -92,9 +93,11 @@ class CopyEngine:
             uint64 [pieces that hold tensors], xxh3-64 of each; 0 for those of `skip`, and for the
             last one if extras begin in it.
         """
-        with torch.no_grad():
-            for staging, live in plan.staged:
-                staging.copy_(live)
+        if plan.staged:
+            with self._device.after(fence), torch.no_grad():
+                for staging, live in plan.staged:
+                    here = staging.device == live.device
+                    staging.copy_(live if here else copy_of_span(live, staging.device))
         size, end = plan.piece_bytes, target.layout.extras_offset
         count = piece_count(end, size)
         digests = np.zeros(count, dtype="<u8")
@@ -108,10 +111,10 @@ class CopyEngine:
 
         def block(first: int) -> None:
             index = first // BLOCK_PIECES
-            if waits:
-                waits[min(index, len(waits) - 1)]()
-            elif index < len(moves) and moves[index]:
-                self._device.download([moves[index]], memory, fence)[0]()
+            if index < len(moves) and moves[index]:
+                own = (moves[index],)
+                wait = waits[index] if waits else self._device.download(own, memory, fence)[0]
+                wait()
             for piece in blocks[first]:
                 base = slots[piece] * slot_bytes
                 address = target.address + base
@@ -152,6 +155,9 @@ class CopyEngine:
         1.4 times as much. So when this raises, tensors may hold bytes that do not match; the caller
         must not use any of them then.
 
+        The tensors' device finishes what is queued on the calling thread's stream before it writes
+        them: kernels that initialise a model would otherwise overwrite what was restored.
+
         Args:
             source: the snapshot; it must not be written meanwhile.
 
@@ -163,7 +169,7 @@ class CopyEngine:
         arena, slots, slot_bytes = source.arena, source.slots(count), source.layout.slot_bytes
         expected = np.frombuffer(digests, dtype="<u8").tolist()
         moves_of, device_moves, none = plan.host_moves, plan.device_moves, ()
-        buffers = threading.local()
+        buffers, fence = threading.local(), self._device.fence()
 
         def upload(first: int, moves: Sequence[DeviceMove]) -> None:
             if not hasattr(buffers, "tensor"):
@@ -173,7 +179,7 @@ class CopyEngine:
                 at = piece * size
                 to = buffers.tensor.data_ptr() + at - low
                 _memmove(to, source.address + source.start(piece) + at, min(size, end - at))
-            self._device.upload(moves, buffers.tensor, low)
+            self._device.upload(moves, buffers.tensor, low, fence)
 
         def block(first: int) -> None:
             low = first * size

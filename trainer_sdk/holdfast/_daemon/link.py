@@ -52,7 +52,6 @@ class Link:
         self.plan: CopyPlan | None = None
         self.session = ""
         self._arena: MappedArena | None = None
-        self._pinned = False
         self._lost = False
         self._pause_s = 0.0
         self._retry_s = 0.0
@@ -97,8 +96,7 @@ class Link:
         try:
             Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=2)
             self._device.register(arena.address, arena.nbytes)
-            self._pinned = True
-        except HoldfastError:
+        except Exception:
             self._release()
             raise
         threading.Thread(
@@ -159,9 +157,7 @@ class Link:
     def _release(self) -> None:
         arena, self._arena = self._arena, None
         if arena is not None:
-            if self._pinned:
-                self._device.unregister(arena.address)
-            self._pinned = False
+            self._device.unregister()
             arena.close()
 
     def _watch(self, session: str) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from holdfast._state.capture import Anchor, LiveState, TensorSource, Whole
 from holdfast._state.dtensors import is_dtensor, local_of
+from holdfast._state.room import report_full, room_like
 from holdfast_core.experts.optimizer_updates import Floats, apply
 from holdfast_core.experts.recompute import (
     GRADIENT,
@@ -161,10 +162,14 @@ class Gradients:
             return
         self._stepped.add(index)
         self._steps = max(self._steps, 1)
+        rooms = [room for room in self._rooms.values() if room.optimizer == index]
         with torch.no_grad():
-            for room in self._rooms.values():
-                if room.optimizer == index and room.parameter.grad is not None:
+            for room in (room for room in rooms if room.parameter.grad is not None):
+                try:
                     self._stage(room, self._base)
+                except torch.OutOfMemoryError:  # the next snapshot has the state itself
+                    report_full(room.parameter.device)
+                    self._staged.difference_update(room.units)
 
     def _stage(self, room: _Room, base: Generation) -> None:
         optimizer = self._live.optimizers[room.optimizer]
@@ -276,7 +281,7 @@ def _room(anchor: Anchor, group: int, units: Sequence[UnitKey]) -> _Room:
         optimizer=anchor.optimizer,
         group=group,
         parameter=anchor.parameter,
-        gradient=torch.zeros_like(local, memory_format=torch.contiguous_format),
+        gradient=room_like(local).zero_(),
         recipe=torch.zeros(len(units), RECIPE_BYTES, dtype=torch.uint8),
         units=tuple(units),
     )

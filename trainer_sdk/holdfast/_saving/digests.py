@@ -20,6 +20,9 @@ from functools import lru_cache
 import torch
 import xxhash
 
+from holdfast._copying.strided import copy_of_span
+from holdfast._state.room import report_full
+
 WORD_BYTES = 8
 BLOCK_WORDS = 4096
 BLOCK_BYTES = BLOCK_WORDS * WORD_BYTES
@@ -31,14 +34,30 @@ _LOWER_HALF = 0xFFFF_FFFF
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Compute the xxh3-64 of `tensors`, contiguous and of any dtype, one after the other: of their
-    bytes or, for tensors on a device, of their block sums."""
+    """Compute the xxh3-64 of `tensors`, of any dtype, one after the other: of their bytes in the
+    order of their elements or, for tensors on a device, of the block sums of these."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        flat = tensor.reshape(-1).view(torch.uint8)
-        told = flat if flat.device.type == "cpu" else block_sums(flat).cpu()
+        told = _bytes_of(tensor) if tensor.device.type == "cpu" else _sums_of(tensor)
         digest.update(told.numpy().data)
     return digest.intdigest()
+
+
+def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Block sums of a tensor on a device, in host memory. They are made on the device, unless it
+    has no memory left for that."""
+    try:
+        return block_sums(_bytes_of(tensor)).cpu()
+    except torch.OutOfMemoryError:
+        report_full(tensor.device)
+    if not tensor.is_contiguous():
+        return block_sums(_bytes_of(copy_of_span(tensor, torch.device("cpu"))))
+    parts = _bytes_of(tensor).split(AT_ONCE * BLOCK_BYTES)
+    return torch.cat([block_sums(part.cpu()) for part in parts])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def block_sums(flat: torch.Tensor, at_once: int = AT_ONCE) -> torch.Tensor:

@@ -211,8 +211,8 @@ class Saver:
         if self._base is None:
             self._agree(task)
         if self.partial is not None:
-            with task.held():  # a device may be a whole step behind
-                self._device.reach(task.fence)
+            # A device may be a whole step behind; the counts are read beside what comes after it.
+            with task.held(), self._device.after(task.fence):
                 self.partial.count(*task.tokens.read())
         self._open(task)
         if not task.copies:

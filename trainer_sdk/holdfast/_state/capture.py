@@ -25,6 +25,7 @@ from holdfast._state.groups import Members, ParamGroups, check_optimizers
 from holdfast._state.in_place import Watched
 from holdfast._state.inventory import TensorInventory
 from holdfast._state.readable import readable
+from holdfast._state.room import room_like
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.recompute import MASTER_KEYS
 from holdfast_core.snapshots.layouts import TensorRole
@@ -132,6 +133,8 @@ class LiveState:
         self.watched = Watched({})
         """Tensors that must not change in place while they are copied."""
         self._found: tuple[TensorSource, ...] = ()
+        self.cuda_devices: tuple[int, ...] = ()
+        """Numbers of the CUDA devices that hold tensors, ascending."""
         self.anchors: dict[str, Anchor] = {}
         """Base name → anchor, for each parameter and each slice of a stacked one."""
         self.names: dict[int, str] = {}
@@ -213,6 +216,8 @@ class LiveState:
         self._remember()
         self.watched = Watched(self._tensors)
         self._found = tuple(found)
+        on_cuda = {source.tensor.get_device() for source in found if source.tensor.is_cuda}
+        self.cuda_devices = tuple(sorted(on_cuda))
         return self._found
 
     def _parameters(self, modules: Mapping[str, nn.Module]) -> Iterator[TensorSource]:
@@ -335,7 +340,7 @@ class LiveState:
                     tensor=local,
                     private=True,  # running statistics differ between data-parallel replicas
                     eager=True,
-                    staging=torch.empty_like(local, memory_format=torch.contiguous_format),
+                    staging=room_like(local),
                 )
 
     def _place(
@@ -373,7 +378,7 @@ class LiveState:
         `sliced`, its stack."""
         staging = None
         if not local.is_contiguous():
-            staging = torch.empty_like(local, memory_format=torch.contiguous_format)
+            staging = room_like(local)
         private = name in self._private or any(is_sharded(holder) for holder in holders)
         orphan = name.startswith(_ORPHAN)
         box = global_box(holders[0])

@@ -8,7 +8,7 @@ optimizers' hyperparameters and scalar states. Each rank has its own. They are c
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ def collect(live: LiveState, stateful: Mapping[str, Stateful], step: int) -> dic
         "stateful": {name: item.state_dict() for name, item in stateful.items()},
         "optimizers": [_optimizer_state(live, index) for index in range(len(live.optimizers))],
         "modules": _module_states(live),
-        "rng": _rng_states(),
+        "rng": _rng_states(live.cuda_devices),
     }
 
 
@@ -63,7 +63,7 @@ def put_back(live: LiveState, stateful: Mapping[str, Stateful], extras: Mapping[
         live.model.get_submodule(name).set_extra_state(state)
     for name, item in stateful.items():
         item.load_state_dict(saved[name])
-    _load_rng_states(extras["rng"])
+    _load_rng_states(extras["rng"], live.cuda_devices)
 
 
 def devices_of(extras: Mapping[str, Any]) -> dict[str, str]:
@@ -148,20 +148,24 @@ def _module_states(live: LiveState) -> dict[str, Any]:
     }
 
 
-def _rng_states() -> dict[str, Any]:
+def _rng_states(cuda_devices: Sequence[int]) -> dict[str, Any]:
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # the global generator is what training scripts seed
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if cuda_devices:
+        states["cuda"] = [torch.cuda.get_rng_state(index) for index in cuda_devices]
+    elif torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = [torch.cuda.get_rng_state()]
     return states
 
 
-def _load_rng_states(states: Mapping[str, Any]) -> None:
+def _load_rng_states(states: Mapping[str, Any], cuda_devices: Sequence[int]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+        devices = cuda_devices or (torch.cuda.current_device(),)
+        for index, state in zip(devices, states["cuda"], strict=False):
+            torch.cuda.set_rng_state(state, index)

@@ -56,7 +56,10 @@ class SlowDevice(CpuDevice):
 
         return [partial(wait, index) for index in range(len(blocks))]
 
-    def upload(self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int) -> None:
+    def upload(
+        self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
+    ) -> None:
+        self.fences.append(fence)
         for move in moves:
             move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
 

@@ -7,8 +7,6 @@ import torch
 
 from holdfast._saving.digests import BLOCK_BYTES, BLOCK_WORDS, block_sums, digest_of
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 LENGTHS = (0, 1, 7, 8, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 9, 11 * BLOCK_BYTES + 3)
 
 
@@ -115,13 +113,3 @@ def test_blocks_that_changed_places_show(look: Callable[[torch.Tensor], object])
 def test_a_tensor_of_any_dtype_and_shape_has_a_digest(tensor: torch.Tensor) -> None:
     assert digest_of([tensor]) == digest_of([tensor.clone()])
     assert sums_of(tensor) == sums_of(tensor.clone())
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("length", [*LENGTHS, 5000 * BLOCK_BYTES + 3])
-def test_a_device_makes_the_sums_that_the_host_makes(length: int) -> None:
-    flat = some_bytes(length)
-    assert block_sums(flat.cuda()).tolist() == block_sums(flat).tolist()
-    assert block_sums(flat.cuda()[1:]).tolist() == block_sums(flat[1:]).tolist()
-    assert digest_of([flat.cuda()]) == digest_of([block_sums(flat)])
