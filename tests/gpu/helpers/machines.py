@@ -1,0 +1,168 @@
+"""Kinds of device on which every test here runs: CUDA and, so that the tests' own logic is tried
+everywhere, host memory.
+
+Work on CUDA is queued, and done later. On host memory `LateDevice` plays that: a test queues work
+with `later`, which is done when something waits for it, and not before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from holdfast._copying.devices import CpuDevice, Device, DeviceMove, Fence, device_of
+from holdfast._copying.engine import BLOCK_PIECES, CopyPlan, _by_block, plan_copy
+from holdfast._copying.placed import Placed
+from holdfast_core.snapshots.layouts import PIECE_BYTES, Layout
+
+_SLEEP_CYCLES = 1_000_000_000
+"""Half a second on an H200: longer than all that a test does meanwhile."""
+
+Part = tuple[int, int, torch.Tensor]
+"""Triple (first byte in the slot, 0, uint8 tensor), as `plan_copy` takes it."""
+
+
+class LateDevice(CpuDevice):
+    """A device in host memory whose work is done only when something waits for it."""
+
+    def __init__(self) -> None:
+        self._queue: list[Callable[[], object]] = []
+        self._done = 0
+
+    def later(self, work: Callable[[], object]) -> None:
+        self._queue.append(work)
+
+    def reach(self, fence: Fence) -> None:
+        """Do the work before the fence."""
+        assert fence is None or isinstance(fence, int)
+        while self._done < (fence or 0):
+            self._done += 1
+            self._queue[self._done - 1]()
+
+    def fence(self) -> Fence:
+        return len(self._queue)
+
+    def after(self, fence: Fence) -> AbstractContextManager[None]:
+        self.reach(fence)
+        return nullcontext()
+
+    def download(
+        self, blocks: Sequence[Sequence[DeviceMove]], slot: memoryview, fence: Fence
+    ) -> Sequence[Callable[[], None]]:
+        target = torch.frombuffer(slot, dtype=torch.uint8)
+
+        def arrive(moves: Sequence[DeviceMove]) -> None:
+            for move in moves:
+                target[move.start : move.start + move.nbytes] = move.flat
+
+        self.reach(fence)
+        return [partial(arrive, moves) for moves in blocks]
+
+    def upload(
+        self, moves: Sequence[DeviceMove], buffer: torch.Tensor, start: int, fence: Fence
+    ) -> None:
+        self.reach(fence)
+        for move in moves:
+            move.flat.copy_(buffer[move.start - start : move.start - start + move.nbytes])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of device."""
+
+    kind: str
+    late: LateDevice = field(default_factory=LateDevice)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def backend(self) -> str:
+        """Backend of `torch.distributed` for its tensors."""
+        return "nccl" if self.is_cuda else "gloo"
+
+    @property
+    def small(self) -> int:
+        """Number of small tensors that a large model has."""
+        return 20_000 if self.is_cuda else 2_000
+
+    @property
+    def large_bytes(self) -> int:
+        """Size of a large tensor."""
+        return 4 << 30 if self.is_cuda else 64 << 20
+
+    def copier(self) -> Device:
+        """The device for an engine: CUDA's, or one that plays it."""
+        return device_of([torch.empty(0, device=self.kind)]) if self.is_cuda else self.late
+
+    def plan(
+        self, parts: Sequence[Part], staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> CopyPlan:
+        """Plan the copies of `parts`, all of them on the device."""
+        if self.is_cuda:
+            return plan_copy(parts, staged, PIECE_BYTES)
+        moves = [DeviceMove(start, flat.numel(), flat) for start, _, flat in parts]
+        blocks = _by_block(moves, PIECE_BYTES * BLOCK_PIECES)
+        return replace(plan_copy((), staged, PIECE_BYTES), device_moves=blocks)
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Queue `work` on the current stream, behind work that takes half a second."""
+        if self.is_cuda:
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            work()
+        else:
+            self.late.later(work)
+
+    def finish(self) -> None:
+        """Return when all queued work is done."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        else:
+            self.late.reach(self.late.fence())
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Make another stream than the usual one the current one."""
+        return torch.cuda.stream(torch.cuda.Stream()) if self.is_cuda else nullcontext()
+
+
+def random_bytes(machine: Machine, nbytes: int, seed: int = 1) -> torch.Tensor:
+    """uint8 [nbytes] on the device."""
+    generator = torch.Generator(machine.kind).manual_seed(seed)
+    return torch.randint(
+        256, (nbytes,), dtype=torch.uint8, device=machine.kind, generator=generator
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor's bytes in the order of its elements, in host memory."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().clone()
+
+
+def room_for(payload_bytes: int, extras_bytes: int = 0, slot: int = 1) -> Placed:
+    """A slot in memory of this process for a payload without places; untouched pages cost
+    nothing."""
+    layout = Layout(
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        entries=(),
+        extras_offset=payload_bytes,
+        extras_capacity=extras_bytes + 1,
+    )
+    raw = (ctypes.c_ubyte * layout.arena_bytes)()
+    arena = memoryview(raw).cast("B")
+    return Placed(arena=arena, address=ctypes.addressof(raw), layout=layout, slot=slot)
+
+
+def slot_range(placed: Placed) -> tuple[int, int]:
+    """(address, bytes) of the slot, in whole pages."""
+    page = 4096
+    first = placed.address + placed.slot * placed.layout.slot_bytes
+    low = first - first % page
+    return low, -(-(first + placed.layout.slot_bytes - low) // page) * page
