@@ -15,7 +15,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +28,7 @@ from holdfast._copying.bubbles import Bubbles, PieceBlock
 from holdfast._copying.collector import without_collector
 from holdfast._copying.cores import apart
 from holdfast._copying.devices import Device, DeviceMove, Fence
+from holdfast._copying.gathering import GATHERED_BYTES_MAX, Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast._copying.strided import copy_of_span
 from holdfast_core.snapshots.layouts import piece_count
@@ -55,6 +56,8 @@ class CopyPlan:
     """Ranges of tensors on a device, by block of pieces; empty without any."""
     staged: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """Pairs (contiguous staging tensor, live tensor) for tensors that are not contiguous."""
+    gather: Gather = field(default=Gather())
+    """Small tensors on a device, for which `device_moves` has runs."""
 
 
 class BadPieceError(Exception):
@@ -106,6 +109,8 @@ class CopyEngine:
         moves, memory = plan.device_moves, target.view_of_slot  # as planned
         if target.places or skip is not None:
             moves, memory = _in_arena(moves, target, blocks), arena
+        with torch.no_grad(), self._device.after(fence):
+            plan.gather.collect()
         waits = self._device.download(() if bubbles else moves, memory, fence)
         moves_of, none = plan.host_moves, ()
 
@@ -199,6 +204,8 @@ class CopyEngine:
                 upload(first, device_moves[index])
 
         self._run(block, range(0, count, BLOCK_PIECES))
+        with torch.no_grad():  # on the calling thread's stream: before what it does next
+            plan.gather.distribute()
 
     def each(self, work: Callable[[int], None], count: int, fence: Fence = None) -> None:
         """Call `work` for 0 … count - 1 on all threads, after `fence` on the device; raise the
@@ -278,12 +285,14 @@ def plan_copy(
     ranges: Sequence[tuple[int, int, torch.Tensor]],
     staged: Sequence[tuple[torch.Tensor, torch.Tensor]],
     piece_bytes: int,
+    gathered_bytes_max: int = GATHERED_BYTES_MAX,
 ) -> CopyPlan:
     """Plan the copies of `ranges`: (first byte in the slot, first byte in the tensor, uint8
     tensor).
 
     Each uint8 tensor holds exactly the bytes to move, flat and contiguous; the first byte in the
-    tensor is not used here. Ranges that are neighbours in the slot and in memory become one.
+    tensor is not used here. Ranges that are neighbours in the slot and in memory become one, and so
+    do those of small tensors on a device, of at most `gathered_bytes_max`.
     """
     host: list[tuple[int, int, int]] = []
     device: list[DeviceMove] = []
@@ -301,11 +310,13 @@ def plan_copy(
         else:
             host.append((slot_start, address, nbytes))
     with without_collector():
+        moves, gathered = gather(device, piece_bytes, gathered_bytes_max)
         return CopyPlan(
             piece_bytes=piece_bytes,
             host_moves=_by_piece(host, piece_bytes),
-            device_moves=_by_block(device, piece_bytes * BLOCK_PIECES),
+            device_moves=_by_block(moves, piece_bytes * BLOCK_PIECES),
             staged=tuple(staged),
+            gather=gathered,
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -142,6 +143,9 @@ class LiveState:
         self._groups: dict[int, int] = {}
         """`id` of each optimizer's parameter → number of its parameter group, over all
         optimizers."""
+        self.devices: dict[int, dict[str, str]] = {}
+        """Number of an optimizer → device types of its states that are not on the device of their
+        parameter, by name."""
         self.changed_groups: dict[int, Members] = {}
         """Number of an optimizer → its parameter groups, for those whose groups have changed since
         the program began."""
@@ -163,17 +167,19 @@ class LiveState:
         known = self._inventory
         return known is None or any(self._empty) or known.differs(self._objects())
 
-    def _objects(self) -> Iterator[object]:
-        """Yield everything that `discover` looks at, in a fixed order, from remembered containers
+    def _objects(self) -> list[object]:
+        """List everything that `discover` looks at, in a fixed order, from remembered containers
         rather than by walking the modules again."""
+        found: list[object] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                yield group
-                yield from group["params"]
-        groups = (*self._parameter_groups, *self._module_groups)
-        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
-        for values in (*(group.values() for group in groups), *map(_tensors_in, states)):
-            yield from values
+                found.append(group)
+                found += group["params"]
+        for held in (*self._parameter_groups, *self._module_groups):
+            found += held.values()
+        states = (state.values() for one in self.optimizers for state in one.state.values())
+        found += [value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor)]
+        return found
 
     def _remember(self) -> None:
         modules = list(self.model.modules())
@@ -196,6 +202,7 @@ class LiveState:
         self.anchors.clear()
         self.names.clear()
         self._tensors.clear()
+        self.devices = {index: {} for index in range(len(self.optimizers))}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._groups = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         modules = dict(self.model.named_modules())
@@ -293,7 +300,7 @@ class LiveState:
                 )
 
     def _states(self) -> Iterator[TensorSource]:
-        for optimizer in self.optimizers:
+        for index, optimizer in enumerate(self.optimizers):
             for parameter, state in optimizer.state.items():
                 name = self.names.get(id(parameter))
                 if name is None:
@@ -304,6 +311,8 @@ class LiveState:
                 place = self.anchors[name].place
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and isinstance(key, str):
+                        if value.device.type != parameter.device.type:
+                            self.devices[index][f"{name}:{key}"] = value.device.type
                         yield from self._state(parameter, place, key, value)
 
     def _state(
@@ -398,10 +407,6 @@ class LiveState:
             staging=staging,
             whole=whole,
         )
-
-
-def _tensors_in(state: Mapping[object, object]) -> Iterator[object]:
-    return (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _slice_of(place: TensorKey, i: int) -> tuple[UnitKey, str]:

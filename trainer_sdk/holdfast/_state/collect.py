@@ -88,20 +88,15 @@ def put_back_groups(live: LiveState, extras: Mapping[str, Any]) -> None:
 def _optimizer_state(live: LiveState, index: int) -> dict[str, Any]:
     optimizer = live.optimizers[index]
     scalars: dict[str, dict[Any, Any]] = {}
-    devices: dict[str, str] = {}
     for parameter, state in optimizer.state.items():
-        name, home = live.names[id(parameter)], parameter.device.type
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and isinstance(key, str):
-                if value.device.type != home:
-                    devices[f"{name}:{key}"] = value.device.type
-            else:
-                scalars.setdefault(name, {})[key] = value
+        kept = {key: value for key, value in state.items() if not _is_captured(key, value)}
+        if kept:
+            scalars[live.names[id(parameter)]] = kept
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    state = {"groups": groups, "scalars": scalars, "devices": devices}
+    state = {"groups": groups, "scalars": scalars, "devices": live.devices[index]}
     if index in live.changed_groups:
         state["members"] = live.changed_groups[index]
     return state

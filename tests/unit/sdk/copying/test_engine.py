@@ -24,6 +24,7 @@ from holdfast._copying.engine import (
     _by_block,
     plan_copy,
 )
+from holdfast._copying.gathering import Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.layouts import Layout, piece_digests, round_up
@@ -150,11 +151,106 @@ def captured(
     return engine.finish(target, extras, engine.capture(plan, target, None, skip))
 
 
-def on_device(parts: Sequence[Part]) -> CopyPlan:
-    """The plan for `parts` as if their tensors were on a device."""
-    plan = plan_copy((), (), PIECE)
+def on_device(
+    parts: Sequence[Part], here: Sequence[Part] = (), gathered_bytes_max: int = 0
+) -> CopyPlan:
+    """The plan for `parts` as if their tensors were on a device, and for `here` in host memory."""
+    plan = plan_copy(here, (), PIECE)
     moves = [DeviceMove(start, flat.numel(), flat) for start, _, flat in parts if flat.numel()]
-    return replace(plan, device_moves=_by_block(moves, PIECE * BLOCK_PIECES))
+    moves, gathered = gather(moves, PIECE, gathered_bytes_max)
+    blocks = _by_block(moves, PIECE * BLOCK_PIECES)
+    return replace(plan, device_moves=blocks, gather=gathered)
+
+
+@settings(
+    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.tuples(st.integers(0, 3 * PIECE), st.booleans()), max_size=40),
+    st.integers(0, 2 * PIECE),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_gathered_tensors_and_those_between_them_are_captured_and_come_back(
+    engine: CopyEngine, tensors: list[tuple[int, bool]], limit: int, apart: bool, seed: int
+) -> None:
+    parts = parts_of([length for length, _ in tensors], seed, apart=apart)
+    theirs = [part for part, (_, device) in zip(parts, tensors, strict=True) if device]
+    ours = [part for part, (_, device) in zip(parts, tensors, strict=True) if not device]
+    plan = on_device(theirs, ours, limit)
+    end = max((start + flat.numel() for start, _, flat in parts), default=0)
+    target = placed(end, end + PIECE)
+    wanted = [flat.clone() for _, _, flat in parts]
+    digests = captured(engine, plan, target)
+    payload = target.read(0, end)
+    assert digests == piece_digests(payload, PIECE)
+    assert all(payload[at : at + f.numel()] == f.numpy().tobytes() for at, _, f in parts)
+    for _, _, flat in parts:
+        flat.zero_()
+    engine.restore(plan, target, end, digests)
+    assert all(torch.equal(flat, was) for (_, _, flat), was in zip(parts, wanted, strict=True))
+
+
+def test_small_tensors_of_every_kind_are_gathered_bit_for_bit(engine: CopyEngine) -> None:
+    torch.manual_seed(0)
+    nan = torch.tensor([float("nan"), -0.0])
+    spread = torch.randn(6, 4).t()
+    live = [
+        torch.randn(7, dtype=torch.bfloat16),
+        torch.randn(5).to(torch.float8_e4m3fn),
+        torch.tensor(3.5),
+        nan,
+        torch.tensor([True, False, True]),
+        torch.randint(-9, 9, (3,), dtype=torch.int64),
+        spread,
+    ]
+    staging = torch.empty(4, 6)
+    holders = [*live[:-1], staging]
+    parts: list[Part] = []
+    at = 0
+    for tensor in holders:
+        flat = tensor.reshape(-1).view(torch.uint8)
+        parts.append((at, 0, flat))
+        at += flat.numel() + 5
+    plan = replace(on_device(parts, gathered_bytes_max=PIECE), staged=((staging, spread),))
+    assert len(plan.gather.tensors) > len(plan.device_moves[0])
+    target = placed(at, at + PIECE)
+    was = [tensor.contiguous().reshape(-1).view(torch.uint8).clone() for tensor in live]
+    digests = captured(engine, plan, target)
+    for tensor in holders:
+        tensor.reshape(-1).view(torch.uint8).fill_(0x5A)
+    engine.restore(plan, target, at, digests)
+    found = [tensor.reshape(-1).view(torch.uint8) for tensor in holders]
+    assert all(torch.equal(a, b) for a, b in zip(found, was, strict=True))
+
+
+def test_gathered_tensors_of_an_expert_that_is_skipped_stay_as_they_are(engine: CopyEngine) -> None:
+    lengths = [20, 20, 24]
+    flats = [torch.full((n,), 1 + i, dtype=torch.uint8) for i in range(3) for n in lengths]
+    starts = [PIECE * i + at for i in range(3) for at in (0, 20, 40)]
+    parts = [(at, 0, flat) for at, flat in zip(starts, flats, strict=True)]
+    plan = on_device(parts, gathered_bytes_max=PIECE)
+    assert [move.nbytes for move in plan.device_moves[0]] == [PIECE] * 3
+    target = placed(3 * PIECE, 4 * PIECE)
+    target.write(0, b"\x55" * 3 * PIECE)
+    captured(engine, plan, target, skip=np.array([False, True, False]))
+    assert target.read(0, 3 * PIECE) == b"\x01" * PIECE + b"\x55" * PIECE + b"\x03" * PIECE
+
+
+def test_a_run_ends_at_a_large_tensor_a_wide_gap_and_where_an_expert_may_begin() -> None:
+    def runs(*places: tuple[int, int], piece: int = 4096) -> tuple[list[tuple[int, int]], Gather]:
+        flats = [(start, torch.zeros(nbytes, dtype=torch.uint8)) for start, nbytes in places]
+        moves = [DeviceMove(start, flat.numel(), flat) for start, flat in flats]
+        found, gathered = gather(moves, piece, 100)
+        return [(move.start, move.nbytes) for move in found], gathered
+
+    assert runs((0, 50), (64, 50), (128, 50))[0] == [(0, 178)]
+    assert runs((0, 50), (64, 101), (192, 50))[0] == [(0, 50), (64, 101), (192, 50)]
+    assert runs((0, 50), (1600, 50), (1664, 50))[0] == [(0, 50), (1600, 114)]
+    assert runs((4000, 96), (4096, 50), (4160, 50))[0] == [(4000, 96), (4096, 114)]
+    assert runs((4000, 50), (4160, 50))[0] == [(4000, 50), (4160, 50)]
+    assert runs((4000, 50), (4064, 50), (4128, 9))[0] == [(4000, 137)]
+    assert runs((0, 50))[1] == Gather()
 
 
 def test_a_piece_that_does_not_match_is_named(engine: CopyEngine) -> None:
