@@ -1,0 +1,174 @@
+"""Bytes between the device and an arena, against pinned copies of the same bytes.
+
+An arena is three slots of a file in memory that a real daemon allocated. The floor is one copy of
+all bytes from or to pinned memory, in one piece. For tensors of several sizes:
+
+- `arena_copy_*`: the device's copies into the arena, nothing else;
+- `staged_*_threads_N`: a snapshot's bytes, copied and hashed with N threads;
+- `restored_*_threads_N`: the way back out of a mapping that was just made, verified;
+- `first_use`: the daemon allocates the arena, and it is mapped and pinned, against an allocation of
+  as many pinned bytes by torch.
+
+    python -m benchmarks.gpu.copying --out FILE.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+
+from benchmarks.gpu.arenas import OpenArena, opened_arena
+from benchmarks.gpu.results import Goal, Results, in_turn, run
+from benchmarks.gpu.room import GIB, MIB, cores, state_bytes
+from benchmarks.measure import timed
+from holdfast._copying.engine import CopyEngine, CopyPlan, plan_copy
+from holdfast._copying.gathering import GATHERED_BYTES_MAX
+from holdfast_core.snapshots.layouts import PIECE_BYTES
+
+STATE_BYTES_MAX = 8 * GIB
+PREPARE_S, LIMIT_S = 8.0, 50.0
+TENSOR_BYTES = {"64MiB": 64 * MIB, "1GiB": GIB, "1MiB": MIB, "64KiB": 64 * 1024}
+SMALL_TENSOR_BYTES = {"1MiB": MIB, "64KiB": 64 * 1024}
+TENSORS_MAX = 4096
+FEW_THREADS, MANY_THREADS = 2, 8
+
+COPIED = Goal(limit=0.95, least=True)
+
+
+def measure(results: Results) -> None:
+    """Measure all figures."""
+    nbytes = state_bytes(results, prepare_s=PREPARE_S, most=STATE_BYTES_MAX, small=4 * MIB)
+    state = random_bytes(nbytes, results.device)
+    held: list[torch.Tensor] = []
+    pin = results.on_gpu
+    pinned_s = timed(lambda: held.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)))
+    pinned = held.pop()
+    pinned.zero_()
+    with opened_arena(nbytes, results.device) as arena:
+        results.durations("first_use", [(arena.opened_s, pinned_s)], "first pinned allocation")
+        sizes = SMALL_TENSOR_BYTES if results.small else TENSOR_BYTES
+        for name, size in sizes.items():
+            part = slice(0, min(size * TENSORS_MAX, nbytes))
+            of_part = arena.part(state[part].numel())
+            _copies(results, name, of_part, _apart(state[part], size), pinned[part])
+        for name, size in sizes.items():
+            part = slice(0, min(size * TENSORS_MAX, nbytes))
+            of_part = arena.part(state[part].numel())
+            for threads in sorted({FEW_THREADS, min(cores(), MANY_THREADS)}):
+                tensors, name_of = _apart(state[part], size), f"{name}_threads_{threads}"
+                _snapshots(results, name_of, of_part, tensors, threads, pinned[part])
+
+
+def random_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Make uint8 [nbytes] on `device`; on zeros, hardware may be faster than on real data."""
+    words = torch.empty(nbytes // 8, dtype=torch.int64, device=device)
+    return words.random_(-(2**62), 2**62).view(torch.uint8)
+
+
+def plan_of(
+    tensors: Sequence[torch.Tensor], gathered_bytes_max: int = GATHERED_BYTES_MAX
+) -> CopyPlan:
+    """Plan the copies of `tensors`, uint8 and aligned, one after the other in the slot. They must
+    outlive the plan."""
+    ends = list(accumulate(tensor.numel() for tensor in tensors))
+    ranges = [(end - t.numel(), 0, t) for end, t in zip(ends, tensors, strict=True)]
+    return plan_copy(ranges, (), PIECE_BYTES, gathered_bytes_max)
+
+
+def _apart(state: torch.Tensor, tensor_bytes: int) -> list[torch.Tensor]:
+    """Divide `state` into tensors of `tensor_bytes` that lie apart from each other, as a model's
+    do."""
+    return [part.clone() for part in state.split(min(tensor_bytes, state.numel()))]
+
+
+def _copies(
+    results: Results,
+    name: str,
+    arena: OpenArena,
+    tensors: Sequence[torch.Tensor],
+    pinned: torch.Tensor,
+) -> None:
+    figure = f"arena_copy_{name}"
+    if not results.on_gpu:
+        results.skip(figure, "needs a CUDA device")
+        return
+    plan, whole = plan_of(tensors), torch.cat([*tensors])
+
+    def ours() -> None:
+        fence = arena.device.fence()
+        with torch.no_grad(), arena.device.after(fence):
+            plan.gather.collect()
+        slot = arena.placed.view_of_slot
+        for wait in arena.device.download(plan.device_moves, slot, fence):
+            wait()
+
+    def compare() -> None:
+        floor = _copied(pinned, whole)
+        pairs = in_turn(ours, floor, results.device, results.repetitions)
+        _check(arena, pinned)
+        results.rates(figure, pinned.numel(), pairs, "pinned copy", COPIED)
+
+    results.attempt(figure, compare)
+
+
+def _snapshots(
+    results: Results,
+    name: str,
+    arena: OpenArena,
+    tensors: Sequence[torch.Tensor],
+    threads: int,
+    pinned: torch.Tensor,
+) -> None:
+    plan, whole = plan_of(tensors), torch.cat([*tensors])
+    digests: list[bytes] = []
+    with _engine(threads, arena) as engine:
+
+        def stage() -> None:
+            captured = engine.capture(plan, arena.placed, arena.device.fence())
+            digests[:] = [engine.finish(arena.placed, b"", captured)]
+
+        def staged() -> None:
+            floor = _copied(pinned, whole)
+            pairs = in_turn(stage, floor, results.device, results.repetitions)
+            _check(arena, pinned)
+            results.rates(f"staged_{name}", pinned.numel(), pairs, "pinned copy")
+
+        def restored() -> None:
+            floor = _copied(whole, pinned)
+            with arena.readers() as reader:
+
+                def back() -> None:
+                    engine.restore(plan, reader(), pinned.numel(), digests[0])
+
+                pairs = in_turn(back, floor, results.device, results.repetitions)
+            results.rates(f"restored_{name}", pinned.numel(), pairs, "pinned copy back")
+
+        results.attempt(f"staged_{name}", staged)
+        results.attempt(f"restored_{name}", restored)
+
+
+@contextmanager
+def _engine(threads: int, arena: OpenArena) -> Iterator[CopyEngine]:
+    engine = CopyEngine(threads, arena.device)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _check(arena: OpenArena, pinned: torch.Tensor) -> None:
+    """Raise RuntimeError unless the slot has the bytes of the floor, which is done."""
+    slot = torch.frombuffer(arena.placed.view(0, pinned.numel()), dtype=torch.uint8)
+    if not torch.equal(slot, pinned):
+        raise RuntimeError("the arena has other bytes than the device")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("benchmarks.gpu.copying", str(__doc__), measure, limit_s=LIMIT_S))

@@ -1,0 +1,120 @@
+"""Longer training steps with a snapshot in each, against the same steps without.
+
+The step is that of a Mixture-of-Experts model (`benchmarks.gpu.moe`) with a state as large as this
+node's memory has room for, and it accumulates the gradients of so many micro-batches that it takes
+`STEP_S_PER_GIB`. Blocks of steps with and without snapshots take turns, in one process, with a real
+daemon. A block with snapshots contains whole copies: the optimizer waits for each of them.
+
+- `step_threads_N`: with N threads that copy and hash; `ratio` is in percent;
+- `step_skipped_threads_N`: saves that were skipped or failed, which would make a step look cheap.
+
+    python -m benchmarks.gpu.step --out FILE.json
+"""
+
+from __future__ import annotations
+
+from concurrent import futures
+from functools import partial
+
+import holdfast
+from benchmarks.cluster import Daemon
+from benchmarks.gpu.arenas import JOB, one_daemon
+from benchmarks.gpu.moe import Training, shape_for
+from benchmarks.gpu.results import Goal, Results, in_turn, run, settle
+from benchmarks.gpu.room import GIB, MIB, cores, state_bytes
+from benchmarks.measure import timed
+
+STATE_BYTES_MAX = 8 * GIB
+PREPARE_S, LIMIT_S = 10.0, 105.0
+STEP_S_PER_GIB = 0.1
+"""Duration of a step for each GiB of state: 8 s for a device of 80 GB that is full of it."""
+
+STEPS = 3
+"""Steps of one block."""
+
+BLOCKS = 4
+THREADS = (2, 8, 1)
+WITHIN_S = 60.0
+LONGER = Goal(limit=2.0)
+NONE_SKIPPED = Goal(limit=0.0)
+
+
+def measure(results: Results) -> None:
+    """Measure all figures."""
+    most = state_bytes(results, prepare_s=PREPARE_S, most=STATE_BYTES_MAX, small=MIB)
+    shape = shape_for(most, small=results.small)
+    training = Training(shape, results.device)
+    if not results.small:
+        _calibrate(results, training)
+    results.state("state_bytes", training.state_bytes)
+    results.state("tokens_per_step", training.micro_batches * shape.tokens)
+    counts = list(dict.fromkeys(min(threads, cores()) for threads in THREADS))
+    with one_daemon(training.state_bytes) as daemon:
+        saved = 0
+        for threads in counts:
+            blocks = 2 if results.small else BLOCKS
+            compare = partial(_compare, results, training, daemon, threads, blocks, saved)
+            # Set-up takes as long as some blocks do.
+            least_s = 2 * (blocks + 4) * STEPS * STEP_S_PER_GIB * training.state_bytes / GIB
+            results.attempt(f"step_threads_{threads}", compare, least_s)
+            saved += (blocks + 1) * STEPS
+
+
+def _calibrate(results: Results, training: Training) -> None:
+    """Choose the number of micro-batches that makes a step as long as the state asks for."""
+
+    def seconds(micro_batches: int) -> float:
+        training.micro_batches = micro_batches
+
+        def step() -> None:
+            training.step()
+            settle(results.device)
+
+        return min(timed(step) for _ in range(4))
+
+    wanted_s = STEP_S_PER_GIB * training.state_bytes / GIB
+    one_s, two_s = seconds(1), seconds(2)
+    more = (wanted_s - one_s) / max(two_s - one_s, 1e-3)
+    training.micro_batches = max(round(1 + more), 1)
+
+
+def _compare(
+    results: Results, training: Training, daemon: Daemon, threads: int, blocks: int, saved: int
+) -> None:
+    """Compare steps with and without snapshots; those before ended with step `saved`."""
+    session = holdfast.init(
+        model=training.model,
+        optimizer=training.optimizer,
+        socket=daemon.socket,
+        job=JOB,
+        rank=0,
+        settings=holdfast.Settings(copy_threads=threads),
+    )
+    saves: list[holdfast.SaveHandle] = []
+
+    def without() -> None:
+        for _ in range(STEPS):
+            training.step()
+
+    def with_saves() -> None:
+        for _ in range(STEPS):
+            saves.append(session.save(saved + len(saves) + 1))
+            training.step()
+
+    with session:
+        if not saved:
+            session.restore()
+        session.prepare()
+        pairs = in_turn(with_saves, without, results.device, blocks, warm_ups=1)
+        futures.wait([save.committed for save in saves], WITHIN_S)
+    pairs = [(ours / STEPS, floor / STEPS) for ours, floor in pairs]
+    results.longer(f"step_threads_{threads}", pairs, "the step without snapshots", LONGER)
+    failures = [save.committed.exception(0) for save in saves]
+    errors = [str(failure) for failure in failures if failure is not None]
+    results.plain(f"step_skipped_threads_{threads}", [len(errors)], "saves", NONE_SKIPPED)
+    if errors:
+        results.state(f"step_skipped_threads_{threads}", errors[0])
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("benchmarks.gpu.step", str(__doc__), measure, limit_s=LIMIT_S))
