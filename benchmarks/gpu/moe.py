@@ -48,16 +48,22 @@ def shape_for(state_bytes: int, *, small: bool) -> Shape:
     )
 
 
+class Experts(nn.Module):
+    """Stacked experts of one layer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(EXPERTS, dim, 4 * dim) * dim**-0.5)
+        self.w_out = nn.Parameter(torch.randn(EXPERTS, 4 * dim, dim) * (4 * dim) ** -0.5)
+
+
 class Moe(nn.Module):
-    """Experts of one layer, and the gate that chooses among them."""
+    """Experts, and the gate that chooses among them."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.gate = nn.Linear(dim, EXPERTS, bias=False)
-        self.experts = nn.Module()
-        for name, shape in (("w_in", (dim, 4 * dim)), ("w_out", (4 * dim, dim))):
-            weight = nn.Parameter(torch.randn(EXPERTS, *shape) * shape[0] ** -0.5)
-            self.experts.register_parameter(name, weight)
+        self.experts = Experts(dim)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         tokens = x_ND.shape[0]
@@ -88,7 +94,8 @@ class Block(nn.Module):
         q_BASW, k_BASW, v_BASW = qkv.permute(2, 0, 3, 1, 4)
         seen_BASW = F.scaled_dot_product_attention(q_BASW, k_BASW, v_BASW, is_causal=True)
         x_BSD = x_BSD + self.proj(seen_BASW.transpose(1, 2).reshape(batch, length, dim))
-        return x_BSD + self.moe(self.norms[1](x_BSD).view(-1, dim)).view_as(x_BSD)
+        added_ND: Tensor = self.moe(self.norms[1](x_BSD).view(-1, dim))
+        return x_BSD + added_ND.view_as(x_BSD)
 
 
 class Model(nn.Module):
