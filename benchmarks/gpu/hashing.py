@@ -24,7 +24,9 @@ from holdfast_core.snapshots.layouts import PIECE_BYTES
 BYTES_MAX = 4096 * MIB
 """Several times what a processor's caches hold."""
 
-PREPARE_S, LIMIT_S = 3.0, 35.0
+PREPARE_S, LIMIT_S = 16.0, 35.0
+"""An arena's bytes would take `PREPARE_S` to write; one buffer takes a quarter of it."""
+
 BLOCK_BYTES = BLOCK_PIECES * PIECE_BYTES
 ABSENT = 0xFF
 

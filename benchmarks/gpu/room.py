@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 import torch
 
-from benchmarks.floors import SHARED_MEMORY
+from benchmarks.floors import SHARED_MEMORY, SharedBuffer
 from benchmarks.gpu.results import Results
 from benchmarks.measure import timed
 
@@ -30,8 +29,7 @@ def state_bytes(results: Results, *, prepare_s: float, most: int, small: int) ->
         return small
     files = os.statvfs(SHARED_MEMORY)
     room = min(files.f_bavail * files.f_frsize, _available_bytes())
-    with tempfile.TemporaryFile(dir=SHARED_MEMORY) as probe:
-        taken_s = timed(lambda: os.posix_fallocate(probe.fileno(), 0, PROBED_BYTES))
+    taken_s = timed(lambda: SharedBuffer(PROBED_BYTES))  # huge pages are zeroed when written
     writable = prepare_s * PROBED_BYTES / taken_s
     limits = [room / COPIES, writable / ARENA_COPIES, most]
     if results.on_gpu:

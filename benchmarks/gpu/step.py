@@ -41,6 +41,9 @@ NONE_SKIPPED = Goal(limit=0.0)
 
 def measure(results: Results) -> None:
     """Measure all figures."""
+    if not (results.on_gpu or results.small):
+        results.skip("step_threads_2", "needs a CUDA device: one step takes a processor minutes")
+        return
     most = state_bytes(results, prepare_s=PREPARE_S, most=STATE_BYTES_MAX, small=MIB)
     shape = shape_for(most, small=results.small)
     training = Training(shape, results.device)
