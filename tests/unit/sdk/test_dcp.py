@@ -81,22 +81,26 @@ def test_an_older_set_is_chosen_by_its_generation(stored: Path, make_trainer: An
 
 
 def test_a_generation_that_is_not_there_is_refused_with_those_that_are(
-    stored: Path, make_trainer: Any
+    stored: Path, make_trainer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CheckpointException, match=r"set 1\.2 of job 'fake'; it has: 1\.3, 1\.1"):
+    with pytest.raises(CheckpointException):
         load(make_trainer(), HoldfastReader(str(stored), job=JOB, generation="1.2"))
+    assert "set 1.2 of job 'fake'; it has: 1.3, 1.1" in caplog.text
     with pytest.raises(InvalidJobError, match="name the set"):
         HoldfastReader(str(stored))
 
 
-def test_a_flipped_byte_is_found_before_it_is_used(stored: Path, make_trainer: Any) -> None:
+def test_a_flipped_byte_is_found_before_it_is_used(
+    stored: Path, make_trainer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     (path,) = (stored / JOB).glob("*3/rank-00000.safetensors")
     data = bytearray(path.read_bytes())
     header_bytes = 8 + int.from_bytes(data[:8], "little")
     data[header_bytes] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointException, match="does not match its digest"):
+    with pytest.raises(CheckpointException):
         load(make_trainer(), HoldfastReader(str(stored), job=JOB))
+    assert "does not match its digest" in caplog.text
 
 
 def test_boxes_of_tensors_are_read_alone(stored: Path, trainer: Any) -> None:

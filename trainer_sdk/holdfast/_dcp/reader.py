@@ -10,6 +10,7 @@ after they were decoded.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,9 +32,11 @@ from torch.futures import Future
 from holdfast._dcp.values import PlainValue, extras_of, plain_values
 from holdfast._state.extras import dtype_named
 from holdfast_core.durable.set_tensors import Reading, SetTensor
-from holdfast_core.errors import InvalidJobError
+from holdfast_core.errors import HoldfastError, InvalidJobError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_storage.whole_sets import Want, WholeSet, open_set
+
+_log = logging.getLogger("holdfast")
 
 BATCH_BYTES = 256 * 1024 * 1024
 """Approximate size of a batch, which bounds the buffers for tensors that are not contiguous on the
@@ -121,6 +124,14 @@ class HoldfastReader(StorageReader):
             self._wanted, self._source, self._values = str(checkpoint_id), None, None
 
     def read_metadata(self) -> Metadata:
+        try:
+            return self._metadata()
+        except HoldfastError as error:
+            # Torch 2.11 raises "metadata is None" in its place, and says nothing of the cause.
+            _log.error("cannot load from the durable tier: %s", error)
+            raise
+
+    def _metadata(self) -> Metadata:
         entries: dict[str, Any] = {
             name: _metadata_of(tensor) for name, tensor in self.source.tensors.items()
         }
