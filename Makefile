@@ -17,11 +17,12 @@ REGISTRY ?=
 TAG ?=
 BUILDER ?=
 ARGS ?=
+PYTHON312 ?= $(PYTHON)
 
 BIN := .venv/bin
 STAMP := .venv/installed
 SOURCES := core protos storage daemon operator trainer_sdk
-CHECKED := $(wildcard $(SOURCES) charts tests benchmarks examples)
+CHECKED := $(wildcard $(SOURCES) charts tests benchmarks examples gpu)
 STUBS := protos/holdfast_protos
 CLUSTER := $(BIN)/python tests/cluster/cli.py
 CRD := crds/holdfast.dev_moetrainingjobs.yaml
@@ -66,13 +67,45 @@ mkdir -p build
 	fi
 endef
 
+# Makes the bundle; its wheels stay in the cache, which other clones use at the same time.
+bundle = flock "$(HOLDFAST_CACHE)/lock" $(BIN)/python -m gpu.bundle --cache "$(HOLDFAST_CACHE)" $(1)
+
+# Makes, once, the environment $$machine: Python 3.12 with the packages that gpu/machine.toml
+# finds installed, and nothing else.
+define machine
+for python in "$(PYTHON312)" python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python; do
+	  "$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && break
+	  python=
+	done
+	[ -n "$$python" ] || {
+	  echo "This needs Python 3.12: install it, or name it with PYTHON312=/path/to/python." >&2
+	  exit 1
+	}
+	"$$python" -c 'import tomllib; found = tomllib.load(open("gpu/machine.toml", "rb"))["installed"]; \
+		print(*(f"{name}=={version}" for name, version in found.items()), sep="\n")' \
+		> build/machine-requirements.txt
+	key=$$({ "$$python" -VV; uname -m; cat build/machine-requirements.txt; } | sha256sum | cut -c1-16)
+	machine="$(HOLDFAST_CACHE)/machine-$$key"
+	if [ ! -d "$$machine" ]; then
+	  exec 9>"$(HOLDFAST_CACHE)/lock"; flock 9
+	  if [ ! -d "$$machine" ]; then
+	    echo "Installing torch for Python 3.12 into $$machine, once (several GB) ..."
+	    rm -rf "$$machine.new"
+	    "$$python" -m venv "$$machine.new"
+	    "$$machine.new/bin/python" -m pip install --quiet --no-compile -r build/machine-requirements.txt
+	    mv -T "$$machine.new" "$$machine"
+	  fi
+	  exec 9>&-
+	fi
+endef
+
 ##@ Everyday
 
 .PHONY: help
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## "; print "make TARGET [ARGS=...]" } \
 		/^##@/ { print "\n" substr($$0, 5) } \
-		/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
+		/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install: $(STAMP) ## Set up .venv (all other targets do this themselves)
@@ -173,6 +206,19 @@ test-cluster: $(STAMP) ## Run the cluster tests on a cluster of their own
 .PHONY: bench-operator
 bench-operator: $(STAMP) ## Measure the operator with thousands of members; ARGS="--members 200 --jobs 20"
 	@PYTHONPATH=tests/cluster $(BIN)/python -m benchmarks.operator_scale $(ARGS)
+
+##@ On a machine with CUDA
+
+.PHONY: gpu-bundle
+gpu-bundle: $(STAMP) ## Make the folder to bring to one that has no network
+	@$(call bundle,$(ARGS))
+
+.PHONY: test-py312
+test-py312: $(STAMP) ## Run that folder here, with the Python and torch of such a machine
+	@$(call bundle)
+	$(machine)
+	PYTHON="$$machine/bin/python" build/gpu-bundle/gpu/run.sh \
+	  --out build/gpu-session --small --deadline-s 1200 $(ARGS)
 
 ##@ Now and then
 

@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk")
-OTHER_ROOTS = ("charts", "tests", "benchmarks", "examples")
+OTHER_ROOTS = ("charts", "tests", "benchmarks", "examples", "gpu")
 
 FUNCTION_LINES_MAX = 70
 
@@ -87,7 +87,7 @@ def test_functions_are_short() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     """Tests are exempt: they mirror the module that they test, and their names are sentences."""
-    paths = [*SOURCES, *_modules("charts", "benchmarks", "examples")]
+    paths = [*SOURCES, *_modules("charts", "benchmarks", "examples", "gpu")]
     _none([_name(path) for path in paths if not ast.get_docstring(_tree(path))], "no docstring")
 
 
