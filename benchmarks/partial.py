@@ -34,7 +34,7 @@ from benchmarks.measure import WARM_UPS, Figure, Outcome, encode, milliseconds, 
 from benchmarks.states import EXPERTS, State
 from benchmarks.trainer_worker import timed_save
 from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
+from holdfast_core.snapshots.layouts import SLOTS_MAX
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
@@ -94,7 +94,7 @@ class Compared(msgspec.Struct, kw_only=True):
 def measure(nbytes: int, directory: Path) -> Outcome:
     """Measure all rows; workers write their results to `directory`."""
     room = int(MEMORY_SHARE * psutil.virtual_memory().available)
-    total_bytes = min(STATE * nbytes, room // (1 + 2 * SLOTS_PER_ARENA))
+    total_bytes = min(STATE * nbytes, room // (1 + 2 * SLOTS_MAX))
     found = {k: _compare(k, total_bytes, directory / f"partial-{k}.json") for k in CHOSEN}
     rows = {}
     for k, compared in found.items():
@@ -118,7 +118,7 @@ def measure(nbytes: int, directory: Path) -> Outcome:
 def _compare(k: int, total_bytes: int, out: Path) -> Compared:
     """Compare a full snapshot with one of `k` experts of each layer."""
     # Alignment adds less than a tenth to the slots.
-    with Cluster(2 * SLOTS_PER_ARENA * total_bytes * 11 // 10) as cluster:
+    with Cluster(2 * SLOTS_MAX * total_bytes * 11 // 10) as cluster:
         daemon = cluster.start("node-0")
         for job in _jobs(k):
             cluster.control.place(job, 1, [daemon.node], redundancy=Redundancy.NONE)

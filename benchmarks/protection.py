@@ -31,7 +31,7 @@ from benchmarks.measure import (
 from benchmarks.raw_trainer import RawTrainer, layout_of
 from holdfast_core.protection.budget import predict
 from holdfast_core.protection.codes import BlockId, Code
-from holdfast_core.snapshots.layouts import PIECE_BYTES
+from holdfast_core.snapshots.layouts import PIECE_BYTES, SLOTS_MAX
 from holdfast_daemon.parity.combining import THREADS
 
 JOB = "bench"
@@ -125,7 +125,7 @@ def measure(total_bytes: int) -> Outcome:
     payloads = [bytearray([rank + 1]) * payload_bytes for rank in range(NODES)]
     sizes = [payload_bytes] * NODES
     slots = [layout_of(rank, NODES, payload_bytes).slot_bytes for rank in range(NODES)]
-    predicted = predict(slots, [tuple(range(NODES))], 1)
+    predicted = predict(slots, [tuple(range(NODES))], 1, slots=SLOTS_MAX)
     budget_bytes = 2 * max(memory.total_bytes for memory in predicted)
     rows: dict[str, Figure] = {}
     with Cluster(budget_bytes) as cluster:

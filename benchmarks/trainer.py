@@ -22,7 +22,7 @@ import msgspec
 from benchmarks.cluster import Cluster, Daemon
 from benchmarks.measure import Figure, Outcome, encode, milliseconds, ratio
 from benchmarks.trainer_worker import JOB, Restored, Saves
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
+from holdfast_core.snapshots.layouts import SLOTS_MAX
 from holdfast_core.snapshots.membership import Redundancy
 
 ROUNDS = 3
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 def measure(total_bytes: int, directory: Path) -> Outcome:
     """Measure all rows; workers write their results to `directory`."""
-    budget_bytes = SLOTS_PER_ARENA * total_bytes * 5 // 4
+    budget_bytes = SLOTS_MAX * total_bytes * 5 // 4
     rounds: list[Saves] = []
     restores: list[Restored] = []
     for turn in range(ROUNDS):

@@ -103,6 +103,7 @@ class JobHost:
                     (
                         arena.rank,
                         encode_layout(arena.layout),
+                        arena.slots,
                         {
                             slot: (sealed.encoded, sealed.places)
                             for slot, sealed in arena.sealed.items()

@@ -98,7 +98,7 @@ class Node:
         self._peer_address = ""
         self._control: ControlClient | None = None
         self._http: HttpServer | None = None
-        self._pulse: asyncio.Task[None] | None = None
+        self._periodic: list[asyncio.Task[None]] = []
         self._traffic = Traffic(self.metrics, settings.protection_bytes_s)
         self._turned_at = time.monotonic()
         self._started_at = time.monotonic()
@@ -136,7 +136,8 @@ class Node:
                 identity=settings.identity,
             )
             self._control.start()
-        self._pulse = asyncio.get_running_loop().create_task(self._beat())
+        loop = asyncio.get_running_loop()
+        self._periodic = [loop.create_task(self._beat()), loop.create_task(self._give_back())]
         _log.info(
             "daemon_started",
             node=settings.node,
@@ -155,10 +156,10 @@ class Node:
         late = await self._durable.drain(list(self.hosts.values()), self._settings.persist_grace_s)
         if late:
             _log.warning("persist_unfinished", jobs=late, grace_s=self._settings.persist_grace_s)
-        if self._pulse is not None:
-            self._pulse.cancel()
+        for task in self._periodic:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._pulse
+                await task
         if self._control is not None:
             await self._control.close()
         for host in self.hosts.values():
@@ -361,6 +362,16 @@ class Node:
             pause_s = until_next(PERIOD_S, before)
             await asyncio.sleep(pause_s)
             self.metrics.observe("loop_lag_seconds", max(0.0, time.monotonic() - before - pause_s))
+
+    async def _give_back(self) -> None:
+        """Once a second, give back the memory of parity blocks that need none now."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            for host in list(self.hosts.values()):
+                try:
+                    await asyncio.to_thread(host.storage.give_back)
+                except StorageError as error:
+                    _log.warning("parity_memory_kept", job=host.job, error=str(error))
 
     def _scrub_next(self, now: float) -> None:
         targets = {

@@ -196,18 +196,22 @@ class EffectWorker:
                 return self.persister.commit(effect, scope)
 
     def _allocate(self, effect: AllocateArena) -> ArenaReady:
-        self._storage.allocate(
+        arena = self._storage.allocate(
             effect.rank,
             effect.layout,
+            slots=effect.slots,
+            ranks=effect.ranks,
             parity_lanes=effect.parity_lanes,
             parity_bytes=effect.parity_bytes,
         )
-        return ArenaReady(rank=effect.rank, layout_id=effect.layout_id)
+        return ArenaReady(rank=effect.rank, layout_id=effect.layout_id, slots=arena.slots)
 
     def _build(self, effect: BuildParity, scope: EpochScope) -> ParityBuilt:
         scope.check()
-        self._storage.free_parity(effect.lane, effect.slot)
-        block = self._storage.block_view(effect.lane, effect.slot)
+        with self._storage.block_to_build(effect.lane, effect.slot) as block:
+            return self._build_in(block, effect, scope)
+
+    def _build_in(self, block: memoryview, effect: BuildParity, scope: EpochScope) -> ParityBuilt:
         described = self._group.describe(effect.sources, effect.generation, scope)
         manifests = {position: decode_manifest(m) for position, (m, _) in described.items()}
         group = self._group.fetch_from(effect.sources, scope, effect.generation)

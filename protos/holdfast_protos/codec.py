@@ -179,6 +179,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         replicas=value.replicas,
         tier=None if value.tier is None else values_pb2.Tier(**asdict(value.tier)),
         memory_bytes=value.memory_bytes,
+        slots=value.slots,
         protection_bytes_s=value.protection_bytes_s,
     )
 
@@ -203,6 +204,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             replicas=message.replicas or 1,  # older peers do not send it
             tier=_tier(message.tier) if message.HasField("tier") else None,
             memory_bytes=message.memory_bytes,
+            slots=message.slots,
             protection_bytes_s=message.protection_bytes_s,
         )
     except (InvalidJobError, ValueError) as error:

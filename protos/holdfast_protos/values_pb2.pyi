@@ -108,6 +108,7 @@ class Membership(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
     PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
@@ -118,6 +119,8 @@ class Membership(_message.Message):
     """of each payload, with redundancy Replication"""
     memory_bytes: _builtins.int
     """limit of the job on each node; 0: all that the daemon may use"""
+    slots: _builtins.int
+    """of each rank's arena; 0: three where they fit, else two"""
     protection_bytes_s: _builtins.int
     """limit of each node's fetching for new parity; 0: no limit"""
     @_builtins.property
@@ -141,11 +144,12 @@ class Membership(_message.Message):
         tier: Global___Tier | None = ...,
         replicas: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        slots: _builtins.int = ...,
         protection_bytes_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,7 +77,7 @@ class _Host:
             job=JOB, node="n0", memory_id="m", incarnation=1, settings=EngineSettings()
         )
         self.storage = SimpleNamespace(
-            arena=lambda rank, layout: SimpleNamespace(path=Path("arena"), nbytes=1),
+            arena=lambda rank, layout: SimpleNamespace(path=Path("arena"), nbytes=1, slots=3),
             arena_bytes=1,
             parity_bytes=1,
         )
@@ -93,7 +93,7 @@ class _Host:
         )
         self.carry_out(effects)
         (arena,) = self.engine.memory.arenas.values()
-        done = ArenaReady(rank=0, layout_id=arena.layout_id)
+        done = ArenaReady(rank=0, layout_id=arena.layout_id, slots=3)
         self.carry_out(self.engine.on_completion(done, 0.0))
         self.carry_out(self.engine.claimed(self.session, 0.0))
         self.save(GENERATION.step)

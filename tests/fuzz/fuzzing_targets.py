@@ -104,7 +104,7 @@ def _manifest_file(data: bytes) -> None:
 def _layout(data: bytes) -> None:
     layout = decode_layout(data)
     assert decode_layout(encode_layout(layout)) == layout
-    assert 0 < layout.slot_bytes <= layout.arena_bytes
+    assert 0 < layout.slot_bytes <= layout.arena_bytes(2)
 
 
 def _parity_record(data: bytes) -> None:

@@ -42,7 +42,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import (
-    SLOTS_PER_ARENA,
+    SLOTS_MAX,
     Layout,
     decode_layout,
     decode_manifest,
@@ -223,7 +223,7 @@ class FakeDaemon:
             slot=held.piece_map.slot,
             source=RestoreSource.LOCAL,
             token=f"read {held.home}",
-            arena_bytes=layout.arena_bytes,
+            arena_bytes=layout.arena_bytes(SLOTS_MAX),
             places=held.piece_map.places,
         )
 
@@ -244,7 +244,7 @@ class FakeDaemon:
             (self._home / "layout.json").write_bytes(layout)
             with (self._home / "arena").open("ab") as arena:
                 try:
-                    os.posix_fallocate(arena.fileno(), 0, decoded.arena_bytes)
+                    os.posix_fallocate(arena.fileno(), 0, decoded.arena_bytes(SLOTS_MAX))
                 except OSError as error:
                     raise StorageError(f"cannot allocate an arena: {error}") from error
             self._layout = decoded
@@ -256,7 +256,7 @@ class FakeDaemon:
             return Opened(
                 session=self._session,
                 token=f"claim {self._home}",
-                arena_bytes=decoded.arena_bytes,
+                arena_bytes=decoded.arena_bytes(SLOTS_MAX),
                 slot_bytes=decoded.slot_bytes,
             )
 
@@ -296,7 +296,7 @@ class FakeDaemon:
             assert self._layout is not None
             sealed = {g: held for g, held in self.sealed().items() if held.home == self._home}
             taken = {held.piece_map.slot: g for g, held in sealed.items()}
-            free = [s for s in range(SLOTS_PER_ARENA) if s not in taken]
+            free = [s for s in range(SLOTS_MAX) if s not in taken]
             # Kept: the newest protected snapshot, and everything newer.
             old = [s for s, g in taken.items() if self._protected and g < self._protected]
             if not free and not old:
@@ -310,6 +310,7 @@ class FakeDaemon:
                 slot,
                 pieces,
                 [other.piece_map for g, other in sealed.items() if g != freed],
+                slots=SLOTS_MAX,
                 base=held.piece_map if held else None,
                 unchanged=unchanged,
             )

@@ -57,6 +57,11 @@ class StepInterval(Document, frozen=True, kw_only=True):
         """Whether the trainer finds the interval."""
         return self.steps == AUTO
 
+    def asked_steps(self, found: int) -> int:
+        """Steps from one call of `save` that is to be taken to the next: the job's, or those that
+        `auto` has `found`."""
+        return self.steps if isinstance(self.steps, int) else found
+
     @property
     def least_steps(self) -> int:
         """Fewest steps from snapshot to snapshot that a plan may choose for the job."""

@@ -23,6 +23,7 @@ from holdfast_core.job.snapshots import (
 )
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.quantities import parse_bytes
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 from holdfast_core.snapshots.membership import Redundancy
 
 _DNS_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
@@ -214,6 +215,14 @@ def _limit_problems(spec: Spec) -> Iterator[Problem]:
             value=spec.min_nodes,
             wrong=f"more than spec.nodes = {spec.nodes}",
             fix=f"use a number from 1 to {spec.nodes}",
+        )
+    slots = spec.snapshot.slots
+    if slots != AUTO if isinstance(slots, str) else not SLOTS_MIN <= slots <= SLOTS_MAX:
+        yield Problem(
+            path="spec.snapshot.slots",
+            value=slots,
+            wrong="not a number of slots",
+            fix=f"write {AUTO}, {SLOTS_MIN} or {SLOTS_MAX}",
         )
     memory = spec.snapshot.memory_per_node
     if memory is not None:

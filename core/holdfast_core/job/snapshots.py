@@ -9,7 +9,8 @@ from msgspec import Meta
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.documents import Document
-from holdfast_core.job.intervals import StepInterval
+from holdfast_core.job.intervals import AUTO, StepInterval
+from holdfast_core.protection.budget import SLOTS_AUTO
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.membership import Redundancy
@@ -217,6 +218,23 @@ class Snapshot(Document, frozen=True, kw_only=True):
             },
         ),
     ] = COMPARE_REPLICAS_EVERY
+    slots: (
+        Annotated[
+            str,
+            Meta(
+                max_length=32,
+                description="snapshots of each rank that its node has room for",
+                examples=[2],
+                extra={
+                    "more": "3: one protected, one being protected, one being written. 2: a third "
+                    "less memory, and a save is skipped while the one before it is being "
+                    "protected. auto: 3 where they fit into memoryPerNode and the daemon's budget, "
+                    "else 2. `holdfast plan` shows what each costs. An arena keeps its number."
+                },
+            ),
+        ]
+        | int
+    ) = AUTO
     memory_per_node: (
         Annotated[
             str,
@@ -234,6 +252,11 @@ class Snapshot(Document, frozen=True, kw_only=True):
         | int
         | None
     ) = None
+
+    @property
+    def slot_choices(self) -> tuple[int, ...]:
+        """Numbers of slots that a rank may have, best first."""
+        return (self.slots,) if isinstance(self.slots, int) else SLOTS_AUTO
 
 
 _SpreadKey = Annotated[

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.budgeted import Budgets, experts_within, select_local
@@ -27,7 +28,8 @@ from holdfast_core.experts.token_loss import check_limit
 from holdfast_core.job.parsing import MoETrainingJob, PolicyType
 from holdfast_core.planning.expected_loss import routed_tokens, selective_loss, sequential_loss
 from holdfast_core.planning.model_sizes import CapturePlan, ModelSizes, plan_capture, table_of_sizes
-from holdfast_core.protection.budget import predict
+from holdfast_core.planning.slots import SlotsCost, compare_slots, slots_chosen
+from holdfast_core.protection.budget import NodeMemory, predict
 from holdfast_core.protection.intervals import (
     recoveries_per_s,
     save_overhead_s,
@@ -99,8 +101,10 @@ class PolicyCost:
     job_bytes: int
     """Bytes that all ranks capture together, without duplicates."""
     memory_bytes: int
-    """Memory of the node that needs most: arenas and parity, with the job's redundancy, and
-    gradients if the job recomputes replicas."""
+    """Memory of the node that needs most: arenas and parity, with the job's redundancy and the
+    slots that its limit allows, and gradients if the job recomputes replicas."""
+    slots: tuple[SlotsCost, ...]
+    """What each number of slots costs, without gradients."""
     copy_s: float
     """Time of the copy on the most loaded node, all its ranks together."""
     stall_s: float
@@ -298,6 +302,12 @@ class _World:
             rank_bytes=max(max(loads) for loads in by_rank),
             job_bytes=job_bytes,
             memory_bytes=self._memory_bytes(plan) + self._recomputes * gradient_bytes,
+            slots=compare_slots(
+                partial(self._nodes, plan),
+                interval_s=self._job.spec.snapshot.interval.asked_steps(steps) * assumed.step_s,
+                copy_s=copy_s,
+                protect_s=protect_s,
+            ),
             network_bytes=job_bytes * self._job.spec.redundancy.losses,
             recomputed_bytes=recomputed_bytes,
             gradient_bytes=gradient_bytes,
@@ -327,6 +337,16 @@ class _World:
         return [sum(loads[at : at + ranks]) for at in range(0, len(loads), ranks)]
 
     def _memory_bytes(self, plan: CapturePlan, *, gradients: bool = False) -> int:
+        slots = slots_chosen(
+            self._job.spec.snapshot.slot_choices,
+            partial(self._nodes, plan),
+            self._job.memory_per_node_bytes,
+        )
+        return max(node.total_bytes for node in self._nodes(plan, slots, gradients=gradients))
+
+    def _nodes(
+        self, plan: CapturePlan, slots: int, *, gradients: bool = False
+    ) -> tuple[NodeMemory, ...]:
         loads = plan.loads(self._table.units)
         if gradients:
             always = plan.loads(())
@@ -334,15 +354,14 @@ class _World:
                 load + int((load - rest) * GRADIENT_SHARE)
                 for load, rest in zip(loads, always, strict=True)
             ]
-        slots = [round_up(load, PAGE_BYTES) for load in loads]
-        nodes = predict(
-            slots,
+        return predict(
+            [round_up(load, PAGE_BYTES) for load in loads],
             self._groups,
             self._job.spec.nproc_per_node,
+            slots=slots,
             redundancy=self._job.spec.redundancy.type,
             replicas=max(self._job.spec.redundancy.losses, 1),
         )
-        return max(node.total_bytes for node in nodes)
 
     def _objection(self, policy: PolicyType, experts: int, lost: float) -> str:
         if policy is PolicyType.PARTIAL_EXPERTS:

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from holdfast_core.errors import InvalidJobError, MemoryBudgetError
 from holdfast_core.protection.codes import Code, code_for
 from holdfast_core.quantities import format_bytes
-from holdfast_core.snapshots.layouts import PAGE_BYTES, PIECE_BYTES, SLOTS_PER_ARENA, round_up
+from holdfast_core.snapshots.layouts import PAGE_BYTES, PIECE_BYTES, SLOTS_MAX, SLOTS_MIN, round_up
 from holdfast_core.snapshots.membership import Redundancy
 
 PARITY_SLOTS = 2
 """Parity blocks of a parity lane: one protects the newest protected generation while the other is
-built."""
+built. Room is reserved for both; the one that protects nothing has no memory until it is built."""
+
+SLOTS_AUTO = (SLOTS_MAX, SLOTS_MIN)
+"""Numbers of slots to try where the job leaves the choice to its memory: first the one with fewer
+skipped saves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +35,13 @@ class NodeMemory:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes to reserve: what the node holds while every lane's parity is being built."""
         return self.arena_bytes + self.parity_bytes
 
-
-def arena_bytes(slot_bytes: int) -> int:
-    """Bytes of a rank's arena; equals `Layout.arena_bytes` for `Layout.slot_bytes`."""
-    return SLOTS_PER_ARENA * slot_bytes
+    @property
+    def settled_bytes(self) -> int:
+        """Bytes that the node holds while no parity is being built."""
+        return self.arena_bytes + self.parity_bytes // PARITY_SLOTS
 
 
 def parity_block_bytes(
@@ -62,6 +67,7 @@ def predict(
     groups: Sequence[Sequence[int]],
     nproc_per_node: int,
     *,
+    slots: int,
     redundancy: Redundancy = Redundancy.RAIM5,
     replicas: int = 1,
     piece_bytes: int = PIECE_BYTES,
@@ -72,6 +78,7 @@ def predict(
         slot_bytes_by_rank: `Layout.slot_bytes` of each rank; ranks follow members.
         groups: parity groups of member indices 0, 1, …; none at all without redundancy.
         nproc_per_node: ranks, and so lanes, of each member.
+        slots: number of slots of each rank.
         redundancy, replicas: how the members of a group protect each other.
 
     Raises:
@@ -93,7 +100,7 @@ def predict(
     return tuple(
         NodeMemory(
             member=member,
-            arena_bytes=sum(arena_bytes(slot_bytes_by_rank[rank]) for rank in ranks),
+            arena_bytes=slots * sum(slot_bytes_by_rank[rank] for rank in ranks),
             parity_bytes=nproc_per_node
             * PARITY_SLOTS
             * (code.rows if code else 0)
@@ -102,6 +109,26 @@ def predict(
         for member in members
         for code in [code_for(redundancy, size_of.get(member, 1), replicas)]
         for ranks in [range(member * nproc_per_node, (member + 1) * nproc_per_node)]
+    )
+
+
+def slots_within(
+    choices: Sequence[int], room_bytes: int, *, slot_bytes: int, parity_bytes: int, ranks: int
+) -> int:
+    """The first of `choices` with which all ranks of a node fit, or else the last.
+
+    Every rank of a job chooses by the same figures, so that those of equal nodes choose alike.
+
+    Args:
+        choices: numbers of slots, best first.
+        room_bytes: memory that the job may take on the node.
+        slot_bytes: the largest slot of any rank.
+        parity_bytes: bytes of one rank's parity blocks.
+        ranks: ranks of the node.
+    """
+    return next(
+        (slots for slots in choices if ranks * (slots * slot_bytes + parity_bytes) <= room_bytes),
+        choices[-1],
     )
 
 

@@ -24,9 +24,12 @@ PIECE_BYTES = 256 * 1024
 """Grid of the checksums. Measured: copying and hashing (xxh3) pieces of this size on two threads is
 as fast as a plain memcpy, because a piece is still in the L2 cache when it is hashed."""
 
-SLOTS_PER_ARENA = 3
-"""Slots of an arena: one being written, one committed and being protected, one protected (REFT
+SLOTS_MAX = 3
+"""Most slots of an arena: one being written, one committed and being protected, one protected (REFT
 §4.2, PEC §3.2)."""
+
+SLOTS_MIN = 2
+"""Fewest slots of an arena: one protected, and one being written or protected."""
 
 PIECES_MAX = 1 << 22
 """Most pieces of one slot: a terabyte in pieces of 256 KiB. A manifest has eight bytes for each."""
@@ -109,9 +112,9 @@ class Layout:
         """Bytes of one slot, in whole pages."""
         return round_up(max(self.extras_offset + self.extras_capacity, 1), PAGE_BYTES)
 
-    @property
-    def arena_bytes(self) -> int:
-        return SLOTS_PER_ARENA * self.slot_bytes
+    def arena_bytes(self, slots: int) -> int:
+        """Bytes of an arena of so many slots."""
+        return slots * self.slot_bytes
 
 
 _LAYOUT = msgspec.json.Decoder(Layout)

@@ -88,6 +88,8 @@ class Membership:
     memory_bytes: int = 0
     """Bytes that the job may take on each node, for arenas and parity; 0: all that the daemon may
     use."""
+    slots: int = 0
+    """Slots of each rank's arena; 0: three where they fit on the rank's node, else two."""
     protection_bytes_s: int = 0
     """Bytes that each node may fetch in a second for parity of new generations; 0: no limit."""
 

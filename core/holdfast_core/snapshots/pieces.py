@@ -2,9 +2,9 @@
 
 A snapshot that captures only some of its units carries the other pieces over: its manifest lists
 all of them, and `places` names for each the slot of the arena that holds its bytes, always at the
-piece's own offset. A rank has three slots, so a piece has three possible places, and an unchanged
-piece is never copied. (PEC §3.1 and MoEtion §4.1 save some of the experts; the others are restored
-as they were when they were last saved.)
+piece's own offset. A rank has two or three slots, so a piece has as many possible
+places, and an unchanged piece is never copied. (PEC §3.1 and MoEtion §4.1 save some of the experts;
+the others are restored as they were when they were last saved.)
 
 Places describe where bytes are on this node, not what they are, so they are not part of the
 manifest: a snapshot that was rebuilt elsewhere is in one slot there and is still the same snapshot.
@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from holdfast_core.errors import CorruptError
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
+from holdfast_core.snapshots.layouts import SLOTS_MAX
 
 DIGEST_BYTES = 8
 
@@ -65,26 +65,28 @@ def choose(
     pieces: int,
     others: Sequence[PieceMap],
     *,
+    slots: int,
     base: PieceMap | None = None,
     unchanged: bytes = b"",
 ) -> bytes:
     """The places for a snapshot of `pieces` pieces in `slot`.
 
     A written piece goes to a slot in which no other snapshot has it: one is always left, because
-    there are at most two others. An unchanged piece stays where `base` has it.
+    there are fewer others than slots. An unchanged piece stays where `base` has it.
 
     Args:
         others: every other snapshot of the arena that exists, or that is being written.
+        slots: number of slots of the arena.
         base: the one among them whose pieces are carried over.
         unchanged: bit map of the pieces that are carried over; only with `base`, which has them.
     """
     if base is None and not any(other.places for other in others):
         return b""
-    taken = np.zeros((SLOTS_PER_ARENA, pieces), dtype=bool)
+    taken = np.zeros((slots, pieces), dtype=bool)
     for other in others:
         there = _expand(other, pieces)
         taken[there, np.arange(len(there))] = True
-    order = np.array([slot, *(s for s in range(SLOTS_PER_ARENA) if s != slot)], dtype=np.uint8)
+    order = np.array([slot, *(s for s in range(slots) if s != slot)], dtype=np.uint8)
     chosen = order[np.argmin(taken[order], axis=0)]
     if base is not None:
         carried = bits(unchanged, pieces)
@@ -155,8 +157,8 @@ def split_places(data: bytes) -> tuple[bytes, bytes]:
     digest, _, places = trailer.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(places).encode() != digest:
         raise CorruptError("places do not match their checksum")
-    if not places or max(places) >= SLOTS_PER_ARENA:
-        raise CorruptError(f"places must name slots 0 to {SLOTS_PER_ARENA - 1}")
+    if not places or max(places) >= SLOTS_MAX:
+        raise CorruptError(f"places must name slots 0 to {SLOTS_MAX - 1}")
     return head + b"\n" + body, places
 
 

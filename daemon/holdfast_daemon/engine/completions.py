@@ -106,7 +106,7 @@ def _arena_ready(memory: JobMemory, event: ArenaReady, at: Times) -> None:
     session = memory.rank(event.rank).session
     mine = session is not None and session.layout_id == event.layout_id
     if event.error is None:
-        arena.ready = True
+        arena.allocated(event.slots)
         if session is not None and mine:
             session.allocated = True
             memory.rank(event.rank).refused = (memory.epoch, "")

@@ -190,6 +190,11 @@ class AllocateArena:
     """Parity lanes that need blocks beside it: one for each row of the group's code."""
     parity_bytes: int
     """Minimum size of each of the two parity blocks of these lanes."""
+    slots: tuple[int, ...]
+    """Numbers of slots that the arena may have, best first: it gets the first one with which all
+    ranks of this node fit."""
+    ranks: int
+    """Number of ranks of this node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -386,6 +391,8 @@ class SlotSealed:
 class ArenaReady:
     rank: int
     layout_id: str
+    slots: int = 0
+    """Number of slots of the arena; 0 when there is none."""
     error: HoldfastError | None = None
 
 

@@ -92,21 +92,21 @@ class JobEngine:
         membership: Membership | None,
         line: Line | None,
         retained: Generation | None,
-        arenas: Sequence[tuple[int, bytes, dict[int, tuple[bytes, bytes]], bool]],
+        arenas: Sequence[tuple[int, bytes, int, dict[int, tuple[bytes, bytes]], bool]],
         parities: Sequence[tuple[int, int, ParityEntry]],
         now: float,
     ) -> list[Effect]:
         """Take over what an earlier daemon left. Nothing counts as held before it is verified.
 
         Args:
-            arenas: for each, (rank, encoded layout, {slot: (encoded manifest, places)}, whether a
-                living process holds the claim).
+            arenas: for each, (rank, encoded layout, number of slots, {slot: (encoded manifest,
+                places)}, whether a living process holds the claim).
             parities: for each, (lane, slot, entry).
         """
         memory = self.memory
-        for rank, encoded, sealed, claimed in arenas:
+        for rank, encoded, slots, sealed, claimed in arenas:
             arena = self._arena(rank, encoded)
-            arena.ready = True
+            arena.allocated(slots)
             memory.arenas[(rank, arena.layout_id)] = arena
             for slot in arena.slots if claimed else ():
                 # Whichever slot the earlier daemon granted: its trainer may still be writing.
@@ -368,6 +368,8 @@ class JobEngine:
             self._convergence.settle_into(now)
             raise SnapshotSkippedError(
                 f"every slot of rank {arena.rank} is in use ({arena.uses}): protection is behind"
+                if arena.free_slot() is None
+                else f"the last free slot of rank {arena.rank} is for a rebuild of it"
             )
         held = arena.whole(base)
         slot.places = arena.places_for(slot, held, unchanged)

@@ -180,7 +180,8 @@ def start(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation) ->
 def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slot]:
     """The slots that experts are taken from when `generation` is loaded: for each rank the oldest
     snapshot after it, which has most in common with `generation`. None where copies hold all
-    experts: everything is then read from storage."""
+    experts, or where no other slot is left for `generation`: everything is then read from
+    storage."""
     tier = epoch.membership.tier
     if tier is None or not tier.experts:
         return []
@@ -189,6 +190,8 @@ def sources(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[Slo
         job = memory.rebuilds.get(arena.rank)
         other = job is not None and job.manifest is not None and job.layout_id != arena.layout_id
         if other or not _is_source(slot, arena.rank, generation):
+            continue
+        if not any(s is not slot and _is_for_load(s, generation) for s in arena.slots):
             continue
         known = found.get(arena.rank)
         if known is None or _age(slot) < _age(known):
@@ -200,6 +203,12 @@ def _is_source(slot: Slot, rank: int, generation: Generation) -> bool:
     manifest = slot.manifest
     sealed = slot.state is SlotState.SEALED and slot.verified
     return sealed and manifest is not None and manifest.rank == rank and _age(slot) > generation
+
+
+def _is_for_load(slot: Slot, generation: Generation) -> bool:
+    """Whether the slot can be used for `generation`, or is already, once it has been freed."""
+    unused = slot.state is SlotState.FREE or slot.generation == generation
+    return unused or (slot.state is SlotState.SEALED and slot.persisting is None)
 
 
 def _age(slot: Slot) -> Generation:

@@ -66,7 +66,7 @@ def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJo
     if job.stored and arena.ready:
         loading.load_into_slot(memory, epoch, rank, job, arena)
         return
-    slot = arena.free_slot() if arena.ready else None
+    slot = upkeep.slot_to_fill(memory, epoch, arena) if arena.ready else None
     if slot is None:
         return
     membership, group = epoch.membership, epoch.group

@@ -12,7 +12,7 @@ from enum import Enum
 
 from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, Layout, encode_manifest, piece_count
+from holdfast_core.snapshots.layouts import Layout, encode_manifest, piece_count
 from holdfast_core.snapshots.manifests import ExpertVersion, Manifest, ParityEntry
 from holdfast_core.snapshots.pieces import DIGEST_BYTES, PieceMap, choose, merge_digests
 from holdfast_daemon.engine.effects import HeldSlot
@@ -120,8 +120,18 @@ class ArenaView:
     layout_id: str
     layout: Layout
     encoded: bytes
-    ready: bool = False
-    slots: list[Slot] = field(default_factory=lambda: [Slot(i) for i in range(SLOTS_PER_ARENA)])
+    slots: list[Slot] = field(default_factory=list)
+    """Its slots; empty until it is allocated."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is allocated."""
+        return bool(self.slots)
+
+    def allocated(self, slots: int) -> None:
+        """Record that it is allocated, with so many slots."""
+        if not self.slots:
+            self.slots = [Slot(index) for index in range(slots)]
 
     def free_slot(self) -> Slot | None:
         """A slot to write into; None while a trainer of an earlier daemon may write into unknown
@@ -162,6 +172,7 @@ class ArenaView:
             slot.index,
             piece_count(self.layout.slot_bytes, self.layout.piece_bytes),
             [s.piece_map for s in self.slots if s is not slot and s.state is not SlotState.FREE],
+            slots=len(self.slots),
             base=base.piece_map if base else None,
             unchanged=unchanged,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast_core.protection import recovery
-from holdfast_core.protection.budget import parity_block_bytes
+from holdfast_core.protection.budget import SLOTS_AUTO, parity_block_bytes
 from holdfast_core.protection.codes import BlockId, code_of
 from holdfast_core.snapshots.generations import Generation
 from holdfast_daemon.engine import loading
@@ -158,9 +158,20 @@ def _is_spare(memory: JobMemory, epoch: Epoch, slot: Slot) -> bool:
 
 
 def slot_to_write(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | None:
-    """A slot for a trainer: a free one, or else a spare one, which is freed; None when there is
-    none."""
-    if arena.free_slot() is None and not arena.has_unknown_writer:
+    """A slot for a trainer; None when there is none, or when the last one is for a snapshot of the
+    rank that is about to be rebuilt: what must be held goes before what is new."""
+    slot = slot_to_fill(memory, epoch, arena)
+    begun = any(s.state is SlotState.REBUILDING for s in arena.slots)
+    if arena.rank in memory.rebuilds and not begun:
+        free = [s for s in arena.slots if s.state is SlotState.FREE]
+        return slot if len(free) > 1 else None
+    return slot
+
+
+def slot_to_fill(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> Slot | None:
+    """A slot for a snapshot that is written or rebuilt: a free one, or else a spare one, which is
+    freed; None when there is none."""
+    if arena.free_slot() is None and not arena.has_unknown_writer and epoch.line is not None:
         for slot in arena.slots:
             sealed = slot.state is SlotState.SEALED and slot.persisting is None
             if sealed and not _is_kept(epoch, slot.generation) and _is_spare(memory, epoch, slot):
@@ -341,5 +352,7 @@ def allocate(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
                 membership.parity_lane(lane, row) for row in range(code.rows if code else 0)
             ),
             parity_bytes=parity_block_bytes(largest, code, arena.layout.piece_bytes),
+            slots=(membership.slots,) if membership.slots else SLOTS_AUTO,
+            ranks=membership.nproc_per_node,
         )
     )

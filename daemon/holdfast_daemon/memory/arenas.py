@@ -1,6 +1,7 @@
 """Arenas: the files that trainers copy their snapshots into, and the manifests that seal them.
 
-`<rank>-<layout id>/layout.json` is written last, so an arena exists exactly when it is usable;
+`<rank>-<layout id>/layout.json` is written last, so an arena exists exactly when it is usable; the
+file `slots` beside it holds the number of its slots, which differs from node to node.
 `slot-<n>.manifest` is written last, so a snapshot exists exactly when all of it does. Neither is
 ever changed in place. This module reserves no budget and takes no lock: `memory.job_storage`
 does."""
@@ -15,7 +16,8 @@ from pathlib import Path
 from holdfast_core.errors import CorruptError, HoldfastError, StorageError
 from holdfast_core.job.names import job_of_file_name
 from holdfast_core.snapshots.layouts import (
-    SLOTS_PER_ARENA,
+    SLOTS_MAX,
+    SLOTS_MIN,
     Layout,
     decode_layout,
     decode_manifest,
@@ -29,6 +31,7 @@ from holdfast_daemon.memory.grants import Grants
 
 LAYOUT_FILE = "layout.json"
 ARENA_FILE = "arena"
+SLOTS_FILE = "slots"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +61,14 @@ class ArenaPart:
 class Arena:
     """One rank's region of shared memory, made for one layout."""
 
-    def __init__(self, directory: Path, encoded_layout: bytes, layout: Layout) -> None:
+    def __init__(self, directory: Path, encoded_layout: bytes, layout: Layout, slots: int) -> None:
         self.directory = directory
         self.path = directory / ARENA_FILE
         """The file whose descriptor is passed to the trainer."""
         self.encoded_layout = encoded_layout
         self.layout = layout
+        self.slots = slots
+        """Number of its slots."""
         self.layout_id = layout_id(encoded_layout)
         self.sealed: dict[int, SealedSlot] = {}
         self._file: SharedFile | None = None
@@ -74,12 +79,12 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return self.layout.arena_bytes
+        return self.layout.arena_bytes(self.slots)
 
     def slot_start(self, slot: int) -> int:
         """First byte of `slot` in the arena."""
-        if not 0 <= slot < SLOTS_PER_ARENA:
-            raise StorageError(f"an arena has slots 0 to {SLOTS_PER_ARENA - 1}, not {slot}")
+        if not 0 <= slot < self.slots:
+            raise StorageError(f"the arena has slots 0 to {self.slots - 1}, not {slot}")
         return slot * self.layout.slot_bytes
 
     def parts(self, piece_map: PieceMap, start: int, nbytes: int) -> Iterator[ArenaPart]:
@@ -131,6 +136,8 @@ class AdoptedArena:
     rank: int
     layout: Layout
     layout_id: str
+    slots: int
+    """Number of its slots."""
     sealed: Mapping[int, SealedSlot]
     """Sealed slots, by number."""
 
@@ -144,16 +151,18 @@ class ArenaFiles:
         self._files = files
         self._grants = grants
 
-    def allocate(self, rank: int, encoded_layout: bytes) -> Arena:
-        """Make a fresh arena; OSError when there is no memory: then nothing is left behind."""
+    def allocate(self, rank: int, encoded_layout: bytes, slots: int) -> Arena:
+        """Make a fresh arena of so many slots; OSError when there is no memory: then nothing is
+        left behind."""
         layout = decode_layout(encoded_layout)
         if layout.rank != rank:
             raise CorruptError(f"the layout for rank {rank} is of rank {layout.rank}")
         name = f"{rank}-{layout_id(encoded_layout)}"
-        arena = Arena(self._directory / name, encoded_layout, layout)
+        arena = Arena(self._directory / name, encoded_layout, layout, slots)
         try:
             self._files.mkdir(arena.directory)
             self._files.allocate(arena.path, 0, arena.nbytes)
+            self._files.write(arena.directory / SLOTS_FILE, str(slots).encode())
             replace(self._files, arena.directory / LAYOUT_FILE, encoded_layout)
         except OSError:
             with suppress(OSError):
@@ -168,6 +177,7 @@ class ArenaFiles:
             self.free(arena, slot)
         self._files.unlink(arena.directory / LAYOUT_FILE)
         arena.close()
+        self._files.unlink(arena.directory / SLOTS_FILE)
         self._grants.remove(arena.path)
         self._files.rmdir(arena.directory)
 
@@ -204,7 +214,7 @@ class ArenaFiles:
 
     def _adopt_slots(self, arena: Arena) -> list[str]:
         problems = []
-        slots = {arena.manifest_path(slot): slot for slot in range(SLOTS_PER_ARENA)}
+        slots = {arena.manifest_path(slot): slot for slot in range(arena.slots)}
         for path in sorted(arena.directory.iterdir()):
             if path in slots:
                 try:
@@ -217,7 +227,7 @@ class ArenaFiles:
                     continue
                 except (HoldfastError, OSError) as error:
                     problems.append(f"{arena.directory.name}/{path.name} removed: {error}")
-            elif path.name in (LAYOUT_FILE, ARENA_FILE):
+            elif path.name in (LAYOUT_FILE, ARENA_FILE, SLOTS_FILE):
                 continue
             self._files.unlink(path)
         return problems
@@ -227,7 +237,7 @@ def granted_below(jobs: Path) -> Iterator[tuple[Path, int, str]]:
     """(file, bytes, job) of every arena on a node that has a layout; nothing is verified."""
     for layout in sorted(jobs.glob(f"*/arenas/*/{LAYOUT_FILE}")):
         with suppress(HoldfastError, OSError):
-            nbytes = decode_layout(layout.read_bytes()).arena_bytes
+            nbytes = decode_layout(layout.read_bytes()).arena_bytes(_slots_of(layout.parent))
             job = job_of_file_name(layout.parents[2].name)
             yield layout.with_name(ARENA_FILE), nbytes, job
 
@@ -238,19 +248,40 @@ def _read_arena(directory: Path) -> Arena:
     except FileNotFoundError as error:
         raise StorageError("its allocation or removal was interrupted") from error
     layout = decode_layout(encoded)
-    arena = Arena(directory, encoded, layout)
+    arena = Arena(directory, encoded, layout, _slots_of(directory))
     if directory.name != f"{arena.rank}-{arena.layout_id}":
         raise CorruptError("its layout is not the one that it is named after")
     found = arena.path.stat().st_size
     if found != arena.nbytes:
-        raise CorruptError(f"its file has {found} bytes and its layout {arena.nbytes}")
+        raise CorruptError(
+            f"its file has {found} bytes and {arena.slots} slots of its layout {arena.nbytes}"
+        )
     return arena
+
+
+def _slots_of(directory: Path) -> int:
+    """Number of slots of the arena in `directory`: three where an earlier version left it unsaid.
+
+    Raises:
+        CorruptError: when its file holds something else.
+        OSError: when it cannot be read.
+    """
+    path = directory / SLOTS_FILE
+    text = path.read_text() if path.exists() else str(SLOTS_MAX)
+    if text not in (str(slots) for slots in range(SLOTS_MIN, SLOTS_MAX + 1)):
+        raise CorruptError(f"its number of slots is {text[:40]!r}, not {SLOTS_MIN} to {SLOTS_MAX}")
+    return int(text)
 
 
 def _check_fits(job: str, arena: Arena, slot: int, sealed: SealedSlot) -> None:
     arena.slot_start(slot)
     manifest = sealed.manifest
     pieces = piece_count(manifest.payload_bytes, manifest.piece_bytes)
+    if max(sealed.places, default=0) >= arena.slots:
+        raise CorruptError(
+            f"the manifest has pieces in slot {max(sealed.places)}, and the arena has slots 0 to "
+            f"{arena.slots - 1}"
+        )
     if manifest.piece_bytes != arena.layout.piece_bytes or len(sealed.places) not in (0, pieces):
         raise CorruptError(
             f"the manifest has {pieces} pieces of {manifest.piece_bytes} bytes and "

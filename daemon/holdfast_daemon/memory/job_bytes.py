@@ -8,9 +8,11 @@ fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast_core.protection.budget import SLOTS_AUTO
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.layouts import decode_manifest, manifest_digest
 from holdfast_core.snapshots.manifests import Manifest
@@ -45,6 +47,10 @@ class OlderParity:
 class ArenaBytes(Protocol):
     """One rank's region of shared memory."""
 
+    @property
+    def slots(self) -> int:
+        """Number of its slots."""
+
     def read_into(self, piece_map: PieceMap, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a payload from `start` on. Raises CorruptError too."""
 
@@ -61,8 +67,15 @@ class JobBytes(Protocol):
     ) -> None: ...
 
     def allocate(
-        self, rank: int, layout: bytes, *, parity_lanes: tuple[int, ...] = (), parity_bytes: int = 0
-    ) -> object: ...
+        self,
+        rank: int,
+        layout: bytes,
+        *,
+        slots: tuple[int, ...] = SLOTS_AUTO,
+        ranks: int = 1,
+        parity_lanes: tuple[int, ...] = (),
+        parity_bytes: int = 0,
+    ) -> ArenaBytes: ...
 
     def arena(self, rank: int, layout: str) -> ArenaBytes: ...
 
@@ -75,6 +88,8 @@ class JobBytes(Protocol):
     def held(self, rank: int, generation: Generation) -> Held: ...
 
     def check_manifest_file(self, rank: int, layout: str, slot: int) -> None: ...
+
+    def block_to_build(self, lane: int, slot: int) -> AbstractContextManager[memoryview]: ...
 
     def block_view(self, lane: int, slot: int) -> memoryview: ...
 

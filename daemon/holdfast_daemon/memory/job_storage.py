@@ -11,8 +11,8 @@ gigabytes never delays a seal or a transfer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Set
-from contextlib import suppress
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,9 @@ from holdfast_core.errors import (
     MemoryBudgetError,
     StorageError,
 )
-from holdfast_core.protection.budget import PARITY_SLOTS
+from holdfast_core.protection.budget import PARITY_SLOTS, SLOTS_AUTO, slots_within
 from holdfast_core.snapshots.generations import Generation, Line
-from holdfast_core.snapshots.layouts import decode_layout, layout_id
+from holdfast_core.snapshots.layouts import Layout, decode_layout, layout_id
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.memory.arenas import AdoptedArena, Arena, ArenaFiles, SealedSlot
@@ -92,9 +92,15 @@ class JobStorage:
 
     @property
     def parity_bytes(self) -> int:
-        """Memory that the parity blocks take."""
+        """Memory that the parity blocks take now."""
         with self._lock:
-            return self._blocks.nbytes
+            return self._blocks.held_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory that is kept for the job: its arenas, and both blocks of every parity lane."""
+        with self._lock:
+            return self.arena_bytes + self._blocks.nbytes
 
     # --- the start of a daemon -------------------------------------------------------------------
 
@@ -105,7 +111,7 @@ class JobStorage:
             self._arenas = {(arena.rank, arena.layout_id): arena for arena in arenas}
             problems += self._blocks.adopt()
             self._kept.adopt()
-            self._node.budget.adopt(self.arena_bytes + self.parity_bytes)
+            self._node.budget.adopt(self.reserved_bytes)
             saved = self._load_epoch(problems)
             self._quota_bytes = saved.membership.memory_bytes if saved else 0
             return AdoptedJob(
@@ -117,6 +123,7 @@ class JobStorage:
                         rank=arena.rank,
                         layout=arena.layout,
                         layout_id=arena.layout_id,
+                        slots=arena.slots,
                         sealed=dict(arena.sealed),
                     )
                     for arena in arenas
@@ -141,10 +148,21 @@ class JobStorage:
     # --- arenas ----------------------------------------------------------------------------------
 
     def allocate(
-        self, rank: int, layout: bytes, *, parity_lanes: tuple[int, ...] = (), parity_bytes: int = 0
+        self,
+        rank: int,
+        layout: bytes,
+        *,
+        slots: tuple[int, ...] = SLOTS_AUTO,
+        ranks: int = 1,
+        parity_lanes: tuple[int, ...] = (),
+        parity_bytes: int = 0,
     ) -> Arena:
         """Return the arena of `rank` for `layout`, made and pre-faulted when there is none. Each of
         `parity_lanes` then has its two parity blocks, with at least `parity_bytes` each.
+
+        Args:
+            slots: Numbers of slots that a new arena may have, best first.
+            ranks: Number of ranks of this node, which are all to fit.
 
         Raises:
             MemoryBudgetError: beyond what the job may take, or the budget, or the file system is
@@ -157,12 +175,15 @@ class JobStorage:
             with self._lock:
                 known = self._arenas.get((rank, layout_id(layout)))
                 needed = self._blocks.missing_bytes(parity_lanes, parity_bytes)
-            needed += 0 if known else decoded.arena_bytes
+            chosen = self._choose_slots(
+                slots, ranks, decoded, PARITY_SLOTS * len(parity_lanes) * parity_bytes
+            )
+            needed += 0 if known else decoded.arena_bytes(chosen)
             self._check_left(rank)
             self._check_quota(needed, rank)
             self._node.budget.reserve(needed, f"rank {rank} of job {self.job}")
             try:
-                return self._allocate(known, rank, layout, parity_lanes, parity_bytes)
+                return self._allocate(known, rank, layout, chosen, parity_lanes, parity_bytes)
             except BaseException:
                 self._node.budget.release(needed)
                 raise
@@ -199,6 +220,33 @@ class JobStorage:
 
     # --- parity ----------------------------------------------------------------------------------
 
+    @contextmanager
+    def block_to_build(self, lane: int, slot: int) -> Iterator[memoryview]:
+        """All bytes of a free parity block, which has memory until the context ends, and from then
+        on while it is sealed.
+
+        Raises:
+            StorageError: the lane has no such block, or the file system has no memory for it.
+        """
+        with self._lock:
+            self._blocks.begin(lane, slot)
+        try:
+            self.free_parity(lane, slot)
+            with storage_errors(f"taking memory for parity {slot} of lane {lane} of {self.job}"):
+                self._blocks.fill(lane, slot)
+            yield self.block_view(lane, slot)
+        finally:
+            with self._lock:
+                self._blocks.end(lane, slot)
+
+    def give_back(self) -> None:
+        """Give back the memory of parity blocks that have held nothing since the last call. Their
+        room stays reserved: building one takes its memory again. Raises StorageError."""
+        with storage_errors(f"giving back parity blocks of job {self.job}"):
+            with self._lock:
+                given = self._blocks.empty_idle()
+            del given  # outside of the lock: freeing gigabytes takes a while
+
     def block_view(self, lane: int, slot: int) -> memoryview:
         """All bytes of a parity block; StorageError when there is none."""
         with self._lock:
@@ -225,7 +273,7 @@ class JobStorage:
             self._blocks.seal(slot, record)
 
     def free_parity(self, lane: int, slot: int) -> None:
-        """Free the parity block: from here on it does not exist; its memory stays reserved."""
+        """Free the parity block: from here on it does not exist; its room stays reserved."""
         with self._lock, storage_errors(f"freeing parity {slot} of lane {lane} of {self.job}"):
             self._blocks.free(lane, slot)
 
@@ -342,16 +390,30 @@ class JobStorage:
                 f"removed ones open; end those that no longer train"
             )
 
+    def _choose_slots(
+        self, choices: tuple[int, ...], ranks: int, layout: Layout, parity_bytes: int
+    ) -> int:
+        others = self._node.budget.reserved_bytes - self.reserved_bytes
+        room_bytes = self._node.budget.total_bytes - others
+        return slots_within(
+            choices,
+            min(room_bytes, self._quota_bytes) if self._quota_bytes else room_bytes,
+            slot_bytes=max(layout.largest_slot_bytes, layout.slot_bytes),
+            parity_bytes=parity_bytes,
+            ranks=ranks,
+        )
+
     def _check_quota(self, needed: int, rank: int) -> None:
         """Refuse memory beyond the quota; memory already held stays, even beyond a quota that was
         lowered."""
-        held = self.arena_bytes + self.parity_bytes
+        held = self.reserved_bytes
         if needed and 0 < self._quota_bytes < held + needed:
             left = max(self._quota_bytes - held, 0)
             raise MemoryBudgetError(
                 f"rank {rank} of job {self.job} needs {needed} bytes for its arena and parity, but "
                 f"of the job's {self._quota_bytes} bytes on each node only {left} are left: raise "
-                f"spec.snapshot.memoryPerNode, or shard the state over more ranks",
+                f"spec.snapshot.memoryPerNode, give spec.snapshot.slots: 2, or shard the state over "
+                f"more ranks",
                 needed_bytes=needed,
                 available_bytes=left,
             )
@@ -361,28 +423,29 @@ class JobStorage:
         known: Arena | None,
         rank: int,
         layout: bytes,
+        slots: int,
         lanes: tuple[int, ...],
         parity_bytes: int,
     ) -> Arena:
         arena = known
         try:
             if arena is None:
-                arena = self._arena_files.allocate(rank, layout)
+                arena = self._arena_files.allocate(rank, layout, slots)
             self._blocks.grow(lanes, parity_bytes)
         except OSError as error:
             if arena is not None and known is None:
                 with suppress(OSError):
                     self._arena_files.remove(arena)
-            self._raise_full(error, rank, layout, PARITY_SLOTS * len(lanes) * parity_bytes)
+            needed = decode_layout(layout).arena_bytes(slots)
+            self._raise_full(error, rank, needed + PARITY_SLOTS * len(lanes) * parity_bytes)
         with self._lock:
             self._arenas[rank, arena.layout_id] = arena
         return arena
 
-    def _raise_full(self, error: OSError, rank: int, layout: bytes, parity_bytes: int) -> NoReturn:
+    def _raise_full(self, error: OSError, rank: int, needed: int) -> NoReturn:
         what = f"allocating the arena of rank {rank} of job {self.job}"
         if error.errno not in FULL:
             raise StorageError(f"{what} failed: {error.strerror}") from error
-        needed = decode_layout(layout).arena_bytes + parity_bytes
         free = self._node.free_bytes()
         raise MemoryBudgetError(
             f"{what} needs {needed} bytes with its parity, but {self._node.root} has only {free} "

@@ -1,9 +1,11 @@
 """Parity blocks: two files of memory per parity lane, and the entries that seal them.
 
-A block is memory and stays; its `.entry` describes the content and is written last, so a parity
-block exists exactly when it is whole. While one block holds the newest protected generation, the
-next is built in the other. This module reserves no budget and takes no lock: `memory.job_storage`
-does."""
+A block's `.entry` describes the content and is written last, so a parity block exists exactly when
+it is whole. While one block holds the newest protected generation, the next is built in the other.
+A block that holds nothing gives its memory back: its file keeps the size, for which room stays
+reserved, and is a hole until the next build fills it. The file is replaced and never cut, because
+another thread may still read a mapping of it. This module reserves no budget and takes no lock:
+`memory.job_storage` does."""
 
 from __future__ import annotations
 
@@ -78,12 +80,22 @@ class ParityBlocks:
         self.records: dict[tuple[int, int], ParityRecord] = {}
         """Sealed blocks by (lane, slot)."""
         self._sizes: dict[tuple[int, int], int] = {}
+        self._held: set[tuple[int, int]] = set()
+        """Blocks that have their memory."""
+        self._building: set[tuple[int, int]] = set()
+        self._idle: set[tuple[int, int]] = set()
+        """Blocks that held nothing when `empty_idle` last looked."""
         self._views: dict[tuple[int, int], memoryview] = {}
 
     @property
     def nbytes(self) -> int:
-        """Memory that all blocks take."""
+        """Memory that is kept for the blocks: as much as all of them can take at once."""
         return sum(self._sizes.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the blocks take now."""
+        return sum(self._sizes[key] for key in self._held)
 
     def missing_bytes(self, lanes: Sequence[int], nbytes: int) -> int:
         """Memory that `grow` would have to add."""
@@ -104,16 +116,48 @@ class ParityBlocks:
             for lane, slot in ((lane, slot) for lane in lanes for slot in range(PARITY_SLOTS)):
                 size = self._sizes.get((lane, slot), 0)
                 if nbytes > size:
-                    self._files.mkdir(self._directory)
-                    self._files.allocate(self.path(lane, slot), size, nbytes - size)
-                    self._sizes[lane, slot] = nbytes
-                    self._views.pop((lane, slot), None)
-                    touch(self._map(lane, slot))
+                    self._grow(lane, slot, size, nbytes)
         except OSError:
             for lane in lanes:
                 self._shrink(lane, before)
             self._sizes = before
+            self._held &= before.keys()
             raise
+
+    def begin(self, lane: int, slot: int) -> None:
+        """Keep the memory of a free block, which is about to be built, until `end`."""
+        self._building.add((lane, slot))
+
+    def fill(self, lane: int, slot: int) -> None:
+        """Give a block its memory, pre-faulted, if it has none. Raises OSError."""
+        key = (lane, slot)
+        if key in self._sizes and key not in self._held:
+            self._files.allocate(self.path(lane, slot), 0, self._sizes[key])
+            self._held.add(key)
+            touch(self._map(lane, slot))
+
+    def end(self, lane: int, slot: int) -> None:
+        """End what `begin` began: the block is sealed, or holds nothing."""
+        self._building.discard((lane, slot))
+
+    def empty_idle(self) -> list[memoryview]:
+        """Take the memory from blocks that have held nothing since the last call. Raises OSError.
+
+        Returns:
+            Views of what they had: the memory is free once nothing refers to them any more.
+        """
+        idle = self._held - self.records.keys() - self._building
+        given = []
+        for key in sorted(idle & self._idle):
+            given.append(self._map(*key))
+            hole = self.path(*key).with_suffix(".hole")
+            self._files.write(hole, b"")
+            self._files.truncate(hole, self._sizes[key])
+            self._files.rename(hole, self.path(*key))
+            self._held.discard(key)
+            del self._views[key]
+        self._idle = idle - self._idle
+        return given
 
     def path(self, lane: int, slot: int) -> Path:
         return self._directory / f"{lane}-{slot}.block"
@@ -151,7 +195,10 @@ class ParityBlocks:
         for path in sorted(self._directory.iterdir()):
             block, entry = _BLOCK_NAME.fullmatch(path.name), _ENTRY_NAME.fullmatch(path.name)
             if block and int(block[2]) < PARITY_SLOTS and path.stat().st_size:
-                self._sizes[int(block[1]), int(block[2])] = path.stat().st_size
+                key = int(block[1]), int(block[2])
+                self._sizes[key] = path.stat().st_size
+                if path.stat().st_blocks:
+                    self._held.add(key)
             elif entry:
                 entries.append(((int(entry[1]), int(entry[2])), path))
             else:
@@ -172,6 +219,20 @@ class ParityBlocks:
         if view is None:
             view = self._views[lane, slot] = map_shared(self.path(lane, slot))
         return view
+
+    def _grow(self, lane: int, slot: int, size: int, nbytes: int) -> None:
+        path, key = self.path(lane, slot), (lane, slot)
+        is_hole = size > 0 and key not in self._held
+        if is_hole and key not in self._building:
+            self._files.truncate(path, nbytes)
+        else:
+            self._files.mkdir(self._directory)
+            self._files.allocate(path, size, nbytes - size)
+        self._sizes[key] = nbytes
+        self._views.pop(key, None)
+        if not is_hole:
+            self._held.add(key)
+            touch(self._map(lane, slot))
 
     def _shrink(self, lane: int, sizes: dict[tuple[int, int], int]) -> None:
         for slot in range(PARITY_SLOTS):

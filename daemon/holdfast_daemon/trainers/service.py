@@ -28,7 +28,6 @@ from holdfast_core.errors import (
     UnreachableError,
 )
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
 from holdfast_core.states import RestorePhase
 from holdfast_daemon.engine import RestoreState
 from holdfast_daemon.engine.state import SavePace
@@ -174,7 +173,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             token=self._claims.issue(arena.path, (host, session)),
             arena_bytes=arena.nbytes,
             slot_bytes=opened.arena.layout.slot_bytes,
-            slots=SLOTS_PER_ARENA,
+            slots=arena.slots,
         )
 
     @_translating

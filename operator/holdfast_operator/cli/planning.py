@@ -5,8 +5,9 @@ Computes with `holdfast_core` and formats tables; decides nothing and looks at n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import expm1
 
 from rich.console import Group, RenderableType
@@ -16,6 +17,7 @@ from holdfast_core.job.intervals import StepInterval
 from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions, Comparison, compare_policies
+from holdfast_core.planning.slots import SlotsCost, compare_slots, slots_chosen
 from holdfast_core.protection.budget import NodeMemory, fits, predict
 from holdfast_core.protection.codes import code_for
 from holdfast_core.protection.groups import form_groups
@@ -144,6 +146,8 @@ def plan_view(
                 auto=job.spec.snapshot.interval.auto,
             )
         )
+        share_bytes = found.best.job_bytes / spec.nodes
+        parts += ["", _slots(job, found.best.slots, share_bytes)]
         if groups:
             parts += ["", sources_view(job, model.sizes, model.assumed, found)]
     elif settings.bytes_per_rank is None:
@@ -152,7 +156,9 @@ def plan_view(
             "--other-bytes to compare snapshot policies"
         )
     else:
-        parts.append(_memory(job, groups, settings.bytes_per_rank))
+        parts += [_memory(job, groups, settings.bytes_per_rank), ""]
+        share_bytes = settings.bytes_per_rank * spec.nproc_per_node
+        parts.append(_slots(job, _slots_costs(job, groups, settings), share_bytes))
     parts.append("")
     parts.append(_odds(job, settings, with_interval=found is None))
     return Group(*parts)
@@ -169,11 +175,20 @@ def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
 def _node_memory(
     job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int
 ) -> tuple[NodeMemory, ...]:
+    nodes_of = partial(_with_slots, job, groups, bytes_per_rank)
+    choices = job.spec.snapshot.slot_choices
+    return nodes_of(slots_chosen(choices, nodes_of, job.memory_per_node_bytes))
+
+
+def _with_slots(
+    job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int, slots: int
+) -> tuple[NodeMemory, ...]:
     redundancy = job.spec.redundancy
     return predict(
         [round_up(bytes_per_rank, PAGE_BYTES)] * job.world_size,
         groups,
         job.spec.nproc_per_node,
+        slots=slots,
         redundancy=redundancy.type,
         replicas=max(redundancy.losses, 1),
     )
@@ -194,6 +209,38 @@ def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_
         table.add_row(names, *sizes, verdict, style="red" if too_much else None)
     if limit is not None:
         table.add_row("limit", "", "", format_bytes(limit))
+    return table
+
+
+def _slots_costs(
+    job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], settings: PlanSettings
+) -> tuple[SlotsCost, ...]:
+    copy_s, protect_s, steps = _interval(job, settings)
+    return compare_slots(
+        partial(_with_slots, job, groups, settings.bytes_per_rank or 0),
+        interval_s=job.spec.snapshot.interval.asked_steps(steps) * settings.step_s,
+        copy_s=copy_s,
+        protect_s=protect_s,
+    )
+
+
+def _slots(job: MoETrainingJob, costs: Sequence[SlotsCost], share_bytes: float) -> Table:
+    """What each number of slots costs, on the node that needs most."""
+    limit = job.memory_per_node_bytes
+    heads = ("slots", "memory of a node", "x of its share", "between builds", "saves skipped", "")
+    table = Table(*heads, box=None, pad_edge=False)
+    for cost in costs:
+        needed = cost.memory.total_bytes
+        too_much = limit is not None and needed > limit
+        table.add_row(
+            str(cost.slots),
+            format_bytes(needed),
+            f"{needed / share_bytes:.2f}",
+            f"{cost.memory.settled_bytes / share_bytes:.2f}",
+            f"{cost.skipped:.1%}",
+            "" if limit is None else "does not fit" if too_much else "fits",
+            style="red" if too_much else None,
+        )
     return table
 
 
@@ -244,9 +291,9 @@ def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[st
         )
 
 
-def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
-    """Row with the interval that the comparison of policies finds for Full, as far as sizes are
-    known."""
+def _interval(job: MoETrainingJob, settings: PlanSettings) -> tuple[float, float, int]:
+    """Seconds of a copy and of protection, and the interval in steps that the comparison of
+    policies finds for Full, as far as sizes are known."""
     node_bytes = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node
     snapshot_s = settings.snapshot_s
     if snapshot_s is None:
@@ -264,6 +311,11 @@ def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str
         ),
         asked_steps=job.spec.snapshot.interval.least_steps,
     )
+    return snapshot_s, protect_s, steps
+
+
+def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
+    snapshot_s, protect_s, steps = _interval(job, settings)
     return (
         "snapshot interval, steps",
         str(steps),

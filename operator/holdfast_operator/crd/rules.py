@@ -17,6 +17,7 @@ from holdfast_core.job.schema import MANAGER
 from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 from holdfast_core.snapshots.membership import Redundancy
 
 
@@ -286,6 +287,13 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         ),
     ),
     "spec.snapshot.memoryPerNode": _MEMORY,
+    "spec.snapshot.slots": (
+        CelRule(
+            rule=f"type(self) == int ? self >= {SLOTS_MIN} && self <= {SLOTS_MAX} : "
+            f"self == '{AUTO}'",
+            says=f"not a number of slots; write {AUTO}, {SLOTS_MIN} or {SLOTS_MAX}",
+        ),
+    ),
     "spec.snapshot.policy": (
         CelRule(
             rule="self.type == 'PartialExperts' || !has(self.partialExperts)",

@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast_core.errors import CorruptError, InvalidJobError
 from holdfast_core.job.names import job_file_name
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, decode_manifest
+from holdfast_core.snapshots.layouts import decode_layout, decode_manifest
 from holdfast_operator.local.directory import NodeRecord, RunDirectory
 from holdfast_operator.local.processes import (
     MARK,
@@ -109,7 +109,7 @@ def _corrupt_arena(files: Path, rank: int, node: NodeStatus) -> str:
         raise InvalidJobError(f"rank {rank} has no sealed snapshot on {node.name} now")
     generation, path, slot, payload_bytes = max(sealed)
     arena = path.with_name("arena")
-    slot_bytes = arena.stat().st_size // SLOTS_PER_ARENA
+    slot_bytes = decode_layout(path.with_name("layout.json").read_bytes()).slot_bytes
     offset = slot * slot_bytes + payload_bytes // 2
     _flip(arena, offset)
     return f"flipped byte {offset} of {arena} (rank {rank}, generation {generation}, slot {slot})"

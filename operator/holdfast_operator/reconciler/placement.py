@@ -56,6 +56,7 @@ def form(job: MoETrainingJob, nodes: Iterable[NodeView], epoch: int) -> Membersh
         redundancy=redundancy,
         replicas=max(job.spec.redundancy.losses, 1),
         memory_bytes=min(job.memory_per_node_bytes or 0, BYTES_MAX),
+        slots=slots if isinstance(slots := job.spec.snapshot.slots, int) else 0,
         protection_bytes_s=min(job.spec.redundancy.bandwidth_bytes_s, BYTES_MAX),
         tier=tier_of(job.spec.persistence, job.spec.restore),
     )

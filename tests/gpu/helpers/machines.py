@@ -155,7 +155,7 @@ def room_for(payload_bytes: int, extras_bytes: int = 0, slot: int = 1) -> Placed
         extras_offset=payload_bytes,
         extras_capacity=extras_bytes + 1,
     )
-    raw = (ctypes.c_ubyte * layout.arena_bytes)()
+    raw = (ctypes.c_ubyte * layout.arena_bytes(3))()
     arena = memoryview(raw).cast("B")
     return Placed(arena=arena, address=ctypes.addressof(raw), layout=layout, slot=slot)
 

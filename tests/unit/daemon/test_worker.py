@@ -193,6 +193,8 @@ def allocation(rank: int) -> AllocateArena:
         layout_id=layout_id(layout),
         parity_lanes=(0,),
         parity_bytes=parity_block_bytes(CAPACITY, CODE, PIECE),
+        slots=(3,),
+        ranks=1,
     )
 
 

@@ -126,6 +126,8 @@ ALLOCATE = AllocateArena(
     layout_id=layout_id(layout_of(0)),
     parity_lanes=(0,),
     parity_bytes=4 * PIECE,
+    slots=(3,),
+    ranks=1,
 )
 SEAL = Seal(
     rank=0,
@@ -213,7 +215,7 @@ def member() -> Iterator[WorkingMember]:
             parity_traffic=traffic.of_job(),
         )
         member = WorkingMember(node, storage, peer, executor, worker, traffic)
-        assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id)
+        assert member.run(ALLOCATE) == ArenaReady(rank=0, layout_id=ALLOCATE.layout_id, slots=3)
         arena = storage.arena(0, ALLOCATE.layout_id)
         arena.write(PieceMap(1, b""), 0, memoryview(PAYLOAD))
         worker.apply(SEAL)

@@ -94,7 +94,7 @@ class Link:
         arena = client.claim(opened.token, opened.arena_bytes, settings.rpc_timeout_s)
         self.layout, self.session, self._arena, self._lost = layout, opened.session, arena, False
         try:
-            Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=2)
+            Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=0)
             self._device.register(arena.address, arena.nbytes)
         except Exception:
             self._release()

@@ -23,12 +23,14 @@ def run_schedules(
     redundancy: Redundancy = Redundancy.RAIM5,
     losses: int = 1,
     tier: bool | None = None,
+    slots: int | None = None,
 ) -> Counter[str]:
     """Run `count` schedules; the summed counts of their events.
 
     Args:
         losses: number of members that a group may lose at once; see `Options`.
         tier: whether there is a durable tier; None for every eighth schedule.
+        slots: slots of each rank's arena; None for a number that each seed chooses.
 
     Raises:
         AssertionError: when an invariant broke; the message begins with the seed.
@@ -44,6 +46,7 @@ def run_schedules(
                     redundancy=redundancy,
                     losses=losses,
                     tier=tier,
+                    slots=slots,
                 )
             )
             try:
@@ -86,6 +89,9 @@ def main() -> int:
     parser.add_argument(
         "--losses", type=int, default=1, help="nodes of a group that are lost at once, up to"
     )
+    parser.add_argument(
+        "--slots", type=int, help="slots of each rank (default: 2 or 3, as the seed chooses)"
+    )
     parser.add_argument("--log", action="store_true", help="print the story of the last schedule")
     parser.add_argument(
         "--tier", action="store_true", help="a durable tier in all of them (default: every eighth)"
@@ -101,6 +107,7 @@ def main() -> int:
                 redundancy=options.redundancy,
                 losses=options.losses,
                 tier=tier,
+                slots=options.slots,
             )
         )
         cluster.run()
@@ -114,6 +121,7 @@ def main() -> int:
         redundancy=options.redundancy,
         losses=options.losses,
         tier=tier,
+        slots=options.slots,
     )
     print(f"{options.count} schedules, seeds {options.first}..{options.first + options.count - 1}")
     for name, count in sorted(total.items()):

@@ -28,6 +28,7 @@ from holdfast_core.protection import recovery
 from holdfast_core.protection.codes import code_for
 from holdfast_core.snapshots import layouts
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 from holdfast_core.snapshots.manifests import Inventory
 from holdfast_core.snapshots.membership import Member, Membership, Tier
 from holdfast_daemon.engine.effects import Completion, Note
@@ -74,6 +75,7 @@ class Cluster(Faults):
         drawn = rng.choice((PolicyType.FULL, *PolicyType))
         self.policy = options.policy or drawn
         self.turns = rng.choice((2, 3, 5))
+        self.slots = options.slots or rng.choice((SLOTS_MIN, SLOTS_MAX))
         self.captured: dict[tuple[int, Generation], bytes] = {}
         self.fibers: list[Fiber[Completion]] = []
         for _ in range(self.members + options.faults * options.losses + 2):
@@ -100,7 +102,8 @@ class Cluster(Faults):
     def describe(self) -> str:
         lines = [
             f"seed {self.options.seed} at {self.clock.now:.3f} s, {self.members} members × "
-            f"{self.nproc}, groups of {self.group_size}, {self.policy}, protected {self.protected}",
+            f"{self.nproc}, groups of {self.group_size}, {self.slots} slots, {self.policy}, "
+            f"protected {self.protected}",
             *self.log[-40:],
         ]
         for node, daemon in sorted(self.daemons.items()):
@@ -248,6 +251,7 @@ class Cluster(Faults):
             redundancy=self.options.redundancy,
             replicas=self.options.losses,
             tier=self.tier or self.bucket.tier,
+            slots=self.slots,
         )
         self.say(f"epoch {epoch} on {nodes}")
         for worker in self.workers:

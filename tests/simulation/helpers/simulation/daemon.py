@@ -99,6 +99,7 @@ class VirtualDaemon:
                     (
                         rank,
                         arena.encoded_layout,
+                        arena.slots,
                         {slot: (one.encoded, one.places) for slot, one in arena.sealed.items()},
                         self.world.is_claimed(self.node, rank),
                     )

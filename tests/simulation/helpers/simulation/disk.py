@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
 from holdfast_core.errors import CorruptError, StorageError
-from holdfast_core.protection.budget import PARITY_SLOTS
+from holdfast_core.protection.budget import PARITY_SLOTS, SLOTS_AUTO
 from holdfast_core.snapshots import layouts
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory, Manifest, ParityEntry, SnapshotEntry
@@ -39,8 +40,8 @@ def manifest_in(encoded: bytes) -> Manifest | None:
 class DiskArena(Arena):
     """An arena whose file is a string of bytes."""
 
-    def __init__(self, encoded: bytes) -> None:
-        super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded))
+    def __init__(self, encoded: bytes, slots: int) -> None:
+        super().__init__(Path("virtual"), encoded, layouts.decode_layout(encoded), slots)
         self._bytes = memoryview(bytearray(self.nbytes))
         self.reading: dict[int, tuple[PieceMap, int]] = {}
         """By slot, a payload that a living daemon is writing to storage: its place and length."""
@@ -125,7 +126,7 @@ class Disk:
     epoch: tuple[Membership, Line | None, Generation | None] | None = None
     arenas: dict[tuple[int, str], DiskArena] = field(default_factory=dict)
     blocks: dict[tuple[int, int], memoryview] = field(default_factory=dict)
-    """Parity blocks by (lane, slot). A block keeps its bytes whether it is sealed or not."""
+    """Parity blocks by (lane, slot); empty ones have given their memory back."""
     records: dict[tuple[int, int], ParityRecord] = field(default_factory=dict)
     """Records that seal parity blocks, by (lane, slot)."""
     peers: dict[tuple[int, Generation], tuple[bytes, bytes]] = field(default_factory=dict)
@@ -138,14 +139,22 @@ class Disk:
         self.epoch = (membership, line, retained)
 
     def allocate(
-        self, rank: int, layout: bytes, *, parity_lanes: tuple[int, ...] = (), parity_bytes: int = 0
-    ) -> None:
+        self,
+        rank: int,
+        layout: bytes,
+        *,
+        slots: tuple[int, ...] = SLOTS_AUTO,
+        ranks: int = 1,
+        parity_lanes: tuple[int, ...] = (),
+        parity_bytes: int = 0,
+    ) -> DiskArena:
         assert parity_bytes <= BLOCK_BYTES, "larger parity blocks than the simulation has"
         key = (rank, layouts.layout_id(layout))
         if key not in self.arenas:
-            self.arenas[key] = DiskArena(layout)
+            self.arenas[key] = DiskArena(layout, slots[0])
         for lane, slot in product(parity_lanes, range(PARITY_SLOTS)):
-            self.blocks.setdefault((lane, slot), memoryview(bytearray(BLOCK_BYTES)))
+            self.blocks.setdefault((lane, slot), memoryview(b""))
+        return self.arenas[key]
 
     def arena(self, rank: int, layout: str) -> DiskArena:
         arena = self.arenas.get((rank, layout))
@@ -175,6 +184,13 @@ class Disk:
             raise StorageError(f"slot {slot} of rank {rank} is free")
         if manifest_in(sealed.encoded) is None:
             raise CorruptError(f"the manifest file of slot {slot} of rank {rank} was changed")
+
+    @contextmanager
+    def block_to_build(self, lane: int, slot: int) -> Iterator[memoryview]:
+        self.free_parity(lane, slot)
+        self.block_view(lane, slot)  # the lane has it
+        self.blocks[lane, slot] = memoryview(bytearray(BLOCK_BYTES))
+        yield self.blocks[lane, slot]
 
     def block_view(self, lane: int, slot: int) -> memoryview:
         if (lane, slot) not in self.blocks:
@@ -207,7 +223,8 @@ class Disk:
         self.records[record.entry.lane, slot] = record
 
     def free_parity(self, lane: int, slot: int) -> None:
-        self.records.pop((lane, slot), None)
+        if self.records.pop((lane, slot), None) is not None:
+            self.blocks[lane, slot] = memoryview(b"")
 
     def check_entry_file(self, lane: int, slot: int) -> None:
         self.parity_record(lane, slot)

@@ -39,6 +39,8 @@ class Options:
     tier: bool | None = None
     """Whether generations are persisted, too; None for every eighth seed."""
     redundancy: Redundancy = Redundancy.RAIM5
+    slots: int | None = None
+    """Slots of each rank's arena; None for a number that the seed chooses."""
     losses: int = 1
     """Number of members that a group may lose at once: as many as the redundancy covers."""
     time_limit_s: float = 120.0

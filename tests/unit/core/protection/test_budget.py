@@ -8,28 +8,16 @@ from holdfast_core.errors import InvalidJobError, MemoryBudgetError
 from holdfast_core.protection.budget import (
     PARITY_SLOTS,
     NodeMemory,
-    arena_bytes,
     fits,
     parity_block_bytes,
     predict,
+    slots_within,
 )
 from holdfast_core.protection.codes import BlockId, code_for
-from holdfast_core.snapshots.layouts import PAGE_BYTES, Layout
+from holdfast_core.snapshots.layouts import PAGE_BYTES
 from holdfast_core.snapshots.membership import Redundancy
 
 MIB = 1024**2
-
-
-def test_an_arena_is_what_its_layout_says() -> None:
-    layout = Layout(
-        rank=0,
-        world_size=1,
-        topology="dp1·ep1·tp1·pp1",
-        entries=(),
-        extras_offset=12345,
-        extras_capacity=100,
-    )
-    assert arena_bytes(layout.slot_bytes) == layout.arena_bytes
 
 
 @pytest.mark.parametrize("n", range(2, 7))
@@ -51,26 +39,38 @@ def test_a_parity_block_has_room_for_every_chunk_that_the_group_can_give(
 
 def test_without_a_group_there_is_no_parity() -> None:
     assert parity_block_bytes(40960, None) == 0
-    assert predict([MIB], [], 1) == (NodeMemory(member=0, arena_bytes=3 * MIB, parity_bytes=0),)
+    assert predict([MIB], [], 1, slots=3) == (
+        NodeMemory(member=0, arena_bytes=3 * MIB, parity_bytes=0),
+    )
 
 
 def test_each_node_holds_its_ranks_arenas_and_two_blocks_a_lane() -> None:
     slots = [3 * MIB, 2 * MIB, MIB, MIB, 6 * MIB, MIB, MIB, MIB]
-    nodes = predict(slots, [(0, 1, 2, 3)], 2)
+    nodes = predict(slots, [(0, 1, 2, 3)], 2, slots=3)
     assert [node.arena_bytes for node in nodes] == [15 * MIB, 6 * MIB, 21 * MIB, 6 * MIB]
     assert {node.parity_bytes for node in nodes} == {2 * PARITY_SLOTS * 2 * MIB}
     assert nodes[2].total_bytes == 29 * MIB
+    assert nodes[2].settled_bytes == 25 * MIB
+    assert predict(slots, [(0, 1, 2, 3)], 2, slots=2)[2].total_bytes == 22 * MIB
+
+
+def test_three_slots_are_chosen_where_all_ranks_of_a_node_fit_and_else_two() -> None:
+    of_two_ranks = {"slot_bytes": 10, "parity_bytes": 6, "ranks": 2}
+    assert slots_within((3, 2), 72, **of_two_ranks) == 3
+    assert slots_within((3, 2), 71, **of_two_ranks) == 2
+    assert slots_within((3, 2), 1, **of_two_ranks) == 2  # and is refused when it is taken
+    assert slots_within((3,), 1, **of_two_ranks) == 3
 
 
 def test_a_smaller_group_needs_more_parity() -> None:
-    nodes = predict([6 * MIB] * 5, [(0, 2, 4), (1, 3)], 1)
+    nodes = predict([6 * MIB] * 5, [(0, 2, 4), (1, 3)], 1, slots=3)
     assert [node.parity_bytes // MIB for node in nodes] == [6, 12, 6, 12, 6]
 
 
 @pytest.mark.parametrize("nproc_per_node", [0, 2])
 def test_ranks_that_do_not_fill_members_are_refused(nproc_per_node: int) -> None:
     with pytest.raises(InvalidJobError, match=f"3 ranks do not fill members of {nproc_per_node}"):
-        predict([1, 1, 1], [], nproc_per_node)
+        predict([1, 1, 1], [], nproc_per_node, slots=3)
 
 
 @pytest.mark.parametrize("groups", [[(0, 1)], [(0, 1), (1, 2)], [(0, 1, 2, 3)]])
@@ -78,7 +78,7 @@ def test_groups_that_do_not_hold_each_member_once_are_refused(
     groups: list[tuple[int, ...]],
 ) -> None:
     with pytest.raises(InvalidJobError, match="must hold each of the members 0 to 2 once"):
-        predict([1, 1, 1], groups, 1)
+        predict([1, 1, 1], groups, 1, slots=3)
 
 
 def test_what_fits_exactly_is_accepted() -> None:
@@ -109,5 +109,5 @@ def test_what_surviving_more_losses_costs(
     redundancy: Redundancy, replicas: int, of_a_payload: float
 ) -> None:
     slot = 12 * MIB
-    nodes = predict([slot] * 5, [range(5)], 1, redundancy=redundancy, replicas=replicas)
+    nodes = predict([slot] * 5, [range(5)], 1, slots=3, redundancy=redundancy, replicas=replicas)
     assert {node.parity_bytes for node in nodes} == {round(2 * of_a_payload * slot)}

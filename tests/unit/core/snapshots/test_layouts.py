@@ -10,7 +10,6 @@ from holdfast_core.errors import CorruptError, InvalidJobError, LayoutMismatchEr
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     PAGE_BYTES,
-    SLOTS_PER_ARENA,
     Entry,
     Layout,
     TensorRole,
@@ -95,7 +94,7 @@ def test_equal_layouts_have_one_identity_and_any_change_has_another() -> None:
 
 def test_slots_are_whole_pages_and_never_empty() -> None:
     assert LAYOUT.slot_bytes == 2 * PAGE_BYTES
-    assert LAYOUT.arena_bytes == SLOTS_PER_ARENA * 2 * PAGE_BYTES
+    assert LAYOUT.arena_bytes(3) == 3 * 2 * PAGE_BYTES
     assert replace(LAYOUT, entries=(), extras_offset=0, extras_capacity=0).slot_bytes == PAGE_BYTES
 
 

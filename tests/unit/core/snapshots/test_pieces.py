@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_core.errors import CorruptError
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 from holdfast_core.snapshots.pieces import (
     PieceMap,
     Run,
@@ -32,25 +33,29 @@ def pieces_of(piece_map: PieceMap) -> list[tuple[int, int]]:
 
 
 @given(
-    st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, PIECES - 1))), min_size=1, max_size=30)
+    st.sampled_from(range(SLOTS_MIN, SLOTS_MAX + 1)),
+    st.lists(
+        st.tuples(st.booleans(), st.sets(st.integers(0, PIECES - 1))), min_size=1, max_size=30
+    ),
 )
 def test_a_snapshot_never_writes_where_another_has_its_bytes(
-    saves: list[tuple[bool, set[int]]],
+    slots: int, saves: list[tuple[bool, set[int]]]
 ) -> None:
     held: dict[int, PieceMap] = {}
     content: dict[tuple[int, int], int] = {}
     expected: dict[int, list[int]] = {}
     newest = -1
     for step, (keeps_newest_only, wanted) in enumerate(saves):
-        if keeps_newest_only or len(held) == 3:
+        if keeps_newest_only or len(held) == slots:
             held = {slot: piece_map for slot, piece_map in held.items() if slot == newest} or {}
-        slot = next(s for s in range(3) if s not in held)
+        slot = next(s for s in range(slots) if s not in held)
         base = held.get(newest)
         unchanged = wanted if base else set()
         places = choose(
             slot,
             PIECES,
             list(held.values()),
+            slots=slots,
             base=base,
             unchanged=bit_map(unchanged, PIECES),
         )
@@ -67,7 +72,7 @@ def test_a_snapshot_never_writes_where_another_has_its_bytes(
 
 
 def test_without_anything_carried_all_pieces_go_into_the_slot_itself() -> None:
-    assert choose(1, PIECES, [PieceMap(0, b""), PieceMap(2, b"")]) == b""
+    assert choose(1, PIECES, [PieceMap(0, b""), PieceMap(2, b"")], slots=3) == b""
     assert list(runs(PieceMap(1, b""), 2, 5)) == [Run(1, 2, 5)]
     assert list(runs(PieceMap(1, b""), 5, 5)) == []
 
@@ -79,7 +84,7 @@ def test_runs_join_what_lies_together() -> None:
 
 def test_a_piece_that_the_base_does_not_have_is_written() -> None:
     base = PieceMap(0, bytes(4))
-    assert choose(1, 6, [base], base=base, unchanged=bit_map(range(6), 6)) == bytes(
+    assert choose(1, 6, [base], slots=3, base=base, unchanged=bit_map(range(6), 6)) == bytes(
         [0, 0, 0, 0, 1, 1]
     )
 

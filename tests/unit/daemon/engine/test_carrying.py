@@ -63,7 +63,7 @@ MEMBERSHIP = Membership(
 class Engine:
     """An engine of one rank whose effects end well at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 3) -> None:
         self.engine = JobEngine(
             job="job", node="n0", memory_id="m", incarnation=1, settings=EngineSettings()
         )
@@ -75,7 +75,7 @@ class Engine:
         )
         self.do(effects)
         (arena,) = self.engine.memory.arenas.values()
-        done = ArenaReady(rank=0, layout_id=arena.layout_id)
+        done = ArenaReady(rank=0, layout_id=arena.layout_id, slots=slots)
         self.do(self.engine.on_completion(done, 0.0))
         self.do(self.engine.claimed(self.session, 0.0))
         self.arena = arena
@@ -197,7 +197,7 @@ def test_nothing_is_granted_while_an_earlier_trainer_may_write_anywhere() -> Non
         membership=MEMBERSHIP,
         line=None,
         retained=None,
-        arenas=[(0, LAYOUT, {seal.slot: (seal.encoded, seal.places)}, True)],
+        arenas=[(0, LAYOUT, 3, {seal.slot: (seal.encoded, seal.places)}, True)],
         parities=[],
         now=0.0,
     )
@@ -229,7 +229,7 @@ def test_what_an_earlier_daemon_left_is_verified_newest_first() -> None:
         membership=MEMBERSHIP,
         line=None,
         retained=None,
-        arenas=[(0, LAYOUT, sealed, False)],
+        arenas=[(0, LAYOUT, 3, sealed, False)],
         parities=[],
         now=0.0,
     )

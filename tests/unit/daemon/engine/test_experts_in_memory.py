@@ -55,7 +55,11 @@ def seal(slot: Slot, generation: Generation) -> None:
 @pytest.fixture
 def arena() -> ArenaView:
     return ArenaView(
-        rank=0, layout_id=layout_id(ENCODED), layout=LAYOUT, encoded=ENCODED, ready=True
+        rank=0,
+        layout_id=layout_id(ENCODED),
+        layout=LAYOUT,
+        encoded=ENCODED,
+        slots=[Slot(index) for index in range(3)],
     )
 
 

@@ -244,7 +244,7 @@ def test_writers_are_told_once_to_stop_when_their_order_is_over(memory: JobMemor
         piece_bytes=4096,
     )
     arena = ArenaView(rank=0, layout_id="l", layout=layout, encoded=encode_layout(layout))
-    arena.slots[0] = Slot(0, state=SlotState.LEFT, persisting=NEW)
+    arena.slots = [Slot(0, state=SlotState.LEFT, persisting=NEW), Slot(1)]
     memory.arenas[0, "l"] = arena
     memory.direct(replace(epoch_of(memory).directive, persist=replace(ORDER, ended=True)))
     persisting.write(memory, epoch_of(memory), 2.0)

@@ -11,7 +11,7 @@ import pytest
 from small_jobs import LAYOUT, LAYOUT_ID, opened, seal
 
 from holdfast_core.errors import StorageError
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA
+from holdfast_core.snapshots.layouts import SLOTS_MAX
 from holdfast_core.snapshots.pieces import PieceMap
 from holdfast_daemon.memory.files import is_open
 from holdfast_daemon.memory.grants import HUGE_PAGE_BYTES, LEFT_MAX
@@ -134,7 +134,7 @@ def test_an_arena_that_grew_while_no_daemon_ran_keeps_what_is_sealed(root: Path)
 def test_a_file_is_open_while_anybody_could_change_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert not is_open(path)
-    path.write_bytes(b"x" * SLOTS_PER_ARENA)
+    path.write_bytes(b"x" * SLOTS_MAX)
     assert not is_open(path)
     for mode in ("rb", "r+b"):
         with path.open(mode):

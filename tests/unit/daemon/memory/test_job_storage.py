@@ -94,7 +94,7 @@ def test_a_grown_parity_block_keeps_what_is_sealed_in_it(root: Path) -> None:
 def test_more_than_the_budget_is_refused_and_leaves_nothing(root: Path) -> None:
     with opened(root, budget=10 * PIECE) as (job, _, node):
         with pytest.raises(MemoryBudgetError) as refused:
-            job.allocate(0, LAYOUT, parity_lanes=(0,), parity_bytes=PIECE)
+            job.allocate(0, LAYOUT, slots=(3,), parity_lanes=(0,), parity_bytes=PIECE)
         assert refused.value.needed_bytes == 11 * PIECE
         assert refused.value.available_bytes == 10 * PIECE
         assert node.reserved_bytes == 0

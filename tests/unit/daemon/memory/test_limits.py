@@ -139,7 +139,7 @@ def test_a_job_gets_no_more_than_its_quota_although_the_node_has_more(tmp_path: 
     )
     job.save_epoch(members, None)
     with pytest.raises(MemoryBudgetError, match="memoryPerNode") as refused:
-        job.allocate(0, _layout(8192), parity_lanes=(0,), parity_bytes=8192)
+        job.allocate(0, _layout(8192), slots=(3,), parity_lanes=(0,), parity_bytes=8192)
     assert (refused.value.needed_bytes, refused.value.available_bytes) == (5 * 8192, quota)
     assert node.reserved_bytes == 0
     job.allocate(0, _layout(8192), parity_lanes=(0,), parity_bytes=4096)

@@ -12,7 +12,14 @@ from holdfast_core.snapshots.reports import Directive
 from holdfast_daemon.engine import JobEngine
 from holdfast_daemon.engine.completions import WRONG_REBUILDS
 from holdfast_daemon.engine.effects import FreeParity, Rebuilt, SendSuspect
-from holdfast_daemon.engine.slots import ArenaView, ParitySlot, ParityState, RebuildJob, SlotState
+from holdfast_daemon.engine.slots import (
+    ArenaView,
+    ParitySlot,
+    ParityState,
+    RebuildJob,
+    Slot,
+    SlotState,
+)
 from holdfast_daemon.engine.state import JobMemory
 
 LINE, OTHER = Generation(1, 20), Generation(1, 10)
@@ -52,7 +59,11 @@ def rebuild_wrongly(engine: JobEngine, owner: int) -> list[SendSuspect]:
     """A rebuild of rank 2 begins, and comes out wrong of the owner's parity."""
     memory, encoded = engine.memory, encode_layout(LAYOUT)
     arena = ArenaView(
-        rank=2, layout_id=layout_id(encoded), layout=LAYOUT, encoded=encoded, ready=True
+        rank=2,
+        layout_id=layout_id(encoded),
+        layout=LAYOUT,
+        encoded=encoded,
+        slots=[Slot(0), Slot(1), Slot(2)],
     )
     memory.arenas[2, arena.layout_id] = arena
     memory.rebuilds[2] = RebuildJob(generation=LINE, digest=7, layout_id=arena.layout_id)

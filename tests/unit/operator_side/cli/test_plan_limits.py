@@ -30,9 +30,9 @@ def test_a_job_that_does_not_fit_shows_its_table_all_the_same(
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 1Gi}\n")
     out, error = said_of(capsys, job, *SIZES)
-    assert "snapshots of one node need 61.74 GiB" in error
+    assert "snapshots of one node need 44.90 GiB" in error
     assert "Full ! 8.42" in out and "recommended:" not in out
-    assert "nothing fits: give a node at least 61.74 GiB" in out
+    assert "nothing fits: give a node at least 44.90 GiB" in out
     assert "memoryPerNode = 1.00 GiB on a node; what fits: none of them" in out
     assert "P(a recovery line is lost" in out
 
@@ -56,6 +56,17 @@ def test_the_memory_of_one_size_shows_whether_it_fits(
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 90Gi}\n")
     assert "fits" in printed(capsys, job, "--bytes-per-rank", "12Gi").split()
-    out, error = said_of(capsys, job, "--bytes-per-rank", "16Gi")
+    out, error = said_of(capsys, job, "--bytes-per-rank", "32Gi")
     assert "does not fit" in out and "REFT eq. 2" in out
     assert "snapshots of one node need" in error
+
+
+def test_both_numbers_of_slots_are_shown_with_what_each_costs(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(JOB + "  snapshot: {memoryPerNode: 90Gi}\n")
+    out = " ".join(printed(capsys, job, "--bytes-per-rank", "12Gi").split())
+    three, two = re.findall(r"([23]) [\d.]+ GiB \(\d+ bytes\) ([\d.]+) ([\d.]+) ([\d.]+)%", out)
+    assert (three[:3], two[:3]) == (("3", "3.67", "3.33"), ("2", "2.67", "2.33"))
+    assert float(three[3]) < float(two[3])
+    assert "saves skipped" in out

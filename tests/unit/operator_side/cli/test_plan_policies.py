@@ -171,8 +171,8 @@ def test_the_memory_of_each_redundancy_is_shown(
 def test_a_limit_that_is_too_small_is_refused(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job.write_text(JOB + "  snapshot: {memoryPerNode: 50Gi}\n")
-    assert "snapshots of one node need 61.74 GiB" in refused(capsys, job, *SIZES)
+    job.write_text(JOB + "  snapshot: {memoryPerNode: 40Gi}\n")
+    assert "snapshots of one node need 44.90 GiB" in refused(capsys, job, *SIZES)
 
 
 # --- what it refuses ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.status import Phase
 from holdfast_core.snapshots.generations import Generation
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, encode_manifest, piece_digests
+from holdfast_core.snapshots.layouts import Layout, encode_layout, encode_manifest, piece_digests
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.states import RestoreSource
 from holdfast_operator.local.directory import RunDirectory, new_record
@@ -69,7 +69,11 @@ def root(tmp_path: Path) -> Path:
     """A node's memory with one arena whose slots 0 and 2 are sealed."""
     arena = tmp_path / "jobs" / "default.job" / "arenas" / "0-abc"
     arena.mkdir(parents=True)
-    (arena / "arena").write_bytes(bytes(SLOTS_PER_ARENA * SLOT_BYTES))
+    (arena / "arena").write_bytes(bytes(3 * SLOT_BYTES))
+    layout = Layout(
+        rank=0, world_size=1, topology="", entries=(), extras_offset=SLOT_BYTES, extras_capacity=0
+    )
+    (arena / "layout.json").write_bytes(encode_layout(layout))
     for slot, step in ((0, 5), (2, 4)):
         payload = bytes(1000)
         manifest = Manifest(

@@ -96,7 +96,7 @@ def placed(offset: int, nbytes: int, slot: int = 1, places: bytes = b"") -> Plac
         extras_capacity=nbytes - offset,
         piece_bytes=PIECE,
     )
-    raw = (ctypes.c_ubyte * layout.arena_bytes)()
+    raw = (ctypes.c_ubyte * layout.arena_bytes(3))()
     arena = memoryview(raw).cast("B")
     address = ctypes.addressof(raw)
     return Placed(arena=arena, address=address, layout=layout, slot=slot, places=places)

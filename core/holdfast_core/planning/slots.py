@@ -1,0 +1,89 @@
+"""What each number of slots costs a job: memory on a node, and saves that are skipped.
+
+A rank with three slots can write a snapshot while the one before it is being protected; with two,
+the other slot holds the recovery line until then, and the save is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError
+from holdfast_core.protection.budget import NodeMemory
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
+
+SAVES_LOOKED_AT = 1000
+"""Consecutive saves among which skipped ones are counted."""
+
+NodesOf = Callable[[int], Sequence[NodeMemory]]
+"""Function from a number of slots to the memory of each member's node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotsCost:
+    """What one number of slots costs."""
+
+    slots: int
+    memory: NodeMemory
+    """Memory of the node that needs most."""
+    skipped: float
+    """Portion of the saves that are skipped, 0 to 1."""
+
+
+def compare_slots(
+    nodes_of: NodesOf, *, interval_s: float, copy_s: float, protect_s: float
+) -> tuple[SlotsCost, ...]:
+    """The cost of each number of slots, most slots first.
+
+    Args:
+        interval_s: time from save to save.
+        copy_s: time of the copy into a slot.
+        protect_s: time from there until all nodes have the snapshot's parity.
+    """
+    return tuple(
+        SlotsCost(
+            slots=slots,
+            memory=max(nodes_of(slots), key=lambda node: node.total_bytes),
+            skipped=skipped_saves(interval_s, copy_s, protect_s, slots=slots),
+        )
+        for slots in range(SLOTS_MAX, SLOTS_MIN - 1, -1)
+    )
+
+
+def slots_chosen(choices: Sequence[int], nodes_of: NodesOf, limit_bytes: int | None) -> int:
+    """The first of `choices` with which every node stays within the limit, or else the last."""
+    return next(
+        (
+            slots
+            for slots in choices
+            if limit_bytes is None
+            or max(node.total_bytes for node in nodes_of(slots)) <= limit_bytes
+        ),
+        choices[-1],
+    )
+
+
+def skipped_saves(interval_s: float, copy_s: float, protect_s: float, *, slots: int) -> float:
+    """The portion of saves that are skipped, in a run without failures.
+
+    A save is skipped while the copy before it has not ended, or while as many snapshots are not
+    protected as there are slots beside the recovery line's. Snapshots are protected one after the
+    other.
+
+    Raises:
+        InvalidJobError: when the interval is not longer than 0.
+    """
+    if interval_s <= 0:
+        raise InvalidJobError(f"interval_s={interval_s}: an interval must be longer than 0")
+    skipped, copied_at = 0, 0.0
+    protected_at = [0.0]
+    for number in range(1, SAVES_LOOKED_AT + 1):
+        now = number * interval_s
+        pending = sum(at > now for at in protected_at[-slots:])
+        if now < copied_at or pending >= slots - 1:
+            skipped += 1
+            continue
+        copied_at = now + copy_s
+        protected_at.append(max(copied_at, protected_at[-1]) + protect_s)
+    return skipped / SAVES_LOOKED_AT
