@@ -1,4 +1,5 @@
-"""Combinations of every policy with every redundancy, for the fault tests.
+"""Combinations of every policy with every redundancy, and of every redundancy with two slots, for
+the fault tests.
 
 A test that uses the fixture `combination` is collected with each of them. `make test-faults` runs
 all; `make test` runs one for each case, drawn from the case's own name, so that all combinations
@@ -16,6 +17,7 @@ import pytest
 from harness import RawCluster, RawJob
 
 from holdfast_core.job.snapshots import PolicyType
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 from holdfast_core.snapshots.membership import Redundancy
 
 T = TypeVar("T")
@@ -23,30 +25,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Policy and redundancy of a job's snapshots."""
+    """Policy and redundancy of a job's snapshots, and the slots of its ranks."""
 
     policy: PolicyType
     redundancy: Redundancy
+    slots: int = SLOTS_MAX
 
     @property
     def name(self) -> str:
-        return f"{self.policy}-{self.redundancy}"
+        return f"{self.policy}-{self.redundancy}" + f"-{self.slots}-slots" * (self.slots < 3)
 
     def job(self, cluster: RawCluster, nodes: list[str], **more: Any) -> RawJob:
-        """A job with this policy and redundancy; with Replication, of two replicas."""
+        """A job with these; with Replication, of two replicas."""
         return RawJob(
-            cluster, nodes, policy=self.policy, redundancy=self.redundancy, replicas=2, **more
+            cluster,
+            nodes,
+            policy=self.policy,
+            redundancy=self.redundancy,
+            replicas=2,
+            slots=self.slots,
+            **more,
         )
 
 
-COMBINATIONS = tuple(
-    Combination(policy, redundancy)
-    for policy in PolicyType
-    for redundancy in Redundancy
-    if redundancy is not Redundancy.NONE
+_REDUNDANT = tuple(redundancy for redundancy in Redundancy if redundancy is not Redundancy.NONE)
+COMBINATIONS = (
+    *(Combination(policy, redundancy) for policy in PolicyType for redundancy in _REDUNDANT),
+    *(Combination(PolicyType.PARTIAL_EXPERTS, redundancy, SLOTS_MIN) for redundancy in _REDUNDANT),
 )
-BY_REDUNDANCY = sorted(COMBINATIONS, key=lambda combination: combination.redundancy)
-"""In the order of tests, so that those that share a cluster of one redundancy follow each other."""
+BY_REDUNDANCY = sorted(COMBINATIONS, key=lambda each: (each.redundancy, each.slots))
+"""In the order of tests, so that those that share a cluster follow each other."""
 CARRYING = tuple(policy for policy in PolicyType if policy is not PolicyType.FULL)
 """Those whose saves carry pieces over."""
 

@@ -22,6 +22,7 @@ from waiting import WAIT_S, wait_for
 
 from holdfast_core.job.snapshots import PolicyType
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.layouts import SLOTS_MAX
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_protos import codec, control_pb2
 
@@ -135,6 +136,7 @@ class RawJob:
     group_size: int = 0
     redundancy: Redundancy = Redundancy.RAIM5
     replicas: int = 1
+    slots: int = SLOTS_MAX
     tier: Tier | None = None
     policy: PolicyType = PolicyType.PARTIAL_EXPERTS
     """Which pieces the saves carry over, where they can."""
@@ -175,6 +177,7 @@ class RawJob:
             redundancy=self.redundancy,
             replicas=self.replicas,
             tier=self.tier,
+            slots=self.slots,
         )
 
     def _place(self, index: int, node: str) -> Member:
@@ -292,10 +295,20 @@ class RawJob:
         """Save the next steps, each protected before the next one; returns the newest
         generation."""
         for _ in range(steps):
-            self.step += 1
-            self.save(self.step)
+            if self.slots < SLOTS_MAX:
+                wait_for("a save for which every rank has a slot", self._is_saved)
+            else:
+                self.step += 1
+                self.save(self.step)
             self.wait_protected(self.step)
         return self.generation
+
+    def _is_saved(self) -> bool:
+        """Save the next step on every rank; whether all had a slot. With two slots, none may be
+        left after a fault until a snapshot that was not given up is protected."""
+        self.step += 1
+        granted = [trainer.save(self.step) for trainer in self.trainers]
+        return all(granted)
 
     def check_restored(self, restored: list[Restored], not_before: Generation) -> Generation:
         """Check that all ranks restored exactly the bytes of one generation, at least `not_before`;

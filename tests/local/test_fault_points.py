@@ -26,8 +26,8 @@ SAVES_MAX = 6
 
 
 class Running:
-    """The cluster that the cases of one redundancy share; made anew for the next redundancy, and
-    after a case that failed. Between cases the newest step is protected."""
+    """The cluster that the cases of one redundancy and number of slots share; made anew for others,
+    and after a case that failed. Between cases the newest step is protected."""
 
     def __init__(self) -> None:
         self.cluster: RawCluster | None = None
@@ -35,7 +35,8 @@ class Running:
 
     @contextmanager
     def case(self, combination: Combination) -> Iterator[tuple[RawCluster, RawJob]]:
-        if self.job is not None and self.job.redundancy is not combination.redundancy:
+        wanted = (combination.redundancy, combination.slots)
+        if self.job is not None and (self.job.redundancy, self.job.slots) != wanted:
             self.close()  # idle daemons send heartbeats
         if self.cluster is None or self.job is None:
             self.cluster = RawCluster().__enter__()

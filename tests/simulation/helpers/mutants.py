@@ -140,6 +140,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="grant the slot of the recovery line before the next generation is protected",
+        edits=(
+            (
+                f"{ENGINE}/upkeep.py",
+                "            if sealed and not _is_kept(epoch, slot.generation) and "
+                "_is_spare(memory, epoch, slot):\n",
+                "            if sealed and slot.generation == epoch.retained:\n",
+            ),
+        ),
+    ),
+    Mutant(
         name="make room in the older block, also where its generation must be kept",
         edits=(
             (
