@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     Layout,
@@ -31,7 +32,7 @@ from holdfast_daemon.engine.effects import (
     VerifySnapshot,
 )
 from holdfast_daemon.engine.effects import SlotSealed as SealedEvent
-from holdfast_daemon.engine.slots import SlotState
+from holdfast_daemon.engine.slots import RebuildJob, SlotState
 from holdfast_daemon.memory.arenas import SealedSlot
 from holdfast_daemon.memory.job_storage import JobStorage
 from holdfast_daemon.memory.node_storage import NodeStorage
@@ -265,3 +266,23 @@ def test_places_are_kept_on_disk_and_bytes_are_found_there(tmp_path: Path) -> No
                 (4096 + 5 * PIECE, 3),
             )
             job.check_manifest_file(0, layout_id(LAYOUT), seal.slot)
+
+
+def test_with_two_slots_a_save_waits_until_the_one_before_is_kept_in_place_of_the_line() -> None:
+    engine = Engine(slots=2)
+    engine.save(1)
+    granted = engine.grant(2)
+    with pytest.raises(SnapshotSkippedError, match="every slot of rank 0 is in use"):
+        engine.grant(3)
+    engine.commit(2, granted.slot, digests_of(2))
+    assert engine.grant(4).slot != granted.slot
+
+
+def test_the_last_free_slot_is_for_a_snapshot_that_is_about_to_be_rebuilt() -> None:
+    engine = Engine(slots=2)
+    engine.save(1)
+    engine.engine.memory.rebuilds[0] = RebuildJob(generation=Generation(1, 1), digest=1)
+    with pytest.raises(SnapshotSkippedError, match="for a rebuild"):
+        engine.grant(2)
+    del engine.engine.memory.rebuilds[0]
+    assert engine.grant(3).slot is not None
