@@ -302,12 +302,7 @@ class _World:
             rank_bytes=max(max(loads) for loads in by_rank),
             job_bytes=job_bytes,
             memory_bytes=self._memory_bytes(plan) + self._recomputes * gradient_bytes,
-            slots=compare_slots(
-                partial(self._nodes, plan),
-                interval_s=self._job.spec.snapshot.interval.asked_steps(steps) * assumed.step_s,
-                copy_s=copy_s,
-                protect_s=protect_s,
-            ),
+            slots=self._slots(plan, steps, copy_s, protect_s),
             network_bytes=job_bytes * self._job.spec.redundancy.losses,
             recomputed_bytes=recomputed_bytes,
             gradient_bytes=gradient_bytes,
@@ -335,6 +330,16 @@ class _World:
     def _by_node(self, loads: Sequence[int]) -> list[int]:
         ranks = self._job.spec.nproc_per_node
         return [sum(loads[at : at + ranks]) for at in range(0, len(loads), ranks)]
+
+    def _slots(
+        self, plan: CapturePlan, steps: int, copy_s: float, protect_s: float
+    ) -> tuple[SlotsCost, ...]:
+        return compare_slots(
+            partial(self._nodes, plan),
+            interval_s=self._job.spec.snapshot.interval.asked_steps(steps) * self._assumed.step_s,
+            copy_s=copy_s,
+            protect_s=protect_s,
+        )
 
     def _memory_bytes(self, plan: CapturePlan, *, gradients: bool = False) -> int:
         slots = slots_chosen(
