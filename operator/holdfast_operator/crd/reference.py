@@ -105,7 +105,7 @@ def _type(field: dict[str, Any]) -> str:
     if "enum" in field:
         return " or ".join(f"`{value}`" for value in field["enum"])
     if field.get("x-kubernetes-int-or-string"):
-        return "integer or text" if isinstance(field.get("default"), int) else "quantity"
+        return "quantity" if field.get("default") is None else "integer or text"
     kind = "time" if field.get("format") == "date-time" else field["type"]
     if kind == "array":
         item = field["items"]
