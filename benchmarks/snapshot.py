@@ -21,7 +21,15 @@ from benchmarks.measure import Figure, Outcome, decode
 from benchmarks.peers import PEERS
 from holdfast_core.quantities import parse_bytes
 
-PARTS = ("trainer", "partial", "protection", "overhead", "persist_loop", "many_tensors")
+PARTS = (
+    "trainer",
+    "partial",
+    "compute_weights",
+    "protection",
+    "overhead",
+    "persist_loop",
+    "many_tensors",
+)
 OF_ONE_SIZE = ("overhead", "persist_loop", "many_tensors")
 """Parts whose state has the size of the example's model, or a size of its own."""
 

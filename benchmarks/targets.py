@@ -34,6 +34,8 @@ TARGETS: tuple[Target, ...] = (
     Target(
         key="partial_over_floor", figure="… … floor: two calls to a daemon at rest", at_most=None
     ),
+    Target(key="weights_slot", figure="slot without compute weights", at_most=None),
+    Target(key="weights_staged", figure="… time to staged", at_most=None),
     Target(key="restore", figure="restore after a trainer crash", at_most=1.3),
     Target(key="restore_floor", figure="… floor: reading the bytes back", at_most=None),
     Target(key="protected", figure="protected, 4 daemons on loopback", at_most=1.5),

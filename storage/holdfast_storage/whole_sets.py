@@ -26,7 +26,7 @@ from holdfast_core.durable.set_tensors import (
     runs_of,
     set_tensors,
 )
-from holdfast_core.errors import StorageError
+from holdfast_core.errors import CorruptError, StorageError
 from holdfast_core.snapshots.layouts import decode_layout, decode_manifest
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_storage.sets import SetStore
@@ -36,6 +36,9 @@ READ_BYTES = 16 * 1024 * 1024
 
 GAP_BYTES = 1024 * 1024
 """Smaller gaps between two wanted ranges are read as well: cheaper than another request."""
+
+MASTERS_BYTES = 256 * 1024 * 1024
+"""Masters that are read at once, to be rounded; a larger tensor is read alone."""
 
 THREADS = 8
 
@@ -127,7 +130,8 @@ class WholeSet:
         """
         thin = [(want, wide) for want in wants if (wide := _widened(want)) is not None]
         wide_ones = {id(want) for want, _ in thin}
-        self._fill([want for want in wants if id(want) not in wide_ones])
+        for batch in _batches([want for want in wants if id(want) not in wide_ones]):
+            self._fill(batch)
         for want, wide in thin:
             data = np.empty(wide.lengths, f"V{want.tensor.item_bytes}")
             self._fill([replace(wide, into=data.reshape(-1).view(np.uint8).data)])
@@ -137,6 +141,7 @@ class WholeSet:
 
     def _fill(self, wants: Sequence[Want]) -> None:
         runs: dict[int, list[_Run]] = {}
+        masters: list[tuple[bytearray, memoryview, str]] = []
         for want in wants:
             at = 0
             for start, nbytes in runs_of(
@@ -144,6 +149,10 @@ class WholeSet:
             ):
                 for part in parts_of(want.box, start, nbytes):
                     into = want.into[at : at + part.nbytes]
+                    if part.widened > 1:
+                        wide = bytearray(part.nbytes * part.widened)
+                        masters.append((wide, into, want.tensor.dtype))
+                        into = memoryview(wide)
                     cuts = _cut(self._manifests[part.rank], part.offset, into)
                     runs.setdefault(part.rank, []).extend(cuts)
                     at += part.nbytes
@@ -152,6 +161,8 @@ class WholeSet:
         with ThreadPoolExecutor(min(THREADS, len(runs))) as pool:
             for _ in pool.map(self._read_rank, runs.keys(), runs.values()):
                 pass
+        for wide, into, dtype in masters:
+            into[:] = rounded(np.frombuffer(wide, np.float32), dtype).tobytes()
 
     def array(
         self, tensor: SetTensor, offsets: Sequence[int], lengths: Sequence[int]
@@ -195,6 +206,45 @@ class WholeSet:
             source.read_into(first, end, buffer[: high - low])
             for run in group:
                 run.into[:] = buffer[run.offset - low : run.offset - low + len(run.into)]
+
+
+def _batches(wants: Sequence[Want]) -> Iterator[list[Want]]:
+    """Cut `wants` into those that are read at once: all that need no temporary memory, and groups
+    of others that need little."""
+    direct = [want for want in wants if all(part.widened == 1 for part in want.box.parts)]
+    if direct:
+        yield direct
+    batch, nbytes = [], 0
+    for want in wants:
+        wide = sum(p.nbytes * p.widened for p in want.box.parts if p.widened > 1)
+        if not wide:
+            continue
+        batch.append(want)
+        nbytes += wide
+        if nbytes >= MASTERS_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint16]:
+    """The bits of `values`, rounded to nearest with ties to even.
+
+    Args:
+        dtype: `bfloat16` or `float16`.
+
+    Raises:
+        CorruptError: for another dtype.
+    """
+    if dtype == "float16":
+        with np.errstate(over="ignore"):  # a value beyond float16 is infinite, as in torch
+            return values.astype(np.float16).view(np.uint16)
+    if dtype != "bfloat16":
+        raise CorruptError(f"a layout derives {dtype} from float32 masters, which is not possible")
+    bits = values.view(np.uint32)
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # infinities stay; no layout derives a NaN
+    return (bits >> 16).astype(np.uint16)
 
 
 def _widened(want: Want) -> Want | None:

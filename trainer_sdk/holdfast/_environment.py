@@ -47,6 +47,8 @@ class Environment:
     """`HOLDFAST_RECOVERIES_PER_DAY`: expected rate; None unless the interval follows from it."""
     compare_replicas_every: int
     """`HOLDFAST_COMPARE_REPLICAS_EVERY`."""
+    store_compute_weights: bool
+    """`HOLDFAST_STORE_COMPUTE_WEIGHTS`: 1 or 0."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -77,6 +79,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         compare_replicas_every=_number(
             found, "HOLDFAST_COMPARE_REPLICAS_EVERY", COMPARE_REPLICAS_EVERY
         ),
+        store_compute_weights=_number(found, "HOLDFAST_STORE_COMPUTE_WEIGHTS", 1) != 0,
         copy_threads=None if threads is None else _number(found, "HOLDFAST_COPY_THREADS", 0),
     )
 

@@ -52,6 +52,10 @@ class Settings:
     """Expected recoveries a day: of the saves that the loop calls, take those that lose the least
     time at this rate (REFT appendix A, eq. 9); None takes all of them. Equal on all ranks. A job
     with `snapshot.interval.steps: auto` sets it through `HOLDFAST_RECOVERIES_PER_DAY`."""
+    store_compute_weights: bool | None = None
+    """Whether snapshots hold 16-bit parameters even where they are the rounded copies of float32
+    masters that the snapshot holds as well. None takes the job's `snapshot.storeComputeWeights`,
+    through `HOLDFAST_STORE_COMPUTE_WEIGHTS`, or True."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """Strategy by which replicas divide the capture of shared state (PEC §3.2)."""
     partial_experts: PartialExperts | None = None

@@ -38,6 +38,7 @@ _NAME = re.compile(
     r"(?P<base>.*?)(?P<buffer>\(buffer\))?(?P<master>/master)?(?:\[(?P<index>[0-9]+)\])?", re.DOTALL
 )
 _DTYPE = re.compile(r"(?:bfloat|float|complex|uint|int|qint|quint)([0-9]+)(?:_e[0-9]+m.*)?")
+_MASTER_BYTES = 4
 _ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 
@@ -51,6 +52,9 @@ class TensorPart:
     rank: int
     offset: int
     """First byte within the rank's payload."""
+    widened: int = 1
+    """Bytes of the payload for each byte of the part: more than 1 where the payload holds float32
+    of which the part is the rounded copy (`Entry.cast_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ def set_tensors(
     placing = _Placing(reading if reading is not None else Reading(), layouts)
     by_name: dict[str, list[_Placed]] = {}
     for rank in sorted(layouts):
-        for entry in state_entries(layouts[rank]):
+        for entry in (*state_entries(layouts[rank]), *layouts[rank].casts):
             for placed in placing.place(rank, entry):
                 by_name.setdefault(placed.name, []).append(placed)
     return {name: _tensor(name, parts) for name, parts in sorted(by_name.items())}
@@ -293,8 +297,9 @@ def _tiles(name: str, total: int, found: Iterable[_Placed]) -> tuple[TensorPart,
                 f"{name}: no rank captured its bytes from {end} to {total}; the ranks' snapshots "
                 f"were planned differently"
             )
-        skipped = end - best.entry.start
-        tiles.append(TensorPart(end, reach - end, best.rank, best.entry.offset + skipped))
+        wider = _MASTER_BYTES // item_bytes(best.entry.dtype) if best.entry.cast_of else 1
+        offset = best.entry.offset + wider * (end - best.entry.start)
+        tiles.append(TensorPart(end, reach - end, best.rank, offset, wider))
         end = reach
     return tuple(tiles)
 
@@ -329,4 +334,5 @@ def parts_of(box: Box, start: int, nbytes: int) -> Iterator[TensorPart]:
     for part in box.parts:
         low, high = max(part.start, start), min(part.start + part.nbytes, end)
         if low < high:
-            yield TensorPart(low, high - low, part.rank, part.offset + low - part.start)
+            offset = part.offset + part.widened * (low - part.start)
+            yield TensorPart(low, high - low, part.rank, offset, part.widened)

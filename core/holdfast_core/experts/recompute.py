@@ -129,7 +129,7 @@ class Recomputable:
     weights: Entry
     """float32: the parameter, or its master."""
     rounded: Entry | None
-    """bfloat16: the parameter that follows from the master."""
+    """bfloat16: the parameter that follows from the master, where the slot holds it."""
     first: Entry | None
     second: Entry | None
     step: Entry | None
@@ -154,10 +154,10 @@ def recomputables(layout: Layout) -> tuple[Recomputable, ...]:
 def _of(recipe: Entry, by_name: Mapping[str, Entry]) -> Recomputable | None:
     name = recipe.tensor.removesuffix(f":{RECIPE}")
     gradient, parameter = by_name.get(f"{name}:{GRADIENT}"), by_name.get(name)
-    if gradient is None or parameter is None:
-        return None
     masters = (by_name.get(f"{name}:{key}") for key in MASTER_KEYS)
     weights = next((master for master in masters if master is not None), parameter)
+    if gradient is None or weights is None:
+        return None
     rounded = parameter if weights is not parameter else by_name.get(name.replace(_MASTER, ""))
     if rounded is weights:
         rounded = None

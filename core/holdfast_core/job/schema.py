@@ -309,6 +309,8 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
             found["HOLDFAST_RECOVERIES_PER_DAY"] = repr(self.recoveries_per_day)
         if snapshot.compare_replicas_every != COMPARE_REPLICAS_EVERY:
             found["HOLDFAST_COMPARE_REPLICAS_EVERY"] = str(snapshot.compare_replicas_every)
+        if not snapshot.store_compute_weights:
+            found["HOLDFAST_STORE_COMPUTE_WEIGHTS"] = "0"
         return found
 
     @property

@@ -235,6 +235,17 @@ class Snapshot(Document, frozen=True, kw_only=True):
         ]
         | int
     ) = AUTO
+    store_compute_weights: Annotated[
+        bool,
+        Meta(
+            description="whether snapshots hold 16-bit weights that follow from float32 masters",
+            extra={
+                "more": "false: a snapshot with Adam's state needs 12 bytes for each parameter "
+                "instead of 14. A weight is left out only while it is its master, rounded, "
+                "which every save verifies to the bit."
+            },
+        ),
+    ] = True
     memory_per_node: (
         Annotated[
             str,

@@ -7,7 +7,7 @@ gets a new layout and a new arena; nothing is overwritten.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 import msgspec
@@ -89,6 +89,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parts of: a sharded optimizer's flat state, a parameter that only an optimizer has."""
     param_group: int = 0
     """Parameter group of a parameter, counted over all optimizers; -1 when it is in none."""
+    cast_of: str = ""
+    """Only in `Layout.casts`: name of the float32 master whose elements, rounded to nearest with
+    ties to even, are the elements of this range. `offset` is that of the master's elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +109,9 @@ class Layout:
     largest_slot_bytes: int = 0
     """Size of the largest slot of any rank of the job, set by the daemon when the session opens. A
     daemon that rebuilds this rank elsewhere reserves memory for parity by it."""
+    casts: tuple[Entry, ...] = ()
+    """Ranges of compute weights that have no bytes of their own in the slot, because they are the
+    rounded copies of their masters."""
 
     @property
     def slot_bytes(self) -> int:
@@ -132,7 +138,10 @@ def piece_count(payload_bytes: int, piece_bytes: int) -> int:
 
 def encode_layout(layout: Layout) -> bytes:
     """Canonical bytes of `layout`; equal layouts have equal bytes."""
-    return msgspec.json.encode(layout, order="deterministic")
+    found = {f.name: getattr(layout, f.name) for f in fields(layout)}
+    if not layout.casts:
+        del found["casts"]  # as for the defaults of `Entry`
+    return msgspec.json.encode(found)  # in the order of the fields
 
 
 def decode_layout(data: bytes) -> Layout:
@@ -160,6 +169,12 @@ def decode_layout(data: bytes) -> Layout:
                 f"at {entry.global_offsets}"
             )
         end = entry.offset + entry.nbytes
+    for cast in layout.casts:
+        if min(cast.offset, cast.start, cast.nbytes) < 0 or cast.offset >= max(end, 1):
+            raise LayoutMismatchError(
+                f"layout of rank {layout.rank}: {cast.tensor}, {cast.nbytes} bytes, follows from "
+                f"bytes at {cast.offset}, and the tensors end at {end}"
+            )
     if layout.slot_bytes > SLOT_BYTES_MAX or layout.largest_slot_bytes > SLOT_BYTES_MAX:
         raise LayoutMismatchError(
             f"layout of rank {layout.rank}: slots of {layout.slot_bytes} bytes, more than any "

@@ -128,7 +128,7 @@ def test_a_live_model_and_its_optimizer_take_a_set_in_place(
     tmp_path: Path, make_trainer: Any, open_session: Any, same: Same, optimizer: str
 ) -> None:
     trainer = make_trainer(optimizer, dtype=torch.bfloat16)
-    session = open_session(trainer, FakeDaemon(tmp_path / "daemon"))
+    session = open_session(trainer, FakeDaemon(tmp_path / "daemon"), store_compute_weights=False)
     trainer.train(2)
     session.save(2).protected.result(WAIT_S)
     persist(tmp_path / "daemon", tmp_path / "tier", 1, Generation(1, 2))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mixed_precision import MasterOptimizer
 from ranks import run_ranks
 from torch import nn
 
@@ -23,6 +24,7 @@ from holdfast_core.snapshots.layouts import decode_layout
 
 WAIT_S = 60
 WORLD = 2
+LEFT_OUT = {"store_compute_weights": False}
 
 
 class MoE(nn.Module):
@@ -282,6 +284,34 @@ LOAD_AWARE = PartialExperts(experts_per_layer=1, selection=ExpertChoice.LOAD_AWA
 SELECTIVE = Selective(experts=1, loss_limit=1)
 
 
+def weights_beside_masters(rank: int, directory: str) -> None:
+    """Two replicas divide masters, and leave out the weights; one weight is changed later."""
+    model = MoE(1, 10).to(torch.bfloat16)
+    optimizer = MasterOptimizer(model.parameters())
+    session = open_session(rank, directory, model, optimizer, ep=1, settings=LEFT_OUT)
+    train(model, optimizer, 1)
+    session.save(1).committed.result(WAIT_S)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.get_parameter("layers.0.weight")[0, 0] += 1
+    found = session.save(2).committed.exception(WAIT_S)
+    wrong = torch.tensor([found is not None])
+    assert found is None or "layers.0.weight is no longer" in str(found)
+    every = [torch.zeros_like(wrong) for _ in range(WORLD)]
+    dist.all_gather(every, wrong)
+    assert sum(map(int, every)) == 1  # the rank that captures this part of it
+    session.save(3).committed.result(WAIT_S)
+    session.close()
+    other = MoE(7, 8 + rank).to(torch.bfloat16)
+    again = MasterOptimizer(other.parameters())
+    resumed = open_session(rank, directory, other, again, ep=1, epoch=2)
+    assert resumed.restore() == 3
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert torch.equal(optimizer.state[p]["master"], again.state[q]["master"]), name
+    resumed.close()
+
+
 def everything(rank: int, directory: str, init_file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=WORLD)
@@ -295,6 +325,7 @@ def everything(rank: int, directory: str, init_file: str) -> None:
         "experts in bubbles": experts_in_bubbles,
         "load aware": lambda r, d: choose_by_tokens(r, d, {"partial_experts": LOAD_AWARE}),
         "selective": lambda r, d: choose_by_tokens(r, d, {"selective": SELECTIVE}),
+        "beside masters": weights_beside_masters,
         "replenishing": each_makes_up_for_its_own,
     }
     for name, case in cases.items():
@@ -318,3 +349,8 @@ def test_ranks_share_the_capture_and_restore_together_or_not_at_all(tmp_path: Pa
     payloads = [sealed[Generation(1, 3)].manifest.payload_bytes for sealed in halves]
     whole = 3 * (700 * 701 + 2 * 300 * 300) * 4
     assert all(abs(payload - whole / 2) < whole / 10 for payload in payloads), (payloads, whole)
+    parts = [FakeDaemon(tmp_path / "beside-masters", rank=rank).sealed() for rank in range(WORLD)]
+    for step, lacking in ((1, 0), (3, 1)):  # masters and momentum, 4 bytes each
+        payloads = [sealed[Generation(1, step)].manifest.payload_bytes for sealed in parts]
+        whole = (700 * 701 + 2 * 300 * 300) * 8 + lacking * 700 * 700
+        assert abs(sum(payloads) - whole) < whole / 10, payloads

@@ -28,13 +28,21 @@ def error_of(handle: holdfast.SaveHandle) -> HoldfastError:
     return handle.error
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd with momentum", "float32 masters"])
+@pytest.mark.parametrize(
+    ("optimizer", "stored"),
+    [
+        ("adamw", True),
+        ("sgd with momentum", True),
+        ("float32 masters", True),
+        ("float32 masters", False),
+    ],
+)
 def test_a_new_process_continues_exactly_where_the_old_one_was(
-    optimizer: str, make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
+    optimizer: str, stored: bool, make_trainer: Any, open_session: Any, tmp_path: Path, same: Same
 ) -> None:
     dtype = torch.bfloat16 if optimizer == "float32 masters" else torch.float32
     old = make_trainer(optimizer, dtype=dtype)
-    session = open_session(old, FakeDaemon(tmp_path))
+    session = open_session(old, FakeDaemon(tmp_path), store_compute_weights=stored)
     assert session.restore() is None
     for step in range(1, 4):
         old.train()

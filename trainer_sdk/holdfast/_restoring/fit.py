@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from holdfast._state.capture import Anchor, LiveState, TensorSource
+from holdfast._state.casts import Pair, pair_of
 from holdfast._state.dtensors import is_dtensor, local_of
 from holdfast._state.extras import dtype_name, dtype_named
 from holdfast_core.errors import LayoutMismatchError
@@ -31,6 +32,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     nbytes: int
     replicas: tuple[int, ...]
+    cast_of: str = ""
+    """Master from which the range follows, where the snapshot does not hold it."""
 
 
 class Wanted(msgspec.Struct, kw_only=True):
@@ -40,13 +43,15 @@ class Wanted(msgspec.Struct, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     ranges: list[tuple[int, int]]
+    casts: list[tuple[int, int, str]] = []
+    """(first byte, bytes, master) of the ranges that follow from a master."""
 
 
 def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -> tuple[Offer, ...]:
     """List the ranges that this rank's snapshot has for other ranks, by tensor and start."""
     live.sources()
     offers = []
-    for entry in state_entries(layout):
+    for entry in (*state_entries(layout), *layout.casts):
         expert = UnitKey.parse(entry.unit).kind is UnitKind.EXPERT
         replicas = topology.expert_replicas(rank) if expert else topology.dense_replicas(rank)
         if len(replicas) > 1 and not live.is_private(entry.tensor):
@@ -58,6 +63,7 @@ def own_offers(layout: Layout, live: LiveState, topology: Topology, rank: int) -
                     start=entry.start,
                     nbytes=entry.nbytes,
                     replicas=replicas,
+                    cast_of=entry.cast_of,
                 )
             )
     return tuple(sorted(offers, key=lambda offer: (offer.tensor, offer.start)))
@@ -84,8 +90,10 @@ def wanted_by(
                 f"{item.dtype}{list(item.shape)}"
             )
         known.ranges.append((item.start, item.nbytes))
+        if item.cast_of:
+            known.casts.append((item.start, item.nbytes, item.cast_of))
 
-    for entry in state_entries(layout):
+    for entry in (*state_entries(layout), *layout.casts):
         add(entry)
     for offers in all_offers:
         for offer in offers:
@@ -114,6 +122,31 @@ def check_cover(wanted: Mapping[str, Wanted]) -> None:
                 f"{item.tensor}: no rank captured its bytes from {end} to {total}; the ranks' "
                 f"snapshots were planned differently"
             )
+
+
+def cast_pairs(
+    wanted: Mapping[str, Wanted], sources: Mapping[str, TensorSource]
+) -> tuple[Pair, ...]:
+    """List the ranges to be rounded from masters, once those are restored.
+
+    Raises:
+        LayoutMismatchError: when a master is not restored, or has another form than its weights.
+    """
+    pairs = []
+    for item in wanted.values():
+        for start, nbytes, master in item.casts:
+            found = wanted.get(master)
+            if (
+                found is None
+                or found.casts
+                or (found.dtype, found.shape) != ("float32", item.shape)
+            ):
+                raise LayoutMismatchError(
+                    f"{item.tensor}{list(item.shape)} follows from {master}, which the snapshot "
+                    f"does not hold as float32 of this shape"
+                )
+            pairs.append(pair_of(sources[item.tensor], sources[master], start, nbytes))
+    return tuple(pairs)
 
 
 def make_room(

@@ -22,10 +22,18 @@ from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision
 from holdfast._exchange import Exchange
 from holdfast._experts.partial_state import PartialState
-from holdfast._restoring.fit import Offer, check_cover, make_room, own_offers, wanted_by
+from holdfast._restoring.fit import (
+    Offer,
+    cast_pairs,
+    check_cover,
+    make_room,
+    own_offers,
+    wanted_by,
+)
 from holdfast._restoring.scatter import scatter
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState, TensorSource
+from holdfast._state.casts import Pair, fill
 from holdfast._state.collect import Stateful, devices_of, put_back, put_back_groups
 from holdfast._state.extras import decode_extras, split_extras
 from holdfast_core.errors import (
@@ -99,6 +107,16 @@ class _Found:
     partial: PartialState | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """State of a restore once this rank's own bytes are in its tensors."""
+
+    sources: Mapping[str, TensorSource]
+    """By name."""
+    casts: tuple[Pair, ...]
+    """Weights that are still to be rounded from their masters."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restore:
     """One rank's part in restores."""
@@ -159,7 +177,7 @@ class Restore:
             return Restored(epoch=epoch, step=None, source=RestoreSource.NONE)
         all_offers = [standing.offers for standing in standings]
         chosen = found
-        sources, error = _attempt(lambda: self._copy_own(chosen, all_offers))
+        copied, error = _attempt(lambda: self._copy_own(chosen, all_offers))
         own = Standing(generation=generation)
         if partial is not None:
             partial, lost = partial.returned(known)
@@ -170,9 +188,9 @@ class Restore:
                 replenishes=bool(partial.replenishing.owed),
             )
         told = self._agree(error, own)
-        assert sources is not None
-        scatter(self.exchange, all_offers, sources, self.rank)
-        _, error = _attempt(lambda: self._finish(chosen, sources))
+        assert copied is not None
+        scatter(self.exchange, all_offers, copied.sources, self.rank)
+        _, error = _attempt(lambda: self._finish(chosen, copied))
         self._agree(error, Standing(generation=generation))
         policy = self.settings.experts
         if partial is not None and policy is not None:
@@ -288,15 +306,13 @@ class Restore:
 
     # --- bytes ------------------------------------------------------------------------------------
 
-    def _copy_own(
-        self, found: _Found, all_offers: Sequence[tuple[Offer, ...]]
-    ) -> dict[str, TensorSource]:
-        """Make room, verify this rank's payload and copy it out; return the live sources by
-        name."""
+    def _copy_own(self, found: _Found, all_offers: Sequence[tuple[Offer, ...]]) -> _Copied:
+        """Make room, verify this rank's payload and copy it out."""
         wanted = wanted_by(self.rank, found.layout, all_offers)
         check_cover(wanted)
         put_back_groups(self.live, found.extras)
         sources = make_room(self.live, wanted, devices_of(found.extras))
+        casts = cast_pairs(wanted, sources)
         ranges = [
             (entry.offset, entry.start, _part(sources[entry.tensor], entry.start, entry.nbytes))
             for entry in state_entries(found.layout)
@@ -307,10 +323,12 @@ class Restore:
             self.engine.restore(plan, found.placed, manifest.payload_bytes, manifest.digests)
         except BadPieceError as error:
             raise self._corrupt(found.layout, manifest, error.piece) from error
-        return sources
+        return _Copied(sources, casts)
 
-    def _finish(self, found: _Found, sources: Mapping[str, TensorSource]) -> None:
-        for source in sources.values():
+    def _finish(self, found: _Found, copied: _Copied) -> None:
+        for pair in copied.casts:
+            fill(pair)
+        for source in copied.sources.values():
             source.settle()
         put_back(self.live, self.stateful, found.extras)
 

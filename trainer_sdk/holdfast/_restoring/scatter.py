@@ -32,6 +32,7 @@ def scatter(
     Raises:
         UnreachableError: when a rank does not take part.
     """
+    all_offers = [tuple(o for o in offers if not o.cast_of) for offers in all_offers]
     groups = sorted({offer.replicas for offers in all_offers for offer in offers})
     device = next(
         (s.tensor.device for s in sources.values() if s.tensor.device.type != "cpu"),

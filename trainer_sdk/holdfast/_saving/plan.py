@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 import xxhash
 
@@ -64,6 +65,9 @@ class BasePlan:
     """Experts that a snapshot may leave out; None when each captures everything."""
     holders: Mapping[UnitKey, tuple[int, ...]] = field(default_factory=dict)
     """Ranks that capture any part of each of these experts; empty where `alone`."""
+    casts: Mapping[str, str] = field(default_factory=dict)
+    """Compute weights that were agreed to be rounded copies → their masters. They are not in
+    `tables`; where they are stored after all, they are divided like their masters."""
     piece_bytes: int = PIECE_BYTES
 
     @property
@@ -104,9 +108,16 @@ def table_of(sources: Sequence[TensorSource]) -> tuple[TensorSize, ...]:
 
 
 def plan_alone(
-    rank: int, topology: Topology, table: Sequence[TensorSize] = (), *, partial: bool = False
+    rank: int,
+    topology: Topology,
+    table: Sequence[TensorSize] = (),
+    *,
+    partial: bool = False,
+    casts: Mapping[str, str] | None = None,
 ) -> BasePlan:
     """Plan for a rank that captures everything it holds; `partial` needs its table."""
+    casts = casts or {}
+    table = [size for size in table if size.tensor not in casts]
     experts = experts_apart({0: table}, Topology(dp=1)) if partial else None
     return BasePlan(
         rank=rank,
@@ -115,6 +126,7 @@ def plan_alone(
         shards={},
         alone=True,
         experts=experts,
+        casts=casts,
         piece_bytes=piece_bytes_for(experts, {}),
     )
 
@@ -166,13 +178,19 @@ def plan_together(
     strategy: ShardStrategy,
     *,
     partial: bool = False,
+    casts: Mapping[str, str] | None = None,
 ) -> BasePlan:
     """Compute the plan that every rank derives from the same exchanged tables; with `partial`,
     experts can be left out of snapshots.
 
+    Args:
+        casts: see `BasePlan.casts`; equal on all ranks.
+
     Raises:
         ReplicaMismatchError: when declared replicas hold different tensors.
     """
+    casts = casts or {}
+    tables = {r: [size for size in tables[r] if size.tensor not in casts] for r in tables}
     experts = experts_apart(tables, topology) if partial else None
     grain = Grain.UNIT if experts else None
     plan = plan_shards(tables, topology, strategy, expert_grain=grain)
@@ -185,6 +203,7 @@ def plan_together(
         shards={},
         experts=experts,
         holders=holders,
+        casts=casts,
         piece_bytes=piece_bytes_for(experts, holders),
     )
     largest = max(
@@ -232,9 +251,10 @@ def _own_ranges(base: BasePlan, size: TensorSize) -> tuple[tuple[int, int], ...]
         if size.is_expert
         else topology.dense_replicas(base.rank)
     )
-    parameter = base.tables.get(size.tensor.partition(":")[0])
+    beside = base.casts.get(size.tensor, size.tensor.partition(":")[0])
+    parameter = base.tables.get(beside)
     if parameter is not None and parameter.shape == size.shape and parameter.nbytes:
-        # Elements of the state follow the elements of its parameter.
+        # Elements of the state follow the elements of its parameter, weights those of their master.
         ranges = base.shards[base.rank].get(parameter.tensor, ())
         return tuple(
             (start * size.nbytes // parameter.nbytes, nbytes * size.nbytes // parameter.nbytes)
@@ -253,11 +273,13 @@ def layout_of(
     shards: Sequence[Shard],
     extras_bytes: int,
     sources: Sequence[TensorSource] = (),
+    masters: Mapping[str, str] | None = None,
 ) -> Layout:
     """Lay out a slot that holds `shards` and extras of about `extras_bytes`.
 
     `sources` describe the whole tensors that the local ones are parts of; offsets do not depend on
-    them.
+    them. Shards of weights in `masters` get no room where the same elements of their master have
+    some.
 
     Experts that snapshots may leave out come last, each on pieces of its own, followed by its
     gradients, also on pieces of their own.
@@ -269,32 +291,18 @@ def layout_of(
     end = 0
     beside = {size.tensor for size in table if size.role in BESIDE_STATE}
     part: tuple[UnitKey, bool] | None = None
+    without_room = _casts_among(shards, sizes, masters or {})
 
     def order(shard: Shard) -> tuple[bool, UnitKey, bool]:
         return shard.unit in apart, shard.unit, shard.tensor in beside
 
-    for shard in sorted(shards, key=order):
+    for shard in sorted(set(shards) - without_room.keys(), key=order):
         size, whole = sizes[shard.tensor], wholes.get(shard.tensor, Whole())
         before, part = part, (shard.unit, shard.tensor in beside)
         alone = shard.unit in apart and part != before
         offset = round_up(end, base.piece_bytes if alone else TENSOR_ALIGNMENT)
         end = offset + shard.nbytes
-        entries.append(
-            Entry(
-                unit=str(shard.unit),
-                tensor=shard.tensor,
-                role=size.role,
-                dtype=size.dtype,
-                shape=size.shape,
-                start=shard.start,
-                nbytes=shard.nbytes,
-                offset=offset,
-                global_shape=whole.global_shape,
-                global_offsets=whole.global_offsets,
-                own=whole.own,
-                param_group=whole.param_group,
-            )
-        )
+        entries.append(_entry(shard, size, whole, offset))
     extras_offset = round_up(end, base.piece_bytes if apart else TENSOR_ALIGNMENT)
     room = round_up(extras_offset + extras_bytes * 5 // 4 + EXTRAS_SPARE_BYTES, PAGE_BYTES)
     return Layout(
@@ -305,13 +313,72 @@ def layout_of(
         extras_offset=extras_offset,
         extras_capacity=room - extras_offset,
         piece_bytes=base.piece_bytes,
+        casts=tuple(
+            msgspec.structs.replace(
+                _entry(shard, sizes[shard.tensor], wholes.get(shard.tensor, Whole()), 0),
+                cast_of=master.tensor,
+                offset=_offset_of(entries, master),
+            )
+            for shard, master in sorted(
+                without_room.items(), key=lambda item: (item[0].tensor, item[0].start)
+            )
+        ),
+    )
+
+
+def _entry(shard: Shard, size: TensorSize, whole: Whole, offset: int) -> Entry:
+    return Entry(
+        unit=str(shard.unit),
+        tensor=shard.tensor,
+        role=size.role,
+        dtype=size.dtype,
+        shape=size.shape,
+        start=shard.start,
+        nbytes=shard.nbytes,
+        offset=offset,
+        global_shape=whole.global_shape,
+        global_offsets=whole.global_offsets,
+        own=whole.own,
+        param_group=whole.param_group,
+    )
+
+
+def _casts_among(
+    shards: Sequence[Shard], sizes: Mapping[str, TensorSize], masters: Mapping[str, str]
+) -> dict[Shard, Shard]:
+    """Shards of weights → the shards of their masters with the same elements, for those weights in
+    `masters` where one of `shards` holds these elements."""
+    by_name: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_name.setdefault(shard.tensor, []).append(shard)
+    found: dict[Shard, Shard] = {}
+    for name in by_name.keys() & masters.keys():
+        master = masters[name]
+        if master not in by_name:
+            continue
+        wider = sizes[master].nbytes // sizes[name].nbytes
+        for shard in by_name[name]:
+            low, nbytes = shard.start * wider, shard.nbytes * wider
+            for part in by_name[master]:
+                if part.start <= low and low + nbytes <= part.start + part.nbytes and nbytes:
+                    found[shard] = replace(part, start=low, nbytes=nbytes)
+    return found
+
+
+def _offset_of(entries: Sequence[Entry], shard: Shard) -> int:
+    """Offset in the slot of the first byte of `shard`, which lies within one of `entries`."""
+    return next(
+        entry.offset + shard.start - entry.start
+        for entry in entries
+        if entry.tensor == shard.tensor and entry.start <= shard.start < entry.start + entry.nbytes
     )
 
 
 def same_places(old: Layout, new: Layout) -> bool:
     """Whether tensors have the same places in both layouts; the room for extras may differ."""
-    return (old.entries, old.extras_offset, old.piece_bytes) == (
+    return (old.entries, old.casts, old.extras_offset, old.piece_bytes) == (
         new.entries,
+        new.casts,
         new.extras_offset,
         new.piece_bytes,
     )

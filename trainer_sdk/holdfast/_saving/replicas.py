@@ -14,6 +14,7 @@ import msgspec
 from holdfast._copying.devices import Fence
 from holdfast._copying.engine import CopyEngine
 from holdfast._exchange import Exchange
+from holdfast._saving.casts import agreed_casts
 from holdfast._saving.digests import digest_of
 from holdfast._saving.plan import BasePlan, plan_alone, plan_together, table_of
 from holdfast._state.capture import TensorSource
@@ -32,17 +33,27 @@ class ReplicaStatement(msgspec.Struct, frozen=True, kw_only=True):
     extras_bytes: int
     digests: dict[str, int]
     """Unit → digest of its shared tensors by name; empty when not checked."""
+    casts: dict[str, str] = {}
+    """Compute weights that are the rounded copies of their masters → the masters."""
 
 
 _STATEMENT = msgspec.json.Decoder(ReplicaStatement)
 
 
 def state_of(
-    step: int, sources: Sequence[TensorSource], extras_bytes: int, digests: Mapping[str, int]
+    step: int,
+    sources: Sequence[TensorSource],
+    extras_bytes: int,
+    digests: Mapping[str, int],
+    casts: Mapping[str, str],
 ) -> ReplicaStatement:
     """Make this rank's statement."""
     return ReplicaStatement(
-        step=step, table=table_of(sources), extras_bytes=extras_bytes, digests=dict(digests)
+        step=step,
+        table=table_of(sources),
+        extras_bytes=extras_bytes,
+        digests=dict(digests),
+        casts=dict(casts),
     )
 
 
@@ -63,12 +74,16 @@ def agree(
         UnreachableError: when some rank does not take part.
     """
     if not exchange.together:
-        return plan_alone(rank, topology, statement.table, partial=partial)
+        return plan_alone(rank, topology, statement.table, partial=partial, casts=statement.casts)
     texts = exchange.gather(msgspec.json.encode(statement))
     statements = [_STATEMENT.decode(text) for text in texts]
     tables = {r: said.table for r, said in enumerate(statements)}
     extras = {r: said.extras_bytes for r, said in enumerate(statements)}
-    plan = plan_together(rank, topology, tables, extras, strategy, partial=partial)
+    casts = agreed_casts(
+        {r: said.casts for r, said in enumerate(statements)},
+        {r: {size.tensor for size in table} for r, table in tables.items()},
+    )
+    plan = plan_together(rank, topology, tables, extras, strategy, partial=partial, casts=casts)
     if len({said.step for said in statements}) == 1:
         _compare({r: said.digests for r, said in enumerate(statements) if said.digests}, topology)
     return plan

@@ -29,6 +29,7 @@ from holdfast._experts.gradients import Gradients
 from holdfast._experts.partial import partial_capture
 from holdfast._experts.partial_state import PartialState
 from holdfast._restoring.restore import Restored
+from holdfast._saving.casts import Casts
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.nans import units_with_nan
 from holdfast._saving.plan import BasePlan, layout_of, moves_of, own_shards, same_places, table_of
@@ -77,6 +78,7 @@ class Saver:
         self.tally = Tally()
         self.problem: HoldfastError | None = None
         """Reason why no save of this session can succeed any more; None while saves can."""
+        self._casts = Casts(engine, enabled=not settings.store_compute_weights)
         self._link = Link(client, device, settings, self._on_event)
         self._base: BasePlan | None = None
         self.partial = partial_capture(settings, counting, rank, topology.world_size, gradients)
@@ -208,6 +210,8 @@ class Saver:
             self._sources = task.sources
         if self.problem is not None:
             raise self.problem
+        if task.sources is not None:
+            self._find_casts(task)
         if self._base is None:
             self._agree(task)
         if self.partial is not None:
@@ -247,6 +251,19 @@ class Saver:
             self.partial.keep(state)
             self.tally.counters.loss = self.partial.loss
 
+    def _find_casts(self, task: Task) -> None:
+        """Find the weights that need not be stored, while training cannot change them."""
+        try:
+            if not task.hold():
+                raise SnapshotSkippedError("training went on before the weights were compared")
+            self._casts.find(self._sources, task.fence)
+            task.check()
+        except HoldfastError:
+            self._casts.masters = {}
+            raise
+        finally:
+            task.release(over=False)
+
     def _agree(self, task: Task) -> None:
         """Exchange tables with the other ranks, and compare the units that the topology declares to
         be replicas."""
@@ -256,7 +273,8 @@ class Saver:
             digests = self._live_digests(task) if check and task.hold() else {}
         finally:
             task.release(over=False)
-        said = state_of(task.handle.step, self._sources, len(task.extras), digests)
+        casts = self._casts.masters
+        said = state_of(task.handle.step, self._sources, len(task.extras), digests, casts)
         partial = self.partial is not None
         self._base = agree(exchange, said, self._topology, self._rank, strategy, partial=partial)
         if self._base.experts is None:
@@ -278,11 +296,12 @@ class Saver:
         extras_bytes = len(task.extras) + self._base.state_bytes
         old = link.layout or self._restored
         fits = old is not None and extras_bytes <= old.extras_capacity
-        if task.sources is None and fits and link.is_open:
+        if task.sources is None and fits and link.is_open and not self._casts.changed:
             return
         table = table_of(self._sources)
         shards = own_shards(self._base, table)
-        layout = layout_of(self._base, table, shards, extras_bytes, self._sources)
+        masters = self._casts.masters
+        layout = layout_of(self._base, table, shards, extras_bytes, self._sources, masters)
         if fits and old is not None and same_places(old, layout):
             layout = replace(old, largest_slot_bytes=0)  # only addresses changed
         largest = max(self._base.largest_slot_bytes, layout.slot_bytes)
@@ -291,6 +310,7 @@ class Saver:
         if again:
             self.tally.forgive()
         link.plan = moves_of(layout, self._sources)
+        self._casts.opened(layout, self._sources)
         if self.partial is not None:
             self.partial.opened(layout)
 
@@ -301,6 +321,7 @@ class Saver:
         plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
         digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
+        self._casts.check(task.fence, left_out)
         task.check()
         generation = Generation(self._link.epoch or 0, task.handle.step)
         if self.partial is not None:  # before training goes on

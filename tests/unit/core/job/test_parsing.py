@@ -262,6 +262,12 @@ def test_the_period_of_comparisons_reaches_the_trainer() -> None:
     assert job.variables["HOLDFAST_COMPARE_REPLICAS_EVERY"] == "3"
 
 
+def test_a_trainer_learns_that_weights_follow_from_masters() -> None:
+    assert "HOLDFAST_STORE_COMPUTE_WEIGHTS" not in parse_job(document()).variables
+    job = parse_job(document(snapshot={"storeComputeWeights": False}))
+    assert job.variables["HOLDFAST_STORE_COMPUTE_WEIGHTS"] == "0"
+
+
 def test_a_job_of_another_controller_is_not_run_here() -> None:
     check_local(parse_job(document()))
     with pytest.raises(InvalidJobError) as caught:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from holdfast_core.durable.set_tensors import SetTensor
+from holdfast_core.errors import CorruptError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     PIECE_BYTES,
@@ -19,7 +21,7 @@ from holdfast_core.snapshots.layouts import (
 )
 from holdfast_core.snapshots.manifests import Manifest
 from holdfast_core.topology import Topology
-from holdfast_storage.whole_sets import GAP_BYTES, READ_BYTES, Want, WholeSet
+from holdfast_storage.whole_sets import GAP_BYTES, READ_BYTES, Want, WholeSet, rounded
 
 RANKS = 2
 COLUMNS = 1024
@@ -162,3 +164,19 @@ def test_columns_are_cut_out_of_whole_rows(
     expected = values[5 : ROWS - 4, first : first + columns]  # type: ignore[index]  # an array
     assert np.array_equal(found.view(np.uint8), expected)
     assert all(len(rank.reads) == -(-HALF // READ_BYTES) for rank in ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    """All upper halves, each with the lower halves around a tie."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0x1000, 0x1001, 0xFFFF], dtype=np.uint32)
+    values = (upper[:, None] | lower).reshape(-1).view(np.float32)
+    values = values[~np.isnan(values)]
+    expected = torch.from_numpy(values).to(dtype).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(rounded(values, str(dtype).removeprefix("torch.")), expected)
+
+
+def test_other_types_do_not_follow_from_masters() -> None:
+    with pytest.raises(CorruptError, match="derives int16 from float32"):
+        rounded(np.zeros(1, np.float32), "int16")

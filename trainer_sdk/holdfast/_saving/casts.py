@@ -1,0 +1,138 @@
+"""Compute weights that a session does not store, because their masters have the same information.
+
+They are compared with their masters before the layout is made, whole, and in every save, in the
+ranges that this rank captures, while training cannot change them. So a snapshot never stands for
+weights that were not there: a save that finds a difference is not taken, and the next one stores
+these weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from holdfast._copying.devices import Fence
+from holdfast._copying.engine import CopyEngine
+from holdfast._state.capture import TensorSource
+from holdfast._state.casts import Pair, find_masters, pair_of
+from holdfast_core.errors import SnapshotSkippedError
+from holdfast_core.snapshots.layouts import Layout
+from holdfast_core.snapshots.units import UnitKey
+
+_PIECES_AT_ONCE = 64
+"""Parts of pairs that a thread compares in one go."""
+
+_log = logging.getLogger("holdfast")
+
+
+class Casts:
+    """The weights of a session that are rounded copies of their masters.
+
+    Args:
+        enabled: False stores all weights.
+    """
+
+    def __init__(self, engine: CopyEngine, *, enabled: bool) -> None:
+        self._engine, self._enabled = engine, enabled
+        self.masters: dict[str, str] = {}
+        """Weights that equal their rounded masters → the masters."""
+        self._stored: set[str] = set()
+        """Weights that once did not."""
+        self._captured: tuple[Pair, ...] = ()
+        """The ranges that this rank's layout leaves out."""
+        self.changed = False
+        """Whether the layout in use leaves out weights that must be stored."""
+
+    def find(self, sources: Sequence[TensorSource], fence: Fence) -> None:
+        """Look for them among `sources`, whose bytes must not change meanwhile.
+
+        Args:
+            fence: point after which the tensors are read on their device.
+        """
+        self.masters = {}
+        if not self._enabled:
+            return
+        by_name = {source.name: source for source in sources}
+        candidates = {
+            name: master
+            for name, master in find_masters(sources).items()
+            if name not in self._stored
+        }
+        pairs = [
+            pair_of(by_name[name], by_name[master], 0, by_name[name].nbytes)
+            for name, master in candidates.items()
+        ]
+        differ = self._differing(pairs, fence)
+        self._stored |= differ
+        self.masters = {name: m for name, m in candidates.items() if name not in differ}
+        nbytes = sum(by_name[name].nbytes for name in self.masters)
+        if nbytes:
+            _log.info(
+                "%d compute weights are their masters, rounded; %d bytes are not stored",
+                len(self.masters),
+                nbytes,
+            )
+
+    def opened(self, layout: Layout, sources: Sequence[TensorSource]) -> None:
+        """Compare in every save what `layout` leaves out."""
+        by_name = {source.name: source for source in sources}
+        self._captured = tuple(
+            pair_of(by_name[cast.tensor], by_name[cast.cast_of], cast.start, cast.nbytes)
+            for cast in layout.casts
+        )
+        self.changed = False
+
+    def check(self, fence: Fence, left_out: Collection[UnitKey]) -> None:
+        """Compare the weights that the layout leaves out, except for experts that the snapshot does
+        not capture. The tensors must not change meanwhile.
+
+        Raises:
+            SnapshotSkippedError: when some differ; from now on they are stored.
+        """
+        units = set(map(str, left_out))
+        differ = self._differing([p for p in self._captured if p.unit not in units], fence)
+        if not differ:
+            return
+        self._stored |= differ
+        self.masters = {name: m for name, m in self.masters.items() if name not in differ}
+        self.changed = True
+        first = min(differ)
+        raise SnapshotSkippedError(
+            f"{first} is no longer its float32 master, rounded"
+            f"{f' (and {len(differ) - 1} more)' if len(differ) > 1 else ''}, so this save, which "
+            f"holds only the master, would lose it; saves store it from the next one on. If the "
+            f"weights are changed after the optimizer's step, save after both"
+        )
+
+    def _differing(self, pairs: Sequence[Pair], fence: Fence) -> set[str]:
+        pieces = [piece for pair in pairs for piece in pair.pieces()]
+        differ: set[str] = set()
+
+        def compare(index: int) -> None:
+            first = index * _PIECES_AT_ONCE
+            for piece in pieces[first : first + _PIECES_AT_ONCE]:
+                if piece.name not in differ and not piece.holds():
+                    differ.add(piece.name)
+
+        self._engine.each(compare, -(-len(pieces) // _PIECES_AT_ONCE), fence)
+        return differ
+
+
+def agreed_casts(
+    claims: Mapping[int, Mapping[str, str]], tables: Mapping[int, Collection[str]]
+) -> dict[str, str]:
+    """Weights that every rank which holds a tensor of their name takes for a rounded copy of the
+    same master.
+
+    Args:
+        claims: rank → its weights → their masters.
+        tables: rank → names of all its tensors.
+    """
+    found: dict[str, str] = {}
+    for rank in sorted(claims):
+        for name, master in claims[rank].items():
+            if name not in found and all(
+                claims[other].get(name) == master for other in tables if name in tables[other]
+            ):
+                found[name] = master
+    return found

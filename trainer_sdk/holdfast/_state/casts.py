@@ -1,0 +1,126 @@
+"""Compute weights that are the rounded copies of their float32 masters.
+
+Mixed-precision optimizers keep a float32 master of each 16-bit parameter, update the master, and
+round it into the parameter: the parameter has no information of its own. So a snapshot need not
+hold it, 2 bytes of 14 with Adam. A restore rounds the masters again, which gives the same bits:
+rounding to nearest, ties to even, is exact arithmetic. NaN are the exception, since their bits
+depend on the processor; a parameter that holds one does not count as a rounded copy.
+
+This module finds such pairs, compares them, and rounds. It must not decide what is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast._state.capture import TensorSource
+from holdfast_core.snapshots.layouts import TensorRole
+
+AT_ONCE = 1 << 15
+"""Elements that are compared at once in host memory: few enough for a core's cache, and for torch
+to work on the calling thread alone."""
+
+AT_ONCE_ON_DEVICE = 1 << 26
+"""Elements that are compared at once on a device: bounds the temporary memory, to 128 MiB."""
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_ROUNDED = (torch.bfloat16, torch.float16)
+_MASTER = "/master"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """A compute weight and its master, or equal ranges of both."""
+
+    name: str
+    unit: str
+    weights: torch.Tensor
+    """bfloat16 or float16 [elements]."""
+    master: torch.Tensor
+    """float32 [elements]."""
+
+    def pieces(self) -> Iterator[Pair]:
+        """Yield the pair in parts that are compared at once."""
+        at_once = AT_ONCE if self.weights.device.type == "cpu" else AT_ONCE_ON_DEVICE
+        parts = zip(self.weights.split(at_once), self.master.split(at_once), strict=True)
+        for weights, master in parts:
+            yield Pair(self.name, self.unit, weights, master)
+
+    def holds(self) -> bool:
+        """Whether the weights are the master, rounded: every bit, and no NaN."""
+        rounded = self.master.to(self.weights.dtype)
+        return _same_bytes(rounded, self.weights) and not _has_nan(self.master)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.device.type != "cpu":
+        return torch.equal(one.view(torch.int16), other.view(torch.int16))
+    # Several times as fast as torch.equal, which compares element by element.
+    return _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    # A sum reads at the speed of memory and keeps every NaN; infinities can also yield a NaN.
+    return bool(torch.isnan(values.sum())) and bool(torch.isnan(values).any())
+
+
+def find_masters(sources: Sequence[TensorSource]) -> dict[str, str]:
+    """Find the 16-bit parameters that have a float32 master of the same form: name of the parameter
+    → name of its master. Their values are not compared."""
+    weights = {s.name: s for s in sources if s.role is TensorRole.COMPUTE}
+    found: dict[str, str] = {}
+    for master in sources:
+        if master.role is not TensorRole.MASTER:
+            continue
+        one = weights.get(_name_of_weights(master.name))
+        if one is not None and one.name not in found and _alike(one, master):
+            found[one.name] = master.name
+    return found
+
+
+def pair_of(weights: TensorSource, master: TensorSource, start: int, nbytes: int) -> Pair:
+    """Pair the `nbytes` bytes of `weights` from byte `start` with the same elements of
+    `master`."""
+    item = weights.tensor.element_size()
+    low, high = start // item, (start + nbytes) // item
+    return Pair(
+        weights.name,
+        str(weights.unit),
+        weights.flat().view(weights.tensor.dtype)[low:high],
+        master.flat().view(torch.float32)[low:high],
+    )
+
+
+def fill(pair: Pair) -> None:
+    """Round the master into the weights."""
+    pair.weights.copy_(pair.master)
+
+
+def _name_of_weights(master: str) -> str:
+    """Name of the parameter that belongs to a master: `w[5]` for `w/master[5]` and for
+    `w[5]:master_param`."""
+    base, colon, _ = master.partition(":")
+    head, _, index = base.rpartition(_MASTER)
+    return base if colon else head + index
+
+
+def _alike(weights: TensorSource, master: TensorSource) -> bool:
+    mine, its = weights.whole, master.whole
+    return (
+        weights.tensor.dtype in _ROUNDED
+        and master.tensor.dtype is torch.float32
+        and weights.tensor.shape == master.tensor.shape
+        and weights.tensor.device == master.tensor.device
+        and weights.tensor.numel() > 0
+        and weights.unit == master.unit
+        and weights.private == master.private
+        and weights.staging is None
+        and master.staging is None
+        and (mine.global_shape, mine.global_offsets) == (its.global_shape, its.global_offsets)
+    )
