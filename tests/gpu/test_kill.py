@@ -18,7 +18,7 @@ from harness import RawCluster, RawJob
 from machines import Machine
 from waiting import wait_for
 
-from holdfast_core.snapshots.layouts import SLOTS_PER_ARENA, Layout, decode_layout
+from holdfast_core.snapshots.layouts import SLOTS_MAX, Layout, decode_layout
 
 ATTEMPTS = 5
 WAIT_S = 30.0
@@ -49,7 +49,7 @@ class Arena:
 
     def torn(self) -> set[float]:
         """Steps of which a slot holds only the beginning."""
-        ends = [self.ends(slot) for slot in range(SLOTS_PER_ARENA)]
+        ends = [self.ends(slot) for slot in range(SLOTS_MAX)]
         return {first for first, last in ends if first > last}
 
 

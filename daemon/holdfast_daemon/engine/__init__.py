@@ -14,6 +14,7 @@ code outside this folder depends on the layout of the memory.
 from holdfast_daemon.engine.answers import EpochProgress, OpenedSession, RestoreState, WorldState
 from holdfast_daemon.engine.job import EngineSettings, JobEngine
 from holdfast_daemon.engine.overview import HeldOverview, JobOverview
+from holdfast_daemon.engine.state import SavePace
 
 __all__ = [
     "EngineSettings",
@@ -23,5 +24,6 @@ __all__ = [
     "JobOverview",
     "OpenedSession",
     "RestoreState",
+    "SavePace",
     "WorldState",
 ]

@@ -412,8 +412,8 @@ class JobStorage:
             raise MemoryBudgetError(
                 f"rank {rank} of job {self.job} needs {needed} bytes for its arena and parity, but "
                 f"of the job's {self._quota_bytes} bytes on each node only {left} are left: raise "
-                f"spec.snapshot.memoryPerNode, give spec.snapshot.slots: 2, or shard the state over "
-                f"more ranks",
+                f"spec.snapshot.memoryPerNode, give spec.snapshot.slots: 2, or shard the state "
+                f"over more ranks",
                 needed_bytes=needed,
                 available_bytes=left,
             )

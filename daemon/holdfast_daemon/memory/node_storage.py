@@ -52,7 +52,8 @@ class Budget:
                 raise MemoryBudgetError(
                     f"{what} needs {nbytes} bytes, but of this node's budget of {self.total_bytes} "
                     f"bytes only {available} are left: raise spec.snapshot.memoryPerNode or the "
-                    f"daemon's budget, give spec.snapshot.slots: 2, or shard the state over more ranks",
+                    f"daemon's budget, give spec.snapshot.slots: 2, or shard the state over "
+                    f"more ranks",
                     needed_bytes=nbytes,
                     available_bytes=available,
                 )

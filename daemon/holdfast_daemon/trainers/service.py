@@ -29,8 +29,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RestorePhase
-from holdfast_daemon.engine import RestoreState
-from holdfast_daemon.engine.state import SavePace
+from holdfast_daemon.engine import RestoreState, SavePace
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import DaemonMetrics
