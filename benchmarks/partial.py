@@ -33,7 +33,7 @@ from benchmarks.cluster import Cluster
 from benchmarks.measure import WARM_UPS, Figure, Outcome, encode, milliseconds, ratio, timed
 from benchmarks.states import EXPERTS, State
 from benchmarks.trainer_worker import timed_save
-from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.job.snapshots import PartialExperts, PolicySpec, PolicyType
 from holdfast_core.snapshots.layouts import SLOTS_MAX
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
@@ -128,11 +128,11 @@ def _compare(k: int, total_bytes: int, out: Path) -> Compared:
     return msgspec.json.decode(out.read_bytes(), type=Compared)
 
 
-def _jobs(k: int) -> dict[str, Policy]:
+def _jobs(k: int) -> dict[str, PolicySpec]:
     some = PartialExperts(experts_per_layer=k)
     return {
-        "full": Policy(),
-        "some": Policy(type=PolicyType.PARTIAL_EXPERTS, partial_experts=some),
+        "full": PolicySpec(),
+        "some": PolicySpec(type=PolicyType.PARTIAL_EXPERTS, partial_experts=some),
     }
 
 

@@ -27,7 +27,7 @@ from benchmarks.loss.figures import Verdict, judge
 from benchmarks.loss.picture import draw
 from benchmarks.loss.runs import Plan, Run, carry_out
 from holdfast_core.experts.dynamic_k import PLT_LIMIT
-from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.job.snapshots import PartialExperts, PolicySpec, PolicyType
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_BYTES = 2 << 30
@@ -83,7 +83,7 @@ def train_all(steps: int, seeds: int, loss_limit: float) -> tuple[list[Run], lis
     """Runs without faults and runs with them, by seed. Their logs stay only if one fails."""
     arguments = (*MODEL, "--steps", str(steps), "--held-out", str(HELD_OUT))
     in_turn = PartialExperts(experts_per_layer=1, loss_limit=loss_limit)
-    policy = Policy(type=PolicyType.PARTIAL_EXPERTS, partial_experts=in_turn)
+    policy = PolicySpec(type=PolicyType.PARTIAL_EXPERTS, partial_experts=in_turn)
     plans = [
         Plan(job=f"{name}-{seed}", seed=seed, arguments=arguments, policy=policy, kills=kills)
         for seed in range(1, seeds + 1)

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.cluster import Cluster, Daemon
-from holdfast_core.job.snapshots import Policy
+from holdfast_core.job.snapshots import PolicySpec
 from holdfast_core.snapshots.membership import Redundancy
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
@@ -83,7 +83,7 @@ class Plan:
     seed: int
     arguments: tuple[str, ...]
     """Arguments of the example, without seed and files."""
-    policy: Policy
+    policy: PolicySpec
     kills: tuple[int, ...] = ()
     """Steps after which the trainer is killed, ascending."""
 

@@ -333,7 +333,7 @@ def test_gradients_that_do_not_fit_on_a_device_are_carried_in_host_memory(
         model=model,
         optimizer=optimizer,
         daemon=FakeDaemon(arenas),
-        settings=holdfast.Settings(partial_experts=policy),
+        settings=holdfast.Settings(policy=policy),
     )
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)

@@ -17,7 +17,7 @@ from holdfast._state.extras import split_extras
 from holdfast_core.durable.sets import StoredSet
 from holdfast_core.job.persistence import Persistence, PersistInterval
 from holdfast_core.job.schema import MoETrainingJob
-from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.job.snapshots import PartialExperts, PolicySpec, PolicyType
 from holdfast_core.snapshots.units import UnitKey
 from holdfast_operator.local import LocalCluster, LocalSettings
 from holdfast_storage.sets import SetStore
@@ -35,7 +35,7 @@ def directory() -> Iterator[Path]:
 def two_level_job(uri: str) -> MoETrainingJob:
     """Two of four experts in a snapshot, one in a copy."""
     job, replace = small_job(), msgspec.structs.replace
-    policy = Policy(
+    policy = PolicySpec(
         type=PolicyType.PARTIAL_EXPERTS,
         partial_experts=PartialExperts(experts_per_layer=2, loss_limit=1),
     )

@@ -52,7 +52,7 @@ class Rank:
             socket=(daemon.socket_dir or daemon.root) / "daemon.sock",
             job=job.name,
             rank=rank,
-            settings=holdfast.Settings(partial_experts=policy),
+            settings=holdfast.Settings(policy=policy),
         )
 
     def train(self) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.job.snapshots import COMPARE_REPLICAS_EVERY, Policy
+from holdfast_core.job.snapshots import COMPARE_REPLICAS_EVERY, PolicySpec
 from holdfast_core.last_lines import secrets_among
 
-_POLICY = msgspec.json.Decoder(Policy)
+_POLICY = msgspec.json.Decoder(PolicySpec)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Environment:
     token_file: Path | None
     """`HOLDFAST_TOKEN_FILE`: file with the token that proves to the daemon which pod this is; None
     when the daemon requires none."""
-    policy: Policy
+    policy: PolicySpec
     """`HOLDFAST_POLICY`: the job's `snapshot.policy`, as JSON."""
     recoveries_per_day: float | None
     """`HOLDFAST_RECOVERIES_PER_DAY`: expected rate; None unless the interval follows from it."""
@@ -111,9 +111,9 @@ def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _policy(text: str) -> Policy:
+def _policy(text: str) -> PolicySpec:
     try:
-        return _POLICY.decode(text) if text else Policy()
+        return _POLICY.decode(text) if text else PolicySpec()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJobError(
             f"HOLDFAST_POLICY={text!r} is not a job's snapshot.policy: {error}"

@@ -13,7 +13,11 @@ from torch import nn
 from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
 from holdfast._environment import Environment, read_environment
-from holdfast._exchange import Alone, Exchange, make_exchange
+from holdfast._exchange import Alone, make_exchange
+from holdfast._experts.counting import Counting
+from holdfast._experts.gradients import NO_GRADIENTS, Gradients
+from holdfast._experts.partial import PartialCapture
+from holdfast._experts.policy import CapturePolicy, FullCapture
 from holdfast._interface import Session
 from holdfast._nodaemon import UnprotectedSession
 from holdfast._saving.comparing import Comparing
@@ -25,6 +29,8 @@ from holdfast._state.collect import Stateful
 from holdfast._state.conventions import UnitNamer
 from holdfast._state.dtensors import raw
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.experts.policies import policy_of
+from holdfast_core.job.snapshots import Full
 from holdfast_core.topology import Topology
 
 
@@ -92,7 +98,7 @@ def init(
         rank=own_rank,
         client=client,
         exchange=make_exchange(world_size, tuned.exchange_timeout_s),
-        counting=_counting(world_size, tuned),
+        policy=_policy(live, own_rank, world_size, tuned),
         comparing=_comparing(chosen, tuned),
         pacing=_pacing(world_size, tuned),
         device=device_of(raw(parameter) for parameter in model.parameters()),
@@ -110,11 +116,19 @@ def _comparing(topology: Topology, settings: Settings) -> Comparing:
     )
 
 
-def _counting(world_size: int, settings: Settings) -> Exchange | None:
-    """Make the exchange of ranks whose policy leaves experts out. Collective."""
-    if settings.experts is None:
-        return None
-    return make_exchange(world_size, settings.exchange_timeout_s)
+def _policy(live: LiveState, rank: int, world_size: int, settings: Settings) -> CapturePolicy:
+    """Make this rank's part of the policy. Collective."""
+    policy = settings.policy
+    if policy is None or isinstance(policy, Full):
+        return FullCapture()
+    exchange = make_exchange(world_size, settings.exchange_timeout_s)
+    return PartialCapture(
+        policy_of(policy),
+        Counting(exchange, rank, world_size),
+        # Half of it, because the training thread gives up a save that does not begin within all.
+        settings.start_wait_s / 2,
+        Gradients(live) if policy.recompute else NO_GRADIENTS,
+    )
 
 
 def _pacing(world_size: int, settings: Settings) -> Pacing | None:
@@ -136,8 +150,8 @@ def _tuned(settings: Settings | None, environment: Environment) -> Settings:
         tuned = replace(tuned, store_compute_weights=environment.store_compute_weights)
     if tuned.recoveries_per_day is None:
         tuned = replace(tuned, recoveries_per_day=environment.recoveries_per_day)
-    if tuned.experts is None:
-        tuned = tuned.with_experts(environment.policy.chosen_experts)
+    if tuned.policy is None:
+        tuned = replace(tuned, policy=environment.policy.chosen)
     return tuned
 
 

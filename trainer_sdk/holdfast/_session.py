@@ -19,7 +19,7 @@ from holdfast._daemon.client import DaemonClient
 from holdfast._daemon.handles import SaveHandle, completed_steps
 from holdfast._exchange import Exchange
 from holdfast._experts.capacity import Capacity
-from holdfast._experts.gradients import Gradients
+from holdfast._experts.policy import CapturePolicy
 from holdfast._experts.tokens import Tokens
 from holdfast._interface import Session
 from holdfast._restoring.restore import Restore
@@ -39,7 +39,6 @@ from holdfast_core.errors import (
     SnapshotSkippedError,
     StepOrderError,
 )
-from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.topology import Topology
 
 _log = logging.getLogger("holdfast")
@@ -60,7 +59,7 @@ class ProtectedSession(Session):
         device: Device,
         settings: Settings,
         comparing: Comparing,
-        counting: Exchange | None = None,
+        policy: CapturePolicy,
         pacing: Pacing | None = None,
     ) -> None:
         self._live = live
@@ -70,9 +69,8 @@ class ProtectedSession(Session):
         self._settings = settings
         self._device = device
         self._engine = CopyEngine(settings.copy_threads, device)
-        policy = settings.experts
-        recomputes = policy is not None and policy.recompute
-        self._gradients = Gradients(live) if recomputes else None
+        self._counts_tokens = policy.leaves_out
+        self._gradients = policy.gradients
         self._saver = Saver(
             client,
             exchange,
@@ -82,8 +80,7 @@ class ProtectedSession(Session):
             rank,
             settings,
             comparing,
-            counting,
-            self._gradients,
+            policy,
         )
         self._restore = Restore(
             client=client,
@@ -94,6 +91,7 @@ class ProtectedSession(Session):
             exchange=exchange,
             engine=self._engine,
             settings=settings,
+            policy=policy,
         )
         self._stale = True
         self._sources: Sequence[TensorSource] | None = None
@@ -152,10 +150,8 @@ class ProtectedSession(Session):
         self._stale = True
         outcome = self._restore.run()
         self._saver.resume(outcome)
-        partial = outcome.partial
-        self._number = partial.ledger.snapshots if partial else 0
-        tracker = partial.replenishing if partial else Replenishing.start()
-        self._capacity.resume(tracker, someone=outcome.replenishing)
+        self._number = outcome.experts.ledger.snapshots
+        self._capacity.resume(outcome.experts.replenishing, someone=outcome.replenishing)
         self._last_step = outcome.step
         self._began = "restore()"
         return outcome.step
@@ -231,9 +227,7 @@ class ProtectedSession(Session):
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
             if self._stale or self._live.changed():
-                self._sources = self._live.discover()
-                if self._gradients is not None:
-                    self._sources = (*self._sources, *self._gradients.sources())
+                self._sources = (*self._live.discover(), *self._gradients.sources())
                 self._eager = [
                     (source.staging, source.tensor)
                     for source in self._sources
@@ -242,8 +236,7 @@ class ProtectedSession(Session):
                 self._stale = False
             for staging, live in self._eager:
                 staging.copy_(live)
-        if self._gradients is not None:
-            self._gradients.settle()
+        self._gradients.settle()
         extras = encode_extras(collect(self._live, self._stateful, handle.step))
         # The saver's thread takes them over; kept here until a task has carried them there.
         sources, self._sources = self._sources, None
@@ -263,7 +256,7 @@ class ProtectedSession(Session):
     def count_tokens(
         self, layer: int, counts: Sequence[int] | torch.Tensor, assignments: int | None = None
     ) -> None:
-        if self._settings.experts is not None:
+        if self._counts_tokens:
             self._tokens.add(layer, counts, assignments)
             self._capacity.count(layer, counts)
 
@@ -301,8 +294,7 @@ class ProtectedSession(Session):
         began_s = time.monotonic()
         self._saver.wait_staged()
         self._waited(began_s)
-        if self._gradients is not None:
-            self._gradients.before_step(optimizer)
+        self._gradients.before_step(optimizer)
 
     def close(self) -> None:
         if self._closed:

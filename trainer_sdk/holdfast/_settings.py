@@ -5,12 +5,11 @@ Defaults suit most jobs. `_environment` has the daemon's socket and this process
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.experts.policies import ExpertPolicy
-from holdfast_core.job.snapshots import PartialExperts, Selective
+from holdfast_core.job.snapshots import Policy
 from holdfast_core.snapshots.sharding import ShardStrategy
 
 
@@ -58,35 +57,23 @@ class Settings:
     through `HOLDFAST_STORE_COMPUTE_WEIGHTS`, or True."""
     strategy: ShardStrategy = ShardStrategy.ADAPTIVE
     """Strategy by which replicas divide the capture of shared state (PEC §3.2)."""
-    partial_experts: PartialExperts | None = None
-    """Capture some experts of each layer instead of all (PEC §3.1). A job sets it in
-    `snapshot.policy`, which reaches the trainer as `HOLDFAST_POLICY`."""
-    selective: Selective | None = None
-    """Capture as many experts as can be copied within a step, those with most tokens at risk
-    (MoEtion §4), instead of all; excludes `partial_experts`."""
-
-    @property
-    def experts(self) -> ExpertPolicy | None:
-        """Policy that chooses experts; None when every snapshot captures all of them."""
-        return self.partial_experts or self.selective
-
-    def with_experts(self, policy: ExpertPolicy | None) -> Settings:
-        """Settings like these with another policy for experts."""
-        if isinstance(policy, Selective):
-            return replace(self, partial_experts=None, selective=policy)
-        return replace(self, partial_experts=policy, selective=None)
+    policy: Policy | None = None
+    """What a snapshot captures: `Full()` everything, `PartialExperts(...)` some experts of each
+    layer (PEC §3.1), `Selective(...)` as many experts as can be copied within a step, those with
+    most tokens at risk (MoEtion §4). Equal on all ranks. None takes the job's `snapshot.policy`,
+    through `HOLDFAST_POLICY`, or `Full()`."""
 
     def __post_init__(self) -> None:
-        if self.partial_experts is not None and self.selective is not None:
+        if not isinstance(self.policy, Policy | None):
             raise InvalidJobError(
-                "both partial_experts and selective are given; a snapshot has one policy"
+                f"policy={self.policy!r}: give Full(), PartialExperts(...) or Selective(...)"
             )
         if self.recoveries_per_day is not None:
             if not 0 < self.recoveries_per_day < inf:
                 raise InvalidJobError(
                     f"recoveries_per_day={self.recoveries_per_day}: give a number above 0"
                 )
-            if self.experts is not None and self.experts.recompute:
+            if self.policy is not None and self.policy.recompute:
                 raise InvalidJobError(
                     "recompute and recoveries_per_day are given; a gradient makes up for one step, "
                     "so that every save has to be taken"

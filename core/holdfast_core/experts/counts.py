@@ -174,3 +174,7 @@ class AgreedCounts:
         """Experts that were never captured, or whose parts on different ranks are of different
         versions."""
         return frozenset(self.tokens).difference(self.marks)
+
+
+NO_COUNTS = AgreedCounts(number=-1, tokens={}, marks={}, measures=UNKNOWN)
+"""The counts before any statement, and of experts that are chosen without any."""

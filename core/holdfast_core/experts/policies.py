@@ -14,51 +14,138 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
 
 from holdfast_core.experts.budgeted import Budgets, ExpertCount, experts_within, select_local
 from holdfast_core.experts.counts import AgreedCounts, Measures
 from holdfast_core.experts.pec import select_load_aware, select_sequential, sequential_bound
 from holdfast_core.experts.tables import ExpertTable, Selection
-from holdfast_core.job.snapshots import ExpertBudget, ExpertChoice, PartialExperts, Selective
+from holdfast_core.job.snapshots import (
+    ExpertBudget,
+    ExpertChoice,
+    LossyPolicy,
+    PartialExperts,
+    Selective,
+)
 from holdfast_core.snapshots.units import UnitKey
 
-ExpertPolicy = PartialExperts | Selective
+
+class ExpertPolicy(Protocol):
+    """How a job that leaves experts out of its snapshots chooses those to capture."""
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the choice depends on tokens, whose counts all ranks must then share."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether replicas of experts that stay chosen are computed from gradients."""
+
+    @property
+    def loss_limit(self) -> float:
+        """Fraction of all routed tokens that recoveries may lose, above 0 and at most 1."""
+
+    @property
+    def first_k(self) -> int:
+        """The K that Dynamic-K starts from."""
+
+    def k_for_all(self, units: Collection[UnitKey]) -> int:
+        """The least K at which every snapshot captures all these experts, whatever the budget."""
+
+    def select(self, table: ExpertTable, counts: AgreedCounts, k: int, ranks: int) -> Selection:
+        """The experts of the save after `counts`; equal arguments give equal experts. Every expert
+        without a mark in `counts` is among them.
+
+        Args:
+            k: the K of Dynamic-K, see `first_k`.
+            ranks: number of ranks of the world, which copy at the same time.
+        """
+
+    def shown_k(self, k: int, captured: int, units: Collection[UnitKey]) -> tuple[int, int]:
+        """Pair for people: experts in a snapshot, and the number at which it holds all.
+
+        Args:
+            captured: number of experts in the newest choice.
+        """
 
 
-def needs_counts(policy: ExpertPolicy) -> bool:
-    """Whether the choice depends on tokens, whose counts all ranks must then share."""
-    return isinstance(policy, Selective) or policy.selection is ExpertChoice.LOAD_AWARE
+def policy_of(settings: LossyPolicy) -> ExpertPolicy:
+    """The policy with a job's settings."""
+    match settings:
+        case PartialExperts():
+            return ExpertsOfLayers(settings)
+        case Selective():
+            return ExpertsAtRisk(settings)
 
 
-def first_k(policy: ExpertPolicy) -> int:
-    """The K that Dynamic-K starts from: experts of each layer; with Selective, a factor of
-    S_total."""
-    return 1 if isinstance(policy, Selective) else policy.experts_per_layer
+@dataclass(frozen=True, slots=True)
+class ExpertsOfLayers:
+    """K experts of each layer, in turn or those with the most tokens since their last capture (PEC
+    §3.1)."""
 
+    settings: PartialExperts
 
-def k_for_all(policy: ExpertPolicy, units: Collection[UnitKey]) -> int:
-    """The least K at which every snapshot captures all these experts, whatever the budget."""
-    if isinstance(policy, Selective):
-        return -(-len(units) // (policy.experts or 1))
-    return max(Counter(unit.layer for unit in units).values(), default=0)
+    @property
+    def needs_counts(self) -> bool:
+        return self.settings.selection is ExpertChoice.LOAD_AWARE
 
+    @property
+    def recompute(self) -> bool:
+        return self.settings.recompute
 
-def select_by_counts(
-    policy: ExpertPolicy, table: ExpertTable, counts: AgreedCounts, k: int, ranks: int
-) -> Selection:
-    """The experts of the save after `counts`; equal arguments give equal experts. Every expert
-    without a mark in `counts` is among them.
+    @property
+    def loss_limit(self) -> float:
+        return self.settings.loss_limit
 
-    Args:
-        k: the K of Dynamic-K, see `first_k`.
-        ranks: number of ranks of the world, which copy at the same time.
-    """
-    if isinstance(policy, PartialExperts):
-        if policy.selection is ExpertChoice.LOAD_AWARE:
+    @property
+    def first_k(self) -> int:
+        return self.settings.experts_per_layer
+
+    def k_for_all(self, units: Collection[UnitKey]) -> int:
+        return max(Counter(unit.layer for unit in units).values(), default=0)
+
+    def select(self, table: ExpertTable, counts: AgreedCounts, k: int, ranks: int) -> Selection:
+        if self.needs_counts:
             return select_load_aware(table, k, counts)
         return _in_turn(table, counts, k)
-    total = experts_total(policy, table, counts.measures, k, ranks)
-    return select_local(table, counts, total.experts)
+
+    def shown_k(self, k: int, captured: int, units: Collection[UnitKey]) -> tuple[int, int]:
+        return k, self.k_for_all(units)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsAtRisk:
+    """As many experts as can be copied within a step, those with the most tokens at risk (MoEtion
+    §4). Its K is a factor of S_total."""
+
+    settings: Selective
+
+    @property
+    def needs_counts(self) -> bool:
+        return True
+
+    @property
+    def recompute(self) -> bool:
+        return self.settings.recompute
+
+    @property
+    def loss_limit(self) -> float:
+        return self.settings.loss_limit
+
+    @property
+    def first_k(self) -> int:
+        return 1
+
+    def k_for_all(self, units: Collection[UnitKey]) -> int:
+        return -(-len(units) // (self.settings.experts or 1))
+
+    def select(self, table: ExpertTable, counts: AgreedCounts, k: int, ranks: int) -> Selection:
+        total = experts_total(self.settings, table, counts.measures, k, ranks)
+        return select_local(table, counts, total.experts)
+
+    def shown_k(self, k: int, captured: int, units: Collection[UnitKey]) -> tuple[int, int]:
+        return max(captured, 1), len(units)
 
 
 def _in_turn(table: ExpertTable, counts: AgreedCounts, k: int) -> Selection:

@@ -172,6 +172,10 @@ class ExpertTable:
         return self.snapshot_bytes(self.units)
 
 
+NO_EXPERTS = ExpertTable(layers=(), dense_bytes=0)
+"""The table of a model without experts, and where no policy leaves any out."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """The experts that one snapshot captures."""

@@ -15,7 +15,7 @@ from holdfast_core.job.locations import (
     NOT_A_STORAGE_URI,
     is_storage_uri,
 )
-from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.job.snapshots import PartialExperts, PolicySpec, PolicyType
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.membership import Tier
 
@@ -121,7 +121,7 @@ class RestoreSpec(Document, frozen=True, kw_only=True):
 
 
 def persistence_problems(
-    persistence: Persistence | None, restore: RestoreSpec, policy: Policy
+    persistence: Persistence | None, restore: RestoreSpec, policy: PolicySpec
 ) -> Iterator[Problem]:
     """Problems of these sections, each of whose fields is valid by itself."""
     source = restore.source
@@ -165,7 +165,7 @@ def persistence_problems(
         )
 
 
-def _expert_problems(experts: int | None, policy: Policy) -> Iterator[Problem]:
+def _expert_problems(experts: int | None, policy: PolicySpec) -> Iterator[Problem]:
     """Problems of `spec.persistence.experts` (PEC §3.2): what was not captured cannot be persisted,
     and what a recovery loses by it is counted only where a policy counts tokens."""
     if experts is None:

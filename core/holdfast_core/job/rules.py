@@ -17,8 +17,8 @@ from holdfast_core.job.persistence import persistence_problems
 from holdfast_core.job.schema import MANAGER, Gang, Scheduling, Spec
 from holdfast_core.job.snapshots import (
     BANDWIDTH_BYTES_S_MIN,
-    Policy,
-    PolicyType,
+    POLICY_FIELDS,
+    PolicySpec,
     RedundancySpec,
 )
 from holdfast_core.protection.intervals import STEPS_MAX
@@ -94,17 +94,14 @@ def _interval_problems(interval: StepInterval) -> Iterator[Problem]:
         )
 
 
-def _policy_problems(policy: Policy) -> Iterator[Problem]:
-    for field, given, wanted in (
-        ("partialExperts", policy.partial_experts, PolicyType.PARTIAL_EXPERTS),
-        ("selective", policy.selective, PolicyType.SELECTIVE),
-    ):
-        if given is not None and policy.type is not wanted:
+def _policy_problems(policy: PolicySpec) -> Iterator[Problem]:
+    for kind in policy.given:
+        if kind is not policy.type:
             yield Problem(
-                path=f"spec.snapshot.policy.{field}",
+                path=f"spec.snapshot.policy.{POLICY_FIELDS[kind]}",
                 value=MISSING,
                 wrong=f"is given, but spec.snapshot.policy.type is {policy.type.value}",
-                fix=f"remove it, or set the type to {wanted.value}",
+                fix=f"remove it, or set the type to {kind.value}",
             )
     chosen = policy.selective
     if chosen is not None and chosen.experts is not None and chosen.budget is not None:
@@ -118,13 +115,10 @@ def _policy_problems(policy: Policy) -> Iterator[Problem]:
 
 def _recompute_problems(spec: Spec) -> Iterator[Problem]:
     policy, steps = spec.snapshot.policy, spec.snapshot.interval.steps
-    for field, given in (
-        ("partialExperts", policy.partial_experts),
-        ("selective", policy.selective),
-    ):
-        if given is None or not given.recompute:
+    for kind, settings in policy.given.items():
+        if not settings.recompute:
             continue
-        path = f"spec.snapshot.policy.{field}.recompute"
+        path = f"spec.snapshot.policy.{POLICY_FIELDS[kind]}.recompute"
         if spec.redundancy.type is not Redundancy.REPLICATION:
             yield Problem(
                 path=path,

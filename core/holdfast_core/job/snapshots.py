@@ -70,6 +70,15 @@ _Recompute = Annotated[
 ]
 
 
+class Full(Document, frozen=True, kw_only=True):
+    """Every unit in every snapshot; has no settings."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether replicas of experts are computed from gradients: no, they are sent."""
+        return False
+
+
 class PartialExperts(Document, frozen=True, kw_only=True):
     """Some experts of each layer, and everything else; only with type PartialExperts."""
 
@@ -155,7 +164,21 @@ class Selective(Document, frozen=True, kw_only=True):
     recompute: _Recompute = False
 
 
-class Policy(Document, frozen=True, kw_only=True):
+LossyPolicy = PartialExperts | Selective
+"""A policy that leaves experts out, so that recoveries can lose tokens."""
+
+Policy = Full | LossyPolicy
+"""What a snapshot contains. The class is the tag, so one policy cannot have another's settings."""
+
+POLICY_FIELDS = {
+    PolicyType.PARTIAL_EXPERTS: "partialExperts",
+    PolicyType.SELECTIVE: "selective",
+}
+"""Type of a policy with settings → the field of `PolicySpec` that holds them. Only the field of the
+chosen type may be given."""
+
+
+class PolicySpec(Document, frozen=True, kw_only=True):
     """What a snapshot contains."""
 
     type: Annotated[
@@ -175,21 +198,34 @@ class Policy(Document, frozen=True, kw_only=True):
     selective: Selective | None = None
 
     @property
-    def chosen_experts(self) -> PartialExperts | Selective | None:
-        """How experts are chosen; None when every snapshot captures all of them.
+    def chosen(self) -> Policy:
+        """The policy that is asked for, with its settings.
 
         Raises:
             InvalidJobError: when this version cannot do what is asked for.
         """
-        if self.type is PolicyType.SPARSE:
-            raise InvalidJobError(
-                f"snapshot.policy.type {self.type.value}: {NOT_SUPPORTED[0]}; {NOT_SUPPORTED[1]}"
-            )
-        if self.type is PolicyType.SELECTIVE:
-            return self.selective or Selective()
-        if self.type is PolicyType.PARTIAL_EXPERTS:
-            return self.partial_experts or PartialExperts()
-        return None
+        match self.type:
+            case PolicyType.FULL:
+                return Full()
+            case PolicyType.PARTIAL_EXPERTS:
+                return self.partial_experts or PartialExperts()
+            case PolicyType.SELECTIVE:
+                return self.selective or Selective()
+            case PolicyType.SPARSE:
+                raise InvalidJobError(
+                    f"snapshot.policy.type {self.type.value}: {NOT_SUPPORTED[0]}; "
+                    f"{NOT_SUPPORTED[1]}"
+                )
+
+    @property
+    def given(self) -> dict[PolicyType, LossyPolicy]:
+        """Settings that the document has, by the type of the policy that they belong to. In a valid
+        job they are those of `type`, or none."""
+        known = {
+            PolicyType.PARTIAL_EXPERTS: self.partial_experts,
+            PolicyType.SELECTIVE: self.selective,
+        }
+        return {kind: settings for kind, settings in known.items() if settings is not None}
 
 
 NOT_SUPPORTED = (
@@ -202,7 +238,7 @@ NOT_SUPPORTED = (
 class Snapshot(Document, frozen=True, kw_only=True):
     """What is captured, how often, and in how much memory."""
 
-    policy: Policy = Policy()
+    policy: PolicySpec = PolicySpec()
     interval: StepInterval = StepInterval()
     compare_replicas_every: Annotated[
         int,

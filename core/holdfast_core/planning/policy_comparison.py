@@ -194,8 +194,7 @@ class _World:
         self._job, self._table, self._groups, self._assumed = job, table, groups, assumed
         self._redundant = job.spec.redundancy.type is not Redundancy.NONE
         self._replicates = job.spec.redundancy.type is Redundancy.REPLICATION
-        chosen = job.spec.snapshot.policy.chosen_experts
-        self._recomputes = chosen is not None and chosen.recompute
+        self._recomputes = job.spec.snapshot.policy.chosen.recompute
         topology = job.topology()
         self._whole = plan_capture(table, topology, partial=False)
         self._apart = plan_capture(table, topology, partial=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.experts.dynamic_k import PLT_LIMIT
-from holdfast_core.experts.policies import first_k
+from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.recompute import state_entries
 from holdfast_core.job.names import job_file_name
 from holdfast_core.job.parsing import MoETrainingJob
+from holdfast_core.job.snapshots import Full, PartialExperts
 from holdfast_core.planning.model_sizes import ModelSizes
 from holdfast_core.planning.policy_comparison import Assumptions
 from holdfast_core.snapshots.layouts import Layout, decode_layout
@@ -127,7 +127,8 @@ def assumptions_of(
         raise InvalidJobError(
             f"--partial-experts {asked}: a layer has {most} experts; give 1 to {most}"
         )
-    chosen = job.spec.snapshot.policy.chosen_experts
+    chosen = job.spec.snapshot.policy.chosen
+    policy = policy_of(PartialExperts() if isinstance(chosen, Full) else chosen)
     if options.measure_copy:
         if options.copy_bandwidth is not None:
             raise InvalidJobError("--copy-bandwidth and --measure-copy: give one of them")
@@ -141,8 +142,8 @@ def assumptions_of(
         step_s=options.step_seconds,
         node_losses_per_s=1 / (node_mtbf_days * DAY_S),
         process_failures_per_s=1 / (process_mtbf_days * DAY_S),
-        first_k=asked or (first_k(chosen) if chosen else 1),
-        loss_limit=chosen.loss_limit if chosen else PLT_LIMIT,
+        first_k=asked or policy.first_k,
+        loss_limit=policy.loss_limit,
         routing_skew=options.routing_skew,
     )
 

@@ -14,7 +14,7 @@ from holdfast_core.job.locations import HOW_TO_WRITE_A_STORAGE_URI, NOT_A_STORAG
 from holdfast_core.job.parsing import MAX_NAME_CHARACTERS
 from holdfast_core.job.persistence import GENERATION_PATTERN, LATEST
 from holdfast_core.job.schema import MANAGER
-from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN
+from holdfast_core.job.snapshots import BANDWIDTH_BYTES_S_MIN, POLICY_FIELDS
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
@@ -80,6 +80,16 @@ def _recompute(field: str) -> tuple[CelRule, ...]:
             values=("self.snapshot.interval.steps",),
             field=f".snapshot.policy.{field}.recompute",
         ),
+    )
+
+
+def _only_with(path: str, kind: str, field: str) -> CelRule:
+    """Rule of a union: `field` below `path` belongs to the type `kind` alone."""
+    return CelRule(
+        rule=f"self.type == '{kind}' || !has(self.{field})",
+        says=f"is given, but {path}.type is %s; remove it, or set the type to {kind}",
+        values=("self.type",),
+        field=f".{field}",
     )
 
 
@@ -273,8 +283,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
     "": _NAME,
     "spec": (
         *_WORLD,
-        *_recompute("partialExperts"),
-        *_recompute("selective"),
+        *(rule for field in POLICY_FIELDS.values() for rule in _recompute(field)),
         *_PERSISTED_EXPERTS,
         *(_fixed(f) for f in ("nodes", "nprocPerNode", "parallelism", "redundancy", "trainer")),
     ),
@@ -294,21 +303,9 @@ RULES: dict[str, tuple[CelRule, ...]] = {
             says=f"not a number of slots; write {AUTO}, {SLOTS_MIN} or {SLOTS_MAX}",
         ),
     ),
-    "spec.snapshot.policy": (
-        CelRule(
-            rule="self.type == 'PartialExperts' || !has(self.partialExperts)",
-            says="is given, but spec.snapshot.policy.type is %s; remove it, or set the type to "
-            "PartialExperts",
-            values=("self.type",),
-            field=".partialExperts",
-        ),
-        CelRule(
-            rule="self.type == 'Selective' || !has(self.selective)",
-            says="is given, but spec.snapshot.policy.type is %s; remove it, or set the type to "
-            "Selective",
-            values=("self.type",),
-            field=".selective",
-        ),
+    "spec.snapshot.policy": tuple(
+        _only_with("spec.snapshot.policy", kind.value, field)
+        for kind, field in POLICY_FIELDS.items()
     ),
     "spec.snapshot.interval.steps": (
         CelRule(
@@ -325,13 +322,7 @@ RULES: dict[str, tuple[CelRule, ...]] = {
         ),
     ),
     "spec.redundancy": tuple(
-        CelRule(
-            rule=f"self.type == '{kind.value}' || !has(self.{kind.value.lower()})",
-            says="is given, but spec.redundancy.type is %s; remove it, or set the type to "
-            f"{kind.value}",
-            values=("self.type",),
-            field=f".{kind.value.lower()}",
-        )
+        _only_with("spec.redundancy", kind.value, kind.value.lower())
         for kind in Redundancy
         if kind is not Redundancy.NONE
     ),

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.cluster import Cluster
 from benchmarks.loss.runs import Plan, carry_out
 
-from holdfast_core.job.snapshots import PartialExperts, Policy, PolicyType
+from holdfast_core.job.snapshots import PartialExperts, PolicySpec, PolicyType
 
 STEPS, KILL_AT = 150, 20
 MODEL = ("--dim", "32", "--layers", "2", "--experts", "8", "--batch", "2", "--seq", "32")
@@ -21,7 +21,7 @@ def test_experts_that_a_kill_sent_back_get_more_capacity(tmp_path: Path) -> None
         job="short",
         seed=1,
         arguments=(*MODEL, "--steps", str(STEPS), "--held-out", "16"),
-        policy=Policy(
+        policy=PolicySpec(
             type=PolicyType.PARTIAL_EXPERTS, partial_experts=PartialExperts(experts_per_layer=1)
         ),
         kills=(KILL_AT,),

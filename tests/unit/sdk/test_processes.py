@@ -182,7 +182,7 @@ def experts_in_bubbles(rank: int, directory: str) -> None:
     layer = nn.ModuleDict({"dense": nn.Linear(size, size), "experts": experts})
     model = nn.ModuleDict({"layers": nn.ModuleDict({str(rank): layer})})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"selective": Selective(loss_limit=1)}
+    settings = {"policy": Selective(loss_limit=1)}
     session = open_session(rank, directory, model, optimizer, ep=1, pp=2, settings=settings)
     activations = torch.zeros(8, 700)
     for step in range(1, 9):
@@ -264,7 +264,7 @@ def choose_by_tokens(rank: int, directory: str, settings: dict[str, Any]) -> Non
 
 
 def each_makes_up_for_its_own(rank: int, directory: str) -> None:
-    settings = {"partial_experts": PartialExperts(experts_per_layer=1)}
+    settings = {"policy": PartialExperts(experts_per_layer=1)}
     model = MoE(1, 10 + rank)
     optimizer = torch.optim.SGD(model.parameters())
     session = open_session(rank, directory, model, optimizer, ep=2, settings=settings)
@@ -323,8 +323,8 @@ def everything(rank: int, directory: str, init_file: str) -> None:
         "disagree": ranks_disagree,
         "pipeline": stages_of_a_pipeline,
         "experts in bubbles": experts_in_bubbles,
-        "load aware": lambda r, d: choose_by_tokens(r, d, {"partial_experts": LOAD_AWARE}),
-        "selective": lambda r, d: choose_by_tokens(r, d, {"selective": SELECTIVE}),
+        "load aware": lambda r, d: choose_by_tokens(r, d, {"policy": LOAD_AWARE}),
+        "selective": lambda r, d: choose_by_tokens(r, d, {"policy": SELECTIVE}),
         "beside masters": weights_beside_masters,
         "replenishing": each_makes_up_for_its_own,
     }

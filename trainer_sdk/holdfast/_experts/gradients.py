@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -77,8 +77,59 @@ class _Sample:
     """Copies of `live` before the step."""
 
 
-class Gradients:
+class ExpertGradients(Protocol):
     """One rank's gradients, from the step that used them to the snapshot that carries them."""
+
+    def sources(self) -> tuple[TensorSource, ...]:
+        """Make room for the gradient and the recipe of each expert's parameter, as tensors of its
+        unit. Call after each discovery."""
+
+    def before_step(self, optimizer: object) -> None:
+        """Copy the gradients that `optimizer` is about to use. No save needs the tensors any
+        more."""
+
+    def settle(self) -> None:
+        """Compare the watched samples after a step."""
+
+    def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
+        """Note that a snapshot with these experts is staged; training has not gone on. On the
+        saver's thread."""
+
+    def ready(self, newest: Generation | None, current: Collection[UnitKey]) -> frozenset[UnitKey]:
+        """Experts of a snapshot whose gradients it should carry (MoEtion algorithm 3). On the
+        saver's thread.
+
+        Args:
+            newest: the newest committed snapshot.
+            current: the experts that this snapshot captures.
+        """
+
+
+class NoGradients:
+    """Gradients of a policy whose replicas are sent, not computed."""
+
+    def sources(self) -> tuple[TensorSource, ...]:
+        return ()
+
+    def before_step(self, optimizer: object) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
+        pass
+
+    def ready(self, newest: Generation | None, current: Collection[UnitKey]) -> frozenset[UnitKey]:
+        return frozenset()
+
+
+NO_GRADIENTS = NoGradients()
+
+
+class Gradients:
+    """Gradients for a policy whose replicas are computed where they can be; see
+    `ExpertGradients`."""
 
     def __init__(self, live: LiveState) -> None:
         self._live = live
@@ -98,8 +149,6 @@ class Gradients:
         self._samples: dict[tuple[int, int], _Sample] = {}
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """Make room for the gradient and the recipe of each expert's parameter, as tensors of its
-        unit. Call after each discovery."""
         group_of = {
             id(p): i
             for optimizer in self._live.optimizers
@@ -150,8 +199,6 @@ class Gradients:
     # --- around a step ----------------------------------------------------------------------------
 
     def before_step(self, optimizer: object) -> None:
-        """Copy the gradients that `optimizer` is about to use. No save needs the tensors any
-        more."""
         index = next(i for i, one in enumerate(self._live.optimizers) if one is optimizer)
         if self._base is None:
             return
@@ -198,7 +245,6 @@ class Gradients:
                 self._staged.add(unit)
 
     def settle(self) -> None:
-        """Compare the watched samples after a step."""
         samples, self._samples = self._samples, {}
         for key, sample in samples.items():
             moments, weights = _compare(sample)
@@ -221,17 +267,10 @@ class Gradients:
     # --- around a snapshot; on the saver's thread -------------------------------------------------
 
     def captured(self, generation: Generation, experts: Collection[UnitKey]) -> None:
-        """Note that a snapshot with these experts is staged; training has not gone on."""
         self._base, self._previous = generation, frozenset(experts)
         self._stepped, self._steps, self._staged = set(), 0, set()
 
     def ready(self, newest: Generation | None, current: Collection[UnitKey]) -> frozenset[UnitKey]:
-        """Experts of a snapshot whose gradients it should carry (MoEtion algorithm 3).
-
-        Args:
-            newest: the newest committed snapshot.
-            current: the experts that this snapshot captures.
-        """
         if newest is None or newest != self._base:
             return frozenset()
         how = transfers(self._staged, current, self._steps)

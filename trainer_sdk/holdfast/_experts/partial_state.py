@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from holdfast_core.errors import CorruptError, InvalidJobError
-from holdfast_core.experts.counts import Mark, Measures
+from holdfast_core.experts.counts import UNKNOWN, Mark, Measures
 from holdfast_core.experts.dynamic_k import next_k
 from holdfast_core.experts.ledger import ExpertLedger, Version, merge_counts
 from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, RecoveryLoss
-from holdfast_core.experts.policies import ExpertPolicy, first_k, k_for_all
+from holdfast_core.experts.policies import ExpertPolicy
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.token_loss import LossAccount, recovery_loss
 from holdfast_core.snapshots.generations import Generation
@@ -57,12 +57,16 @@ class PartialState:
 
     def encode(self) -> bytes:
         """Encode the state for the extras, as MessagePack: plain values need no codec that keeps
-        every type."""
+        every type. Empty for `START`, so that the extras of such a snapshot have no such part."""
+        if self == START:
+            return b""
         return msgspec.msgpack.encode(self.to_dict())
 
     @classmethod
     def decode(cls, data: bytes) -> PartialState:
         """Decode what `encode` wrote. Raises CorruptError for other bytes."""
+        if not data:
+            return START
         try:
             found = msgspec.msgpack.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -183,9 +187,9 @@ class PartialState:
         account = self.account.after(total, self.k)
         loss = recovery_loss(total, assignments)
         decision = next_k(
-            max(self.k, first_k(policy)),
-            first_k=first_k(policy),
-            experts_max=k_for_all(policy, self.ledger.tokens),
+            max(self.k, policy.first_k),
+            first_k=policy.first_k,
+            experts_max=policy.k_for_all(self.ledger.tokens),
             lost_by_k=account.lost_by_k,
             total_tokens=sum(assignments.values()),
             limit=policy.loss_limit,
@@ -201,6 +205,17 @@ class PartialState:
         )
         kept = [each for each in self.recoveries if each.epoch < epoch][1 - RECOVERIES_KEPT :]
         return replace(self, account=account, k=decision.k, recoveries=(*kept, record))
+
+
+START = PartialState(
+    ledger=ExpertLedger.start(()),
+    account=LossAccount.start(),
+    k=0,
+    marks={},
+    measures=UNKNOWN,
+    replenishing=Replenishing.start(),
+)
+"""State before ranks have agreed on the experts, and that of snapshots that capture everything."""
 
 
 def _units(counts: Mapping[str, int]) -> dict[UnitKey, int]:

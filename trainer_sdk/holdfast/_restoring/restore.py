@@ -21,7 +21,8 @@ from holdfast._copying.engine import BadPieceError, CopyEngine, plan_copy
 from holdfast._copying.placed import Placed
 from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision
 from holdfast._exchange import Exchange
-from holdfast._experts.partial_state import PartialState
+from holdfast._experts.partial_state import START, PartialState
+from holdfast._experts.policy import CapturePolicy
 from holdfast._restoring.fit import (
     Offer,
     cast_pairs,
@@ -88,8 +89,8 @@ class Restored:
     source: RestoreSource
     generation: Generation | None = None
     layout: Layout | None = None
-    partial: PartialState | None = None
-    """State of the policy that leaves experts out; None when no experts are left out."""
+    experts: PartialState = START
+    """State of the policy."""
     replenishing: bool = False
     """Whether any rank has lost tokens to make up for: equal on all ranks."""
 
@@ -104,7 +105,7 @@ class _Found:
     placed: Placed
     extras: dict[str, Any]
     source: RestoreSource
-    partial: PartialState | None
+    experts: PartialState
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class Restore:
     exchange: Exchange
     engine: CopyEngine
     settings: Settings
+    policy: CapturePolicy
 
     def run(self) -> Restored:
         """Run the restore; see `Session.restore`."""
@@ -163,12 +165,11 @@ class Restore:
         error: HoldfastError | None,
     ) -> Restored:
         generation = "" if found is None else str(found.manifest.generation)
-        partial = found.partial if found is not None else None
-        versions: dict[str, str] = {}
-        if found is not None and partial is not None:
+        state, versions = START, dict[str, str]()
+        if found is not None:
             manifest = found.manifest
-            partial = partial.with_versions((*manifest.experts, *manifest.older))
-            versions = partial.own_versions(found.layout, manifest.experts)
+            state = found.experts.with_versions((*manifest.experts, *manifest.older))
+            versions = state.own_versions(found.layout, manifest.experts)
         own = Standing(generation=generation, offers=offers, versions=versions)
         standings = self._agree(error, own)
         known = versions_of(standings)  # raises on every rank or on none
@@ -178,35 +179,31 @@ class Restore:
         all_offers = [standing.offers for standing in standings]
         chosen = found
         copied, error = _attempt(lambda: self._copy_own(chosen, all_offers))
-        own = Standing(generation=generation)
-        if partial is not None:
-            partial, lost = partial.returned(known)
-            own = Standing(
-                generation=generation,
-                lost=lost,
-                assigned={str(k): n for k, n in partial.ledger.assignments.items()},
-                replenishes=bool(partial.replenishing.owed),
-            )
+        state, lost = state.returned(known)
+        own = Standing(
+            generation=generation,
+            lost=lost,
+            assigned={str(k): n for k, n in state.ledger.assignments.items()},
+            replenishes=bool(state.replenishing.owed),
+        )
         told = self._agree(error, own)
         assert copied is not None
         scatter(self.exchange, all_offers, copied.sources, self.rank)
         _, error = _attempt(lambda: self._finish(chosen, copied))
         self._agree(error, Standing(generation=generation))
-        policy = self.settings.experts
-        if partial is not None and policy is not None:
-            losses, seen = [said.lost for said in told], [said.assigned for said in told]
-            line = found.manifest.generation
-            partial = partial.recovered(losses, seen, policy, epoch=epoch, line=line)
-        step = found.manifest.generation.step
+        line = found.manifest.generation
+        losses, seen = [said.lost for said in told], [said.assigned for said in told]
+        state = self.policy.recovered(state, losses, seen, epoch=epoch, line=line)
+        step = line.step
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
         return Restored(
             epoch=epoch,
             step=step,
             source=found.source,
-            generation=found.manifest.generation,
+            generation=line,
             layout=found.layout,
-            partial=partial if policy is not None else None,
-            replenishing=policy is not None and any(said.replenishes for said in told),
+            experts=state,
+            replenishing=self.policy.leaves_out and any(said.replenishes for said in told),
         )
 
     # --- what to restore --------------------------------------------------------------------------
@@ -298,11 +295,11 @@ class Restore:
                 raise self._corrupt(layout, manifest, bad)
             raw, of_experts = split_extras(bytes(tail[manifest.extras_offset - low :]))
             extras = decode_extras(raw)
-            partial = PartialState.decode(of_experts) if of_experts else None
+            state = PartialState.decode(of_experts)
         except HoldfastError:
             arena.close()
             raise
-        return _Found(manifest, layout, arena, placed, extras, decision.source, partial)
+        return _Found(manifest, layout, arena, placed, extras, decision.source, state)
 
     # --- bytes ------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class Casts:
     """
 
     def __init__(self, engine: CopyEngine, *, enabled: bool) -> None:
-        self._engine, self._enabled = engine, enabled
+        self._engine, self.enabled = engine, enabled
         self.masters: dict[str, str] = {}
         """Weights that equal their rounded masters → the masters."""
         self._stored: set[str] = set()
@@ -50,8 +50,6 @@ class Casts:
             fence: point after which the tensors are read on their device.
         """
         self.masters = {}
-        if not self._enabled:
-            return
         by_name = {source.name: source for source in sources}
         candidates = {
             name: master

@@ -24,7 +24,7 @@ from holdfast._state.capture import TensorSource, Whole
 from holdfast._state.extras import dtype_name
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.experts.recompute import BESIDE_STATE
-from holdfast_core.experts.tables import ExpertTable
+from holdfast_core.experts.tables import NO_EXPERTS, ExpertTable
 from holdfast_core.snapshots.layouts import (
     PAGE_BYTES,
     PIECE_BYTES,
@@ -61,8 +61,8 @@ class BasePlan:
     largest_slot_bytes: int = 0
     alone: bool = field(default=False)
     """Whether this rank captures all that it holds, because there is no process group."""
-    experts: ExpertTable | None = None
-    """Experts that a snapshot may leave out; None when each captures everything."""
+    experts: ExpertTable = NO_EXPERTS
+    """Experts that a snapshot may leave out."""
     holders: Mapping[UnitKey, tuple[int, ...]] = field(default_factory=dict)
     """Ranks that capture any part of each of these experts; empty where `alone`."""
     casts: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class BasePlan:
     @property
     def apart(self) -> frozenset[UnitKey]:
         """Units that share no piece with others."""
-        return frozenset(self.experts.units) if self.experts else frozenset()
+        return frozenset(self.experts.units)
 
     @property
     def spread(self) -> dict[UnitKey, int]:
@@ -118,7 +118,7 @@ def plan_alone(
     """Plan for a rank that captures everything it holds; `partial` needs its table."""
     casts = casts or {}
     table = [size for size in table if size.tensor not in casts]
-    experts = experts_apart({0: table}, Topology(dp=1)) if partial else None
+    experts = experts_apart({0: table}, Topology(dp=1)) if partial else NO_EXPERTS
     return BasePlan(
         rank=rank,
         topology=topology,
@@ -131,10 +131,8 @@ def plan_alone(
     )
 
 
-def experts_apart(
-    tables: Mapping[int, Sequence[TensorSize]], topology: Topology
-) -> ExpertTable | None:
-    """Find the experts that a snapshot may leave out. None when the model has no such experts."""
+def experts_apart(tables: Mapping[int, Sequence[TensorSize]], topology: Topology) -> ExpertTable:
+    """Find the experts that a snapshot may leave out. Empty when the model has no such experts."""
     homes: dict[UnitKey, set[tuple[int, int]]] = {}
     for rank, table in tables.items():
         at = topology.coordinates(rank)
@@ -151,19 +149,18 @@ def experts_apart(
             topology,
         )
     found = ExpertTable.of(tables, topology, shared=across)
-    if found.experts:
-        return found
-    _log.warning(
-        "snapshot.policy has no effect on this model, which has no expert that could be left out: "
-        "every snapshot captures everything"
-    )
-    return None
+    if not found.experts:
+        _log.warning(
+            "snapshot.policy has no effect on this model, which has no expert that could be left "
+            "out: every snapshot captures everything"
+        )
+    return found
 
 
-def piece_bytes_for(experts: ExpertTable | None, holders: Mapping[UnitKey, tuple[int, ...]]) -> int:
+def piece_bytes_for(experts: ExpertTable, holders: Mapping[UnitKey, tuple[int, ...]]) -> int:
     """Choose pieces so small that rounding every rank's part of an expert up to whole pieces costs
     about an eighth, down to a page; the usual size where experts are large."""
-    if experts is None:
+    if not experts.experts:
         return PIECE_BYTES
     smallest = min(e.nbytes // len(holders.get(e.unit, (0,))) for e in experts.experts)
     wanted = 1 << max(smallest // 8, 1).bit_length() - 1
@@ -191,10 +188,10 @@ def plan_together(
     """
     casts = casts or {}
     tables = {r: [size for size in tables[r] if size.tensor not in casts] for r in tables}
-    experts = experts_apart(tables, topology) if partial else None
-    grain = Grain.UNIT if experts else None
+    experts = experts_apart(tables, topology) if partial else NO_EXPERTS
+    apart = frozenset(experts.units)
+    grain = Grain.UNIT if apart else None
     plan = plan_shards(tables, topology, strategy, expert_grain=grain)
-    apart = frozenset(experts.units) if experts else frozenset()
     holders = {unit: ranks for unit, ranks in plan.holders.items() if unit in apart}
     empty = BasePlan(
         rank=rank,

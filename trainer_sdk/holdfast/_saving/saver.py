@@ -19,15 +19,14 @@ from dataclasses import replace
 from holdfast._copying.bubbles import Bubbles
 from holdfast._copying.devices import Device
 from holdfast._copying.engine import CopyEngine, Digests
-from holdfast._copying.placed import Flags, Placed
+from holdfast._copying.placed import Placed
 from holdfast._daemon.awaiting import Awaiting
 from holdfast._daemon.client import Commit, DaemonClient, DaemonEvent, Stage
 from holdfast._daemon.handles import SaveHandle
 from holdfast._daemon.link import Link
 from holdfast._exchange import Exchange
-from holdfast._experts.gradients import Gradients
-from holdfast._experts.partial import partial_capture
 from holdfast._experts.partial_state import PartialState
+from holdfast._experts.policy import CaptureChoice, CapturePolicy
 from holdfast._restoring.restore import Restored
 from holdfast._saving.casts import Casts
 from holdfast._saving.comparing import Comparing
@@ -47,7 +46,6 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout
-from holdfast_core.snapshots.pieces import packed
 from holdfast_core.snapshots.units import UnitKey
 from holdfast_core.topology import Topology
 
@@ -67,8 +65,7 @@ class Saver:
         rank: int,
         settings: Settings,
         comparing: Comparing,
-        counting: Exchange | None = None,
-        gradients: Gradients | None = None,
+        policy: CapturePolicy,
     ) -> None:
         self._client, self._exchange = client, exchange
         self._device, self._engine = device, engine
@@ -81,7 +78,7 @@ class Saver:
         self._casts = Casts(engine, enabled=not settings.store_compute_weights)
         self._link = Link(client, device, settings, self._on_event)
         self._base: BasePlan | None = None
-        self.partial = partial_capture(settings, counting, rank, topology.world_size, gradients)
+        self._policy = policy
         self._newest: Generation | None = None
         """Newest snapshot of this rank that is known to be committed."""
         self._restored: Layout | None = None
@@ -104,15 +101,13 @@ class Saver:
         """Continue from a restore. Called before anything is saved."""
         self._link.epoch = outcome.epoch
         self._newest, self._restored = outcome.generation, outcome.layout
-        if self.partial is not None:
-            self.partial.resume(outcome.partial)
-            self.tally.counters.loss = self.partial.loss
+        self._policy.resume(outcome.experts)
+        self.tally.counters.loss = self._policy.loss
 
     def called(self, number: int, step: int, now_s: float) -> None:
         """Note that save `number` was called, before anything else is done for it."""
         self.comparing.called(number, step)
-        if (partial := self.partial) is not None:
-            partial.called(number, step, now_s)
+        self._policy.called(number, step, now_s)
 
     @property
     def busy(self) -> bool:
@@ -134,8 +129,7 @@ class Saver:
         if task is None or task.over:
             return
         in_time = task.wait(self._settings.start_wait_s)
-        if (partial := self.partial) is not None:
-            partial.measuring.stalled(time.monotonic() - began_s)
+        self._policy.stalled(time.monotonic() - began_s)
         if not in_time:
             what = "open the session" if not self._link.is_open else "grant a slot"
             self.refuse(
@@ -156,8 +150,7 @@ class Saver:
         """End after the task in progress, within about `timeout_s`."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
-        if self.partial is not None:
-            self.partial.close(timeout_s)
+        self._policy.close(timeout_s)
         self.comparing.close(timeout_s)
         if self._thread.is_alive():
             _log.warning("the last save did not end in %.0f s; closing without it", timeout_s)
@@ -193,8 +186,7 @@ class Saver:
             self._give_up(task, SnapshotSkippedError(why))
         finally:
             task.release(over=True)
-            if self.partial is not None:
-                self.partial.ended(task.number)
+            self._policy.ended(task.number)
             task.ended.set()
 
     def _give_up(self, task: Task, error: HoldfastError) -> None:
@@ -210,46 +202,39 @@ class Saver:
             self._sources = task.sources
         if self.problem is not None:
             raise self.problem
-        if task.sources is not None:
+        if task.sources is not None and self._casts.enabled:
             self._find_casts(task)
         if self._base is None:
             self._agree(task)
-        if self.partial is not None:
+        if task.tokens:
             # A device may be a whole step behind; the counts are read beside what comes after it.
             with task.held(), self._device.after(task.fence):
-                self.partial.count(*task.tokens.read())
+                self._policy.count(*task.tokens.read())
         self._open(task)
         if not task.copies:
             task.handle._reach(task.handle.staged)
             return
         step, link = task.handle.step, self._link
         due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
-        left_out, skip, base, unchanged = frozenset[UnitKey](), None, None, b""
-        if self.partial is not None:
-            left_out = self.partial.left_out(task.number)
-            skip = self.partial.pieces(left_out, self._newest)
-            base, unchanged = (self._newest, packed(skip)) if skip.any() else (None, b"")
-        placed, carried = link.grant(step, base, unchanged)
+        choice = self._policy.choose(task.number, self._newest)
+        placed, carried = link.grant(step, choice.base, choice.unchanged)
         if not task.hold():
             link.abort(step, "training went on before the copy began")
             return
         try:
-            if self.partial is not None:
-                left_out = left_out if carried else self.partial.not_carried(left_out)
-                self.partial.attempt(task.number, left_out)
+            choice = self._policy.granted(task.number, choice, carried=carried)
             if due:
                 self.comparing.say(task.number, self._live_digests(task))
-            digests = self._capture(task, placed, skip if carried else None, left_out)
-            commit, state = self._finish(task, placed, left_out, digests)
+            digests = self._capture(task, placed, choice)
+            commit, state = self._finish(task, placed, choice, digests)
             self.comparing.settle(task.number)
         except BaseException as error:
             link.abort(step, f"{type(error).__name__}: {error}")
             raise
-        self._commit(task, commit, placed, left_out)
+        self._commit(task, commit, placed, choice.left_out)
         self._newest = Generation(commit.epoch, commit.step)
-        if self.partial is not None and state is not None:
-            self.partial.keep(state)
-            self.tally.counters.loss = self.partial.loss
+        self._policy.keep(state)
+        self.tally.counters.loss = self._policy.loss
 
     def _find_casts(self, task: Task) -> None:
         """Find the weights that need not be stored, while training cannot change them."""
@@ -275,13 +260,11 @@ class Saver:
             task.release(over=False)
         casts = self._casts.masters
         said = state_of(task.handle.step, self._sources, len(task.extras), digests, casts)
-        partial = self.partial is not None
-        self._base = agree(exchange, said, self._topology, self._rank, strategy, partial=partial)
-        if self._base.experts is None:
-            self.partial = None
-        elif self.partial is not None:
-            own, spread = self._base.own_experts(table_of(self._sources)), self._base.spread
-            self.partial.agreed(self._base.experts, self._topology.world_size, own, spread)
+        partial = self._policy.leaves_out
+        base = agree(exchange, said, self._topology, self._rank, strategy, partial=partial)
+        self._base = base
+        own, ranks = base.own_experts(table_of(self._sources)), self._topology.world_size
+        self._policy = self._policy.agreed(base.experts, ranks, own, base.spread)
 
     def _live_digests(self, task: Task) -> dict[str, int]:
         """Digest each unit that other ranks hold as well, while the task is held."""
@@ -311,46 +294,39 @@ class Saver:
             self.tally.forgive()
         link.plan = moves_of(layout, self._sources)
         self._casts.opened(layout, self._sources)
-        if self.partial is not None:
-            self.partial.opened(layout)
+        self._policy.opened(layout)
 
-    def _capture(
-        self, task: Task, placed: Placed, skip: Flags | None, left_out: Collection[UnitKey]
-    ) -> Digests:
+    def _capture(self, task: Task, placed: Placed, choice: CaptureChoice) -> Digests:
         """Copy the tensors, then let training change them."""
         plan, began_s = self._link.plan, time.monotonic()
         assert plan is not None
-        digests = self._engine.capture(plan, placed, task.fence, skip, self.bubbles)
-        self._casts.check(task.fence, left_out)
+        digests = self._engine.capture(plan, placed, task.fence, choice.carried, self.bubbles)
+        self._casts.check(task.fence, choice.left_out)
         task.check()
         generation = Generation(self._link.epoch or 0, task.handle.step)
-        if self.partial is not None:  # before training goes on
-            self.partial.staged(generation, left_out)
+        self._policy.staged(generation, choice)  # before training goes on
         task.release(over=True)
         task.handle._reach(task.handle.staged)
         now_s = time.monotonic()
         time.sleep(0)  # yields to training, which would wait for the interpreter up to 5 ms
         self.tally.counters.staged_s = now_s - task.began_s
-        if self.partial is not None:
-            kept = 0 if skip is None else int(skip.sum()) * placed.layout.piece_bytes
-            nbytes = placed.layout.extras_offset - kept
-            waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
-            self.partial.measuring.copied(generation, nbytes, began_s + waited_s, now_s)
+        layout = placed.layout
+        nbytes = layout.extras_offset - choice.carried_pieces * layout.piece_bytes
+        waited_s = self.bubbles.waited_s if self.bubbles is not None else 0.0
+        self._policy.copied(generation, nbytes, began_s + waited_s, now_s)
         return digests
 
     def _finish(
-        self, task: Task, placed: Placed, left_out: frozenset[UnitKey], digests: Digests
-    ) -> tuple[Commit, PartialState | None]:
+        self, task: Task, placed: Placed, choice: CaptureChoice, digests: Digests
+    ) -> tuple[Commit, PartialState]:
         """Write the extras behind the captured tensors; training may already change the live
         ones."""
         link = self._link
         assert link.layout is not None
         epoch, step = link.epoch or 0, task.handle.step
-        extras, state = task.extras, None
-        if self.partial is not None:
-            generation = Generation(epoch, step)
-            state = self.partial.captured(generation, task.number, left_out, task.replenishing)
-            extras = join_extras(extras, state.encode())
+        generation = Generation(epoch, step)
+        state = self._policy.captured(generation, task.number, choice, task.replenishing)
+        extras = join_extras(task.extras, state.encode())
         if len(extras) > link.layout.extras_capacity:
             raise SnapshotSkippedError(
                 f"extras of {len(extras)} bytes do not fit {link.layout.extras_capacity}"
@@ -363,7 +339,7 @@ class Saver:
             payload_bytes=link.layout.extras_offset + len(extras),
             extras_bytes=len(extras),
             digests=self._engine.finish(placed, extras, digests),
-            experts=state.known_versions if state is not None else (),
+            experts=state.known_versions,
         )
         return commit, state
 
@@ -397,8 +373,7 @@ class Saver:
         self._awaiting.heard(event)
 
     def _on_protected(self, generation: Generation) -> None:
-        if (partial := self.partial) is not None:
-            partial.measuring.protected(generation, time.monotonic())
+        self._policy.protected(generation, time.monotonic())
 
     # --- reports ----------------------------------------------------------------------------------
 

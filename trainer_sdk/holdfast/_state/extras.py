@@ -104,7 +104,9 @@ def decode_extras(data: bytes | bytearray | memoryview) -> Any:
 
 
 def join_extras(first: bytes, second: bytes) -> bytes:
-    """Join an encoded value and other bytes; `split_extras` separates them."""
+    """Join an encoded value and other bytes, which may be empty; `split_extras` separates them."""
+    if not second:
+        return first
     return _JOINED + len(first).to_bytes(8, "little") + first + second
 
 

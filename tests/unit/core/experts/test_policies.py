@@ -8,14 +8,16 @@ from expert_worlds import unit, world
 from holdfast_core.experts.counts import AgreedCounts, Mark, Measures
 from holdfast_core.experts.pec import select_sequential
 from holdfast_core.experts.policies import (
-    ExpertPolicy,
     experts_total,
-    first_k,
-    k_for_all,
-    needs_counts,
-    select_by_counts,
+    policy_of,
 )
-from holdfast_core.job.snapshots import ExpertBudget, ExpertChoice, PartialExperts, Selective
+from holdfast_core.job.snapshots import (
+    ExpertBudget,
+    ExpertChoice,
+    LossyPolicy,
+    PartialExperts,
+    Selective,
+)
 from holdfast_core.snapshots.units import UnitKey
 
 TABLE = replace(world([4, 2], nbytes=100), dense_bytes=0)
@@ -33,15 +35,15 @@ def counts(tokens: dict[UnitKey, int], measures: Measures = MEASURED) -> AgreedC
 
 
 def test_only_turns_need_no_counts() -> None:
-    assert not needs_counts(PartialExperts())
-    assert needs_counts(BY_LOAD)
-    assert needs_counts(Selective())
+    assert not policy_of(PartialExperts()).needs_counts
+    assert policy_of(BY_LOAD).needs_counts
+    assert policy_of(Selective()).needs_counts
 
 
 def test_load_aware_selection_takes_k_of_each_layer() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
-    assert select_by_counts(BY_LOAD, TABLE, found, 1, 1).units == (unit(0, 2), unit(1, 1))
-    two = select_by_counts(BY_LOAD, TABLE, found, 2, 1).units
+    assert policy_of(BY_LOAD).select(TABLE, found, 1, 1).units == (unit(0, 2), unit(1, 1))
+    two = policy_of(BY_LOAD).select(TABLE, found, 2, 1).units
     assert set(two) >= {unit(0, 2), unit(0, 3), unit(1, 0), unit(1, 1)}
 
 
@@ -50,20 +52,20 @@ def test_turns_by_counts_go_on_from_save_to_save_with_what_is_missing_or_overdue
     found = replace(counts({}), number=4)
     taken = Mark(4, 0)
     marks = dict.fromkeys(TABLE.units, taken)
-    in_turn = select_by_counts(policy, TABLE, replace(found, marks=marks), 1, 1).units
+    in_turn = policy_of(policy).select(TABLE, replace(found, marks=marks), 1, 1).units
     assert in_turn == select_sequential(TABLE, 1, 5).units
     others = [u for u in TABLE.units if u not in in_turn]
     without = {u: mark for u, mark in marks.items() if u != others[0]}
     late = without | {others[1]: Mark(0, 0)}
-    chosen = select_by_counts(policy, TABLE, replace(found, marks=late), 1, 1).units
+    chosen = policy_of(policy).select(TABLE, replace(found, marks=late), 1, 1).units
     assert set(chosen) == {*in_turn, *others[:2]}
 
 
 def test_selective_takes_the_budget_where_tokens_are_at_risk() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
     # 1000 bytes/s for 0.2 s: two experts of 100 bytes.
-    assert select_by_counts(Selective(), TABLE, found, 1, 1).units == (unit(0, 2), unit(0, 3))
-    assert len(select_by_counts(Selective(experts=1), TABLE, found, 1, 1).units) == 1
+    assert policy_of(Selective()).select(TABLE, found, 1, 1).units == (unit(0, 2), unit(0, 3))
+    assert len(policy_of(Selective(experts=1)).select(TABLE, found, 1, 1).units) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,9 +121,9 @@ def test_what_is_in_every_snapshot_comes_off_the_budget() -> None:
     ],
 )
 def test_k_goes_from_what_the_job_says_to_all_experts(
-    policy: ExpertPolicy, first: int, all_of_them: int
+    policy: LossyPolicy, first: int, all_of_them: int
 ) -> None:
-    assert first_k(policy) == first
-    assert k_for_all(policy, TABLE.units) == all_of_them
+    assert policy_of(policy).first_k == first
+    assert policy_of(policy).k_for_all(TABLE.units) == all_of_them
     if isinstance(policy, Selective):
         assert experts_total(policy, TABLE, Measures(), all_of_them, 1).experts == 6

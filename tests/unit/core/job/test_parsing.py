@@ -20,7 +20,7 @@ from holdfast_core.job.parsing import (
     ignored_locally,
     parse_job,
 )
-from holdfast_core.job.snapshots import ExpertBudget, PartialExperts, Policy, Selective
+from holdfast_core.job.snapshots import ExpertBudget, Full, PartialExperts, PolicySpec, Selective
 from holdfast_core.snapshots.membership import Redundancy
 from holdfast_core.topology import Topology
 
@@ -211,7 +211,7 @@ def test_what_is_not_supported_yet_is_refused_all_at_once() -> None:
 
 def test_sparse_snapshots_are_not_supported_yet() -> None:
     with pytest.raises(InvalidJobError, match=r"snapshot\.policy\.type Sparse.*; use Full"):
-        _ = Policy(type=PolicyType.SPARSE).chosen_experts
+        _ = PolicySpec(type=PolicyType.SPARSE).chosen
 
 
 def test_a_policy_reaches_the_trainer_in_its_environment() -> None:
@@ -219,10 +219,10 @@ def test_a_policy_reaches_the_trainer_in_its_environment() -> None:
     chosen = {"type": "PartialExperts", "partialExperts": {"expertsPerLayer": 2}}
     job = parse_job(document(snapshot={"policy": chosen}))
     check_supported(job)
-    policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=Policy)
-    assert policy.chosen_experts == PartialExperts(experts_per_layer=2)
-    assert Policy(type=PolicyType.PARTIAL_EXPERTS).chosen_experts == PartialExperts()
-    assert Policy().chosen_experts is None
+    policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=PolicySpec)
+    assert policy.chosen == PartialExperts(experts_per_layer=2)
+    assert PolicySpec(type=PolicyType.PARTIAL_EXPERTS).chosen == PartialExperts()
+    assert PolicySpec().chosen == Full()
 
 
 def test_each_field_of_a_policy_reaches_the_trainer() -> None:
@@ -232,10 +232,10 @@ def test_each_field_of_a_policy_reaches_the_trainer() -> None:
     }
     job = parse_job(document(snapshot={"policy": chosen}))
     check_supported(job)
-    policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=Policy)
+    policy = msgspec.json.decode(job.variables["HOLDFAST_POLICY"], type=PolicySpec)
     budget = ExpertBudget(host_bytes_per_second=9, network_bytes_per_second=7)
-    assert policy.chosen_experts == Selective(budget=budget)
-    assert Policy(type=PolicyType.SELECTIVE).chosen_experts == Selective()
+    assert policy.chosen == Selective(budget=budget)
+    assert PolicySpec(type=PolicyType.SELECTIVE).chosen == Selective()
 
 
 def test_a_job_may_leave_its_interval_to_what_is_measured() -> None:

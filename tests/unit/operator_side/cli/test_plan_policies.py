@@ -119,9 +119,7 @@ def test_what_is_recommended_can_be_written_into_the_job(
     text = printed(capsys, job, *SIZES, "--copy-bandwidth", "5G", "--network-bandwidth", "10G")
     _, _, after = text.partition("recommended: PartialExperts 4")
     written = after[after.index("  snapshot:") : after.index("model:")]
-    assert parsed(JOB + written).spec.snapshot.policy.chosen_experts == PartialExperts(
-        experts_per_layer=4
-    )
+    assert parsed(JOB + written).spec.snapshot.policy.chosen == PartialExperts(experts_per_layer=4)
     assert parsed(JOB + written).spec.snapshot.interval.steps == 1
 
 

@@ -15,13 +15,14 @@ from meeting import WAIT_S, Meeting, Seat
 
 from holdfast._exchange import Alone
 from holdfast._experts.counting import Counting
+from holdfast._experts.gradients import NO_GRADIENTS
 from holdfast._experts.partial import PartialCapture
-from holdfast._experts.partial_state import PartialState
+from holdfast._experts.partial_state import START, PartialState
 from holdfast_core.experts.counts import AgreedCounts, CountStatement, Mark
-from holdfast_core.experts.policies import ExpertPolicy
+from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer, Selection
-from holdfast_core.job.snapshots import ExpertChoice, PartialExperts, Selective
+from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
@@ -67,16 +68,16 @@ class Rank:
     """One rank's saves, without tensors: what a save does to the policy."""
 
     rank: int
-    policy: ExpertPolicy
+    policy: LossyPolicy
     meeting: Meeting
     epoch: int = 1
-    state: PartialState | None = None
+    state: PartialState = START
     captured: dict[UnitKey, int] = field(default_factory=dict)
     """Of its own experts: the save that they were last captured in, in truth."""
 
     def __post_init__(self) -> None:
         counting = Counting(Seat(self.meeting, self.rank), self.rank, RANKS)
-        self.capture = PartialCapture(self.policy, counting, WAIT_S)
+        self.capture = PartialCapture(policy_of(self.policy), counting, WAIT_S, NO_GRADIENTS)
         self.capture.resume(self.state)
         self.capture.agreed(TABLE, RANKS, held_by(self.rank))
 
@@ -92,25 +93,23 @@ class Rank:
             capture.ended(number)
             return None
         capture.count(routed, {})
-        left_out = capture.left_out(number)
-        chosen = frozenset(TABLE.units) - left_out
-        if fate == "full":
-            left_out -= capture.own
-        capture.attempt(number, left_out)
+        choice = capture.choose(number, None)
+        chosen = frozenset(TABLE.units) - choice.left_out
+        choice = capture.granted(number, choice, carried=fate != "full")
         state = capture.captured(
-            Generation(self.epoch, number), number, left_out, Replenishing.start()
+            Generation(self.epoch, number), number, choice, Replenishing.start()
         )
         if fate != "lost":
             capture.keep(state)
             self.state = state
-            self.captured |= dict.fromkeys(held_by(self.rank) - left_out, number)
+            self.captured |= dict.fromkeys(held_by(self.rank) - choice.left_out, number)
         capture.ended(number)
         return chosen
 
 
-def ranks_of(policy: ExpertPolicy, before: Sequence[Rank] = ()) -> list[Rank]:
+def ranks_of(policy: LossyPolicy, before: Sequence[Rank] = ()) -> list[Rank]:
     meeting = Meeting(RANKS)
-    states = [rank.state for rank in before] or [None] * RANKS
+    states = [rank.state for rank in before] or [START] * RANKS
     return [Rank(r, policy, meeting, 1 + bool(before), states[r]) for r in range(RANKS)]
 
 
@@ -135,7 +134,7 @@ POLICIES = [BY_LOAD, Selective(experts=3), Selective()]
 @pytest.mark.parametrize("policy", POLICIES, ids=["load", "selective", "budget"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_ranks_choose_alike_whoever_skips_what(policy: ExpertPolicy, data: st.DataObject) -> None:
+def test_ranks_choose_alike_whoever_skips_what(policy: LossyPolicy, data: st.DataObject) -> None:
     ranks = ranks_of(policy)
     first = True
     for number in range(data.draw(st.integers(1, 12), label="saves")):
@@ -153,7 +152,7 @@ def test_ranks_choose_alike_whoever_skips_what(policy: ExpertPolicy, data: st.Da
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["load", "selective", "budget"])
-def test_what_was_not_captured_is_chosen_again(policy: ExpertPolicy) -> None:
+def test_what_was_not_captured_is_chosen_again(policy: LossyPolicy) -> None:
     ranks = ranks_of(policy)
     hot = unit(0, 1)  # of rank 1
     tokens = dict.fromkeys(TABLE.units, 1) | {hot: 1000}
@@ -202,7 +201,7 @@ def test_a_snapshot_of_another_policy_has_no_marks_and_the_first_choice_is_every
     ranks = ranks_of(BY_LOAD)
     for rank in ranks:
         rank.save(0, {}, "kept")
-        assert rank.state is not None
+        assert rank.state != START
         document = {k: v for k, v in rank.state.to_dict().items() if k not in ("marks", "measures")}
         rank.state = PartialState.from_dict(document)
     close(ranks)
@@ -215,7 +214,7 @@ def test_a_state_is_read_as_it_was_written() -> None:
     ranks = ranks_of(BY_LOAD)
     for rank in ranks:
         rank.save(0, {unit(0, 1): 5}, "kept")
-        assert rank.state is not None
+        assert rank.state != START
         assert PartialState.from_dict(rank.state.to_dict()) == rank.state
         assert set(rank.state.marks) == held_by(rank.rank)
     close(ranks)

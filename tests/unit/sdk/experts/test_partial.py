@@ -12,8 +12,15 @@ from story import IN_TURN, WAIT_S, Story, expert, loss_of
 
 import holdfast
 from holdfast._copying.placed import expert_pieces
+from holdfast._experts.loss import NO_LOSS
 from holdfast.testing import FakeDaemon
-from holdfast_core.job.snapshots import ExpertBudget, ExpertChoice, PartialExperts, Selective
+from holdfast_core.job.snapshots import (
+    ExpertBudget,
+    ExpertChoice,
+    Full,
+    PartialExperts,
+    Selective,
+)
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import decode_layout
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -67,7 +74,7 @@ def test_a_run_goes_on_with_the_turn_after_the_restored_one(
     ages = {expert(0, 0): 3, expert(0, 1): 2, expert(1, 0): 2, expert(1, 1): 3}
     story.session.close()
     patient = PartialExperts(experts_per_layer=1, loss_limit=1)
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), partial_experts=patient)
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), policy=patient)
     assert again.session.restore() == 3
     same(again.trainer.state(), story.expect(3, ages))
     again.states = {0: again.trainer.state()}
@@ -128,8 +135,8 @@ def test_saves_that_are_skipped_in_the_same_turn_again_and_again_starve_no_exper
 
 
 BY_TOKENS = [
-    pytest.param({"partial_experts": BY_LOAD}, id="LoadAware"),
-    pytest.param({"partial_experts": None, "selective": Selective(experts=2)}, id="Selective"),
+    pytest.param({"policy": BY_LOAD}, id="LoadAware"),
+    pytest.param({"policy": Selective(experts=2)}, id="Selective"),
 ]
 
 
@@ -162,7 +169,7 @@ def test_a_budget_of_nearly_nothing_still_captures_one_expert(
     make_trainer: Any, tmp_path: Path
 ) -> None:
     tiny = Selective(budget=ExpertBudget(host_bytes_per_second=1))
-    policy = {"partial_experts": None, "selective": tiny, "start_wait_s": WAIT_S}
+    policy = {"policy": tiny, "start_wait_s": WAIT_S}
     story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
     for step in (1, 2, 3):
         story.save(step, (1, 30))
@@ -174,7 +181,7 @@ def test_a_budget_beyond_everything_captures_every_expert(
     make_trainer: Any, tmp_path: Path
 ) -> None:
     large = Selective(budget=ExpertBudget(host_bytes_per_second=10**15))
-    policy = {"partial_experts": None, "selective": large, "start_wait_s": WAIT_S}
+    policy = {"policy": large, "start_wait_s": WAIT_S}
     story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
     for step in (1, 2, 3, 4):
         story.save(step, (1, 30))
@@ -187,8 +194,7 @@ def test_lost_tokens_let_the_number_of_selected_experts_grow(
     make_trainer: Any, tmp_path: Path
 ) -> None:
     policy = {
-        "partial_experts": None,
-        "selective": Selective(experts=1),
+        "policy": Selective(experts=1),
         "start_wait_s": WAIT_S,
     }
     story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
@@ -206,11 +212,11 @@ def test_more_experts_than_there_are_means_all(
     make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, same: Any
 ) -> None:
     policy = PartialExperts(experts_per_layer=99)
-    story = Story(make_trainer(), daemon, partial_experts=policy)
+    story = Story(make_trainer(), daemon, policy=policy)
     for step in (1, 2, 3):
         story.save(step)
     story.session.close()
-    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), partial_experts=policy)
+    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), policy=policy)
     assert other.session.restore() == 3
     same(other.trainer.state(), story.states[3])
     other.session.close()
@@ -228,7 +234,7 @@ def test_a_policy_comes_from_the_environment_unless_settings_have_one(
         assert loss_of(session).k == expected
     session.close()
     trainer = make_trainer()
-    session = trainer.open(FakeDaemon(tmp_path, epoch=2), partial_experts=IN_TURN)
+    session = trainer.open(FakeDaemon(tmp_path, epoch=2), policy=IN_TURN)
     trainer.train()
     session.save(1).protected.result(WAIT_S)
     assert loss_of(session).k == IN_TURN.experts_per_layer
@@ -244,8 +250,25 @@ def test_a_policy_that_this_version_cannot_do_is_refused(
 
 
 def test_a_snapshot_has_one_policy() -> None:
-    with pytest.raises(holdfast.InvalidJobError, match="both partial_experts and selective"):
-        holdfast.Settings(partial_experts=IN_TURN, selective=Selective())
+    with pytest.raises(TypeError, match="selective"):
+        holdfast.Settings(policy=IN_TURN, selective=Selective())  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="experts_per_layer"):
+        Selective(experts_per_layer=1)  # type: ignore[call-arg]
+    with pytest.raises(holdfast.InvalidJobError, match=r"policy='Full': give Full\(\), Partial"):
+        holdfast.Settings(policy="Full")  # type: ignore[arg-type]
+
+
+def test_settings_that_ask_for_everything_beat_the_environment(
+    make_trainer: Any, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "PartialExperts"}')
+    story = Story(make_trainer(), daemon, policy=Full())
+    for step in (1, 2):
+        story.save(step)
+    held = story.daemon.sealed()
+    assert [held[Generation(1, step)].manifest.experts for step in (1, 2)] == [(), ()]
+    assert loss_of(story.session) == NO_LOSS
+    story.session.close()
 
 
 def test_a_model_without_experts_is_captured_as_ever(
@@ -263,7 +286,7 @@ def test_a_model_without_experts_is_captured_as_ever(
         stateful={"scheduler": trainer.scheduler},
         daemon=daemon,
         units=no_expert,
-        settings=holdfast.Settings(partial_experts=IN_TURN),
+        settings=holdfast.Settings(policy=IN_TURN),
     )
     trainer.train()
     session.save(1).protected.result(WAIT_S)
@@ -278,7 +301,7 @@ def test_a_model_without_experts_is_captured_as_ever(
         stateful={"scheduler": other.scheduler},
         daemon=FakeDaemon(tmp_path, epoch=2),
         units=no_expert,
-        settings=holdfast.Settings(partial_experts=IN_TURN),
+        settings=holdfast.Settings(policy=IN_TURN),
     )
     assert reader.restore() == 2
     same(other.state(), state)

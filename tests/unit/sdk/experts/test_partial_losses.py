@@ -17,7 +17,7 @@ from holdfast_core.experts.ledger import ExpertLedger
 from holdfast_core.experts.loss_reports import RecoveryLoss
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.token_loss import LossAccount
-from holdfast_core.job.snapshots import PartialExperts
+from holdfast_core.job.snapshots import Full, PartialExperts
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
     assert loss_of(story.session).at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)
     story.session.close()
     patient = PartialExperts(experts_per_layer=1, loss_limit=1)
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), partial_experts=patient)
+    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), policy=patient)
     again.session.restore()
     first = RecoveryLoss(
         epoch=2,
@@ -163,11 +163,11 @@ def test_a_second_recovery_of_one_snapshot_does_not_double_what_is_owed(
 def test_a_full_snapshot_leaves_nothing_to_make_up_for(
     make_trainer: Any, daemon: FakeDaemon, tmp_path: Path
 ) -> None:
-    story = Story(make_trainer(), daemon, partial_experts=None)
+    story = Story(make_trainer(), daemon, policy=Full())
     for step in (1, 2, 3):
         story.save(step)
     story.session.close()
-    again = Story(make_trainer(), FakeDaemon(tmp_path, epoch=2), partial_experts=None).session
+    again = Story(make_trainer(), FakeDaemon(tmp_path, epoch=2), policy=Full()).session
     assert again.restore() == 3
     assert (again.capacity_factors(0, 5), again.capacity_room) == ([1.0] * 5, 1.0)
     again.close()

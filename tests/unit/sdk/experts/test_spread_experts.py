@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from meeting import WAIT_S, Meeting, Seat
 
 from holdfast._experts.counting import Chosen, Counting
+from holdfast._experts.gradients import NO_GRADIENTS
 from holdfast._experts.partial import PartialCapture
-from holdfast._experts.partial_state import PartialState
+from holdfast._experts.partial_state import START, PartialState
 from holdfast._restoring.restore import Standing, versions_of
 from holdfast_core.errors import CorruptError, SnapshotSkippedError
-from holdfast_core.experts.policies import ExpertPolicy
+from holdfast_core.experts.policies import policy_of
 from holdfast_core.experts.replenish import Replenishing
 from holdfast_core.experts.tables import Expert, ExpertTable, MoeLayer
-from holdfast_core.job.snapshots import ExpertChoice, PartialExperts, Selective
+from holdfast_core.job.snapshots import ExpertChoice, LossyPolicy, PartialExperts, Selective
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
@@ -69,10 +70,10 @@ class Rank:
     """One rank, and what its daemon holds."""
 
     rank: int
-    policy: ExpertPolicy
+    policy: LossyPolicy
     meeting: Meeting
     epoch: int = 1
-    state: PartialState | None = None
+    state: PartialState = START
     base: Versions = field(default_factory=dict)
     """What could be carried over."""
     sealed: dict[int, Versions] = field(default_factory=dict)
@@ -82,7 +83,8 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.counting = Deaf(Seat(self.meeting, self.rank), self.rank, RANKS)
-        self.capture = PartialCapture(self.policy, self.counting, WAIT_S)
+        policy = policy_of(self.policy)
+        self.capture = PartialCapture(policy, self.counting, WAIT_S, NO_GRADIENTS)
         self.capture.resume(self.state)
         self.own = frozenset(unit for unit in TABLE.units if self.rank in holders(unit))
         self.capture.agreed(TABLE, RANKS, self.own, SPREAD)
@@ -112,21 +114,19 @@ class Rank:
         capture = self.capture
         capture.count(dict.fromkeys(TABLE.units, 1 + number % 3), {})
         self.counting.deaf = fate == "deaf"
-        left_out = capture.left_out(number)
+        choice = capture.choose(number, None)
         if fate == "empty":
             self.base = {}
         if fate == "early":
             self.call(number + 1)
-            first = self.state.ledger.snapshots if self.state is not None else 0
+            first = self.state.ledger.snapshots
             self.meeting.wait_begun(self.rank, number - first + 2)
-        if not self.base:
-            left_out = capture.not_carried(left_out)
-        capture.attempt(number, left_out)
+        choice = capture.granted(number, choice, carried=bool(self.base))
         if fate == "late":
             self.call(number + 1)
         generation = Generation(self.epoch, number)
-        state = capture.captured(generation, number, left_out, Replenishing.start())
-        taken = self.own - left_out
+        state = capture.captured(generation, number, choice, Replenishing.start())
+        taken = self.own - choice.left_out
         versions = {unit: number if unit in taken else self.base[unit] for unit in self.own}
         if fate != "lost":
             self.sealed[number], self.states[number] = versions, state
@@ -136,7 +136,7 @@ class Rank:
         return taken
 
 
-def world(policy: ExpertPolicy) -> list[Rank]:
+def world(policy: LossyPolicy) -> list[Rank]:
     meeting = Meeting(RANKS)
     return [Rank(rank, policy, meeting) for rank in range(RANKS)]
 
@@ -166,7 +166,7 @@ def torn(ranks: Sequence[Rank]) -> list[tuple[int, UnitKey]]:
     ]
 
 
-def resumed(ranks: Sequence[Rank], number: int, policy: ExpertPolicy) -> list[Rank]:
+def resumed(ranks: Sequence[Rank], number: int, policy: LossyPolicy) -> list[Rank]:
     """The world after all ranks were killed and went back to save `number`."""
     meeting = Meeting(RANKS)
     return [
@@ -194,7 +194,7 @@ FATES = st.sampled_from(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_parts_of_one_expert_are_of_one_save_whoever_skips_what(
-    policy: ExpertPolicy, data: st.DataObject
+    policy: LossyPolicy, data: st.DataObject
 ) -> None:
     ranks = world(policy)
     number = 0
@@ -212,7 +212,7 @@ def test_parts_of_one_expert_are_of_one_save_whoever_skips_what(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=IDS)
-def test_experts_that_are_spread_are_left_out_like_others(policy: ExpertPolicy) -> None:
+def test_experts_that_are_spread_are_left_out_like_others(policy: LossyPolicy) -> None:
     ranks = world(policy)
     for number in range(8):
         taken = [rank.save(number, "kept") for rank in ranks]
@@ -226,7 +226,7 @@ def test_experts_that_are_spread_are_left_out_like_others(policy: ExpertPolicy) 
 @pytest.mark.parametrize("policy", POLICIES, ids=IDS)
 @pytest.mark.parametrize("fate", ["refused", "lost"])
 def test_after_a_save_that_one_rank_skipped_only_what_it_lacks_comes_on_top(
-    policy: ExpertPolicy, fate: str
+    policy: LossyPolicy, fate: str
 ) -> None:
     ranks = world(policy)
     for number in range(3):
@@ -244,7 +244,7 @@ def test_after_a_save_that_one_rank_skipped_only_what_it_lacks_comes_on_top(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=IDS)
-def test_a_rank_whose_save_ends_otherwise_than_it_said_skips_the_next(policy: ExpertPolicy) -> None:
+def test_a_rank_whose_save_ends_otherwise_than_it_said_skips_the_next(policy: LossyPolicy) -> None:
     ranks = world(policy)
     for rank in ranks:
         rank.save(0, "kept")

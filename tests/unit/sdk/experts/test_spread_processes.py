@@ -90,8 +90,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(mine, lr=0.01)
         self.daemon = FakeDaemon(self.directory, rank=self.rank, world_size=WORLD, epoch=self.epoch)
         policy = POLICIES[self.policy]
-        kind = "selective" if isinstance(policy, Selective) else "partial_experts"
-        tuned: dict[str, Any] = {kind: policy}
+        tuned: dict[str, Any] = {"policy": policy}
         self.session = holdfast.init(
             model=self.model,
             optimizer=self.optimizer,

@@ -59,7 +59,7 @@ class Run:
             model=self.model,
             optimizer=self.optimizer,
             daemon=daemon,
-            settings=holdfast.Settings(partial_experts=policy, reopen_backoff_s=0.0),
+            settings=holdfast.Settings(policy=policy, reopen_backoff_s=0.0),
         )
         self.counted = Recomputed()
         self.step = 0

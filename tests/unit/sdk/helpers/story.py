@@ -52,9 +52,7 @@ class Story:
             stateful={"scheduler": trainer.scheduler},
             daemon=daemon,
             units=named,
-            settings=holdfast.Settings(
-                reopen_backoff_s=0.0, **{"partial_experts": IN_TURN, **settings}
-            ),
+            settings=holdfast.Settings(reopen_backoff_s=0.0, **{"policy": IN_TURN, **settings}),
         )
         self.states: dict[int, dict[str, Any]] = {}
         self.captured: dict[UnitKey, int] = {}

@@ -17,6 +17,7 @@ from holdfast._copying.devices import CpuDevice
 from holdfast._copying.engine import CopyEngine
 from holdfast._daemon.client import Grant
 from holdfast._exchange import Alone
+from holdfast._experts.policy import FullCapture
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.replicas import digests_of
 from holdfast._session import ProtectedSession
@@ -282,6 +283,7 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
         device=CpuDevice(),
         settings=Settings(start_wait_s=WAIT_S),
         comparing=Comparing(Seat(meeting, 0), pair, 1),
+        policy=FullCapture(),
     )
     other = Comparing(Seat(meeting, 1), pair, 1)
     other.called(0, 1)

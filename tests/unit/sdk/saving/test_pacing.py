@@ -17,6 +17,7 @@ from holdfast._copying.devices import CpuDevice
 from holdfast._daemon.handles import SaveHandle
 from holdfast._environment import read_environment
 from holdfast._exchange import Alone
+from holdfast._experts.policy import FullCapture
 from holdfast._saving.comparing import Comparing
 from holdfast._saving.pacing import Pacing
 from holdfast._session import ProtectedSession
@@ -187,6 +188,7 @@ def test_saves_are_numbered_alike_on_ranks_that_hear_late(tmp_path: Path) -> Non
         device=CpuDevice(),
         settings=Settings(start_wait_s=WAIT_S),
         comparing=counted,
+        policy=FullCapture(),
         pacing=Pacing(Seat(meeting, 0), A_DAY),
     )
     stated = WARMING_UP + MEASURED
@@ -244,4 +246,4 @@ def test_a_rate_that_is_none_is_refused(
 
 def test_gradients_of_one_step_cannot_make_up_for_many() -> None:
     with pytest.raises(InvalidJobError, match="a gradient makes up for one step"):
-        holdfast.Settings(selective=Selective(recompute=True), recoveries_per_day=1.0)
+        holdfast.Settings(policy=Selective(recompute=True), recoveries_per_day=1.0)
