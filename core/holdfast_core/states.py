@@ -13,9 +13,9 @@ from typing import TypeVar
 _State = TypeVar("_State", bound=StrEnum)
 
 
-def _named(states: type[_State], word: str, unknown: _State) -> _State:
-    """The state that `word` names; `unknown` for a word that this version does not know."""
-    return next((state for state in states if state == word), unknown)
+def _named(states: type[_State], name: str, unknown: _State) -> _State:
+    """The state called `name`; `unknown` for a name that this version does not know."""
+    return next((state for state in states if state == name), unknown)
 
 
 class RankHealth(StrEnum):
@@ -32,9 +32,9 @@ class RankHealth(StrEnum):
         return self in (RankHealth.HEALTHY, RankHealth.SNAPSHOTTING)
 
     @classmethod
-    def of(cls, word: str) -> RankHealth:
-        """The state that `word` names; OFFLINE for an unknown word."""
-        return _named(cls, word, cls.OFFLINE)
+    def of(cls, name: str) -> RankHealth:
+        """The state called `name`; OFFLINE for an unknown name."""
+        return _named(cls, name, cls.OFFLINE)
 
 
 class RestoreSource(StrEnum):
@@ -49,9 +49,9 @@ class RestoreSource(StrEnum):
     STORAGE = "storage"
 
     @classmethod
-    def of(cls, word: str) -> RestoreSource:
-        """The source that `word` names; UNKNOWN for an unknown word."""
-        return _named(cls, word, cls.UNKNOWN)
+    def of(cls, name: str) -> RestoreSource:
+        """The source called `name`; UNKNOWN for an unknown name."""
+        return _named(cls, name, cls.UNKNOWN)
 
 
 class RestorePhase(StrEnum):
@@ -75,9 +75,9 @@ class RestorePhase(StrEnum):
         return self in (RestorePhase.STORAGE, RestorePhase.LOAD)
 
     @classmethod
-    def of(cls, word: str) -> RestorePhase:
-        """The phase that `word` names; UNKNOWN for an unknown word."""
-        return _named(cls, word, cls.UNKNOWN)
+    def of(cls, name: str) -> RestorePhase:
+        """The phase called `name`; UNKNOWN for an unknown name."""
+        return _named(cls, name, cls.UNKNOWN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -216,7 +216,7 @@ def _open_more_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _print_address() -> None:
+def _print_stacks_on_signal() -> None:
     """Write each thread's stack to standard error on SIGUSR1 and when the interpreter crashes."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
@@ -231,7 +231,7 @@ def main(
         return mounting.main(arguments[1:])
     options = _parser().parse_args(arguments)
     configure(options.log_level, options.log_file, format=options.log_format)
-    _print_address()
+    _print_stacks_on_signal()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     _open_more_files()
     # Only the daemon's user may open its files: other users get descriptors, never paths.

@@ -44,7 +44,7 @@ class ControlClient:
     ) -> None:
         self._address, self._identity = address, identity
         self._heartbeat, self._receive = heartbeat, receive
-        self._news = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._pause_s = HEARTBEAT_S
         self._task: asyncio.Task[None] | None = None
         self._complaints = OncePerCause(_log)
@@ -55,7 +55,7 @@ class ControlClient:
 
     def wake(self) -> None:
         """Send a heartbeat soon: something happened that the control loop needs at once."""
-        self._news.set()
+        self._urgent.set()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -97,14 +97,14 @@ class ControlClient:
         self, known: dict[str, values_pb2.Membership]
     ) -> AsyncIterator[control_pb2.Heartbeat]:
         while True:
-            self._news.clear()
+            self._urgent.clear()
             heartbeat = self._heartbeat()
             _leave_out_known(heartbeat, known)
             yield heartbeat
             with suppress(TimeoutError):
                 now = asyncio.get_running_loop().time()
                 async with asyncio.timeout(until_next(self._pause_s, now)):
-                    await self._news.wait()
+                    await self._urgent.wait()
                     await asyncio.sleep(SOON_S)
 
 

@@ -199,11 +199,11 @@ class JobHost:
             self._observer.note(self, Note(event=JobEvent.CUT_BACK_FAILED, detail=str(error)))
             return
         if found and self.now >= self._refused_until:
-            said = ", ".join(
+            cut = ", ".join(
                 f"{nbytes} bytes of {path.parent.name}/{path.name}"
                 for path, nbytes in found.items()
             )
-            detail = f"cut off what was beyond the grant: {said}"
+            detail = f"cut off what was beyond the grant: {cut}"
             self._observer.note(self, Note(event=JobEvent.ARENA_OVERGROWN, detail=detail))
         if found:
             self._refused_until = self.now + REFUSED_S

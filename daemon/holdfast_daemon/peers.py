@@ -181,13 +181,13 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         except RateLimitedError as error:
             await refuse(context, error)
 
-    def _hand_over(self, job: str, word: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
+    def _hand_over(self, job: str, act: Callable[[JobHost], list[Effect]]) -> peer_pb2.PeerReply:
         """Pass a peer's message to the job's engine; the reply has the engine's epoch, 0 for an
         unknown job."""
         host = self._host_of(job)
         if host is None:
             return peer_pb2.PeerReply(epoch=0)
-        host.carry_out(word(host))
+        host.carry_out(act(host))
         return peer_pb2.PeerReply(epoch=host.engine.epoch)
 
     async def FetchManifest(

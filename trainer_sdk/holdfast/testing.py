@@ -131,7 +131,7 @@ class FakeDaemon:
         self._protected: Generation | None = None
         self._lines: dict[int, Generation | None] = {}
         """Epoch → the generation from which its training world starts."""
-        self._news: queue.SimpleQueue[DaemonEvent | HoldfastError | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[DaemonEvent | HoldfastError | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
 
     # --- what tests do ----------------------------------------------------------------------------
@@ -152,8 +152,8 @@ class FakeDaemon:
         with self._lock:
             self._session = ""
             self._granted.clear()
-            self._news.put(UnreachableError("the daemon restarted"))
-            self._news = queue.SimpleQueue()
+            self._events.put(UnreachableError("the daemon restarted"))
+            self._events = queue.SimpleQueue()
 
     def announce(self, stage: str, generation: Generation | None = None, *, epoch: int = 0) -> None:
         """Send the trainer an event: a `Stage`, such as `protected`."""
@@ -161,7 +161,7 @@ class FakeDaemon:
         with self._lock:
             if event.stage is Stage.PROTECTED:
                 self._protected = generation
-            self._news.put(event)
+            self._events.put(event)
 
     def sealed(self) -> dict[Generation, FakeSnapshot]:
         """Snapshots that could be restored."""
@@ -251,8 +251,8 @@ class FakeDaemon:
             self._sessions += 1
             self._session = f"session-{self._sessions}"
             self._granted.clear()
-            self._news.put(None)  # ends a watch of the session before
-            self._news = queue.SimpleQueue()
+            self._events.put(None)  # ends a watch of the session before
+            self._events = queue.SimpleQueue()
             return Opened(
                 session=self._session,
                 token=f"claim {self._home}",
@@ -362,8 +362,8 @@ class FakeDaemon:
         self._enter("watch")
         with self._lock:
             self._check(session, self.epoch)
-            news = self._news
-        while (item := news.get()) is not None:
+            events = self._events
+        while (item := events.get()) is not None:
             if isinstance(item, HoldfastError):
                 raise item
             yield item
@@ -377,11 +377,11 @@ class FakeDaemon:
         with self._lock:
             self._check(session, self.epoch)
             self._session = ""
-            self._news.put(None)
+            self._events.put(None)
 
     def close(self) -> None:
         with self._lock:
-            self._news.put(None)
+            self._events.put(None)
         for gate in self._gates.values():
             gate.set()
 

@@ -185,15 +185,15 @@ def _in_storage(stored: StoredSet) -> tuple[ExpertTable, dict[UnitKey, Generatio
 def _older(base: Base, versions: Mapping[str, ExpertVersion]) -> tuple[ExpertVersion, ...]:
     """This rank's records of the versions in storage of experts that the snapshot has newer. Where
     this rank has no record of a capture, its newest record before that."""
-    words: dict[str, list[ExpertVersion]] = {}
-    for word in base.experts:
-        words.setdefault(word.unit, []).append(word)
+    recorded: dict[str, list[ExpertVersion]] = {}
+    for record in base.experts:
+        recorded.setdefault(record.unit, []).append(record)
     found: dict[str, ExpertVersion] = {}
     for each in (unit for file in base.stored.files for unit in file.units):
-        known = [w for w in words.get(each.unit, ()) if w.generation <= each.version]
+        known = [r for r in recorded.get(each.unit, ()) if r.generation <= each.version]
         newer = versions.get(each.unit)
         if known and newer is not None and newer.generation > each.version:
-            found[each.unit] = max(known, key=lambda word: word.generation)
+            found[each.unit] = max(known, key=lambda record: record.generation)
     return tuple(found[unit] for unit in sorted(found))
 
 

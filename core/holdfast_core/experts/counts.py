@@ -131,8 +131,8 @@ class AgreedCounts:
         """
         experts = len(units)
         of_experts = _PER_EXPERT * experts + len(spread)
-        said = [vector[i : i + _PER_RANK] for i in range(of_experts, len(vector), _PER_RANK)]
-        numbers = [slot[0] - 1 for slot in said]
+        slots = [vector[i : i + _PER_RANK] for i in range(of_experts, len(vector), _PER_RANK)]
+        numbers = [slot[0] - 1 for slot in slots]
         if len(vector) != of_experts + _PER_RANK * ranks or set(numbers) != {number}:
             raise ProtocolError(
                 f"the ranks' counts of tokens are from the saves {sorted(set(numbers))}, not all "
@@ -148,7 +148,7 @@ class AgreedCounts:
             alike = unit not in spread or parts * squares[unit] == total**2
             if total and alike:
                 marks[unit] = Mark(total // parts - 1, tokens // parts)
-        least = [min((slot[i] for slot in said if slot[i] > 0), default=0) for i in (1, 2, 3)]
+        least = [min((slot[i] for slot in slots if slot[i] > 0), default=0) for i in (1, 2, 3)]
         return cls(
             number=number,
             tokens=dict(zip(units, vector[:experts], strict=True)),

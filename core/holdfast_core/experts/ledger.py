@@ -178,9 +178,9 @@ class ExpertLedger:
         """The ledger with versions that were pruned from it although storage may still hold them.
         Versions that it has stay as they are; experts that it does not have are left out."""
         known = dict(self.versions)
-        for unit, told in versions.items():
+        for unit, added in versions.items():
             if unit in known:
-                by_generation = {version.generation: version for version in told}
+                by_generation = {version.generation: version for version in added}
                 by_generation |= {version.generation: version for version in known[unit]}
                 known[unit] = tuple(by_generation[g] for g in sorted(by_generation))
         return replace(self, versions=known)

@@ -72,7 +72,7 @@ class IntervalDecision:
 
 
 def decide_interval(
-    said: Sequence[Costs], *, recoveries_per_day: float, current: int
+    statements: Sequence[Costs], *, recoveries_per_day: float, current: int
 ) -> IntervalDecision:
     """The interval that loses the least time (REFT appendix A, eq. 9); `current` where that is
     nearly as good, or where a rank has measured nothing.
@@ -81,21 +81,24 @@ def decide_interval(
     measures a longer step than it needs itself: the shortest step counts.
 
     Args:
-        said: the statements of all ranks, in any order.
+        statements: the statements of all ranks, in any order.
 
     Raises:
         ProtocolError: when the statements are of different calls.
     """
-    calls = sorted({(one.call, one.step) for one in said})
+    calls = sorted({(one.call, one.step) for one in statements})
     if len(calls) != 1:
         raise ProtocolError(
             f"the ranks' costs of snapshots are from the calls and steps {calls}, not all from "
             f"one; make the same calls of restore and save on all ranks"
         )
-    step_s = min(one.step_s for one in said)
+    step_s = min(one.step_s for one in statements)
     if step_s <= 0:
         return IntervalDecision(steps=current, reason="no snapshot was measured on all ranks")
-    blocked_s, protect_s = max(one.blocked_s for one in said), max(one.protect_s for one in said)
+    blocked_s, protect_s = (
+        max(one.blocked_s for one in statements),
+        max(one.protect_s for one in statements),
+    )
     best = interval_steps(
         overhead_s=blocked_s,
         protect_s=protect_s,
@@ -165,7 +168,7 @@ class IntervalSchedule:
                 self._stated, states = call, (call, at)
         return Called(due=due, undecided=bool(self._undecided), missed=tuple(missed), states=states)
 
-    def heard(self, decision: IntervalDecision) -> None:
+    def decided(self, decision: IntervalDecision) -> None:
         """Record the decision that followed from all ranks' newest statements."""
         assert self._stated is not None
         kept = decision.steps == self.steps

@@ -1,8 +1,8 @@
 """Settles a job's memory after an input, and sends the other daemons what is new.
 
 Every input of the engine ends in `Convergence.settle`, which runs the level-triggered upkeep until
-nothing changes and sends news to the leader and the parity group. `Convergence` remembers only what
-it has sent and concluded; everything else is in the job's memory.
+nothing changes and sends what is new to the leader and the parity group. `Convergence` remembers
+only what it has sent and concluded; everything else is in the job's memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Convergence:
         self._memory = memory
         self._sent_directive: Directive | None = None
         self._repeated_at = self._latest = float("-inf")
-        self._said: reporting.News | None = None
+        self._reported: reporting.ReportContent | None = None
         """Content of the newest report; None when it must be sent again."""
         self._led: tuple[Membership, Directive, list[MemberReport]] | None = None
         """Inputs from which the leader last concluded nothing new."""
@@ -110,7 +110,7 @@ class Convergence:
 
     def resend(self) -> None:
         """Have report and directive sent again, whether they have changed or not."""
-        self._said = self._sent_directive = None
+        self._reported = self._sent_directive = None
 
     def repeat_after(self, pause_s: float, now: float) -> None:
         """Call `resend` once every `pause_s`, whatever else was sent to some of the members
@@ -148,14 +148,14 @@ class Convergence:
         """Send a changed report to the leader, and to the parity group if it acts on what
         changed."""
         memory, membership, me = self._memory, epoch.membership, epoch.me
-        said, known = reporting.news(memory, epoch), self._said
-        if said == known:
+        content, known = reporting.report_content(memory, epoch), self._reported
+        if content == known:
             return
-        report = reporting.report(memory, me, said)
-        self._said = said
+        report = reporting.report(memory, me, content)
+        self._reported = content
         memory.reports[me] = report
         members = {membership.leader}
-        if known is None or said.for_group() != known.for_group():
+        if known is None or content.for_group() != known.for_group():
             members |= set(epoch.group)
         for member in sorted(members - {me}):
             memory.out.append(SendReport(to=membership.member(member), report=report))

@@ -77,18 +77,18 @@ def lead(
     return replace(previous, protected=protected, retained=retained, dead=tuple(sorted(dead)))
 
 
-def merge(known: Directive, heard: Directive) -> Directive:
+def merge(known: Directive, received: Directive) -> Directive:
     """Merge two directives of one epoch: each field takes its most advanced value."""
     return replace(
         known,
-        line=known.line or heard.line,
-        protected=_newest([], known.protected, heard.protected),
-        retained=_newest([], known.retained, heard.retained),
-        dead=tuple(sorted({*known.dead, *heard.dead})),
-        rendezvous=heard.rendezvous or known.rendezvous,
-        persist=max((o for o in (known.persist, heard.persist) if o is not None), default=None),
-        persisted=_newest([], known.persisted, heard.persisted),
-        load=heard.load or known.load,
+        line=known.line or received.line,
+        protected=_newest([], known.protected, received.protected),
+        retained=_newest([], known.retained, received.retained),
+        dead=tuple(sorted({*known.dead, *received.dead})),
+        rendezvous=received.rendezvous or known.rendezvous,
+        persist=max((o for o in (known.persist, received.persist) if o is not None), default=None),
+        persisted=_newest([], known.persisted, received.persisted),
+        load=received.load or known.load,
     )
 
 

@@ -27,9 +27,9 @@ def lead(memory: JobMemory, epoch: Epoch, now: float) -> Directive:
     directive, tier = epoch.directive, epoch.membership.tier
     if tier is None or directive.line is None or memory.fenced:
         return directive
-    heard = memory.reports.values()
-    orders = [r.persist for r in heard if r.persist is not None]
-    stored = [g for g in (memory.persist.committed, *(r.stored for r in heard)) if g is not None]
+    reports = memory.reports.values()
+    orders = [r.persist for r in reports if r.persist is not None]
+    stored = [g for g in (memory.persist.committed, *(r.stored for r in reports)) if g is not None]
     directive = replace(
         directive,
         persist=max([*orders, *([directive.persist] if directive.persist else [])], default=None),

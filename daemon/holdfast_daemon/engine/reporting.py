@@ -13,7 +13,7 @@ from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.state import JobMemory
 
 
-class News(NamedTuple):
+class ReportContent(NamedTuple):
     """Content of a report without its sender and number, so that it can be compared with the last
     one."""
 
@@ -32,9 +32,9 @@ class News(NamedTuple):
         return self.epoch, self.verified, held.snapshots, held.parities
 
 
-def news(memory: JobMemory, epoch: Epoch) -> News:
+def report_content(memory: JobMemory, epoch: Epoch) -> ReportContent:
     """Content of a report at this moment."""
-    return News(
+    return ReportContent(
         epoch=epoch.number,
         verified=memory.verified,
         inventory=memory.inventory(),
@@ -45,19 +45,19 @@ def news(memory: JobMemory, epoch: Epoch) -> News:
     )
 
 
-def report(memory: JobMemory, member: int, said: News) -> MemberReport:
+def report(memory: JobMemory, member: int, content: ReportContent) -> MemberReport:
     """The next report of `member`, which is this daemon."""
     memory.sequence += 1
     return MemberReport(
         job=memory.job,
-        epoch=said.epoch,
+        epoch=content.epoch,
         member=member,
         incarnation=memory.incarnation,
         sequence=memory.sequence,
-        verified=said.verified,
-        inventory=said.inventory,
-        line=said.line,
-        retained=said.retained,
-        **said.persisted,
-        unloadable=said.unloadable,
+        verified=content.verified,
+        inventory=content.inventory,
+        line=content.line,
+        retained=content.retained,
+        **content.persisted,
+        unloadable=content.unloadable,
     )

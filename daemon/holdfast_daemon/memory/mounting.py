@@ -188,8 +188,8 @@ def main(arguments: list[str]) -> int:
     except HoldfastError as error:
         print(f"holdfast-daemon mount: {error}", file=sys.stderr)
         return 2
-    word = "warning" if decision.warning else decision.action
-    print(f"holdfast-daemon mount: {word}: {decision.reason}", file=sys.stderr)
+    label = "warning" if decision.warning else decision.action
+    print(f"holdfast-daemon mount: {label}: {decision.reason}", file=sys.stderr)
     return 0
 
 

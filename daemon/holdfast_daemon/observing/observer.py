@@ -54,7 +54,7 @@ _BAD = frozenset(
     }
 )
 
-_STORY = frozenset(
+_HISTORY = frozenset(
     {
         JobEvent.EPOCH_BEGAN,
         JobEvent.LINE,
@@ -112,24 +112,24 @@ class NodeObserver:
         """Job → bytes written to the durable tier that the metrics have counted."""
 
     def note(self, host: JobHost, note: Note) -> None:
-        fields = {
+        known = {
             "job": host.job,
             "epoch": host.engine.epoch,
             "rank": note.rank,
             "generation": str(note.generation) if note.generation else None,
             "detail": note.detail or None,
         }
-        said: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+        fields: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
         if note.event in _BAD:
-            _log.warning(note.event.value, **said)
+            _log.warning(note.event.value, **fields)
         elif note.event in _QUIET:
-            _log.debug(note.event.value, **said)
+            _log.debug(note.event.value, **fields)
         else:
-            _log.info(note.event.value, **said)
+            _log.info(note.event.value, **fields)
         self._count(host, note)
-        if note.event in _STORY:
+        if note.event in _HISTORY:
             self._catalogue.publish_event(
-                host.job, {"event": note.event.value, "time": time.time(), **said}
+                host.job, {"event": note.event.value, "time": time.time(), **fields}
             )
 
     def storage_failed(self, host: JobHost, effect: Effect, error: HoldfastError) -> None:

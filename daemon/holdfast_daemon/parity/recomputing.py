@@ -88,15 +88,15 @@ class Forward:
     def withheld(self, changed: Sequence[int]) -> frozenset[int]:
         """Those of the changed pieces that need not be fetched yet: `compute` may make them once
         all others are there."""
-        news = set(changed)
+        changed_pieces = set(changed)
         return frozenset(
             piece
             for unit, pieces in self._state.items()
             if any(
-                not news.isdisjoint(_pieces(one.recipe, self._size))
+                not changed_pieces.isdisjoint(_pieces(one.recipe, self._size))
                 for one in self._parameters[unit]
             )
-            for piece in pieces & news
+            for piece in pieces & changed_pieces
         )
 
     def compute(

@@ -114,7 +114,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         try:
             await self.admit(request, context)
             host = self._placed(request.job)
-            told = ""
+            sent = ""
             while True:
                 state = host.engine.restore_state(request.rank, request.epoch)
                 if state.ready:
@@ -123,9 +123,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 loader = host.worker.loader
                 loads = state.phase is RestorePhase.LOAD and loader is not None
                 done = loader.read_bytes(request.rank) if loader and loads else state.done
-                word = f"{state.phase} {done} {state.detail}"
-                if word != told:
-                    told = word
+                shown = f"{state.phase} {done} {state.detail}"
+                if shown != sent:
+                    sent = shown
                     yield trainer_pb2.RestoreProgress(
                         phase=state.phase, done=done, total=state.total, detail=state.detail
                     )
@@ -237,24 +237,24 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         except HoldfastError as error:
             await refuse(context, error)
             return
-        told: Generation | None = None
-        told_dead: set[Generation] = set()
-        told_stored: Generation | None = None
+        sent: Generation | None = None
+        sent_dead: set[Generation] = set()
+        sent_stored: Generation | None = None
         while (now := host.engine.watched(name)) is not None and not host.dropped:
             if now.epoch_ended:
                 yield trainer_pb2.WatchEvent(epoch_ended=now.epoch_ended)
                 return
-            if now.newest is not None and now.newest != told:
-                told, message = now.newest, codec.generation_to_proto(now.newest)
+            if now.newest is not None and now.newest != sent:
+                sent, message = now.newest, codec.generation_to_proto(now.newest)
                 if now.redundant:
                     yield trainer_pb2.WatchEvent(protected=message)
                 else:
                     yield trainer_pb2.WatchEvent(unprotectable=message)
-            for generation in sorted(set(now.dead) - told_dead):
-                told_dead.add(generation)
+            for generation in sorted(set(now.dead) - sent_dead):
+                sent_dead.add(generation)
                 yield trainer_pb2.WatchEvent(dead=codec.generation_to_proto(generation))
-            if now.persisted is not None and now.persisted != told_stored:
-                told_stored = now.persisted
+            if now.persisted is not None and now.persisted != sent_stored:
+                sent_stored = now.persisted
                 yield trainer_pb2.WatchEvent(persisted=codec.generation_to_proto(now.persisted))
             await host.changed(ASK_AGAIN_S)
 

@@ -184,8 +184,8 @@ def _receive(arena_socket: Path, token: str, timeout_s: float) -> tuple[int, soc
     connection.close()
     for descriptor in descriptors:
         os.close(descriptor)
-    word, _, rest = answer.decode(errors="replace").strip().partition(" ")
-    if word == "error":
+    status, _, rest = answer.decode(errors="replace").strip().partition(" ")
+    if status == "error":
         code, _, message = rest.partition(" ")
         raise by_code(code, message)
     raise ProtocolError(f"arena socket {arena_socket} answered {answer[:80]!r}")

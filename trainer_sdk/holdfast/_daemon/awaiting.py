@@ -55,12 +55,12 @@ class Awaiting:
             self._handles.pop(generation, None)
             self._unstored.pop(generation, None)
 
-    def heard(self, event: DaemonEvent) -> None:
+    def apply(self, event: DaemonEvent) -> None:
         """Apply an event to the handles; a protected or complete generation implies the same for
         older ones."""
         assert event.generation is not None
         if event.stage is Stage.PERSISTED:
-            self._heard_persisted(event.generation)
+            self._apply_persisted(event.generation)
             return
         with self._lock:
             reached = {
@@ -83,7 +83,7 @@ class Awaiting:
                 why = f"generation {generation} is complete, but the job has no redundancy"
                 handle._fail_protection(SnapshotSkippedError(why))
 
-    def _heard_persisted(self, newest: Generation) -> None:
+    def _apply_persisted(self, newest: Generation) -> None:
         with self._lock:
             reached = {g: handle for g, handle in self._unstored.items() if g <= newest}
             for generation in reached:

@@ -47,7 +47,7 @@ class Counting:
         together = exchange.together
         self._exchange = exchange
         self._rank, self.ranks = (rank, ranks) if together else (0, 1)
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._called = -1
         """Number of the newest save that the training loop called."""
         self._attempted = -1
@@ -88,23 +88,23 @@ class Counting:
     def called(self, number: int) -> None:
         """Note that save `number` was called, whether or not it was skipped. For the training
         thread."""
-        with self._news:
+        with self._changed:
             self._called = number
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def attempted(self, number: int) -> None:
         """Note that statements from now on include whether save `number` is attempted."""
-        with self._news:
+        with self._changed:
             self._attempted = max(self._attempted, number)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def chosen(self, number: int, wait_s: float) -> Chosen | None:
         """Choice for save `number`; None when the sum is not there within `wait_s`.
 
         After waiting in vain, calls do not wait again until another sum has arrived.
         """
-        with self._news:
-            self._news.wait_for(
+        with self._changed:
+            self._changed.wait_for(
                 lambda: number in self._chosen or self._failed is not None,
                 0.0 if self._late else wait_s,
             )
@@ -119,21 +119,21 @@ class Counting:
                 )
             return found
 
-    def nobody_chooses(self, number: int) -> bool:
+    def no_rank_chooses(self, number: int) -> bool:
         """Whether no rank can have a choice for save `number`.
 
         Another rank may have one for the save right after the sum that failed here, because the
         same sum may have succeeded there. This rank took part in no later sum, so none of those can
         succeed.
         """
-        with self._news:
+        with self._changed:
             return self._failed is not None and number > self._failed + 1
 
     def close(self, timeout_s: float) -> None:
         """Take part in the sums of all saves that were called, within about `timeout_s`."""
-        with self._news:
+        with self._changed:
             self._closing = True
-            self._news.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -147,8 +147,8 @@ class Counting:
     ) -> None:
         while self._wait_due(number):
             try:
-                said = statement(number).to_vector(units, self._rank, self.ranks, spread)
-                total = self._exchange.add(said)
+                own = statement(number).to_vector(units, self._rank, self.ranks, spread)
+                total = self._exchange.add(own)
                 counts = AgreedCounts.from_vector(total, units, self.ranks, number, spread)
             except HoldfastError as error:
                 _log.warning(
@@ -156,24 +156,24 @@ class Counting:
                     "from now on: %s",
                     error,
                 )
-                with self._news:
+                with self._changed:
                     self._failed = number
-                    self._news.notify_all()
+                    self._changed.notify_all()
                 return
             selection = choose(counts)
             number += 1
             _log.debug("save %d: %s", number, selection.reason)
-            with self._news:
+            with self._changed:
                 self._chosen[number] = Chosen(counts, selection.units)
                 self._chosen.pop(number - _KEPT, None)
                 self._late = False
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def _wait_due(self, number: int) -> bool:
         """Return when save `number` is settled: attempted or not, or followed by a later call.
         False when it will never be called."""
-        with self._news:
-            self._news.wait_for(
+        with self._changed:
+            self._changed.wait_for(
                 lambda: number <= self._attempted or number < self._called or self._closing
             )
             return number <= max(self._attempted, self._called)

@@ -180,7 +180,7 @@ class PartialCapture:
     def _check_choice(self, number: int, found: Chosen | None) -> None:
         """Raise SnapshotSkippedError when parts of one expert could end up from two saves."""
         if found is None:
-            if not self._chooser.nobody_chooses(number):
+            if not self._chooser.no_rank_chooses(number):
                 raise SnapshotSkippedError(
                     "the common choice of the ranks did not arrive, and other ranks hold parts of "
                     "this rank's experts"

@@ -120,22 +120,24 @@ class PartialState:
             if held
         )
 
-    def with_versions(self, told: Iterable[ExpertVersion]) -> PartialState:
+    def with_versions(self, kept: Iterable[ExpertVersion]) -> PartialState:
         """Add versions that storage has kept and the ledger has forgotten."""
         found: dict[UnitKey, list[Version]] = {}
-        for each in told:
+        for each in kept:
             version = Version(each.generation, each.number, each.tokens)
             found.setdefault(UnitKey.parse(each.unit), []).append(version)
         return replace(self, ledger=self.ledger.reminded(found))
 
-    def own_versions(self, layout: Layout, told: Iterable[ExpertVersion] = ()) -> dict[str, str]:
+    def own_versions(
+        self, layout: Layout, recorded: Iterable[ExpertVersion] = ()
+    ) -> dict[str, str]:
         """Version of each expert in this rank's snapshot.
 
         Args:
-            told: versions in its manifest. A snapshot from storage may hold older ones than when it
-                was captured, which the ledger records.
+            recorded: versions in its manifest. A snapshot from storage may hold older ones than
+                when it was captured, which the ledger records.
         """
-        held = {each.unit: str(each.generation) for each in told}
+        held = {each.unit: str(each.generation) for each in recorded}
         mine = {UnitKey.parse(unit) for unit in dict.fromkeys(e.unit for e in layout.entries)}
         return {
             str(unit): held.get(str(unit), str(self.ledger.versions[unit][-1].generation))
@@ -153,8 +155,8 @@ class PartialState:
         restored: dict[UnitKey, Generation] = {}
         forgotten: dict[UnitKey, list[Version]] = {}
         for unit, held in self.ledger.versions.items():
-            told = versions.get(str(unit))
-            wanted = Generation.parse(told) if told else held[-1].generation
+            text = versions.get(str(unit))
+            wanted = Generation.parse(text) if text else held[-1].generation
             known = [version.generation for version in held if version.generation <= wanted]
             if not known:
                 forgotten[unit] = [Version(wanted, 0, 0)]

@@ -28,7 +28,7 @@ class Chooser(Protocol):
     def chosen(self, number: int, wait_s: float) -> Chosen | None:
         """Choice for save `number`; None when it is not there within `wait_s`."""
 
-    def nobody_chooses(self, number: int) -> bool:
+    def no_rank_chooses(self, number: int) -> bool:
         """Whether no rank can have a choice for save `number`."""
 
     def close(self, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class Turns:
         turn = select_sequential(self._table, self._k, number, uncaptured=ledger.uncaptured)
         return Chosen(NO_COUNTS, tuple(self._overdue(ledger, number).union(turn.units)))
 
-    def nobody_chooses(self, number: int) -> bool:
+    def no_rank_chooses(self, number: int) -> bool:
         return False
 
     def close(self, timeout_s: float) -> None:

@@ -52,7 +52,7 @@ class HoldfastAgent(LocalElasticAgent):
         spec: workers to start; their rendezvous handler must be `rendezvous`.
         grace_s: time that workers get between SIGTERM and SIGKILL when the agent itself is stopped.
         last_lines: local rank → last lines of the worker's stderr, for one that failed.
-        tell_waiting: called with the reason while workers cannot be started, then with "".
+        record_waiting: called with the reason while workers cannot be started, then with "".
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class HoldfastAgent(LocalElasticAgent):
         start_method: str,
         grace_s: float,
         last_lines: Callable[[int], str] = lambda local_rank: "",
-        tell_waiting: Callable[[str], None] = lambda why: None,
+        record_waiting: Callable[[str], None] = lambda why: None,
     ) -> None:
         super().__init__(
             spec, logs_specs, start_method=start_method, exit_barrier_timeout=EXIT_WAIT_S
         )
         self._membership = rendezvous
         self._grace_s, self._last_lines = grace_s, last_lines
-        self._record_waiting = tell_waiting
+        self._record_waiting = record_waiting
         self._started = False
         rendezvous.kill = self.kill_workers
 
@@ -94,17 +94,17 @@ class HoldfastAgent(LocalElasticAgent):
         Raises:
             EpochEndedError: when the epoch ended before there was room.
         """
-        told = False
+        reported = False
         while True:
             try:
                 workers: dict[int, Any] = super()._start_workers(worker_group)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                if not told:
+                if not reported:
                     log.warning("workers wait for room: %s; %s", error, NO_ROOM)
                     self._record_waiting(f"NoRoom: {error.strerror}; {NO_ROOM}")
-                told = True
+                reported = True
                 if self._membership.wait_ended(ROOM_S):
                     raise EpochEndedError from error
             else:

@@ -186,13 +186,13 @@ class Restore:
             assigned={str(k): n for k, n in state.ledger.assignments.items()},
             replenishes=bool(state.replenishing.owed),
         )
-        told = self._agree(error, own)
+        standings = self._agree(error, own)
         assert copied is not None
         scatter(self.exchange, all_offers, copied.sources, self.rank)
         _, error = _attempt(lambda: self._finish(chosen, copied))
         self._agree(error, Standing(generation=generation))
         line = found.manifest.generation
-        losses, seen = [said.lost for said in told], [said.assigned for said in told]
+        losses, seen = [one.lost for one in standings], [one.assigned for one in standings]
         state = self.policy.recovered(state, losses, seen, epoch=epoch, line=line)
         step = line.step
         _log.info("epoch %d starts after step %d (%s)", epoch, step, found.source)
@@ -203,7 +203,7 @@ class Restore:
             generation=line,
             layout=found.layout,
             experts=state,
-            replenishing=self.policy.leaves_out and any(said.replenishes for said in told),
+            replenishing=self.policy.leaves_out and any(one.replenishes for one in standings),
         )
 
     # --- what to restore --------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Restore:
             own = msgspec.structs.replace(own, code=error.code, message=str(error))
         texts = self.exchange.gather(msgspec.json.encode(own))
         standings = [_STANDING.decode(text) for text in texts]
-        failed = {r: said for r, said in enumerate(standings) if said.code}
+        failed = {r: one for r, one in enumerate(standings) if one.code}
         if failed:
             if len(standings) == 1 and error is not None:
                 raise error
@@ -363,9 +363,9 @@ class Restore:
                 f"restore failed on ranks {sorted(failed)} of {len(standings)}: rank "
                 f"{min(failed)}: {first.message}",
             ) from error
-        if len({said.generation for said in standings}) > 1:
-            told = {r: said.generation or "a fresh start" for r, said in enumerate(standings)}
-            raise NoRecoveryLineError(f"ranks received different recovery lines: {told}")
+        if len({one.generation for one in standings}) > 1:
+            lines = {r: one.generation or "a fresh start" for r, one in enumerate(standings)}
+            raise NoRecoveryLineError(f"ranks received different recovery lines: {lines}")
         return standings
 
 
@@ -376,8 +376,8 @@ def versions_of(standings: Sequence[Standing]) -> dict[str, str]:
         CorruptError: when ranks hold parts of an expert in different versions.
     """
     found: dict[str, str] = {}
-    for said in standings:
-        for unit, version in said.versions.items():
+    for one in standings:
+        for unit, version in one.versions.items():
             if found.setdefault(unit, version) != version:
                 raise CorruptError(
                     f"ranks hold parts of {unit} of different generations, {found[unit]} and "

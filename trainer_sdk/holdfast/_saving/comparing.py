@@ -38,7 +38,7 @@ Digests = Mapping[str, int]
 """Unit → digest, for the units that other ranks hold as well."""
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Statement(msgspec.Struct, frozen=True):
     """A rank's statement on a save; both fields are None when it could not hash its tensors."""
 
     dense: int | None = None
@@ -46,7 +46,7 @@ class _Said(msgspec.Struct, frozen=True):
     """One digest over those of all units: the units' own are sent only where these differ."""
 
     @classmethod
-    def of(cls, digests: Digests | None) -> _Said:
+    def of(cls, digests: Digests | None) -> _Statement:
         if digests is None:
             return cls()
         dense, experts = xxhash.xxh3_64(), xxhash.xxh3_64()
@@ -56,7 +56,7 @@ class _Said(msgspec.Struct, frozen=True):
         return cls(dense.intdigest(), experts.intdigest())
 
 
-_SAID = msgspec.json.Decoder(_Said)
+_STATEMENT = msgspec.json.Decoder(_Statement)
 _DIGESTS = msgspec.json.Decoder(dict[str, int])
 
 
@@ -84,10 +84,10 @@ class Comparing:
         self._every = every if exchange.together else 0
         self.problem: HoldfastError | None = None
         """Reason why nothing is committed; None when the newest comparison found replicas equal."""
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._steps: dict[int, int] = {}
         """Number → step of each called save that may still be compared."""
-        self._said: dict[int, Digests | None] = {}
+        self._digests: dict[int, Digests | None] = {}
         self._due = 0
         """Number of the save to compare next."""
         self._awaited = -1
@@ -106,7 +106,7 @@ class Comparing:
         """Note that save `number`, of `step`, was called, whether or not it was skipped."""
         if not self._every:
             return
-        with self._news:
+        with self._changed:
             if self._thread is None:
                 self._due = number + self._every - 1
                 self._thread = threading.Thread(
@@ -115,24 +115,25 @@ class Comparing:
                 self._thread.start()
             for old in [n for n in self._steps if n < min(self._due, number)]:
                 del self._steps[old]
-                self._said.pop(old, None)
+                self._digests.pop(old, None)
             if not self._failed:
                 self._steps[number] = step
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def missed(self, step: int) -> None:
         """Note that the save of `step` failed, on any thread: unless this rank has already handed
         over its digests for that step, it never will."""
-        with self._news:
+        with self._changed:
             for number, called in self._steps.items():
                 if called == step:
-                    self._said.setdefault(number, None)
-            self._news.notify_all()
+                    self._digests.setdefault(number, None)
+            self._changed.notify_all()
 
     # --- called by the saver ----------------------------------------------------------------------
 
     def due(self, number: int, wait_s: float) -> bool:
-        """Whether save `number` is compared. If so, the saver calls `say`, or `missed` on failure.
+        """Whether save `number` is compared. If so, the saver calls `hand_over`, or `missed` on
+        failure.
 
         Args:
             wait_s: time to wait for the previous comparison, which decides that.
@@ -144,8 +145,8 @@ class Comparing:
         """
         if not self._every:
             return False
-        with self._news:
-            if not self._news.wait_for(lambda: self._failed or self._due >= number, wait_s):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failed or self._due >= number, wait_s):
                 raise SnapshotSkippedError(
                     f"not all ranks handed over their digests of an earlier save within "
                     f"{wait_s:.1f} s; training went on"
@@ -155,12 +156,12 @@ class Comparing:
                 raise self.problem
             return compared
 
-    def say(self, number: int, digests: Digests) -> None:
+    def hand_over(self, number: int, digests: Digests) -> None:
         """Hand over this rank's digests for save `number`, which is due."""
-        with self._news:
+        with self._changed:
             self._awaited, self._verdict = number, None
-            self._said.setdefault(number, digests)
-            self._news.notify_all()
+            self._digests.setdefault(number, digests)
+            self._changed.notify_all()
 
     def settle(self, number: int) -> None:
         """Return when replicas are known to be equal in save `number`, or when it was not due. Call
@@ -170,10 +171,10 @@ class Comparing:
             ReplicasDivergedError: replicas differ.
             SnapshotSkippedError: some rank will not commit the save.
         """
-        with self._news:
+        with self._changed:
             if self._awaited != number:
                 return
-            self._news.wait_for(lambda: self._failed or self._verdict is not None)
+            self._changed.wait_for(lambda: self._failed or self._verdict is not None)
             verdict = self._verdict
             if self.problem is not None:
                 raise self.problem
@@ -190,9 +191,9 @@ class Comparing:
 
     def close(self, timeout_s: float) -> None:
         """Take part in the comparisons of all saves that were called, within about `timeout_s`."""
-        with self._news:
+        with self._changed:
             self._closing = True
-            self._news.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -202,42 +203,44 @@ class Comparing:
         while self._wait_due():
             number = self._due
             try:
-                verdict = self._compare(number, self._said[number])
+                verdict = self._compare(number, self._digests[number])
             except HoldfastError as error:
                 self._give_up(error)
                 return
-            with self._news:
+            with self._changed:
                 self._take(verdict)
                 if number == self._awaited:
                     self._verdict = verdict
                 self._due = number + (1 if verdict.missing else self._every)
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def _wait_due(self) -> bool:
         """Return when this rank has handed over its digests for the next comparison, or never will.
         False when the save to compare will never be called."""
-        with self._news:
-            self._news.wait_for(
+        with self._changed:
+            self._changed.wait_for(
                 lambda: (
-                    self._due in self._said
+                    self._due in self._digests
                     or self._closing
                     or max(self._steps, default=-1) > self._due
                 )
             )
             if self._due not in self._steps:
                 return False
-            self._said.setdefault(self._due, None)
+            self._digests.setdefault(self._due, None)
             return True
 
     def _compare(self, number: int, digests: Digests | None) -> _Verdict:
-        own = _Said.of(digests)
-        said = [_SAID.decode(text) for text in self._exchange.gather(msgspec.json.encode(own))]
-        missing = tuple(rank for rank, one in enumerate(said) if one.dense is None)
-        known = [rank for rank in range(len(said)) if rank not in missing]
+        own = _Statement.of(digests)
+        statements = [
+            _STATEMENT.decode(text) for text in self._exchange.gather(msgspec.json.encode(own))
+        ]
+        missing = tuple(rank for rank, one in enumerate(statements) if one.dense is None)
+        known = [rank for rank in range(len(statements)) if rank not in missing]
         groups = {(self._topology.dense_replicas(rank), "dense") for rank in known}
         groups |= {(self._topology.expert_replicas(rank), "experts") for rank in known}
         equal = all(
-            len({getattr(said[rank], kind) for rank in group if rank in known}) == 1
+            len({getattr(statements[rank], kind) for rank in group if rank in known}) == 1
             for group, kind in groups
         )
         if equal:
@@ -273,8 +276,8 @@ class Comparing:
         """End the comparisons in this world, because an exchange failed. Snapshots go on: a mixture
         is less likely than a loss."""
         _log.warning("replicas are no longer compared: %s", error)
-        with self._news:
+        with self._changed:
             self._failed = True
             self._steps.clear()
-            self._said.clear()
-            self._news.notify_all()
+            self._digests.clear()
+            self._changed.notify_all()

@@ -38,8 +38,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     order of their elements or, for tensors on a device, of the block sums of these."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        told = _bytes_of(tensor) if tensor.device.type == "cpu" else _sums_of(tensor)
-        digest.update(told.numpy().data)
+        content = _bytes_of(tensor) if tensor.device.type == "cpu" else _sums_of(tensor)
+        digest.update(content.numpy().data)
     return digest.intdigest()
 
 

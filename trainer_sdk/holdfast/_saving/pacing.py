@@ -53,7 +53,7 @@ class Pacing:
         """Handle of that call, if its snapshot was due."""
         self._waited_s = 0.0
         """Time that training has waited since that call began."""
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         """Lock of all state here; notified when there is a statement to exchange."""
         self._statement: Costs | None = None
         self._closing = False
@@ -66,13 +66,13 @@ class Pacing:
 
     def called(self, handle: SaveHandle, now_s: float) -> Called:
         """Note a call of `save`; return whether to take its snapshot. For the training thread."""
-        with self._news:
+        with self._changed:
             self._measure(handle.step, now_s)
             found = self._schedule.called(handle.step)
             self._handle = handle if found.due else None
             if found.states is not None:
                 self._statement = self._costs(*found.states)
-                self._news.notify_all()
+                self._changed.notify_all()
                 if self._thread is None:
                     self._thread = threading.Thread(
                         target=self._loop, name="holdfast-pacing", daemon=True
@@ -84,15 +84,15 @@ class Pacing:
 
     def waited(self, seconds: float) -> None:
         """Add time that training waited for a snapshot, in `save` or for its end."""
-        with self._news:
+        with self._changed:
             self._waited_s += seconds
 
     def close(self, timeout_s: float) -> None:
         """End the exchanges. A statement that other ranks wait for is still made, within about
         `timeout_s`."""
-        with self._news:
+        with self._changed:
             self._closing = True
-            self._news.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -117,7 +117,7 @@ class Pacing:
         )
 
     def _protected(self, seconds: float) -> None:
-        with self._news:
+        with self._changed:
             self._protect_s.append(seconds)
 
     def _loop(self) -> None:
@@ -130,7 +130,7 @@ class Pacing:
                     current=self.steps,
                 )
             except HoldfastError as error:
-                with self._news:
+                with self._changed:
                     self._schedule.failed()
                 if not self._closing:
                     _log.warning(
@@ -139,9 +139,9 @@ class Pacing:
                         error,
                     )
                 return
-            with self._news:
+            with self._changed:
                 changes = decision.steps != self.steps
-                self._schedule.heard(decision)
+                self._schedule.decided(decision)
             _log.log(
                 logging.INFO if changes else logging.DEBUG,
                 "snapshots are %d steps apart from now on: %s",
@@ -151,8 +151,8 @@ class Pacing:
 
     def _next_statement(self) -> Costs | None:
         """Wait for the next statement; None when there will be none."""
-        with self._news:
-            self._news.wait_for(lambda: self._statement is not None or self._closing)
+        with self._changed:
+            self._changed.wait_for(lambda: self._statement is not None or self._closing)
             statement, self._statement = self._statement, None
             return statement
 
@@ -160,8 +160,8 @@ class Pacing:
 class _Protecting:
     """Measurement of the time from the end of a snapshot's copy until it is protected."""
 
-    def __init__(self, handle: SaveHandle, tell: Callable[[float], None]) -> None:
-        self._tell = tell
+    def __init__(self, handle: SaveHandle, record: Callable[[float], None]) -> None:
+        self._record = record
         self._staged_s = 0.0
         handle.staged.add_done_callback(self._staged)
         handle.protected.add_done_callback(self._protected)
@@ -171,7 +171,7 @@ class _Protecting:
 
     def _protected(self, stage: Future[int]) -> None:
         if _reached(stage):
-            self._tell(time.monotonic() - self._staged_s)
+            self._record(time.monotonic() - self._staged_s)
 
 
 def _reached(stage: Future[int]) -> bool:

@@ -77,15 +77,15 @@ def agree(
         return plan_alone(rank, topology, statement.table, partial=partial, casts=statement.casts)
     texts = exchange.gather(msgspec.json.encode(statement))
     statements = [_STATEMENT.decode(text) for text in texts]
-    tables = {r: said.table for r, said in enumerate(statements)}
-    extras = {r: said.extras_bytes for r, said in enumerate(statements)}
+    tables = {r: one.table for r, one in enumerate(statements)}
+    extras = {r: one.extras_bytes for r, one in enumerate(statements)}
     casts = agreed_casts(
-        {r: said.casts for r, said in enumerate(statements)},
+        {r: one.casts for r, one in enumerate(statements)},
         {r: {size.tensor for size in table} for r, table in tables.items()},
     )
     plan = plan_together(rank, topology, tables, extras, strategy, partial=partial, casts=casts)
-    if len({said.step for said in statements}) == 1:
-        _compare({r: said.digests for r, said in enumerate(statements) if said.digests}, topology)
+    if len({one.step for one in statements}) == 1:
+        _compare({r: one.digests for r, one in enumerate(statements) if one.digests}, topology)
     return plan
 
 

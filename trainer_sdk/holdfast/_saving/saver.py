@@ -224,7 +224,7 @@ class Saver:
         try:
             choice = self._policy.granted(task.number, choice, carried=carried)
             if due:
-                self.comparing.say(task.number, self._live_digests(task))
+                self.comparing.hand_over(task.number, self._live_digests(task))
             digests = self._capture(task, placed, choice)
             commit, state = self._finish(task, placed, choice, digests)
             self.comparing.settle(task.number)
@@ -259,9 +259,9 @@ class Saver:
         finally:
             task.release(over=False)
         casts = self._casts.masters
-        said = state_of(task.handle.step, self._sources, len(task.extras), digests, casts)
+        statement = state_of(task.handle.step, self._sources, len(task.extras), digests, casts)
         partial = self._policy.leaves_out
-        base = agree(exchange, said, self._topology, self._rank, strategy, partial=partial)
+        base = agree(exchange, statement, self._topology, self._rank, strategy, partial=partial)
         self._base = base
         own, ranks = base.own_experts(table_of(self._sources)), self._topology.world_size
         self._policy = self._policy.agreed(base.experts, ranks, own, base.spread)
@@ -370,7 +370,7 @@ class Saver:
             )
             _log.warning("%s", self.problem)
             return
-        self._awaiting.heard(event)
+        self._awaiting.apply(event)
 
     def _on_protected(self, generation: Generation) -> None:
         self._policy.protected(generation, time.monotonic())
@@ -383,12 +383,14 @@ class Saver:
         if not self._link.is_open:
             return None
         elapsed = time.monotonic() - self._reported_s
-        return max(self._settings.report_interval_s - elapsed, 0.001 if self.tally.news else IDLE_S)
+        return max(
+            self._settings.report_interval_s - elapsed, 0.001 if self.tally.changed else IDLE_S
+        )
 
     def _report(self) -> None:
         now = time.monotonic()
         due = now - self._reported_s >= self._settings.report_interval_s
-        if not (due and self.tally.news and self._link.is_open):
+        if not (due and self.tally.changed and self._link.is_open):
             return
         self._reported_s = now
         problem = "" if self.problem is None else str(self.problem)

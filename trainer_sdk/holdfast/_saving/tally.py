@@ -48,7 +48,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.counters = SaveCounters()
-        self.news = False
+        self.changed = False
         """Whether anything changed since the last report."""
         self._causes: set[str] = set()
         self._lock = threading.Lock()
@@ -56,14 +56,14 @@ class Tally:
     def begin(self, step: int, save_period_s: float) -> None:
         """Note that a save of `step` was called, `save_period_s` after the previous one."""
         self.counters.step, self.counters.save_period_s = step, save_period_s
-        self.news = True
+        self.changed = True
 
     def commit(self) -> None:
         """Count a committed snapshot."""
         with self._lock:
             self.counters.committed += 1
             self.counters.failure = ""
-            self.news = True
+            self.changed = True
 
     def refuse(self, step: int, error: HoldfastError) -> None:
         """Count a save that was skipped or failed; log it unless its cause was logged before."""
@@ -79,7 +79,7 @@ class Tally:
             if first and len(self._causes) >= CAUSES_MAX:
                 self._causes.clear()
             self._causes.add(cause)
-            self.news = True
+            self.changed = True
         if first:
             level = logging.WARNING if skipped else logging.ERROR
             _log.log(level, "step %d was not saved: %s", step, error)
@@ -93,7 +93,7 @@ class Tally:
         """Make the report for the daemon; `problem` is the reason why nothing can be saved any
         more."""
         with self._lock:
-            self.news = False
+            self.changed = False
             counters = self.counters
             return TrainerReport(
                 session=session,

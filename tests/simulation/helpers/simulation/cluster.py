@@ -286,7 +286,7 @@ class Cluster(Faults):
 
     # --- what daemons note, and what must hold ----------------------------------------------------
 
-    def heard(self, node: str, note: Note) -> None:
+    def noted(self, node: str, note: Note) -> None:
         """Record that a daemon noted an event."""
         if note.event == "protected" and self.membership and note.generation is not None:
             memory = self.daemons[node].engine.memory

@@ -163,7 +163,7 @@ class VirtualDaemon:
             case SendReport() | SendDirective() | SendSuspect():
                 self._send(effect)
             case Note():
-                self.world.heard(self.node, effect)
+                self.world.noted(self.node, effect)
             case Seal():
                 self._seal(effect)
             case (

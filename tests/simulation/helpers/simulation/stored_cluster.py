@@ -45,8 +45,8 @@ class StoredCluster(Cluster):
 
     # --- what gets into storage -------------------------------------------------------------------
 
-    def heard(self, node: str, note: Note) -> None:
-        super().heard(node, note)
+    def noted(self, node: str, note: Note) -> None:
+        super().noted(node, note)
         if note.event in ("storage_choice", "storage_unreachable", "loaded", "load_failed"):
             self.counts[note.event] += 1
             self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")

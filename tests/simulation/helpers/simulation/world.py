@@ -115,7 +115,7 @@ class World(Protocol):
         `owner`."""
         ...
 
-    def heard(self, node: str, note: Note) -> None:
+    def noted(self, node: str, note: Note) -> None:
         """Record that a daemon noted an event."""
         ...
 

@@ -121,7 +121,7 @@ class Run:
                 self.statements.append(called.states)
 
     def hear(self, steps: int) -> None:
-        self.schedule.heard(IntervalDecision(steps=steps, reason=""))
+        self.schedule.decided(IntervalDecision(steps=steps, reason=""))
 
 
 def test_at_first_every_call_is_taken_and_measured() -> None:
@@ -221,7 +221,7 @@ def test_all_ranks_take_the_same_saves_whatever_they_measured_and_whenever_they_
                 wait = delays[heard[rank] % len(delays)][rank % 2]
                 if tick < at + wait:
                     break
-                run.schedule.heard(decision)
+                run.schedule.decided(decision)
                 heard[rank] += 1
             run.call()
         n = len(decisions)

@@ -13,7 +13,7 @@ from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
 
 
-def news(stage: Stage, step: int) -> DaemonEvent:
+def event(stage: Stage, step: int) -> DaemonEvent:
     return DaemonEvent(stage=stage, generation=Generation(1, step))
 
 
@@ -26,7 +26,7 @@ def waiting(*steps: int) -> tuple[Awaiting, list[SaveHandle]]:
 
 def test_a_set_in_storage_persists_every_save_up_to_it() -> None:
     awaiting, (first, second, third) = waiting(1, 2, 3)
-    awaiting.heard(news(Stage.PERSISTED, 2))
+    awaiting.apply(event(Stage.PERSISTED, 2))
     assert (first.persisted.result(0), second.persisted.result(0)) == (1, 2)
     assert not third.persisted.done()
     assert not first.protected.done()
@@ -34,24 +34,24 @@ def test_a_set_in_storage_persists_every_save_up_to_it() -> None:
 
 def test_a_save_that_is_protected_can_be_persisted_later() -> None:
     awaiting, (handle,) = waiting(1)
-    awaiting.heard(news(Stage.PROTECTED, 1))
+    awaiting.apply(event(Stage.PROTECTED, 1))
     assert handle.protected.result(0) == 1 and not handle.persisted.done()
-    awaiting.heard(news(Stage.PERSISTED, 1))
+    awaiting.apply(event(Stage.PERSISTED, 1))
     assert handle.persisted.result(0) == 1
 
 
 def test_a_save_that_cannot_be_protected_can_be_persisted() -> None:
     awaiting, (handle,) = waiting(1)
-    awaiting.heard(news(Stage.UNPROTECTABLE, 1))
+    awaiting.apply(event(Stage.UNPROTECTABLE, 1))
     assert isinstance(handle.protected.exception(0), SnapshotSkippedError)
     assert not handle.persisted.done()
-    awaiting.heard(news(Stage.PERSISTED, 1))
+    awaiting.apply(event(Stage.PERSISTED, 1))
     assert handle.persisted.result(0) == 1
 
 
 def test_a_closed_session_says_so_to_who_waits_for_storage() -> None:
     awaiting, (handle,) = waiting(1)
-    awaiting.heard(news(Stage.PROTECTED, 1))
+    awaiting.apply(event(Stage.PROTECTED, 1))
     awaiting.close()
     with pytest.raises(SnapshotSkippedError, match="before this was persisted"):
         handle.persisted.result(0)
@@ -60,7 +60,7 @@ def test_a_closed_session_says_so_to_who_waits_for_storage() -> None:
 
 def test_a_handle_that_nobody_holds_is_not_kept_for_storage() -> None:
     awaiting, handles = waiting(1)
-    awaiting.heard(news(Stage.PROTECTED, 1))
+    awaiting.apply(event(Stage.PROTECTED, 1))
     handles.clear()
     gc.collect()
     assert not awaiting._unstored

@@ -23,7 +23,7 @@ class Meeting:
     def __init__(self, ranks: int) -> None:
         self.broken = False
         self.done = [0] * ranks
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._given: dict[int, dict[int, Any]] = {}
 
     def gather(self, rank: int, data: _T) -> list[_T]:
@@ -38,25 +38,25 @@ class Meeting:
         return [sum(values) for values in zip(*self._meet(rank, numbers), strict=True)]
 
     def _meet(self, rank: int, data: _T) -> list[_T]:
-        with self._news:
+        with self._changed:
             given = self._given.setdefault(self.done[rank], {})
             self.done[rank] += 1
             given[rank] = data
-            self._news.notify_all()
-            self._news.wait_for(lambda: len(given) == len(self.done) or self.broken, WAIT_S)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(given) == len(self.done) or self.broken, WAIT_S)
             if len(given) < len(self.done):
                 raise UnreachableError("a rank does not take part")
             return [given[r] for r in range(len(self.done))]
 
     def wait_begun(self, rank: int, meetings: int) -> None:
         """Return when the rank has come to `meetings` meetings."""
-        with self._news:
-            assert self._news.wait_for(lambda: self.done[rank] >= meetings, WAIT_S)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.done[rank] >= meetings, WAIT_S)
 
     def break_up(self) -> None:
-        with self._news:
+        with self._changed:
             self.broken = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
 
 @dataclass

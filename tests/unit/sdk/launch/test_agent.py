@@ -23,14 +23,14 @@ class OneEpoch:
     """A daemon with epoch 1 of two nodes, until the test ends it."""
 
     def __init__(self) -> None:
-        self.news = threading.Event()
+        self.changed = threading.Event()
         self.after = World()
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
         first = World(ready=True, epoch=1, nodes=2, serves_store=True, node_host="127.0.0.1")
         if after_epoch < 1:
             return first
-        if not self.news.wait(wait_s):
+        if not self.changed.wait(wait_s):
             return first
         if not self.after.epoch:
             raise UnreachableError("closed")
@@ -44,10 +44,10 @@ class OneEpoch:
 
     def end(self, world: World) -> None:
         self.after = world
-        self.news.set()
+        self.changed.set()
 
     def close(self) -> None:
-        self.news.set()
+        self.changed.set()
 
 
 class FinishedAgent(HoldfastAgent):

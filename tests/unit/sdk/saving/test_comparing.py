@@ -73,7 +73,7 @@ class World:
             return SnapshotSkippedError("refused")
         try:
             if comparing.due(number, WAIT_S):
-                comparing.say(number, fate)
+                comparing.hand_over(number, fate)
             comparing.settle(number)
         except HoldfastError as error:
             comparing.missed(step)
@@ -178,7 +178,7 @@ def test_a_session_that_ends_takes_part_in_what_it_has_called() -> None:
     world = World(every=1)
     for comparing in world.ranks[:3]:
         comparing.called(0, 0)
-        comparing.say(0, held(0))
+        comparing.hand_over(0, held(0))
     world.ranks[3].called(0, 0)
     world.close()
     assert world.meeting.done == [1] * RANKS
@@ -287,7 +287,7 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
     )
     other = Comparing(Seat(meeting, 1), pair, 1)
     other.called(0, 1)
-    other.say(0, held_by_both)
+    other.hand_over(0, held_by_both)
     error = session.save(1).committed.exception(WAIT_S)
     assert isinstance(error, SnapshotSkippedError), error
     with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] could not read"):
