@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import aiohttp
 from kubernetes.aio import client, config
 from kubernetes.aio.config.config_exception import ConfigException
+from yarl import URL
 
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_operator.kube.resources import Resource
@@ -94,6 +95,18 @@ class Api:
             "token": bearer.partition(" ")[2],
         }
         return {name: value for name, value in found.items() if value}
+
+    def counting(self) -> aiohttp.TraceConfig:
+        """Make another client's session count its requests with this one's."""
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(self._count)
+        return trace
+
+    async def _count(
+        self, session: object, context: object, ended: aiohttp.TraceRequestEndParams
+    ) -> None:
+        verb, what = _parse(ended.method, ended.url)
+        self._counter.request(verb, what, str(ended.response.status))
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Object:
         """One object.
@@ -219,6 +232,20 @@ _METHODS = {
     "patch": "PATCH",
     "delete": "DELETE",
 }
+
+
+def _parse(method: str, url: URL) -> tuple[str, str]:
+    """(verb, kind of object) of a request to the API server, as they are counted."""
+    parts = [part for part in url.path.split("/") if part]
+    parts = parts[2 if parts[:1] == ["api"] else 3 :]
+    if parts[:1] == ["namespaces"] and len(parts) > 2:
+        parts = parts[2:]
+    if not parts:
+        return "get", "discovery"
+    verb = {"GET": "get", "POST": "create", "PUT": "update"}.get(method, method.lower())
+    if verb == "get" and len(parts) == 1:
+        verb = "watch" if "watch" in url.query else "list"
+    return verb, "/".join(parts[::2])
 
 
 def _refusal(verb: str, path: str, status: int, body: bytes) -> ApiError:

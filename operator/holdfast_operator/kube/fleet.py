@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 
-from holdfast_core.job.parsing import MANAGER
 from holdfast_core.job.status import ENDED, Phase
 from holdfast_operator.kube.amounts import Amounts
 from holdfast_operator.kube.api import NOT_FOUND, ApiError, Object
+from holdfast_operator.kube.finalizer import free_memory
 from holdfast_operator.kube.job_loop import JobLoop
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import LoopContext
@@ -27,18 +27,17 @@ ORPHAN_S = 60.0
 
 
 class Fleet:
-    """The jobs. `take_in` receives each change of a job from the API server; `run` does the
-    housekeeping."""
+    """The jobs. kopf calls `carry_out`, `see` and `free` in the course of a job's life; `run` does
+    the housekeeping."""
 
     def __init__(self) -> None:
         self._world: LoopContext | None = None
         self._loops: dict[str, JobLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unknown_since: dict[str, float] = {}
-        self._seen_versions: dict[str, int] = {}
 
     def begin(self, world: LoopContext) -> None:
-        """Use `world` for the control loops of all jobs that are taken in from now on."""
+        """Use `world` for the control loops of all jobs that begin from now on."""
         self._world = world
 
     # --- what wakes jobs ----------------------------------------------------------------------
@@ -55,26 +54,42 @@ class Fleet:
                 if loop.status.get("phase") != Phase.RUNNING:
                     loop.wake()
 
-    def take_in(self, kind: str | None, resource: Object) -> None:
-        """Take in that a job came, changed or went; `kind` is that of the watch's event."""
-        assert self._world is not None
-        metadata = resource["metadata"]
-        key = f"{metadata['namespace']}.{metadata['name']}"
+    def see(self, kind: str | None, resource: Object) -> None:
+        """Take in that a job changed or went; `kind` is that of the watch's event."""
+        key = _key(resource)
         loop = self._loops.get(key)
-        if kind == "DELETED" or (loop is not None and loop.uid != metadata["uid"]):
-            self._end(key)
-            loop = None
+        if loop is not None and loop.uid != resource["metadata"]["uid"]:
+            return  # an earlier job of this name
         if kind == "DELETED":
-            return
-        manager = (resource.get("spec") or {}).get("managedBy", MANAGER)
-        if manager != MANAGER:
-            return
-        self._seen_versions[key] = int(metadata["resourceVersion"])
-        if loop is not None:
+            self._forget(key)
+        elif loop is not None:
             loop.see(resource)
-            return
+
+    # --- the life of a job --------------------------------------------------------------------
+
+    async def carry_out(self, resource: Object, stopped: Awaitable[object]) -> None:
+        """Run the job's control loop until `stopped`, or until the job is gone."""
+        assert self._world is not None
+        key = _key(resource)
+        if key in self._tasks:
+            await _end(self._tasks[key])  # that of an earlier job of this name
         loop = self._loops[key] = JobLoop(self._world, resource)
-        self._tasks[key] = asyncio.get_running_loop().create_task(loop.run(), name=f"job {key}")
+        task = self._tasks[key] = asyncio.create_task(loop.run(), name=f"job {key}")
+        waiting = asyncio.ensure_future(stopped)
+        try:
+            await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            await _end(task)
+            if self._loops.get(key) is loop:
+                del self._loops[key], self._tasks[key]
+
+    async def free(self, resource: Object) -> None:
+        """Stop the pods of a deleted job, and have daemons free its memory."""
+        assert self._world is not None
+        await free_memory(self._world, resource)
+
+    # --- what others ask ----------------------------------------------------------------------
 
     def stands(self) -> list[JobStand]:
         """Standing of every job that has one, for the replacement of daemons."""
@@ -143,17 +158,19 @@ class Fleet:
                     self._world.server.drop(key)
             self._unknown_since[key] = now
 
-    def _end(self, key: str) -> None:
-        self._loops.pop(key, None)
-        self._seen_versions.pop(key, None)
-        task = self._tasks.pop(key, None)
-        if task is not None:
-            task.cancel()
-        if self._world is not None and not self._world.server.holders(key):
+    def _forget(self, key: str) -> None:
+        assert self._world is not None
+        if key in self._tasks:  # it went without waiting for its finalizer
+            self._tasks[key].cancel()
+        if not self._world.server.holders(key):
             self._world.server.forget(key)
 
-    async def stop(self) -> None:
-        """End all control loops; the jobs go on without them."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+def _key(resource: Object) -> str:
+    metadata = resource["metadata"]
+    return f"{metadata['namespace']}.{metadata['name']}"
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

@@ -1,35 +1,39 @@
-"""Watches jobs with kopf, which does that well, and leaves the rest of kopf alone.
+"""A job's life in kopf's handlers: a daemon hosts its control loop, and its deletion frees memory.
 
-Its patches, annotations, finalizers, events and peering would do again what the operator does: a
-level-triggered control loop only needs to know that a job changed.
+kopf watches jobs, keeps the finalizer, and begins and ends the daemons. It writes nothing else into
+a job: the control loop is level-triggered, so it needs neither the progress of handlers nor the
+last version that they handled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import aiohttp
 import kopf
 
 from holdfast_core.errors import UnreachableError
-from holdfast_operator.kube.api import Api, Object
-from holdfast_operator.kube.resources import JOBS
+from holdfast_core.job.parsing import MANAGER
+from holdfast_operator.kube.api import Api
+from holdfast_operator.kube.finalizer import FINALIZER
+from holdfast_operator.kube.fleet import Fleet
+from holdfast_operator.kube.resources import GROUP, JOBS
 
 SERVER_S = 300
 """Seconds after which the API server ends a watch; kopf resumes where it ended."""
+RETRY_S = 1.0
+"""Pause before kopf repeats a request that failed, as often as needed: no event would remind it of
+a finalizer."""
+LOOP_ENDS_S = 5.0
+"""Seconds within which a control loop ends once kopf stops it."""
 
 
-async def watch_jobs(
-    api: Api,
-    take_in: Callable[[str | None, Object], None],
-    *,
-    namespace: str,
-    begun: Callable[[], None],
-) -> None:
-    """Call `take_in` with (kind of change, job) for every existing job, and for each change of one,
-    until cancelled.
+async def carry_jobs(api: Api, fleet: Fleet, *, namespace: str, begun: Callable[[], None]) -> None:
+    """Carry out every job, until cancelled.
 
     Args:
         namespace: namespace of the jobs; empty for all.
@@ -38,20 +42,10 @@ async def watch_jobs(
     Raises:
         UnreachableError: when jobs cannot be watched.
     """
-    registry = kopf.OperatorRegistry()
-
-    @kopf.on.login(registry=registry)
-    async def login(**_: Any) -> kopf.ConnectionInfo:
-        found = await api.credentials()
-        return kopf.ConnectionInfo(**found)
-
-    @kopf.on.event(JOBS.group, JOBS.version, JOBS.plural, registry=registry)
-    async def changed(event: kopf.RawEvent, **_: Any) -> None:
-        take_in(event["type"], dict(event["object"]))
-
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    sessions: list[aiohttp.ClientSession] = []
     tasks = await kopf.spawn_tasks(
-        registry=registry,
+        registry=_handlers(api, fleet, sessions),
         settings=_settings(),
         standalone=True,
         clusterwide=not namespace,
@@ -69,14 +63,82 @@ async def watch_jobs(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for session in sessions:
+            await session.close()
+
+
+def _handlers(
+    api: Api, fleet: Fleet, sessions: list[aiohttp.ClientSession]
+) -> kopf.OperatorRegistry:
+    """The handlers; `sessions` gets every session that kopf logs in with."""
+    registry = kopf.OperatorRegistry()
+    jobs = (JOBS.group, JOBS.version, JOBS.plural)
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        found = kopf.ConnectionInfo(**await api.credentials())
+        session = aiohttp.ClientSession(
+            headers=found.as_http_headers(),
+            connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
+            trace_configs=[api.counting()],
+        )
+        sessions.append(session)
+        return kopf.AiohttpSession(server=found.server, aiohttp_session=session)
+
+    @kopf.on.event(*jobs, registry=registry)
+    async def changed(event: kopf.RawEvent, **_: Any) -> None:
+        fleet.see(event["type"], dict(event["object"]))
+
+    @kopf.daemon(*jobs, registry=registry, when=_is_ours)
+    async def carry_out(body: kopf.Body, stopped: kopf.DaemonStopped, **_: Any) -> None:
+        await fleet.carry_out(dict(body), stopped.wait())
+
+    @kopf.on.delete(*jobs, registry=registry, when=_is_ours)
+    async def free(body: kopf.Body, **_: Any) -> None:
+        await fleet.free(dict(body))
+
+    return registry
+
+
+def _is_ours(spec: Mapping[str, Any], **_: Any) -> bool:
+    return bool(spec.get("managedBy", MANAGER) == MANAGER)
 
 
 def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
+    settings.persistence.finalizer = FINALIZER
+    settings.persistence.diffbase_storage = _NoVersions()
+    settings.persistence.progress_storage = _NoProgress(prefix=GROUP)
+    settings.background.instant_exit_timeout = LOOP_ENDS_S
     settings.posting.enabled = False
-    settings.posting.level = logging.WARNING
     settings.scanning.disabled = True  # the CRD is there before the operator is
     settings.watching.server_timeout = SERVER_S
+    settings.networking.error_backoffs = itertools.repeat(RETRY_S)
     settings.queueing.exit_timeout = 1.0
     settings.process.ultimate_exiting_timeout = None  # kopf must not end the process
     return settings
+
+
+class _NoVersions(kopf.DiffBaseStorage):
+    """No record of the last version that was handled, which kopf compares with the current one.
+
+    No handler asks for the difference, and the copy that kopf would make of each version, with the
+    status of thousands of members, costs more than a look at the job.
+    """
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> Any:
+        return {}
+
+    def store(self, **_: Any) -> None:
+        pass
+
+
+class _NoProgress(kopf.AnnotationsProgressStorage):
+    """No record of what a handler has done: the one for deletions does everything in one call, and
+    again in the next process if this one ends."""
+
+    def store(self, **_: Any) -> None:
+        pass

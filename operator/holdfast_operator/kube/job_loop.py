@@ -16,7 +16,7 @@ from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.kube.acting import Acting
 from holdfast_operator.kube.api import ApiError, Object
-from holdfast_operator.kube.finalizer import Finalizer
+from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
 from holdfast_operator.kube.pacing import pause_s
 from holdfast_operator.kube.pods import TrainerPod, agents
@@ -47,6 +47,9 @@ wakes the loop. Waiting for the API server counts as rest."""
 REFUSED_S = 30.0
 """Seconds until a job that the cluster refuses is tried again: no event announces that it would be
 accepted now."""
+FINALIZER_S = 30.0
+"""Pause of a job without the finalizer, which wakes the loop when it comes: until then nothing is
+done that the job would leave behind."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 30.0
 CANDIDATES_MIN = 16
 
@@ -86,7 +89,6 @@ class JobLoop:
             count=lambda result: world.metrics.add("status_writes", result=result),
         )
         self._acting = Acting(world, _attempts(status))
-        self._farewell = Finalizer(world, self._members_before)
         self.looked_at = world.clock()
 
     @property
@@ -120,7 +122,7 @@ class JobLoop:
         changed = resource["metadata"].get("generation") != self._generation
         self._resource = resource
         self._writer.see(resource)
-        if changed or resource["metadata"].get("deletionTimestamp"):
+        if changed:
             self.wake()
 
     def wake(self) -> None:
@@ -130,7 +132,7 @@ class JobLoop:
             self._wake.set()
 
     async def run(self) -> None:
-        """Run until the job is gone, or until cancelled."""
+        """Run until cancelled."""
         try:
             await self._go_on()
         finally:
@@ -151,8 +153,6 @@ class JobLoop:
                 # The failure of one job must not end the loops of all others.
                 _log.exception("%s: the control loop failed; it goes on", self.key)
                 pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
-            if pause is None:
-                return
             self.looked_at = self._world.clock()
             rest_s = min(BACKOFF_S_MAX, max(SOON_S, self._rested_at - self.looked_at))
             await asyncio.sleep(rest_s)
@@ -165,13 +165,11 @@ class JobLoop:
         except TimeoutError:
             self._woken_at = self._world.clock()
 
-    async def _turn(self) -> float | None:
-        """Do one turn; returns the seconds to rest after it, None when the job is gone."""
+    async def _turn(self) -> float:
+        """Do one turn; returns the seconds to rest after it."""
         metadata = self._resource["metadata"]
-        if metadata.get("deletionTimestamp"):
-            self._acting.close()
-            return await self._farewell.turn(self._resource, self._pods())
-        await self._farewell.keep(self._resource)
+        if FINALIZER not in (metadata.get("finalizers") or ()):
+            return FINALIZER_S
         if metadata.get("generation") != self._generation or self._refusal is not None:
             await self._admit()
         if self._refusal is not None:

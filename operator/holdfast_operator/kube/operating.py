@@ -22,7 +22,7 @@ from holdfast_operator.kube.daemons import (
 from holdfast_operator.kube.endpoints import Endpoints, endpoint_slice
 from holdfast_operator.kube.events import Recorder
 from holdfast_operator.kube.fleet import HEARTBEAT_S_MAX, Fleet
-from holdfast_operator.kube.handlers import watch_jobs
+from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.health import Health
 from holdfast_operator.kube.leader import Leader
 from holdfast_operator.kube.manifests import TRAINER_SELECTOR
@@ -182,14 +182,10 @@ class Operating:
             self._fleet.begin(self._world())
             tasks.append(asyncio.create_task(self._fleet.run()))
             stack.push_async_callback(self._recorder.flush, FAREWELL_S)
-            stack.push_async_callback(self._fleet.stop)
-            watching = watch_jobs(
-                self._api,
-                self._fleet.take_in,
-                namespace=options.watch_namespace,
-                begun=self._begun,
+            carrying = carry_jobs(
+                self._api, self._fleet, namespace=options.watch_namespace, begun=self._begun
             )
-            await _first(self._stop.wait(), watching, *tasks)
+            await _first(self._stop.wait(), carrying, *tasks)
 
     def _begun(self) -> None:
         self._ready = True

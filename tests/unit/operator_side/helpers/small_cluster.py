@@ -1,5 +1,5 @@
-"""A cluster in one process: the real fleet, control loops and Control service, on an API server in
-memory, with daemons and a kubelet that do as they are asked."""
+"""A cluster in one process: the real handlers, control loops and Control service, on an API server
+in memory, with daemons and a kubelet that do as they are asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from copy import deepcopy
 from typing import Any, cast
 
+import aiohttp
 from fake_api import FakeApi
+from fake_server import FakeServer
 
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.control.server import ControlServer
@@ -18,6 +20,7 @@ from holdfast_operator.kube.attention import Attention
 from holdfast_operator.kube.candidates import CandidateNodes
 from holdfast_operator.kube.events import Recorder
 from holdfast_operator.kube.fleet import Fleet
+from holdfast_operator.kube.handlers import carry_jobs
 from holdfast_operator.kube.metrics import OperatorMetrics
 from holdfast_operator.kube.nodes import KubeNode, read_node
 from holdfast_operator.kube.pods import TrainerPod, read_pod
@@ -37,11 +40,18 @@ class NotedApi(FakeApi):
     """An API that reports every write, and refuses the requests that a test selects."""
 
     def __init__(
-        self, written: Callable[[Resource, Object], None], gone: Callable[[], None]
+        self, written: Callable[[Resource, Object], None], gone: Callable[[Object], None]
     ) -> None:
         super().__init__()
         self._written, self._gone = written, gone
         self._refusals: dict[tuple[str, str], ApiError] = {}
+        self.address = ""
+
+    async def credentials(self) -> dict[str, str]:
+        return {"server": self.address}
+
+    def counting(self) -> aiohttp.TraceConfig:
+        return aiohttp.TraceConfig()
 
     async def patch(
         self,
@@ -51,9 +61,10 @@ class NotedApi(FakeApi):
         body: Object,
         subresource: str = "",
     ) -> Object:
+        before = self.objects.get((resource.plural, namespace, name), {})
         found = await super().patch(resource, namespace, name, body, subresource)
         if found.get("kind") == "Status":
-            self._gone()
+            self._gone(before)
         return found
 
     def refuse_next(self, verb: str, resource: Resource, error: ApiError) -> None:
@@ -138,7 +149,8 @@ class SmallCluster:
     def __init__(self, nodes: int, *, insecure: bool = False) -> None:
         self._count = nodes
         self.fleet, self.metrics = Fleet(), OperatorMetrics()
-        self.api = NotedApi(self._written, self._tell_soon)
+        self.api = NotedApi(self._written, self._gone)
+        self.http = FakeServer(self.api)
         self.passed_s = 0.0
         """Seconds by which the operator's clock is ahead."""
 
@@ -155,6 +167,7 @@ class SmallCluster:
         """Whether pods run once they are created."""
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
+        self._carrying: asyncio.Task[None]
         self.daemons: dict[str, Daemon] = {}
         self.recorder = Recorder(
             self.api, instance="op", clock=clock, wall=time.time, on_drop=lambda: None
@@ -191,12 +204,28 @@ class SmallCluster:
         for number in range(self._count):
             self.add_node(f"n{number}")
         try:
-            await test(self)
+            async with self.http.serve() as self.api.address:
+                await self.start_operator()
+                try:
+                    await test(self)
+                finally:
+                    await self.stop_operator()
         finally:
-            await self.fleet.stop()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def start_operator(self) -> None:
+        """Have kopf begin a control loop for each job."""
+        begun, api = asyncio.Event(), cast(Api, self.api)
+        carrying = carry_jobs(api, self.fleet, namespace="", begun=begun.set)
+        self._carrying = asyncio.create_task(carrying)
+        await begun.wait()
+
+    async def stop_operator(self) -> None:
+        """End the control loops of all jobs, as at the end of the process."""
+        self._carrying.cancel()
+        await asyncio.wait([self._carrying])
 
     # --- actions of users and kubelets --------------------------------------------------------
 
@@ -267,13 +296,17 @@ class SmallCluster:
         """Pass a written object on, as watches would."""
         loop = asyncio.get_running_loop()
         if resource is JOBS:
-            loop.call_soon(self.fleet.take_in, "MODIFIED", deepcopy(body))
+            self.http.send("MODIFIED", body)
         elif resource is PODS:
             loop.call_soon(self.pods.put, body)
             if "deletionTimestamp" in body["metadata"]:
                 loop.call_soon(self._end_pod, body["metadata"])
             elif self.runs_pods and "status" not in body:
                 loop.call_soon(self._run_pod, body)
+        self._tell_soon()
+
+    def _gone(self, job: Object) -> None:
+        self.http.send("DELETED", job)
         self._tell_soon()
 
     def _tell_soon(self) -> None:

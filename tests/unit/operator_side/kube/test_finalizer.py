@@ -1,4 +1,4 @@
-"""The finalizer: it frees memory, and never holds a job back for long."""
+"""Freeing of a deleted job's memory, which never holds the job back for long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from samples import job_resource
 
-from holdfast_operator.kube.finalizer import FINALIZER, PATIENCE_S, TURN_S, Finalizer
+from holdfast_operator.kube.finalizer import PATIENCE_S, free_memory
+from holdfast_operator.kube.pods import TrainerPod
 from holdfast_operator.kube.times import ClockPair
 from holdfast_operator.reconciler.views import NodeView
 
@@ -17,89 +18,70 @@ DELETED_AT = 1_700_000_000.0
 
 @dataclass
 class Server:
-    """Who holds something of the job."""
+    """The daemons that hold something of the job. One that is connected frees it when asked twice,
+    and one in `away` was connected before."""
 
     holding: set[str] = field(default_factory=set)
     connected: set[str] = field(default_factory=set)
-    dropped: list[str] = field(default_factory=list)
+    away: set[str] = field(default_factory=set)
+    drops: int = 0
 
     def drop(self, key: str) -> None:
-        self.dropped.append(key)
+        assert key == "team.moe"
+        self.drops += 1
+        if self.drops > 1:
+            self.holding -= self.connected
 
     def holders(self, key: str) -> frozenset[str]:
         return frozenset(self.holding)
 
     def view(self, name: str, key: str) -> NodeView | None:
+        if name not in self.connected | self.away:
+            return None
         return NodeView(name=name, connected=name in self.connected)
+
+
+class Pods:
+    """No pods."""
+
+    def of(self, key: str) -> list[TrainerPod]:
+        return []
+
+    async def stop(self, pods: list[TrainerPod]) -> None:
+        assert pods == []
 
 
 @dataclass
 class World:
-    """What a farewell needs of the operator."""
+    """The parts of the operator that freeing needs. Its clock moves on with each request."""
 
-    server: Server = field(default_factory=Server)
-    now: float = 0.0
+    server: Server
     clocks: ClockPair = field(default_factory=lambda: ClockPair(now=0.0, wall=DELETED_AT))
-    patches: list[list[str]] = field(default_factory=list)
-
-    @property
-    def api(self) -> World:
-        return self
+    pods: Pods = field(default_factory=Pods)
+    trainers: Pods = field(default_factory=Pods)
 
     def clock(self) -> float:
-        return self.now
-
-    async def patch(self, resource: Any, namespace: str, name: str, body: Any) -> None:
-        assert body["metadata"]["resourceVersion"] == "7"
-        self.patches.append(body["metadata"]["finalizers"])
-
-    def farewell(self, *expected: str) -> Finalizer:
-        return Finalizer(self, frozenset(expected))  # type: ignore[arg-type]
+        return self.server.drops * PATIENCE_S / 2
 
 
-def deleted(*finalizers: str) -> dict[str, Any]:
-    resource = job_resource()
-    resource["metadata"] |= {
-        "deletionTimestamp": "2023-11-14T22:13:20Z",
-        "finalizers": list(finalizers),
-    }
-    return resource
+def drops(server: Server, *members: str) -> int:
+    """Free the memory of a job with these members, and return how often that was asked for."""
+    resource: dict[str, Any] = job_resource()
+    resource["metadata"]["deletionTimestamp"] = "2023-11-14T22:13:20Z"
+    resource["status"] = {"members": [{"node": member} for member in members]}
+    asyncio.run(free_memory(World(server), resource))  # type: ignore[arg-type]
+    return server.drops
 
 
-def test_the_finalizer_is_put_on_a_job_once_and_others_stay() -> None:
-    world = World()
-    resource = job_resource()
-    resource["metadata"]["finalizers"] = ["example.com/theirs"]
-    farewell = world.farewell()
-    asyncio.run(farewell.keep(resource))
-    asyncio.run(farewell.keep(resource))
-    assert world.patches == [["example.com/theirs", FINALIZER]]
-
-
-def test_the_job_goes_when_no_daemon_holds_anything_of_it() -> None:
-    world = World(Server(holding={"n0"}, connected={"n0"}))
-    farewell = world.farewell()
-    resource = deleted(FINALIZER, "example.com/theirs")
-    assert asyncio.run(farewell.turn(resource, [])) == TURN_S
-    assert world.server.dropped == ["team.moe"]
-    assert world.patches == []
-    world.server.holding.clear()
-    asyncio.run(farewell.turn(resource, []))
-    assert world.patches == [["example.com/theirs"]]
-    assert asyncio.run(farewell.turn(deleted("example.com/theirs"), [])) is None
+def test_it_ends_when_no_daemon_holds_anything_of_the_job() -> None:
+    server = Server(holding={"n0"}, connected={"n0"})
+    assert drops(server, "n0") == 2
+    assert not server.holding
 
 
 def test_a_daemon_that_was_not_heard_yet_is_waited_for_but_not_for_ever() -> None:
-    world = World()
-    farewell = world.farewell("n0")
-    asyncio.run(farewell.turn(deleted(FINALIZER), []))
-    assert world.patches == []
-    world.now = PATIENCE_S
-    asyncio.run(farewell.turn(deleted(FINALIZER), []))
-    assert world.patches == [[]]
+    assert drops(Server(), "n0") == 2
 
 
 def test_a_daemon_that_is_away_does_not_hold_the_job_back() -> None:
-    world = World(Server(holding={"n0"}))
-    asyncio.run(world.farewell().turn(deleted(FINALIZER), []))
-    assert world.patches == [[]]
+    assert drops(Server(holding={"n0"}, away={"n0"}), "n0") == 1

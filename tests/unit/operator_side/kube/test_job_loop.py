@@ -163,8 +163,8 @@ def test_a_loop_that_starts_again_goes_on_where_the_last_one_was() -> None:
         cluster.lose_rank(cluster.job(JOB)["status"]["members"][0]["node"], KEY)
         await cluster.until(lambda: cluster.job(JOB)["status"]["epoch"] == 2)
         await cluster.runs(JOB)
-        cluster.fleet.take_in("DELETED", cluster.job(JOB))
-        cluster.fleet.take_in("ADDED", cluster.job(JOB))
+        await cluster.stop_operator()
+        await cluster.start_operator()
         await cluster.look_again(KEY)
         status = cluster.job(JOB)["status"]
         assert (status["phase"], status["epoch"], status["restarts"]) == ("Running", 2, 1)
@@ -178,7 +178,7 @@ def test_pods_of_an_earlier_job_of_that_name_are_not_taken_for_its_own() -> None
         cluster.runs_pods = False
         cluster.apply(JOB)
         await cluster.until(lambda: len(cluster.api.made(PODS)) == 2)
-        cluster.fleet.take_in("DELETED", cluster.job(JOB))
+        cluster.http.send("DELETED", cluster.job(JOB))
         cluster.runs_pods = True
         reborn = {**JOB, "metadata": {**JOB["metadata"], "uid": "another"}}
         cluster.apply(reborn)

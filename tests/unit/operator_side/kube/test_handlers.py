@@ -1,0 +1,109 @@
+"""A job's life in kopf's handlers."""
+
+from __future__ import annotations
+
+from samples import job_resource
+from small_cluster import SmallCluster, on_a_cluster
+
+from holdfast_operator.kube.finalizer import FINALIZER
+from holdfast_operator.kube.resources import JOBS, PODS
+
+KEY = "team.moe"
+JOB = job_resource(
+    nprocPerNode=1,
+    parallelism={"dp": 2},
+    failurePolicy={"detection": {"heartbeatSeconds": 60, "missedHeartbeats": 5}},
+)
+THEIRS = "example.com/theirs"
+
+
+def patches(cluster: SmallCluster) -> int:
+    return sum(verb == "patch" for verb, _, _ in cluster.api.requests)
+
+
+def test_kopf_writes_the_finalizer_into_a_job_and_nothing_else() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply({**JOB, "metadata": {**JOB["metadata"], "finalizers": [THEIRS]}})
+        await cluster.runs(JOB)
+        metadata = cluster.job(JOB)["metadata"]
+        assert metadata["finalizers"] == [THEIRS, FINALIZER]
+        assert "annotations" not in metadata
+        assert patches(cluster) == 1
+
+    on_a_cluster(test)
+
+
+def test_nothing_is_done_for_a_job_before_it_has_the_finalizer() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        first = next(
+            verb for verb, plural, _ in cluster.api.requests if verb not in ("get", "update status")
+        )
+        assert first == "patch"
+
+    on_a_cluster(test)
+
+
+def test_a_deletion_takes_two_patches_and_frees_the_memory_first() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        assert cluster.server.holders(KEY)
+        cluster.delete(JOB)
+        await cluster.until(lambda: not cluster.api.made(JOBS))
+        assert not cluster.server.holders(KEY)
+        assert cluster.api.made(PODS) == []
+        assert patches(cluster) == 2
+
+    on_a_cluster(test)
+
+
+def test_the_finalizers_of_others_stay_on_a_deleted_job() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply({**JOB, "metadata": {**JOB["metadata"], "finalizers": [THEIRS]}})
+        await cluster.runs(JOB)
+        cluster.delete(JOB)
+        await cluster.until(lambda: cluster.job(JOB)["metadata"]["finalizers"] == [THEIRS])
+        assert not cluster.server.holders(KEY)
+
+    on_a_cluster(test)
+
+
+def test_an_operator_that_ends_leaves_jobs_and_their_finalizers_alone() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        await cluster.stop_operator()
+        assert cluster.job(JOB)["metadata"]["finalizers"] == [FINALIZER]
+        assert cluster.server.holders(KEY)
+        assert cluster.fleet.stands() == []
+        await cluster.start_operator()
+        await cluster.look_again(KEY)
+        assert patches(cluster) == 1
+
+    on_a_cluster(test)
+
+
+def test_a_job_that_was_deleted_while_no_operator_ran_is_freed_by_the_next() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        await cluster.stop_operator()
+        cluster.delete(JOB)
+        await cluster.start_operator()
+        await cluster.until(lambda: not cluster.api.made(JOBS))
+        assert not cluster.server.holders(KEY)
+        assert cluster.api.made(PODS) == []
+
+    on_a_cluster(test)
+
+
+def test_the_loop_of_a_job_that_goes_without_its_finalizer_ends() -> None:
+    async def test(cluster: SmallCluster) -> None:
+        cluster.apply(JOB)
+        await cluster.runs(JOB)
+        cluster.http.send("DELETED", cluster.job(JOB))
+        await cluster.heard(lambda: not cluster.fleet.stands())
+
+    on_a_cluster(test)
