@@ -1,7 +1,7 @@
 """`make bench-operator`: runs the scenarios, prints the figures, writes build/bench/operator.json.
 
 Needs root and Go, as the test cluster does. Takes about five minutes; `--members 200 --jobs 20` is
-a short run.
+a short run. `--ways` compares what is done by hand with what kopf and the official client offer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from machine import ROOT, ClusterError
 from operator_process import OperatorProcess
 from rich.console import Console
 
+from benchmarks.operator_scale import ways
 from benchmarks.operator_scale.scenario import Plan, carry_out
 from benchmarks.operator_scale.tables import show
 from benchmarks.operator_scale.world import NAMESPACE, World, add_nodes
@@ -27,6 +28,7 @@ from benchmarks.operator_scale.world import NAMESPACE, World, add_nodes
 RESOURCE = ROOT / "crds" / "holdfast.dev_moetrainingjobs.yaml"
 RECONCILE_P99_S = 1.0
 MEMBERS_OF_SMALL_JOBS = 8
+RUNS_OF_WAYS = 3
 NODE_GRACE_S = 1000
 """Grace period of the nodes, which never fail here: with a short one, renewing their leases would
 be most of the API server's work."""
@@ -40,8 +42,13 @@ def main() -> int:
     add("--jobs", type=int, default=200, help="jobs of eight members each (default: %(default)s)")
     add("--heartbeat", type=float, default=1.0, help="seconds (default: %(default)s)")
     add("--calm", type=float, default=15.0, help="seconds without failures (default: %(default)s)")
+    add("--ways", action="store_true", help="compare other ways with ours, without a cluster")
     add("--output", type=Path, default=ROOT / "build" / "bench" / "operator.json")
     options = parser.parse_args()
+    if options.ways:
+        compared = ways.measure(options.members, RUNS_OF_WAYS)
+        ways.show(Console(), options.members, compared)
+        return 0
     try:
         report = asyncio.run(_run(options))
     except (ClusterError, TimeoutError) as error:

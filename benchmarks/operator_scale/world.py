@@ -158,19 +158,6 @@ class World:
         """The operator's current metrics."""
         return Exposition.parse(self._operator.ask("/metrics"))
 
-    def lists_at_server(self) -> float:
-        """Number of lists of jobs that the API server has answered, to any client: kopf runs the
-        operator's watch of jobs, which the operator's own count does not include."""
-        text = self._cluster.kubectl("get", "--raw", "/metrics")
-        wanted = [
-            line
-            for line in text.splitlines()
-            if line.startswith("apiserver_request_total{")
-            and 'resource="moetrainingjobs"' in line
-            and 'verb="LIST"' in line
-        ]
-        return sum(float(line.rpartition(" ")[2]) for line in wanted)
-
     # --- conditions ----------------------------------------------------------------------------
 
     async def until(self, what: str, true: Callable[[], object], timeout_s: float = 180.0) -> None:

@@ -46,7 +46,7 @@ async def carry_jobs(api: Api, fleet: Fleet, *, namespace: str, begun: Callable[
     sessions: list[aiohttp.ClientSession] = []
     tasks = await kopf.spawn_tasks(
         registry=_handlers(api, fleet, sessions),
-        settings=_settings(),
+        settings=kopf_settings(),
         standalone=True,
         clusterwide=not namespace,
         namespaces=[namespace] if namespace else [],
@@ -104,7 +104,7 @@ def _is_ours(spec: Mapping[str, Any], **_: Any) -> bool:
     return bool(spec.get("managedBy", MANAGER) == MANAGER)
 
 
-def _settings() -> kopf.OperatorSettings:
+def kopf_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.persistence.finalizer = FINALIZER
     settings.persistence.diffbase_storage = _NoVersions()
