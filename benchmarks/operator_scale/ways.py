@@ -36,7 +36,9 @@ def measure(pods: int, runs: int) -> dict[str, list[Figures]]:
 
 def show(console: Console, pods: int, report: dict[str, list[Figures]]) -> None:
     """Print the best run of each way."""
-    table = Table("way", "CPU", "time", "memory grows", "peak", "pods known", "events posted")
+    table = Table()
+    for name in ("way", "CPU", "time", "grows by", "peak", "pods", "events"):
+        table.add_column(name, no_wrap=True)
     for way, runs in report.items():
         best = min(runs, key=lambda run: run["cpu_s"])
         cells = [f"{best['cpu_s']:.2f} s", f"{best['seconds']:.2f} s"]

@@ -21,7 +21,7 @@ from holdfast_core.job.parsing import MANAGER
 from holdfast_operator.kube.api import Api
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.fleet import Fleet
-from holdfast_operator.kube.resources import GROUP, JOBS
+from holdfast_operator.kube.resources import JOBS
 
 SERVER_S = 300
 """Seconds after which the API server ends a watch; kopf resumes where it ended."""
@@ -105,10 +105,10 @@ def _is_ours(spec: Mapping[str, Any], **_: Any) -> bool:
 
 
 def kopf_settings() -> kopf.OperatorSettings:
+    """Settings with which kopf writes nothing into objects but finalizers, and posts nothing."""
     settings = kopf.OperatorSettings()
     settings.persistence.finalizer = FINALIZER
     settings.persistence.diffbase_storage = _NoVersions()
-    settings.persistence.progress_storage = _NoProgress(prefix=GROUP)
     settings.background.instant_exit_timeout = LOOP_ENDS_S
     settings.posting.enabled = False
     settings.scanning.disabled = True  # the CRD is there before the operator is
@@ -122,8 +122,8 @@ def kopf_settings() -> kopf.OperatorSettings:
 class _NoVersions(kopf.DiffBaseStorage):
     """No record of the last version that was handled, which kopf compares with the current one.
 
-    No handler asks for the difference, and the copy that kopf would make of each version, with the
-    status of thousands of members, costs more than a look at the job.
+    No handler asks for the difference, and kopf would copy the whole job at each event, with the
+    status of thousands of members.
     """
 
     def build(self, **_: Any) -> Any:
@@ -131,14 +131,6 @@ class _NoVersions(kopf.DiffBaseStorage):
 
     def fetch(self, **_: Any) -> Any:
         return {}
-
-    def store(self, **_: Any) -> None:
-        pass
-
-
-class _NoProgress(kopf.AnnotationsProgressStorage):
-    """No record of what a handler has done: the one for deletions does everything in one call, and
-    again in the next process if this one ends."""
 
     def store(self, **_: Any) -> None:
         pass

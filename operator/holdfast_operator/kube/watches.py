@@ -1,8 +1,9 @@
 """Keeps a copy of some objects of the API, by one list and then a watch that resumes.
 
 The official client has a watch (it decodes every object into models and gives up on connection
-errors) and an informer (threads); kopf's watches feed handlers, not a copy. This one keeps parsed
-objects, so that what is used often is parsed once, and reports each change.
+errors) and an informer (threads). kopf's watches feed handlers, cost several times as much, and do
+not report what went while a watch had expired. This one keeps parsed objects, so that what is used
+often is parsed once, and reports each change.
 
 It never relists without need: bookmarks keep the resource version fresh, and only 410 starts over.
 """

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from aiohttp import ClientSession
+from fake_api import FakeApi
+from fake_server import FakeServer
+from kubernetes.aio import client
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
+from holdfast_operator.kube.api import Api
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.resources import JOBS, PODS
 
@@ -107,3 +114,33 @@ def test_the_loop_of_a_job_that_goes_without_its_finalizer_ends() -> None:
         await cluster.heard(lambda: not cluster.fleet.stands())
 
     on_a_cluster(test)
+
+
+def test_requests_of_kopfs_session_are_counted_with_those_of_ours() -> None:
+    counted: list[tuple[str, str, str]] = []
+
+    class Counter:
+        def request(self, verb: str, resource: str, code: str) -> None:
+            counted.append((verb, resource, code))
+
+    async def test() -> None:
+        jobs = f"/apis/{JOBS.group}/{JOBS.version}/{JOBS.plural}"
+        one = f"/apis/{JOBS.group}/{JOBS.version}/namespaces/team/{JOBS.plural}/none"
+        async with (
+            FakeServer(FakeApi()).serve() as address,
+            client.ApiClient(client.Configuration()) as official,
+            ClientSession(address, trace_configs=[Api(official, Counter()).counting()]) as session,
+        ):
+            for path in ("/api/v1", jobs, f"{jobs}?watch=true"):
+                async with session.get(path):
+                    pass
+            async with session.patch(one, json=[]):
+                pass
+
+    asyncio.run(test())
+    assert counted == [
+        ("get", "discovery", "200"),
+        ("list", "moetrainingjobs", "200"),
+        ("watch", "moetrainingjobs", "200"),
+        ("patch", "moetrainingjobs", "404"),
+    ]
