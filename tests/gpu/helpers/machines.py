@@ -8,6 +8,7 @@ with `later`, which is done when something waits for it, and not before.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ class LateDevice(CpuDevice):
     def __init__(self) -> None:
         self._queue: list[Callable[[], object]] = []
         self._done = 0
+        self._reaching = threading.Lock()  # threads of the engine wait until the work is done
 
     def later(self, work: Callable[[], object]) -> None:
         self._queue.append(work)
@@ -40,9 +42,10 @@ class LateDevice(CpuDevice):
     def reach(self, fence: Fence) -> None:
         """Do the work before the fence."""
         assert fence is None or isinstance(fence, int)
-        while self._done < (fence or 0):
-            self._done += 1
-            self._queue[self._done - 1]()
+        with self._reaching:
+            while self._done < (fence or 0):
+                self._queue[self._done]()
+                self._done += 1
 
     def fence(self) -> Fence:
         return len(self._queue)
