@@ -293,7 +293,7 @@ def layout_of(
     def order(shard: Shard) -> tuple[bool, UnitKey, bool]:
         return shard.unit in apart, shard.unit, shard.tensor in beside
 
-    for shard in sorted(set(shards) - without_room.keys(), key=order):
+    for shard in sorted((s for s in shards if s not in without_room), key=order):
         size, whole = sizes[shard.tensor], wholes.get(shard.tensor, Whole())
         before, part = part, (shard.unit, shard.tensor in beside)
         alone = shard.unit in apart and part != before

@@ -27,7 +27,7 @@ from holdfast._copying.engine import (
 from holdfast._copying.gathering import Gather, gather
 from holdfast._copying.placed import Flags, Placed
 from holdfast_core.errors import CorruptError
-from holdfast_core.snapshots.layouts import Layout, piece_digests, round_up
+from holdfast_core.snapshots.layouts import SLOTS_MIN, Layout, piece_digests, round_up
 
 PIECE = 64
 HUNG_S = 30.0
@@ -372,4 +372,4 @@ def test_places_beyond_the_arena_are_refused(slot: int, places: bytes) -> None:
 def test_an_arena_that_is_too_small_is_refused() -> None:
     good = placed(2 * PIECE, 2 * PIECE)
     with pytest.raises(CorruptError, match="do not fit into an arena"):
-        replace(good, arena=good.arena[:-1])
+        replace(good, arena=good.arena[: SLOTS_MIN * good.layout.slot_bytes - 1])
