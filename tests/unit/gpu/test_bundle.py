@@ -29,7 +29,7 @@ MODULES = [
         "redis",
         "rich",
     ),
-    *("xxhash", "yaml"),
+    *("xxhash", "yaml", "yarl"),
 ]
 
 
