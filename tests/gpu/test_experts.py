@@ -53,7 +53,7 @@ def said(text: str) -> str:
     """What peers compute, from the log."""
     if "all of its state is sent" in text:
         return NOTHING
-    return MOMENTS if "weights are computed otherwise" in text else ALL
+    return MOMENTS if "its weights differ from those of" in text else ALL
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
