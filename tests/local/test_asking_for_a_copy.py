@@ -88,7 +88,7 @@ def _persist(directory: RunDirectory) -> int:
     return persist(build_parser().parse_args(["persist", "--dir", str(directory.path)]))
 
 
-def test_it_shows_the_token_of_the_run_and_waits_for_the_set(
+def test_the_command_sends_the_token_of_the_run_and_waits_for_the_set(
     job: RawJob, directory: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert job.tier is not None

@@ -57,9 +57,7 @@ def test_a_flipped_byte_and_a_missing_file_are_found(tier: ChaosTier, job: RawJo
     assert "not whole" in _wrong(tier, job)
 
 
-def test_what_was_spoiled_on_purpose_is_not_held_against_anybody(
-    tier: ChaosTier, job: RawJob
-) -> None:
+def test_what_was_spoiled_on_purpose_is_not_a_violation(tier: ChaosTier, job: RawJob) -> None:
     assert tier.flip(random.Random(3))
     (spoiled,) = tier.spoiled
     assert _wrong(tier, job) == ""

@@ -102,7 +102,7 @@ def everything_told(cluster: RawCluster) -> str:
     return "\n".join([*told, *map(str, cluster.control.beats.values())])
 
 
-def test_a_job_survives_a_node_over_encrypted_wires_and_no_secret_is_told(
+def test_a_job_survives_a_node_over_encrypted_connections_and_no_secret_leaks(
     cluster: RawCluster, job: RawJob, tls: Path
 ) -> None:
     """With everything logged that can be, and calls that are denied."""
@@ -136,7 +136,7 @@ def test_daemons_go_on_when_all_certificates_and_the_ca_are_replaced(
     job.train(2)
 
 
-def test_who_has_a_daemons_certificate_is_not_obeyed_as_the_operator(tls: Path) -> None:
+def test_a_daemons_certificate_does_not_make_a_caller_the_operator(tls: Path) -> None:
     impostor = ControlServer(tls / Role.DAEMON)
     with RawCluster(tls=tls / Role.DAEMON, control=impostor) as cluster:
         daemon = cluster.make_node()
@@ -150,7 +150,7 @@ def _unreachable(daemon: Any) -> bool:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_the_control_loop_hears_daemons_only(tls: Path, role: Role) -> None:
+def test_the_control_loop_accepts_daemons_only(tls: Path, role: Role) -> None:
     async def beats() -> AsyncIterator[control_pb2.Heartbeat]:
         yield control_pb2.Heartbeat(
             protocol_version=codec.PROTOCOL_VERSION, node="n", memory_id="m"
@@ -195,7 +195,7 @@ def test_the_control_loop_hears_daemons_only(tls: Path, role: Role) -> None:
 # --- what even a daemon's certificate does not open -----------------------------------------------
 
 
-def test_words_of_an_ended_epoch_are_refused_on_every_way(
+def test_messages_of_an_ended_epoch_are_refused_on_every_way(
     cluster: RawCluster, job: RawJob, tls: Path
 ) -> None:
     """Replayed by whoever kept them, with a certificate that is good."""

@@ -74,7 +74,7 @@ def test_a_node_may_be_lost_while_another_of_another_group_is_rebuilt(
 
 
 @pytest.mark.parametrize("lost", [(0, 1), (2, 3), (1, 3)])
-def test_two_losses_in_one_group_are_told_with_the_ranks_that_nobody_can_restore(
+def test_two_losses_in_one_group_are_reported_with_the_ranks_that_cannot_be_restored(
     cluster: RawCluster, lost: tuple[int, int]
 ) -> None:
     size = 2 if lost != (1, 3) else 4

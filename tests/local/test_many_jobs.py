@@ -77,7 +77,7 @@ def test_sigterm_ends_a_daemon_at_once_and_the_next_one_takes_everything_over(
         job.train(2)
 
 
-def test_sigusr1_says_what_each_thread_does_and_disturbs_nothing(cluster: RawCluster) -> None:
+def test_sigusr1_prints_what_each_thread_does_and_disturbs_nothing(cluster: RawCluster) -> None:
     job = RawJob(cluster, cluster.start_nodes(2))
     job.form()
     job.start_trainers()

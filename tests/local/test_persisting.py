@@ -145,7 +145,7 @@ def test_a_request_that_follows_a_new_epoch_copies_what_was_protected_before(
     assert _wait_set(job, tier, Generation(0, 0)) == protected
 
 
-def test_a_daemon_that_is_told_to_end_has_it_persisted_first(
+def test_a_daemon_that_gets_sigterm_has_it_persisted_first(
     cluster: RawCluster, tmp_path: Path
 ) -> None:
     tier = Tier(uri=tmp_path.as_uri(), every_steps=4)

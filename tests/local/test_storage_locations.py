@@ -18,7 +18,7 @@ def _nodes(cluster: RawCluster, tmp_path: Path) -> list[str]:
     return cluster.start_nodes(3, "--storage-location", location)
 
 
-def test_a_job_whose_membership_names_others_storage_waits_and_says_what_it_may_use(
+def test_a_job_whose_membership_names_others_storage_waits_with_an_error_that_names_its_own(
     cluster: RawCluster, tmp_path: Path
 ) -> None:
     theirs = tmp_path / "theirs"

@@ -98,7 +98,7 @@ def test_a_mount_point_without_its_file_system_is_waited_for_until_it_is_mounted
         assert job.check_restored(restored.result(), NEW) == NEW
 
 
-def test_storage_out_of_reach_is_waited_for_and_said(job: RawJob, tmp_path: Path) -> None:
+def test_storage_out_of_reach_is_waited_for_and_reported(job: RawJob, tmp_path: Path) -> None:
     held = tmp_path.parent / "elsewhere"
     (tmp_path / job.name).rename(held)
     (tmp_path / job.name).write_text("not a directory")

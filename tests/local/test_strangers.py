@@ -74,7 +74,7 @@ def peak_bytes(job: RawJob) -> int:
     [(False, 48, 16 * MIB), (True, 3 * (CALLS_WAITING_MAX + REFUSALS_HELD_MAX), MIB)],
     ids=["no-token", "made-up-tokens"],
 )
-def test_strangers_make_a_daemon_hold_no_more_than_is_said_of_what_they_send(
+def test_strangers_make_a_daemon_hold_no_more_than_the_limits_allow(
     job: RawJob, api: ApiServer, callers: int, nbytes: int, made_up: bool
 ) -> None:
     """With tokens that nobody knows, and an API server that does not answer about them."""

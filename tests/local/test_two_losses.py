@@ -72,7 +72,9 @@ def test_a_node_may_be_lost_while_another_of_its_group_is_rebuilt(
     job.train(2)
 
 
-def test_a_third_loss_is_told_with_the_ranks_that_nobody_can_restore(cluster: RawCluster) -> None:
+def test_a_third_loss_is_reported_with_the_ranks_that_cannot_be_restored(
+    cluster: RawCluster,
+) -> None:
     job = _job(cluster, Redundancy.RAIM6, 1, PolicyType.FULL)
     newest = job.train()
     _lose(cluster, job, 0, 2, 3)

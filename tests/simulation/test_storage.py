@@ -33,7 +33,7 @@ def test_all_ranks_go_on_from_the_newest_set_when_too_much_is_lost(kind: str) ->
     assert counts["loaded"] > 15
 
 
-def test_nobody_begins_afresh_while_storage_does_not_answer() -> None:
+def test_no_rank_begins_afresh_while_storage_does_not_answer() -> None:
     counts = run(100, 12, ("lose_all", "storage_away"))
     assert counts["storage_unreachable"] > 5
     assert counts["resumed_from_storage"] > 2

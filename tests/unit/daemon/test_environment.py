@@ -40,12 +40,12 @@ def redis_url(*arguments: str) -> str:
     return seen[0]
 
 
-def test_without_a_word_the_catalogue_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_the_catalogue_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDFAST_REDIS_URL", raising=False)
     assert redis_url() == ""
 
 
-def test_the_environment_names_it_where_no_password_may_be_seen(
+def test_the_environment_can_give_the_url_of_redis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOLDFAST_REDIS_URL", IN_ENVIRONMENT)

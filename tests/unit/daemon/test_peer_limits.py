@@ -46,7 +46,7 @@ def _report(member: int) -> peer_pb2.ReportMessage:
     return peer_pb2.ReportMessage(job=JOB, epoch=1, member=member, incarnation=1, sequence=1)
 
 
-def test_a_report_of_somebody_who_is_no_member_is_not_kept() -> None:
+def test_a_report_of_a_stranger_is_not_kept() -> None:
     engine = _engine()
 
     async def main() -> None:

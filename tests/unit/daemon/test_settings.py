@@ -18,7 +18,7 @@ def test_sockets_lie_in_the_root_and_are_the_daemons_own() -> None:
     assert settings.permissions == 0o600
 
 
-def test_sockets_lie_where_pods_mount_them_and_are_everybodys_who_proves_who_it_is() -> None:
+def test_sockets_lie_where_pods_mount_them_and_are_open_to_all_users_with_a_token() -> None:
     sockets = Path("/run/holdfast/sockets")
     settings = DaemonSettings(root=ROOT, node="a", socket_dir=sockets, auth=Auth.TOKEN_REVIEW)
     assert (settings.socket, settings.arena_socket) == (

@@ -325,7 +325,7 @@ def test_a_background_effect_that_fails_ends_in_its_event_too(
         assert str(done.error)
 
 
-def test_a_refused_allocation_says_the_two_numbers(member: WorkingMember) -> None:
+def test_a_refused_allocation_names_the_two_numbers(member: WorkingMember) -> None:
     done = member.run(replace(ALLOCATE, parity_bytes=1 << 30))
     assert isinstance(done, ArenaReady)
     assert isinstance(done.error, MemoryBudgetError)

@@ -21,7 +21,7 @@ def test_everything_public_is_in_the_package_itself() -> None:
     assert here - set(holdfast.__all__) <= PUBLIC_MODULES
 
 
-def test_the_environment_says_which_rank_this_is_and_where_the_daemon_is() -> None:
+def test_the_environment_has_the_rank_and_the_daemons_socket() -> None:
     found = read_environment(
         {
             "HOLDFAST_SOCKET": "/run/holdfast/daemon.sock",

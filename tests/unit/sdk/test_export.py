@@ -160,7 +160,7 @@ def test_torch_loads_the_export_without_holdfast(
     assert bool(state["optim"]["state"]["norm.weight"]["momentum_buffer"].eq(1).all())
 
 
-def test_the_command_says_what_is_there_instead(tier: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_names_what_is_there_instead(tier: Path, tmp_path: Path, capsys: Any) -> None:
     command = [str(tier), "--job", JOB, "--to", str(tmp_path), "--generation", "9.9"]
     assert main(command) == 2
     assert "it has: 1.1" in capsys.readouterr().err

@@ -233,7 +233,7 @@ def test_a_unit_with_nan_is_captured_faithfully_and_named(
     same(other.state(), trainer.state())
 
 
-def test_news_of_the_daemon_reaches_the_handles(
+def test_events_of_the_daemon_reach_the_handles(
     trainer: Any, open_session: Any, tmp_path: Path
 ) -> None:
     daemon = FakeDaemon(tmp_path, protects=False)

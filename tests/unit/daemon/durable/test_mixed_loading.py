@@ -112,13 +112,13 @@ def test_without_memory_both_are_as_old_as_storage_has_them(bench: Bench) -> Non
     assert payload == expected(0, HOMES, manifest)
 
 
-def test_memory_that_was_cut_is_not_taken_and_says_nothing_of_storage(bench: Bench) -> None:
+def test_memory_that_was_cut_is_not_used_and_does_not_condemn_storage(bench: Bench) -> None:
     os.truncate(bench.storage.arena(0, bench.later.content.layout_id).path, 0)
     with pytest.raises(StorageError, match="was cut"):
         bench.load(bench.held)
 
 
-def test_a_wrong_byte_in_memory_is_not_taken_and_says_nothing_of_storage(bench: Bench) -> None:
+def test_a_wrong_byte_in_memory_is_not_used_and_does_not_condemn_storage(bench: Bench) -> None:
     arena = bench.storage.arena(0, bench.later.content.layout_id)
     wrong = bytes([bench.later.payload[4 * 64] ^ 1])
     arena.write(PieceMap(slot=2, places=b""), 4 * 64, memoryview(wrong))

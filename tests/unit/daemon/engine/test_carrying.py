@@ -173,7 +173,7 @@ def test_a_base_that_is_not_verified_is_not_carried_over() -> None:
     assert not engine.grant(2, base=1, unchanged={0}).carried
 
 
-def test_damage_in_one_snapshot_lets_those_that_share_pieces_be_verified() -> None:
+def test_after_damage_in_one_snapshot_those_that_share_pieces_are_verified() -> None:
     engine = Engine()
     engine.save(1)
     engine.grant(2, base=1, unchanged={0})

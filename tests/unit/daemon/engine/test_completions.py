@@ -9,7 +9,7 @@ from holdfast_daemon.engine.effects import StoredFound
 from holdfast_daemon.engine.loading import PAUSE_S
 
 
-def test_storage_that_cannot_be_read_is_tried_again_after_the_time_that_is_told() -> None:
+def test_storage_that_cannot_be_read_is_tried_again_after_the_announced_time() -> None:
     engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
     engine.on_completion(StoredFound(epoch=0, found=None, error="away"), 100.0)
     assert engine.memory.loading.problem.endswith(f"Next try in {PAUSE_S:g} s")

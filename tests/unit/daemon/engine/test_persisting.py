@@ -164,7 +164,7 @@ def test_a_set_that_fails_is_given_up_and_tried_again_after_a_pause(memory: JobM
     assert lead(memory, 3.5).persist == replace(ORDER, number=2)
 
 
-def test_a_member_that_is_never_heard_of_does_not_hold_a_set_for_ever(memory: JobMemory) -> None:
+def test_a_member_that_never_reports_does_not_hold_up_a_set_for_ever(memory: JobMemory) -> None:
     lead(memory)
     answer(memory, 0)
     lead(memory, 2.0)
@@ -199,7 +199,7 @@ def test_files_of_an_older_order_are_neither_reported_nor_taken(memory: JobMemor
     assert persisting.reported(memory, epoch_of(memory))["persisted"] == ()
 
 
-def test_a_rank_that_is_no_longer_held_is_told(memory: JobMemory) -> None:
+def test_a_snapshot_that_is_no_longer_held_is_reported(memory: JobMemory) -> None:
     memory.direct(replace(epoch_of(memory).directive, persist=replace(ORDER, generation=OLD)))
     persisting.write(memory, epoch_of(memory), 1.0)
     assert (
@@ -231,7 +231,7 @@ def test_a_slot_that_is_freed_while_it_is_read_is_free_when_that_ends() -> None:
     assert (slot.state, slot.places) == (SlotState.FREE, b"")
 
 
-def test_writers_are_told_once_to_stop_when_their_order_is_over(memory: JobMemory) -> None:
+def test_writers_are_stopped_once_when_their_order_is_over(memory: JobMemory) -> None:
     lead(memory)
     persisting.write(memory, epoch_of(memory), 1.0)
     layout = Layout(

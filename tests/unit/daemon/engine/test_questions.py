@@ -48,7 +48,7 @@ def directed(membership: Membership) -> tuple[JobEngine, str]:
 @pytest.mark.parametrize(
     ("redundancy", "newest"), [(Redundancy.RAIM5, OLD), (Redundancy.NONE, NEW)]
 )
-def test_a_session_is_told_the_most_that_becomes_of_a_generation(
+def test_a_session_learns_the_furthest_stage_of_a_generation(
     redundancy: Redundancy, newest: Generation
 ) -> None:
     engine, session = directed(replace(MEMBERSHIP, redundancy=redundancy))
@@ -79,14 +79,14 @@ def membership_elsewhere(epoch: int) -> Membership:
     return replace(MEMBERSHIP, epoch=epoch, members=(first, replace(second, node="spare"), third))
 
 
-def test_a_session_that_ended_is_told_nothing() -> None:
+def test_a_session_that_ended_gets_no_events() -> None:
     engine, session = directed(MEMBERSHIP)
     assert engine.has_session(session)
     engine.session_ended(session, clean=True, now=0.0)
     assert engine.watched(session) is None and not engine.has_session(session)
 
 
-def test_an_agent_that_waits_is_news_once_in_an_epoch() -> None:
+def test_a_waiting_agent_is_reported_at_once_but_once_in_an_epoch() -> None:
     engine = engine_of(MEMBERSHIP, 1)
     assert [engine.agent_waits(epoch) for epoch in (0, 1, 1)] == [False, True, False]
     assert engine.overview().agent_waiting

@@ -41,7 +41,7 @@ def test_a_save_that_begins_is_told_to_the_leader_alone() -> None:
     assert told(save(engine, 1, BETWEEN_SAVES_S)) == [0]
 
 
-def test_what_is_held_is_told_to_the_group_too() -> None:
+def test_what_is_held_is_reported_to_the_group_too() -> None:
     engine = told_engine(3)
     parity = engine.memory.lane_slots(0)[0]
     parity.state, parity.generation, parity.verified = ParityState.READY, Generation(1, 1), True

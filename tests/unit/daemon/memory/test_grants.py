@@ -36,7 +36,7 @@ WAYS: dict[str, Callable[[int, int], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_taken_beyond_an_arena_is_cut_back_and_told_once(root: Path, way: str) -> None:
+def test_what_is_taken_beyond_an_arena_is_cut_back_and_reported_once(root: Path, way: str) -> None:
     with opened(root) as (job, _, _):
         arena = job.allocate(0, LAYOUT)
         arena.write(PieceMap(2, b""), 0, memoryview(b"stays"))
@@ -49,7 +49,7 @@ def test_what_is_taken_beyond_an_arena_is_cut_back_and_told_once(root: Path, way
         assert job.overgrown() == {}
 
 
-def test_the_last_huge_page_of_an_arena_is_nobodys_fault(root: Path) -> None:
+def test_the_last_huge_page_of_an_arena_does_not_count_as_overgrown(root: Path) -> None:
     with opened(root) as (job, _, node):
         arena = job.allocate(0, LAYOUT)
         node.grants.grant(arena.path, arena.nbytes - HUGE_PAGE_BYTES, "other")
@@ -83,7 +83,7 @@ def test_an_arena_that_is_removed_while_it_is_open_gives_its_memory_back(root: P
         assert list((root / "left").iterdir()) == []
 
 
-def test_an_arena_that_nobody_has_open_is_deleted_at_once(root: Path) -> None:
+def test_an_arena_that_no_process_has_open_is_deleted_at_once(root: Path) -> None:
     with opened(root) as (job, _, _):
         arena = job.allocate(0, LAYOUT)
         arena.write(PieceMap(0, b""), 0, memoryview(b"the daemon had it open"))

@@ -77,7 +77,7 @@ def test_a_frenzy_is_refused_by_name_and_counted() -> None:
     assert refused == [1]
 
 
-def test_tokens_that_nobody_uses_are_forgotten_the_oldest_first() -> None:
+def test_unused_tokens_are_forgotten_the_oldest_first() -> None:
     given = Claims()
     tokens = [given.issue(Path("arena"), None) for _ in range(claims.TOKENS_MAX + 1)]
     with pytest.raises(ProtocolError):
@@ -86,7 +86,7 @@ def test_tokens_that_nobody_uses_are_forgotten_the_oldest_first() -> None:
     assert len(given.requests) == claims.TOKENS_MAX - 1
 
 
-def test_what_a_trainer_says_is_cut_or_refused() -> None:
+def test_oversized_reports_of_a_trainer_are_cut_or_refused() -> None:
     assert len(request_limits.shortened("x" * 10**6)) == request_limits.FAILURE_CHARACTERS_MAX
     assert 1024 * request_limits.counted(2**64 - 1) < 2**64
     for address in ("h" * 301, "a:1\nb"):

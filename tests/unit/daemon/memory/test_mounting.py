@@ -177,14 +177,14 @@ def test_what_another_user_left_is_given_to_the_daemon(namespace: Namespace) -> 
 
 
 @root_only
-def test_without_the_right_to_mount_it_says_what_to_grant(namespace: Namespace) -> None:
+def test_without_the_right_to_mount_the_error_names_what_to_grant(namespace: Namespace) -> None:
     failed = namespace.mount("--size", str(MIB), drop="sys_admin")
     assert failed.returncode == 2
     assert "privileged container" in failed.stderr
 
 
 @root_only
-def test_without_propagation_it_says_what_to_set(tmp_path: Path) -> None:
+def test_without_propagation_the_error_names_what_to_set(tmp_path: Path) -> None:
     namespace = Namespace(tmp_path, "private")
     try:
         failed = namespace.mount("--size", str(MIB))

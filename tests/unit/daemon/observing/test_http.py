@@ -52,7 +52,7 @@ def test_health_follows_the_heartbeat_of_the_event_loop() -> None:
     assert "has not run for 11.0 s" in body
 
 
-def test_readiness_says_why_not() -> None:
+def test_readiness_gives_the_reason_when_it_is_false() -> None:
     daemon = Daemon(reason="verifying what the memory holds")
     with server(daemon, DaemonMetrics()) as http:
         assert get(http.port, "/readyz")[::2] == (503, "verifying what the memory holds\n")

@@ -112,7 +112,7 @@ def loss(at_risk: int, routed: int) -> LossReport:
     )
 
 
-def test_tokens_are_told_where_snapshots_leave_experts_out() -> None:
+def test_tokens_are_reported_where_snapshots_leave_experts_out() -> None:
     bench = Bench()
     memory = bench.host.engine.memory
     assert bench.read(1.0, "tokens_lost_ratio") is None

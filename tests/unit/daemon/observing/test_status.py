@@ -132,14 +132,14 @@ def test_heartbeats_add_up_the_ranks_at_work_and_name_the_newest_recovery(
     assert said.recoveries == (recovery(5),)
 
 
-def test_what_a_rank_said_in_an_ended_epoch_is_kept_for_people_alone(memory: JobMemory) -> None:
+def test_what_a_rank_reported_in_an_ended_epoch_is_kept_for_people_alone(memory: JobMemory) -> None:
     memory.rank(0).session = session(4)
     memory.rank(0).loss = loss(4)
     assert current_loss(memory) is None
     assert loss_report(memory) == loss(4)
 
 
-def test_the_catalogue_is_told_of_recoveries_of_epochs_that_there_were(memory: JobMemory) -> None:
+def test_the_catalogue_gets_recoveries_only_of_epochs_that_existed(memory: JobMemory) -> None:
     memory.rank(0).loss = loss(4, 5, 6)
     engine = JobEngine(job="job", node="a", memory_id="m", incarnation=1, settings=EngineSettings())
     engine.memory = memory

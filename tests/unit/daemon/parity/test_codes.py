@@ -164,7 +164,9 @@ def test_a_multiple_is_added_eighth_by_eighth(piece_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "piece_bytes"), [(20, 20), (60, 64)])
-def test_what_has_no_eighths_cannot_be_multiplied(nbytes: int, piece_bytes: int) -> None:
+def test_pieces_that_do_not_divide_into_eighths_cannot_be_multiplied(
+    nbytes: int, piece_bytes: int
+) -> None:
     data = memoryview(bytearray(nbytes))
     with pytest.raises(InvalidJobError, match="multiple of 8"):
         multiply_into(data, data, 2, piece_bytes)

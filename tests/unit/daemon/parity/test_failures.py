@@ -44,7 +44,7 @@ def finish(engine: JobEngine, generation: Generation, error: str = "") -> None:
     engine.on_completion(event, 0.0)
 
 
-def test_it_is_said_with_its_cause(engine: JobEngine) -> None:
+def test_it_is_reported_with_its_cause(engine: JobEngine) -> None:
     assert problem(engine.memory) == ""
     finish(engine, SECOND, WHY)
     assert problem(engine.memory) == f"the newest snapshots have no parity: {WHY}"

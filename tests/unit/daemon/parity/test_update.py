@@ -64,7 +64,7 @@ def test_what_did_not_change_is_not_asked_for() -> None:
     assert members.opened == [(1, 5 * PIECE, 2 * PIECE), (1, 9 * PIECE, PIECE)]
 
 
-def test_a_change_that_arrives_otherwise_is_refused() -> None:
+def test_a_change_that_was_damaged_on_the_way_is_refused() -> None:
     rng = random.Random(2)
     old = [rng.randbytes(8 * PIECE) for _ in range(3)]
     members = Members(old, [changed(p, {0, 3, 7}, rng) for p in old], flip=True)

@@ -75,7 +75,7 @@ def rebuild_wrongly(engine: JobEngine, owner: int) -> list[SendSuspect]:
     return [effect for effect in effects if isinstance(effect, SendSuspect)]
 
 
-def test_the_owner_is_told_when_it_happens_again_and_again() -> None:
+def test_the_owner_is_suspected_when_it_happens_again_and_again() -> None:
     engine = decided_engine(2)
     told = [rebuild_wrongly(engine, owner=1) for _ in range(WRONG_REBUILDS)]
     assert told[:-1] == [[]] * (WRONG_REBUILDS - 1)

@@ -116,7 +116,7 @@ def test_few_refusals_are_held_up_whoever_floods() -> None:
     asyncio.run(run())
 
 
-def test_sessions_that_nobody_opened_are_refusals_too() -> None:
+def test_sessions_that_were_never_opened_are_refused_too() -> None:
     async def run() -> None:
         metrics = DaemonMetrics()
         service = _service(metrics)

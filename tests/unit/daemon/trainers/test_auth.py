@@ -193,7 +193,7 @@ def test_a_refusal_is_remembered_for_seconds_and_never_repeats_the_token() -> No
     asyncio.run(run())
 
 
-def test_a_silent_api_server_denies_nobody_and_admits_no_stranger() -> None:
+def test_a_silent_api_server_denies_no_known_token_and_admits_no_unknown_one() -> None:
     async def run() -> None:
         bench, token = Bench(), token_until(NOW + 3600)
         bench.reviewer.error = UnreachableError("api:443: no answer in time")
@@ -258,7 +258,7 @@ def test_a_flood_of_tokens_takes_bounded_memory() -> None:
     asyncio.run(run())
 
 
-def test_a_flood_of_garbage_makes_nobody_forget_a_good_token() -> None:
+def test_a_flood_of_garbage_does_not_push_out_a_good_token() -> None:
     async def run() -> None:
         bench, good = Bench(), token_until(NOW + 3600)
         await bench.auth.authorize(good, JOB)

@@ -232,7 +232,7 @@ def test_a_killed_trainer_loses_its_claim_at_once(arena: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
+def test_a_path_that_is_too_long_for_a_socket_is_an_error(tmp_path: Path) -> None:
     async def main() -> None:
         server = DescriptorServer(
             tmp_path / ("x" * 120),
@@ -246,7 +246,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_lock_of_anybody_else_counts_too(arena: Path) -> None:
+def test_a_lock_of_another_process_counts_too(arena: Path) -> None:
     with arena.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert not claim_is_free(arena)

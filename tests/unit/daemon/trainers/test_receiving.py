@@ -86,7 +86,7 @@ def hello(channel: grpc.aio.Channel, job: str, words: str) -> Any:
     return stub.Hello(trainer_pb2.HelloRequest(job=words), metadata=as_job(job))
 
 
-def test_a_call_of_nobody_is_refused_although_its_request_never_comes(tmp_path: Path) -> None:
+def test_a_call_without_a_token_is_refused_although_its_request_never_comes(tmp_path: Path) -> None:
     async def work(service: Service, channel: grpc.aio.Channel) -> None:
         for method, code in (
             ("Hello", grpc.StatusCode.UNAUTHENTICATED),

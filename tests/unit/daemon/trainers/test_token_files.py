@@ -38,7 +38,7 @@ def test_what_is_no_token_opens_nothing(judge: FileAuthenticator, token: str) ->
     denied(judge, token, "team.empty")
 
 
-def test_no_token_is_told_what_to_do(judge: FileAuthenticator) -> None:
+def test_a_call_without_a_token_learns_what_to_do(judge: FileAuthenticator) -> None:
     error = denied(judge, "", "team.moe")
     assert isinstance(error, UnauthenticatedError)
     assert "HOLDFAST_TOKEN_FILE" in str(error)

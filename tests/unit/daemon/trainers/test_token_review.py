@@ -88,7 +88,7 @@ def test_what_is_no_pod_of_this_cluster_is_refused(
         ((201, b'{"status": {"authenticated": true, "audiences": 7}}'), "not a TokenReview"),
     ],
 )
-def test_a_server_that_cannot_tell_is_not_a_denial(
+def test_a_server_that_cannot_decide_is_not_a_denial(
     server: ApiServer, answer: tuple[int, bytes], words: str
 ) -> None:
     server.answer = answer
@@ -114,7 +114,7 @@ def test_a_server_with_a_strange_certificate_is_not_asked(
     assert not server.asked, "a token was sent to a server that was not verified"
 
 
-def test_what_is_missing_is_said_when_the_daemon_starts(tmp_path: Path) -> None:
+def test_what_is_missing_is_named_when_the_daemon_starts(tmp_path: Path) -> None:
     with pytest.raises(InvalidJobError, match="--api-server HOST:PORT"):
         TokenReviewApi("", tmp_path)
     with pytest.raises(InvalidJobError, match="whose token is mounted"):

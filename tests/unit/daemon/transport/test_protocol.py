@@ -334,7 +334,7 @@ def test_a_client_survives_the_restart_of_a_peer(resolver: OneFile) -> None:
     client.close()
 
 
-def test_closing_the_server_ends_transfers_that_nobody_reads(
+def test_closing_the_server_ends_transfers_that_no_client_reads(
     server: BulkServer, client: BulkClient, resolver: OneFile
 ) -> None:
     # More than the buffers of both sockets could hold.
@@ -364,7 +364,7 @@ def test_a_peer_that_is_silent_is_unreachable_after_the_timeout() -> None:
         (protocol.encode_ok(wanted(0, 11)), "a request other than"),
     ],
 )
-def test_an_answer_that_is_none_of_ours_is_a_protocol_error(answer: bytes, message: str) -> None:
+def test_a_wrong_answer_is_a_protocol_error(answer: bytes, message: str) -> None:
     with scripted_peer(answer) as address:
         client = BulkClient(timeout_s=5)
         with pytest.raises(ProtocolError, match=message):
@@ -395,6 +395,6 @@ def test_an_address_that_is_none_is_unreachable(client: BulkClient) -> None:
             client.open(address, wanted(0, 1))
 
 
-def test_a_port_in_use_is_said(server: BulkServer, resolver: OneFile) -> None:
+def test_a_port_in_use_is_an_error(server: BulkServer, resolver: OneFile) -> None:
     with pytest.raises(UnreachableError, match="cannot listen"):
         BulkServer("127.0.0.2", server.port, resolver)

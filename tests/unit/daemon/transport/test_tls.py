@@ -231,14 +231,14 @@ def test_strangers_learn_nothing(
     assert server.strangers == len(strangers)
 
 
-def test_a_server_of_another_ca_is_not_believed(tmp_path: Path, start: Start, dial: Dial) -> None:
+def test_a_server_of_another_ca_is_refused(tmp_path: Path, start: Start, dial: Dial) -> None:
     server = start(made(tmp_path / "other", Role.DAEMON))
     client = dial(made(tmp_path / "tls", Role.DAEMON))
     with pytest.raises(UnreachableError, match="did not prove that it is a daemon"):
         fetched(client, server)
 
 
-def test_a_server_without_identity_is_not_believed(tls: Path, start: Start, dial: Dial) -> None:
+def test_a_server_without_identity_is_refused(tls: Path, start: Start, dial: Dial) -> None:
     server = start(None)
     with pytest.raises(UnreachableError):
         fetched(dial(tls), server)

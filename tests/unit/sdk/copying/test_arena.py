@@ -76,7 +76,7 @@ def test_a_claimed_arena_is_shared_memory(serve: Serve, arena_file: Path) -> Non
     arena.close()
 
 
-def test_the_end_of_the_connection_tells_that_the_trainer_is_gone(
+def test_the_end_of_the_connection_means_that_the_trainer_is_gone(
     serve: Serve, arena_file: Path
 ) -> None:
     ended = threading.Event()

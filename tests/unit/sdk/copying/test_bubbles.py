@@ -130,7 +130,7 @@ def test_threads_that_copy_at_the_same_time_count_once() -> None:
     assert (bubbles.waited_s, bubbles.schedule(9 * BLOCK).bubble_bytes) == (0.0, 3 * BLOCK)
 
 
-def test_a_loop_that_never_says_when_tensors_change_has_nothing_kept() -> None:
+def test_a_loop_that_never_marks_a_change_of_tensors_keeps_nothing_for_bubbles() -> None:
     clock = Clock()
     bubbles = Bubbles(2, clock)
     for _ in range(3):

@@ -49,7 +49,7 @@ def test_a_save_that_cannot_be_protected_can_be_persisted() -> None:
     assert handle.persisted.result(0) == 1
 
 
-def test_a_closed_session_says_so_to_who_waits_for_storage() -> None:
+def test_closing_a_session_fails_handles_that_wait_for_storage() -> None:
     awaiting, (handle,) = waiting(1)
     awaiting.apply(event(Stage.PROTECTED, 1))
     awaiting.close()
@@ -58,7 +58,7 @@ def test_a_closed_session_says_so_to_who_waits_for_storage() -> None:
     assert handle.error is None
 
 
-def test_a_handle_that_nobody_holds_is_not_kept_for_storage() -> None:
+def test_an_unused_handle_is_not_kept_for_storage() -> None:
     awaiting, handles = waiting(1)
     awaiting.apply(event(Stage.PROTECTED, 1))
     handles.clear()

@@ -235,7 +235,7 @@ def test_a_restore_tells_its_progress_and_ends_in_a_decision(
     assert client.restore(2, WAIT_S, progress.append).manifest is None
 
 
-def test_news_arrives_until_the_session_ends(client: GrpcClient) -> None:
+def test_events_arrive_until_the_session_ends(client: GrpcClient) -> None:
     generation = Generation(2, 5)
     assert list(client.watch("s")) == [
         DaemonEvent(stage=Stage.PROTECTED, generation=generation),

@@ -72,7 +72,7 @@ def test_the_state_is_that_of_the_call_though_training_goes_on(
     assert not torch.equal(trainer.state()["head.weight"], before["head.weight"])
 
 
-def test_a_skipped_snapshot_is_told_by_the_handle_and_ends_nothing(
+def test_a_skipped_snapshot_fails_its_handle_and_nothing_else(
     daemon: FakeDaemon, trainer: Any, open_session: Any
 ) -> None:
     session = open_session(trainer, daemon)
@@ -106,7 +106,7 @@ def test_a_state_dict_with_more_than_the_session_captures_is_refused(
         async_save({**state_of(trainer, 1), **more}, storage_writer=writer)
 
 
-def test_without_a_daemon_training_goes_on_and_the_handle_says_why(trainer: Any) -> None:
+def test_without_a_daemon_training_goes_on_and_the_handle_has_the_reason(trainer: Any) -> None:
     session = holdfast.init(model=trainer.model, optimizer=trainer.optimizer)
     writer = HoldfastWriter(session)
     trainer.train()

@@ -241,7 +241,7 @@ def nothing(counts: AgreedCounts) -> Selection:
     return Selection(units=(), reason=f"save {counts.number} is over")
 
 
-def test_who_waited_in_vain_does_not_wait_again_before_there_is_news() -> None:
+def test_a_rank_that_waited_in_vain_does_not_wait_again_before_a_choice_arrives() -> None:
     counting = Counting(Alone(), 0, 1)
     assert counting.chosen(5, 0.01) is None
     assert counting.chosen(6, 1e9) is None

@@ -76,7 +76,7 @@ def test_a_peer_that_follows_fetches_little_but_gradients(
     assert (trained.counted.units, trained.counted.pieces_differed) == (2 * 4, 0)
 
 
-def test_only_moments_are_computed_where_weights_come_out_otherwise(
+def test_only_moments_are_computed_where_weights_differ(
     run: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The optimizer moves its weights by a rounding more than the arithmetic says."""

@@ -15,7 +15,7 @@ def test_nothing_is_known_before_anything_was_measured() -> None:
     assert Measuring().measures == Measures()
 
 
-def test_a_run_begins_with_what_the_one_before_it_knew() -> None:
+def test_a_run_begins_with_the_ledger_of_the_one_before_it() -> None:
     before = Measures(7, 8, 9)
     measuring = Measuring(before)
     assert measuring.measures == before

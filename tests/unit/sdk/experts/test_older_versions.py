@@ -38,7 +38,7 @@ def version(unit: UnitKey, step: int) -> ExpertVersion:
     )
 
 
-def test_what_an_old_version_lacks_is_counted_exactly_when_storage_tells_of_it() -> None:
+def test_what_an_old_version_lacks_is_counted_exactly_when_storage_has_its_record() -> None:
     reminded = state().with_versions([version(A, 3), version(B, 7)])
     after, lost = reminded.returned({str(A): "1.3", str(B): "1.7"})
     assert lost == {str(A): 40}
@@ -53,12 +53,12 @@ def test_an_expert_that_came_back_older_goes_first_where_tokens_decide() -> None
     assert after.marks == {A: Mark(2, 0), B: newest[B]}
 
 
-def test_without_a_word_of_it_all_tokens_count_as_lost() -> None:
+def test_without_a_record_of_it_all_tokens_count_as_lost() -> None:
     _, lost = state().returned({str(A): "1.3", str(B): "1.7"})
     assert lost == {str(A): 70}
 
 
-def test_a_restored_manifest_says_what_the_rank_holds_and_the_ledger_what_it_knew() -> None:
+def test_a_restored_manifest_has_what_the_rank_holds_and_the_ledger_what_it_recorded() -> None:
     assert [v.generation.step for v in state().known_versions] == [7, 7]
     assert [v.tokens for v in state().known_versions] == [70, 70]
     found = state().with_versions([version(A, 1)])

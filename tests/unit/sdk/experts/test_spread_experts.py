@@ -244,7 +244,9 @@ def test_after_a_save_that_one_rank_skipped_only_what_it_lacks_comes_on_top(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=IDS)
-def test_a_rank_whose_save_ends_otherwise_than_it_said_skips_the_next(policy: LossyPolicy) -> None:
+def test_a_rank_whose_save_ends_otherwise_than_it_stated_skips_the_next(
+    policy: LossyPolicy,
+) -> None:
     ranks = world(policy)
     for rank in ranks:
         rank.save(0, "kept")
@@ -277,7 +279,7 @@ def test_a_rank_that_carries_nothing_over_skips_and_then_all_capture_its_experts
     close(ranks)
 
 
-def test_when_sums_end_nobody_captures_by_a_choice_that_another_does_not_have() -> None:
+def test_when_sums_end_no_rank_captures_by_a_choice_that_another_does_not_have() -> None:
     ranks = world(IN_TURN)
     for number in range(3):
         for rank in ranks:
@@ -306,7 +308,7 @@ def test_a_restore_refuses_parts_of_different_generations() -> None:
         versions_of(torn_apart)
 
 
-def test_a_rank_says_nothing_of_experts_that_it_captured_before_a_restart() -> None:
+def test_a_rank_states_nothing_about_experts_that_it_captured_before_a_restart() -> None:
     ranks = world(IN_TURN)
     for rank in ranks:
         rank.save(0, "kept")

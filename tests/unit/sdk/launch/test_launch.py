@@ -209,7 +209,7 @@ def test_an_agent_waits_for_room_in_shared_memory_through_epochs(
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_denied_its_job_says_so_and_does_not_wait(
+def test_an_agent_that_is_denied_its_job_exits_with_the_reason_and_does_not_wait(
     daemon: Any, tmp_path: Path
 ) -> None:
     daemon.denial = AccessDeniedError("pod a may not act for job default.moe")
@@ -233,7 +233,7 @@ import no_such_module
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(), ("--fresh",)], ids=["forked", "fresh"])
-def test_the_last_lines_of_a_worker_that_fails_are_told_and_shown_without_secrets(
+def test_the_last_lines_of_a_worker_that_fails_are_reported_and_shown_without_secrets(
     daemon: Any, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
     script = tmp_path / "failing.py"

@@ -209,12 +209,12 @@ def test_torchrun_finds_the_backend_by_its_name() -> None:
     handler.shutdown()
 
 
-def test_a_missing_endpoint_is_an_error_that_says_what_to_give() -> None:
+def test_a_missing_endpoint_is_an_error_with_an_example() -> None:
     with pytest.raises(ValueError, match="--rdzv-endpoint"):
         handler_of(RendezvousParameters("holdfast", "", "default.moe", 1, 1))
 
 
-def test_the_exit_code_of_a_worker_is_told_and_signals_are_128_and_more() -> None:
+def test_the_exit_code_of_a_worker_is_reported_and_signals_are_128_and_more() -> None:
     worlds = Worlds()
     daemon = PlayedDaemon(worlds)
     with rendezvous(daemon) as (handler, killed):

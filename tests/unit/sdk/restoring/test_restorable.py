@@ -120,7 +120,7 @@ def test_a_parameter_that_changed_its_group_is_restored_there(
     assert groups(new) == groups(old)
 
 
-def test_a_tensor_that_an_optimizer_alone_was_given_late_is_refused_in_words(
+def test_a_tensor_that_only_an_optimizer_received_late_is_refused_by_name(
     trainer: Any, open_session: Any, daemon: FakeDaemon
 ) -> None:
     session = open_session(trainer, daemon)
@@ -133,7 +133,7 @@ def test_a_tensor_that_an_optimizer_alone_was_given_late_is_refused_in_words(
     session.save(3).committed.result(WAIT_S)
 
 
-def test_state_of_a_parameter_that_was_taken_out_is_refused_in_words(
+def test_state_of_a_parameter_that_was_taken_out_is_refused_by_name(
     trainer: Any, open_session: Any, daemon: FakeDaemon
 ) -> None:
     session = open_session(trainer, daemon)
@@ -158,7 +158,7 @@ def test_what_an_optimizer_is_given_before_the_restore_is_not_late(
         assert extra.tolist() == [3.0] * 5
 
 
-def test_a_model_whose_parameters_were_replaced_after_init_is_refused_in_words(
+def test_a_model_whose_parameters_were_replaced_after_init_is_refused_by_name(
     trainer: Any, open_session: Any, daemon: FakeDaemon
 ) -> None:
     session = open_session(trainer, daemon)

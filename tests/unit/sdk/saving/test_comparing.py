@@ -108,7 +108,7 @@ def test_equal_replicas_meet_once_in_every_third_save() -> None:
     assert all(each.problem is None for each in world.ranks)
 
 
-def test_where_replicas_differ_nobody_commits_and_all_name_the_unit_and_the_ranks(
+def test_where_replicas_differ_no_rank_commits_and_all_name_the_unit_and_the_ranks(
     world: World,
 ) -> None:
     for _ in range(5):
@@ -153,7 +153,7 @@ def test_a_save_that_a_rank_could_not_read_is_complete_nowhere_and_the_next_is_c
     assert all(isinstance(error, ReplicasDivergedError) for error in world.save(GATE_DIFFERS))
 
 
-def test_ranks_that_could_not_look_are_not_taken_for_different_ones(world: World) -> None:
+def test_ranks_that_could_not_read_their_tensors_do_not_count_as_different(world: World) -> None:
     world.save(EQUAL), world.save(EQUAL), world.save(NOT_ALL)
     assert world.save(EQUAL) == [None] * RANKS
 
@@ -166,7 +166,7 @@ def test_a_session_that_goes_on_from_a_later_save_counts_from_there() -> None:
     assert world.meeting.done == [2] * RANKS
 
 
-def test_who_waits_for_the_verdict_does_not_wait_for_a_rank_whose_save_was_refused() -> None:
+def test_waiting_for_the_verdict_does_not_wait_for_a_rank_whose_save_was_refused() -> None:
     """Rank 3 refuses its save and calls no other one: the others hear that at once."""
     world = World(every=1)
     found = world.save(NOT_ALL)
@@ -186,7 +186,7 @@ def test_a_session_that_ends_takes_part_in_what_it_has_called() -> None:
         world.ranks[0].settle(0)
 
 
-def test_when_ranks_cannot_meet_the_save_is_given_up_and_later_ones_are_not_compared() -> None:
+def test_when_the_exchange_fails_the_save_is_given_up_and_later_ones_are_not_compared() -> None:
     world = World(every=1)
     world.meeting.break_up()
     assert all(isinstance(error, SnapshotSkippedError) for error in world.save(EQUAL))
@@ -194,7 +194,7 @@ def test_when_ranks_cannot_meet_the_save_is_given_up_and_later_ones_are_not_comp
     world.close()
 
 
-def test_replicas_that_differed_before_ranks_could_not_meet_stay_unsaved() -> None:
+def test_replicas_that_differed_before_an_exchange_failed_stay_unsaved() -> None:
     world = World(every=2)
     world.save(EQUAL)
     assert all(world.save(GATE_DIFFERS))
@@ -207,7 +207,7 @@ def test_replicas_that_differed_before_ranks_could_not_meet_stay_unsaved() -> No
 @pytest.mark.parametrize(
     "comparing", [Comparing(Alone(), TOPOLOGY, 1), Comparing(Seat(Meeting(RANKS), 0), TOPOLOGY, 0)]
 )
-def test_who_is_alone_or_does_not_want_it_compares_nothing(comparing: Comparing) -> None:
+def test_a_rank_that_is_alone_or_does_not_want_it_compares_nothing(comparing: Comparing) -> None:
     comparing.called(0, 0)
     assert not comparing.due(0, WAIT_S)
     comparing.missed(0)

@@ -109,7 +109,7 @@ def test_what_costs_nothing_is_taken_at_every_step() -> None:
     assert [known[:100] for known in ranks.known] == [list(range(1, 101))] * 2
 
 
-def test_ranks_that_cannot_talk_take_every_save_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_cannot_exchange_costs_take_every_save(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks([0.5, 0.5])
     ranks.train_until(141)
     ranks.meeting.break_up()
@@ -173,7 +173,7 @@ class Counted(Comparing):
         self.saves.append((number, step))
 
 
-def test_saves_are_numbered_alike_on_ranks_that_hear_late(tmp_path: Path) -> None:
+def test_saves_are_numbered_alike_on_ranks_that_get_the_decision_late(tmp_path: Path) -> None:
     """Rank 0 is a session; rank 1 states its costs only after rank 0 has had to let saves pass."""
     pair, meeting, counted = Topology(dp=2), Meeting(2), Counted()
     model = torch.nn.Linear(8, 8)

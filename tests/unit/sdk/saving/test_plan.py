@@ -71,7 +71,7 @@ def test_replicas_divide_what_they_share(states: bool) -> None:
     check_partition(bases(states), [table(rank, states) for rank in range(4)])
 
 
-def test_states_that_appear_later_are_divided_without_talking() -> None:
+def test_states_that_appear_later_are_divided_without_an_exchange() -> None:
     tables = [table(rank, states=True) for rank in range(4)]
     plans = bases()
     check_partition(plans, tables)
@@ -172,7 +172,7 @@ def test_what_comes_later_of_an_expert_lies_where_the_rest_of_it_is() -> None:
     assert [shard.tensor for shard in shards].count("a:step") == 1
 
 
-def test_a_part_that_others_do_not_know_of_is_refused() -> None:
+def test_a_part_that_other_ranks_do_not_expect_is_refused() -> None:
     table = (size("a", 8 * KIB, 0),)
     plans = [experts_of({0: table, 1: table}, Topology(dp=2), rank) for rank in (0, 1)]
     state = size("a:exp_avg", 8 * KIB, 0, private=True)

@@ -60,13 +60,13 @@ def agreed(*others: ReplicaStatement) -> None:
     agree(Told(others), say(gate=5), TOPOLOGY, 0, ShardStrategy.ADAPTIVE)
 
 
-def test_ranks_that_hold_other_bytes_are_named_with_the_unit() -> None:
+def test_ranks_that_hold_different_bytes_are_named_with_the_unit() -> None:
     agreed(say(gate=5), say(gate=5))
     with pytest.raises(ReplicaMismatchError, match=r"unit layer0/gate: .*ranks \[0, 2\]"):
         agreed(say(gate=5), say(gate=6))
 
 
-def test_a_rank_that_could_not_look_at_its_tensors_does_not_hold_other_bytes() -> None:
+def test_a_rank_that_could_not_read_its_tensors_does_not_count_as_different() -> None:
     agreed(say(), say(gate=5))
     with pytest.raises(ReplicaMismatchError, match=r"ranks \[0, 2\]"):
         agreed(say(), say(gate=6))

@@ -18,7 +18,7 @@ def task_of(step: int) -> Task:
     return Task(holdfast.SaveHandle(step), sources=None, extras=b"", fence=None)
 
 
-def test_a_task_that_nobody_takes_is_given_up() -> None:
+def test_a_task_that_the_worker_does_not_take_is_given_up() -> None:
     task = task_of(1)
     assert not task.wait(0.0)
     assert not task.hold()

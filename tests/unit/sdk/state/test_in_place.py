@@ -193,7 +193,7 @@ def test_a_loop_that_stops_waiting_is_waited_for_again(
     assert session.save(3).staged.done()
 
 
-def test_a_session_without_a_torch_optimizer_is_told_once_to_wait(
+def test_a_session_without_a_torch_optimizer_warns_once_to_wait(
     plain: Any, trainer: Any, open_session: Any, tmp_path: Path, caplog: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="holdfast"):

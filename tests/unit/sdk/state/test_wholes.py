@@ -42,7 +42,7 @@ def entries(found: dict[str, TensorSource]) -> dict[str, Entry]:
     return {entry.tensor: entry for entry in layout.entries}
 
 
-def test_a_shard_says_where_it_lies_in_the_whole(mesh: DeviceMesh) -> None:
+def test_a_shard_has_its_offsets_in_the_whole(mesh: DeviceMesh) -> None:
     model = nn.Linear(6, 8, bias=False)
     local = torch.zeros(2, 3)
     model.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0), Shard(1)]))
@@ -50,7 +50,7 @@ def test_a_shard_says_where_it_lies_in_the_whole(mesh: DeviceMesh) -> None:
     assert (entry.shape, entry.global_shape, entry.global_offsets) == ((2, 3), (8, 6), (4, 3))
 
 
-def test_a_copy_says_that_it_is_the_whole(mesh: DeviceMesh) -> None:
+def test_a_full_copy_is_marked_as_the_whole(mesh: DeviceMesh) -> None:
     model = nn.Linear(6, 8, bias=False)
     copies = [Replicate(), Replicate()]
     model.weight = nn.Parameter(DTensor.from_local(torch.zeros(8, 6), mesh, copies))
@@ -103,7 +103,7 @@ def test_a_state_that_no_other_rank_holds_says_so() -> None:
     assert {name for name, entry in found.items() if entry.own} == private
 
 
-def test_a_parameter_that_only_an_optimizer_has_says_so() -> None:
+def test_a_parameter_that_only_an_optimizer_has_is_marked() -> None:
     extra = torch.zeros(3, requires_grad=True)
     found = entries(sources(nn.Linear(2, 2), torch.optim.SGD([extra])))
     assert [name for name, entry in found.items() if entry.own] == ["optimizer/0/parameter0"]
