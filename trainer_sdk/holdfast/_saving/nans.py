@@ -12,6 +12,7 @@ import torch
 
 from holdfast._copying.placed import Placed
 from holdfast._state.extras import dtype_named
+from holdfast._state.floats import has_nan
 from holdfast_core.experts.recompute import BESIDE_STATE
 
 _AT_ONCE = 1 << 20
@@ -33,13 +34,6 @@ def units_with_nan(placed: Placed, carried: Collection[str] = ()) -> tuple[str, 
             continue
         view = placed.view(entry.offset, entry.nbytes)
         values = torch.frombuffer(view, dtype=dtype, count=count)
-        if any(_has_nan(part) for part in values.split(_AT_ONCE)):
+        if any(has_nan(part) for part in values.split(_AT_ONCE)):
             found[entry.unit] = None
     return tuple(found)
-
-
-def _has_nan(values: torch.Tensor) -> bool:
-    if values.dtype.itemsize < 2:
-        values = values.float()  # 8-bit floats have no arithmetic
-    # A sum reads at the speed of memory and keeps every NaN; infinities can also yield a NaN.
-    return bool(torch.isnan(values.sum())) and bool(torch.isnan(values).any())

@@ -300,6 +300,9 @@ def layout_of(
         offset = round_up(end, base.piece_bytes if alone else TENSOR_ALIGNMENT)
         end = offset + shard.nbytes
         entries.append(_entry(shard, size, whole, offset))
+    entries_of: dict[str, list[Entry]] = {}
+    for entry in entries:
+        entries_of.setdefault(entry.tensor, []).append(entry)
     extras_offset = round_up(end, base.piece_bytes if apart else TENSOR_ALIGNMENT)
     room = round_up(extras_offset + extras_bytes * 5 // 4 + EXTRAS_SPARE_BYTES, PAGE_BYTES)
     return Layout(
@@ -314,7 +317,7 @@ def layout_of(
             msgspec.structs.replace(
                 _entry(shard, sizes[shard.tensor], wholes.get(shard.tensor, Whole()), 0),
                 cast_of=master.tensor,
-                offset=_offset_of(entries, master),
+                offset=_offset_of(entries_of[master.tensor], master),
             )
             for shard, master in sorted(
                 without_room.items(), key=lambda item: (item[0].tensor, item[0].start)
@@ -363,11 +366,12 @@ def _casts_among(
 
 
 def _offset_of(entries: Sequence[Entry], shard: Shard) -> int:
-    """Offset in the slot of the first byte of `shard`, which lies within one of `entries`."""
+    """Offset in the slot of the first byte of `shard`, which lies within one of `entries`, all of
+    its tensor."""
     return next(
         entry.offset + shard.start - entry.start
         for entry in entries
-        if entry.tensor == shard.tensor and entry.start <= shard.start < entry.start + entry.nbytes
+        if entry.start <= shard.start < entry.start + entry.nbytes
     )
 
 

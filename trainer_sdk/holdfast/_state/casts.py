@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast._state.capture import TensorSource
+from holdfast._state.floats import has_nan
 from holdfast_core.snapshots.layouts import TensorRole
 
 AT_ONCE = 1 << 15
@@ -55,7 +56,7 @@ class Pair:
     def holds(self) -> bool:
         """Whether the weights are the master, rounded: every bit, and no NaN."""
         rounded = self.master.to(self.weights.dtype)
-        return _same_bytes(rounded, self.weights) and not _has_nan(self.master)
+        return _same_bytes(rounded, self.weights) and not has_nan(self.master)
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -63,11 +64,6 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(one.view(torch.int16), other.view(torch.int16))
     # Several times as fast as torch.equal, which compares element by element.
     return bool(_memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
-
-
-def _has_nan(values: torch.Tensor) -> bool:
-    # A sum reads at the speed of memory and keeps every NaN; infinities can also yield a NaN.
-    return bool(torch.isnan(values.sum())) and bool(torch.isnan(values).any())
 
 
 def find_masters(sources: Sequence[TensorSource]) -> dict[str, str]:
