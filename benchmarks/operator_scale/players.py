@@ -230,13 +230,13 @@ class Players:
 
     def _take(self, membership: values_pb2.Membership, payload: bytes) -> Published:
         per = membership.nproc_per_node
-        places = [place.node for place in membership.members]
+        nodes = [member.node for member in membership.members]
         published = Published(
             job=membership.job,
             version=(membership.epoch, membership.revision),
             payload=payload,
-            ranks={node: range(at * per, at * per + per) for at, node in enumerate(places)},
-            missing=set(places),
+            ranks={node: range(at * per, at * per + per) for at, node in enumerate(nodes)},
+            missing=set(nodes),
         )
         self._newest[membership.job] = published
         _say("published", published)

@@ -39,7 +39,7 @@ class Pod:
     phase: str
 
     @property
-    def place(self) -> tuple[str, str]:
+    def job_and_member(self) -> tuple[str, str]:
         """Job and member, which a replacement shares with the pod that it replaces."""
         return self.job, self.member
 
@@ -184,7 +184,7 @@ class World:
             return
         if before is None:
             self.created_at[now.name] = time.monotonic()
-            self.placed[now.place] = now.name
+            self.placed[now.job_and_member] = now.name
         runs = now.phase == "Running" and (before is None or before.phase != "Running")
         if runs:
             self._tell("begin", now.job, now.node)

@@ -201,23 +201,23 @@ def test_messages_of_an_ended_epoch_are_refused_on_every_way(
     """Replayed by whoever kept them, with a certificate that is good."""
     before = codec.membership_to_proto(job.membership())
     ended, line = job.epoch, job.generation
-    place: Member = job.membership().members[0]
+    member: Member = job.membership().members[0]
     job.form()
     job.start_trainers()
     job.train()
     identity = Identity(tls / Role.DAEMON)
     fetcher = ManifestFetcher(identity)
     with pytest.raises(StaleEpochError):
-        fetcher.fetch_manifest(place, job.name, ended, 0, line)
+        fetcher.fetch_manifest(member, job.name, ended, 0, line)
     fetcher.close()
     client = BulkClient(
         WAIT_S, ConnectionFactory(Identity(tls / Role.DAEMON), Protection.AUTHENTICATED)
     )
     with pytest.raises(StaleEpochError):
-        client.fetch_into(place.bulk_address, _asked(job, ended, line), memoryview(bytearray(10)))
+        client.fetch_into(member.bulk_address, _asked(job, ended, line), memoryview(bytearray(10)))
     client.close()
     held = job.daemon(0).job(job.name)
-    with channel(place.peer_address, identity, Role.DAEMON) as opened:
+    with channel(member.peer_address, identity, Role.DAEMON) as opened:
         stub = peer_pb2_grpc.PeerStub(opened)
         word = peer_pb2.SuspectMessage(
             job=job.name, epoch=ended, rank=0, generation=codec.generation_to_proto(line)
@@ -243,7 +243,7 @@ def _asked(job: RawJob, epoch: int, generation: Generation) -> Request:
 def test_names_that_are_paths_and_messages_that_are_too_large_get_nothing(
     job: RawJob, tls: Path
 ) -> None:
-    place = job.membership().members[0]
+    member = job.membership().members[0]
     client = BulkClient(
         WAIT_S, ConnectionFactory(Identity(tls / Role.DAEMON), Protection.AUTHENTICATED)
     )
@@ -251,9 +251,9 @@ def test_names_that_are_paths_and_messages_that_are_too_large_get_nothing(
         request = _asked(job, job.epoch, job.generation)
         named = Request(**{f: getattr(request, f) for f in request.__slots__} | {"job": name})
         with pytest.raises(HoldfastError, match="is not on node"):
-            client.fetch_into(place.bulk_address, named, memoryview(bytearray(10)))
+            client.fetch_into(member.bulk_address, named, memoryview(bytearray(10)))
     client.close()
-    with channel(place.peer_address, Identity(tls / Role.DAEMON), Role.DAEMON) as opened:
+    with channel(member.peer_address, Identity(tls / Role.DAEMON), Role.DAEMON) as opened:
         stub = peer_pb2_grpc.PeerStub(opened)
         reply = stub.FetchManifest(
             peer_pb2.FetchManifestRequest(job="../x", epoch=1), timeout=WAIT_S

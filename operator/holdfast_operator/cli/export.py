@@ -16,7 +16,7 @@ from holdfast_storage.whole_sets import open_set
 
 def export(options: argparse.Namespace) -> int:
     """Carry out `holdfast export`; returns the exit code."""
-    uri, job = _place(options)
+    uri, job = _tier_and_job(options)
     if options.format == "dcp":
         # Its files are torch's, so a process that has torch writes them.
         command = [sys.executable, "-m", "holdfast.export", uri, "--job", job, "--to", options.to]
@@ -38,8 +38,8 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _place(options: argparse.Namespace) -> tuple[str, str]:
-    """The tier's URI, and the job."""
+def _tier_and_job(options: argparse.Namespace) -> tuple[str, str]:
+    """URI of the durable tier, and the job's key."""
     if options.job:
         return options.uri, options.job
     uri, _, job = options.uri.rstrip("/").rpartition("/")

@@ -268,7 +268,7 @@ class JobLoop:
             near |= {member.node for member in self._state.membership.members}
         wanted = job.spec.nodes + job.spec.failure_policy.spares
         others = max(CANDIDATES_MIN, 2 * wanted)
-        nodes = self._world.places.views(self.key, wants, near, others)
+        nodes = self._world.candidate_nodes.views(self.key, wants, near, others)
         return Observed(nodes=nodes, agents=agents(pods, self._acting.pending))
 
     def _status_of(

@@ -197,7 +197,7 @@ class Operating:
             api=self._api,
             server=self._server,
             attention=self._attention,
-            places=CandidateNodes(
+            candidate_nodes=CandidateNodes(
                 self._server,
                 self._nodes,
                 daemon_returns=self._daemons.returns,

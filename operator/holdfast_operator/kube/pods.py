@@ -88,12 +88,12 @@ def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tu
     else the newest that is; and those whose pods are still to be created."""
     newest: dict[tuple[int, str], TrainerPod] = {}
     for pod in pods:
-        place = (pod.member, pod.node)
-        other = newest.get(place)
+        key = (pod.member, pod.node)
+        other = newest.get(key)
         if other is None or _rank(pod) > _rank(other):
-            newest[place] = pod
+            newest[key] = pod
     found = {
-        place: AgentView(
+        key: AgentView(
             member=pod.member,
             node=pod.node,
             state=pod.state,
@@ -103,7 +103,7 @@ def agents(pods: Iterable[TrainerPod], pending: Iterable[StartAgent] = ()) -> tu
             disruption=pod.disruption,
             last_lines=pod.last_lines,
         )
-        for place, pod in newest.items()
+        for key, pod in newest.items()
     }
     for start in pending:
         starting = AgentView(member=start.member, node=start.node, state=AgentState.STARTING)

@@ -24,7 +24,7 @@ class LoopContext:
     api: Api
     server: ControlServer
     attention: Attention
-    places: CandidateNodes
+    candidate_nodes: CandidateNodes
     pods: PodIndex
     trainers: Trainers
     recorder: Recorder

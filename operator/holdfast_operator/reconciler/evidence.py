@@ -194,7 +194,7 @@ def _member_causes(
         text = f"the agent of member {member.index} has vanished"
         yield Cause(on=On.ANY, text=text, member=member.index)
     else:
-        yield from _better_places(
+        yield from _reasons_to_move(
             member, node, agent, max(state.began_at, state.attentive_since), now
         )
 
@@ -267,7 +267,7 @@ def _rank_failures(
         yield Cause(on=On.ANY, text=text, member=member.index)
 
 
-def _better_places(
+def _reasons_to_move(
     member: Member, node: NodeView, agent: AgentView | None, since: float, now: float
 ) -> Iterator[Cause]:
     """Reasons to move a member that has not failed."""

@@ -20,7 +20,7 @@ few enough for the messages. A larger setting is no limit."""
 
 
 def member_at(index: int, node: NodeView) -> Member:
-    """A member's place on `node`, as the node's daemon describes itself."""
+    """The member `index` on `node`, as the node's daemon describes itself."""
     return Member(
         index=index,
         node=node.name,
@@ -69,7 +69,7 @@ def choose_spare(
     settled: Mapping[int, Member],
 ) -> NodeView | None:
     """Choose the spare that replaces `member`'s node: one outside the failure domains of its parity
-    group if there is one, then the first by name. `settled` holds the members that keep a place."""
+    group if there is one, then the first by name. `settled` holds the members that have a node."""
     taken = {
         settled[other].domain or settled[other].node
         for other in membership.group_of(member)

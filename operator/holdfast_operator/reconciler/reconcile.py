@@ -180,8 +180,8 @@ def _choose_nodes(look: Look, state: ControlState) -> Step:
         return end(look, state, Outcome.FAILED, str(error), "CannotBePlaced")
     placed = replace(state, suspended=False, shape=shape_of(look.job))
     step = publish(look, placed, membership)
-    places = listed(f"{member.index} on {member.node}" for member in membership.members)
-    step = step.post(EventReason.SCHEDULED, f"members {places}; epoch {membership.epoch} begins")
+    members = listed(f"{member.index} on {member.node}" for member in membership.members)
+    step = step.post(EventReason.SCHEDULED, f"members {members}; epoch {membership.epoch} begins")
     return step.then(start_missing(look, step.state, membership)).wait()
 
 
@@ -305,8 +305,8 @@ def _fail_without_line(look: Look, state: ControlState, membership: Membership) 
 
 
 def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
-    """Tend a job in which nothing failed: its addresses, and agents that are missing or out of
-    place."""
+    """Tend a job in which nothing failed: its addresses, and agents that are missing or on a
+    wrong node."""
     if state.confirmed_epoch != membership.epoch:
         # The control loop that published it may have died before it reached them all.
         text = f"waiting until all daemons are in epoch {membership.epoch}"
@@ -329,7 +329,7 @@ def _tend(look: Look, state: ControlState, membership: Membership) -> Step:
 def _stop_strays(
     look: Look, state: ControlState, membership: Membership, current: Membership
 ) -> Step:
-    """Stop agents that are out of place, or have failed in an earlier epoch."""
+    """Stop agents that are on a wrong node, or have failed in an earlier epoch."""
     homes = {(member.index, member.node) for member in current.members}
     agents = look.observed.agents
     step = stop(look, state, [a for a in agents if (a.member, a.node) not in homes])
@@ -367,4 +367,4 @@ _RULES = (
     recover,
     _tend,
 )
-"""Rules for a job whose members have their places, in order."""
+"""Rules for a job whose members have nodes, in order."""

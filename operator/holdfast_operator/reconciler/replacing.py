@@ -75,7 +75,7 @@ class _Mover:
         self.moves = Moves()
 
     def move(self, member: int, cause: Cause) -> None:
-        """Find a place for a member that should leave its node."""
+        """Find a node for a member that should leave its node."""
         home = self.alive.get(self.members[member].node)
         if cause.node_lost and home is not None:
             self.moves.to[member] = home  # the node is well, only its memory is new
@@ -116,5 +116,5 @@ def replacements(
 
 
 def _urgency(cause: Cause) -> tuple[bool, bool, bool]:
-    """Sort key: members that have no place come first, so that they get the spares."""
+    """Sort key: members without a node come first, so that they get the spares."""
     return (not cause.node_lost, not cause.evicted, cause.voluntary)

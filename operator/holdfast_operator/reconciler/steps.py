@@ -219,20 +219,20 @@ def publish_next(
 ) -> Step:
     """Publish the next epoch, with `moved` members on new nodes and all others where their daemons
     report that they are now."""
-    places = {
+    nodes = {
         member.index: moved.get(member.index) or node_of(look.observed, member)
         for member in membership.members
     }
     renewed = {
         member.index
         for member in membership.members
-        if places[member.index].memory_id != member.memory_id
+        if nodes[member.index].memory_id != member.memory_id
     }
     following = replace(
         membership,
         epoch=state.epoch + 1,
         revision=0,
-        members=tuple(member_at(index, node) for index, node in sorted(places.items())),
+        members=tuple(member_at(index, node) for index, node in sorted(nodes.items())),
         tier=_tier(look, state, membership),
     )
     return publish(look, replace(state, renewed=state.renewed | renewed), following)

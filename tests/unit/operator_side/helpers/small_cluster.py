@@ -115,7 +115,7 @@ class Daemon:
         self._beats.put_nowait(found)
 
     def _rank(self, membership: Membership) -> int:
-        return next(place.index for place in membership.members if place.node == self.node)
+        return next(m.index for m in membership.members if m.node == self.node)
 
     async def converse(self) -> None:
         """Exchange messages with the control server until cancelled."""
@@ -177,7 +177,7 @@ class SmallCluster:
                 api=cast(Api, self.api),
                 server=self.server,
                 attention=Attention(self.server, clock=clock, wake=self.fleet.wake),
-                places=CandidateNodes(
+                candidate_nodes=CandidateNodes(
                     self.server,
                     self.nodes,
                     daemon_returns=lambda node, heard_at: False,

@@ -303,10 +303,10 @@ class World:
 
     def evict(self, member: int, why: str = "EvictionByEvictionAPI") -> None:
         """End the member's agent as the cluster does; its ranks are lost with it."""
-        place = self.membership.member(member)
-        agent = self.agents[member, place.node]
-        self.agents[member, place.node] = replace(agent, state=AgentState.STOPPING, disruption=why)
-        self.daemons[place.node].lost |= set(self.membership.ranks_of(member))
+        node = self.membership.member(member).node
+        agent = self.agents[member, node]
+        self.agents[member, node] = replace(agent, state=AgentState.STOPPING, disruption=why)
+        self.daemons[node].lost |= set(self.membership.ranks_of(member))
 
     def vanish(self, member: int) -> None:
         """Delete the agent, as a user may."""
@@ -342,8 +342,8 @@ class World:
         self.agents[key] = replace(self.agents[key], state=AgentState.EXITED, exit_code=code)
 
     def finish(self) -> None:
-        for place in self.membership.members:
-            self.exit_agent(place.index, 0)
+        for member in self.membership.members:
+            self.exit_agent(member.index, 0)
 
     def forget(self) -> None:
         """Restart the control loop without any state."""
@@ -366,7 +366,7 @@ class World:
     # --- results for tests --------------------------------------------------------------------
 
     def nodes_of_members(self) -> list[str]:
-        return [place.node for place in self.membership.members]
+        return [member.node for member in self.membership.members]
 
     def told(self, reason: str) -> list[str]:
         return [event.message for event in self.events if event.reason == reason]

@@ -56,7 +56,7 @@ class Region:
         self.cache: Cache[object] = Cache(read_node, lambda before, now: None)
         for name in (*self.heard, *self.unheard):
             self.cache.put(node(name))
-        self.places = CandidateNodes(
+        self.candidates = CandidateNodes(
             self.server,
             self.cache,  # type: ignore[arg-type]
             daemon_returns=lambda name, heard_at: False,
@@ -78,7 +78,8 @@ class Region:
         self.now += 1.0
 
     def shown(self, *near: str, others: int = 9, wants: Wants | None = None) -> list[str]:
-        return sorted(self.places.views("team.moe", wants or wants_of(make_job()), near, others))
+        wants = wants or wants_of(make_job())
+        return sorted(self.candidates.views("team.moe", wants, near, others))
 
 
 def test_a_job_sees_its_own_nodes_and_no_more_than_it_can_use() -> None:
@@ -108,7 +109,7 @@ def test_its_own_requests_do_not_stand_in_a_jobs_way() -> None:
     region.place("team.moe", "n0")
     container = {"name": "t", "command": ["x"], "resources": {"limits": {"gpu": "8"}}}
     wants = wants_of(make_job({"containers": [container]}))
-    assert region.places.views("team.moe", wants, ["n0"], 0)["n0"].schedulable
+    assert region.candidates.views("team.moe", wants, ["n0"], 0)["n0"].schedulable
 
 
 def test_nodes_whose_daemons_were_not_heard_are_named_while_they_may_still_come() -> None:
@@ -120,5 +121,5 @@ def test_nodes_whose_daemons_were_not_heard_are_named_while_they_may_still_come(
 
 def test_a_member_node_whose_object_is_gone_is_shown_as_gone() -> None:
     region = Region(("n0",))
-    views = region.places.views("team.moe", wants_of(make_job()), ["lost"], 0)
+    views = region.candidates.views("team.moe", wants_of(make_job()), ["lost"], 0)
     assert views["lost"].gone

@@ -37,10 +37,10 @@ def gauge(cluster: SmallCluster, name: str, **labels: str) -> float | None:
 
 def holding(name: str, node: str) -> Membership:
     """What the node's daemon kept of a job of one member."""
-    place = Member(
+    member = Member(
         index=0, node=node, memory_id=f"memory of {node}", peer_address="a:1", bulk_address="a:2"
     )
-    return Membership(job=name, epoch=1, members=(place,), nproc_per_node=1, groups=((0,),))
+    return Membership(job=name, epoch=1, members=(member,), nproc_per_node=1, groups=((0,),))
 
 
 def test_each_job_has_its_own_loop_and_pods() -> None:

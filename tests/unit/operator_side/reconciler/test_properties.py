@@ -69,8 +69,8 @@ def harm(world: World, kind: str, which: int) -> None:
 
 
 def harm_agent(world: World, kind: str, member: int) -> None:
-    place = world.membership.member(member)
-    if (member, place.node) not in world.agents or place.node in world.gone:
+    node = world.membership.member(member).node
+    if (member, node) not in world.agents or node in world.gone:
         return
     match kind:
         case "exit_agent":
@@ -80,7 +80,7 @@ def harm_agent(world: World, kind: str, member: int) -> None:
         case "evict":
             world.evict(member)
         case "drain":
-            world.cordoned.add(place.node)
+            world.cordoned.add(node)
             world.evict(member)
 
 
@@ -113,7 +113,7 @@ def test_epochs_only_grow_and_a_membership_never_doubles_a_node(
     order = [(membership.epoch, membership.revision) for membership in world.published]
     assert order == sorted(set(order))
     for membership in world.published:
-        nodes = [place.node for place in membership.members]
+        nodes = [member.node for member in membership.members]
         assert len(set(nodes)) == len(nodes) == 4
         assert membership.groups == ((0, 1, 2, 3),)
 
@@ -127,10 +127,10 @@ def test_a_job_ends_up_running_on_living_nodes_or_shows_why_not(
     if world.state.outcome is not None:
         assert world.state.outcome_reason and world.agents == {}
         return
-    for place in world.membership.members:
-        daemon = world.daemons[place.node]
-        assert daemon.alive and daemon.memory_id == place.memory_id
-        assert world.agents[place.index, place.node].state is AgentState.RUNNING
+    for member in world.membership.members:
+        daemon = world.daemons[member.node]
+        assert daemon.alive and daemon.memory_id == member.memory_id
+        assert world.agents[member.index, member.node].state is AgentState.RUNNING
     assert len(world.agents) == 4
 
 

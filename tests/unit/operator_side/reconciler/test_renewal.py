@@ -143,7 +143,7 @@ def test_the_condition_of_a_job_names_its_own_nodes() -> None:
 
 
 def stand(world: World) -> JobStand | None:
-    nodes = {place.node: world.node_view(place.node) for place in world.membership.members}
+    nodes = {member.node: world.node_view(member.node) for member in world.membership.members}
     return stand_of(world.job, world.state, Observed(nodes=nodes), world.now)
 
 
