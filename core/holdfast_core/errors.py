@@ -1,8 +1,8 @@
 """The one tree of errors.
 
 Every error that Holdfast raises on purpose is a `HoldfastError`. Errors of other libraries are
-translated where they enter (an adapter's boundary) and chained. A message says what was wrong, with
-the value, and what to do about it.
+translated where they enter (an adapter's boundary) and chained. A message states what was wrong,
+with the value, and what to do about it.
 
 `code` is the stable name of the kind of error: it crosses process boundaries in the protocol and
 labels metrics, so it never changes once released.

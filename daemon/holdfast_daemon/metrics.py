@@ -79,7 +79,11 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     _counter("saves_skipped", "Saves that were skipped; training went on.", "job", "cause"),
     _counter("saves_failed", "Saves that began and failed.", "job", "cause"),
-    _counter("arenas_overgrown", "Times that the daemon took back memory beyond arenas.", "job"),
+    _counter(
+        "arenas_overgrown",
+        "Times that an arena was larger than granted; the rest was freed.",
+        "job",
+    ),
     _gauge("saves_skipped_reported", "Saves skipped, as counted by the ranks on this node.", "job"),
     _gauge("saves_failed_reported", "Saves failed, as counted by the ranks on this node.", "job"),
     _gauge(
@@ -114,7 +118,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     _gauge(
         "tokens_lost_ratio",
-        "Portion of all tokens that recoveries have lost, if all ranks routed like those here "
+        "Portion of all tokens that recoveries have lost, if all ranks route like those here "
         "(PLT).",
         "job",
         unit="ratio",
@@ -132,7 +136,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
     _counter(
         "restores",
-        "Restores of a rank, by where its bytes came from.",
+        "Restores of a rank, by the source of its bytes.",
         "job",
         source=("local", "parity", "storage", "none"),
     ),
@@ -180,7 +184,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         kind=_BYTES_KIND,
     ),
     _counter("peer_messages_lost", "Messages to peers that did not arrive.", kind=_MESSAGE),
-    _counter("auth_denials", "Calls of trainers that were denied.", cause=_DENIAL),
+    _counter("auth_denials", "Calls by trainers that were denied.", cause=_DENIAL),
     _counter("token_reviews", "Token reviews by the API server.", outcome=_REVIEW),
     _counter("rate_limited", "Calls refused because they came too fast.", service=_LIMITED),
     _counter("connections_shed", "Idle connections closed for new ones.", service=_CROWDED),

@@ -1,4 +1,4 @@
-"""The `holdfast` command: parses, wires, prints. Every error that it prints says what to do.
+"""The `holdfast` command: parses, wires, prints. Every error that it prints states what to do.
 
 Exit codes: 0 all is well, 1 the job failed, 2 bad input, 130 interrupted.
 """

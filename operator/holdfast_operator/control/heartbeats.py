@@ -13,12 +13,12 @@ from holdfast_protos import codec, control_pb2, values_pb2
 from holdfast_protos.losses import loss_from_proto
 
 
-def node_view(heartbeat: control_pb2.Heartbeat, heard_at: float) -> NodeView:
+def node_view(heartbeat: control_pb2.Heartbeat, heartbeat_at: float) -> NodeView:
     """View of the node that sent `heartbeat`, without its jobs."""
     return NodeView(
         name=heartbeat.node,
         connected=True,
-        heard_at=heard_at,
+        heartbeat_at=heartbeat_at,
         memory_id=heartbeat.memory_id,
         incarnation=heartbeat.incarnation,
         peer_address=heartbeat.peer_address,

@@ -39,8 +39,8 @@ NODES_MAX = 20_000
 and held nothing."""
 
 DROPPED_MAX = 10_000
-"""Ended jobs that are remembered: daemons that come back and hold one of them are told to drop it.
-For a job that ended longer ago, they are told nothing until `drop` is called again."""
+"""Ended jobs that are remembered: daemons that come back and hold one of them are asked to drop it.
+For a job that ended longer ago, they are not asked until `drop` is called again."""
 
 _Stream = grpc.aio.ServicerContext[control_pb2.Heartbeat, bytes]
 
@@ -73,7 +73,7 @@ class ControlServer:
     """Server that receives the heartbeats of all daemons and sends them memberships.
 
     Args:
-        heartbeat_s: how often daemons are told to send heartbeats.
+        heartbeat_s: interval in seconds at which daemons are asked to send heartbeats.
         clock: monotonic seconds; stamps heartbeats.
         on_evidence: called at once, with keys of jobs, whenever a change may lead to a recovery of
             one of them; with no keys when a node holds nothing of any job.
@@ -137,11 +137,11 @@ class ControlServer:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between the heartbeats that daemons are told to send."""
+        """Seconds between the heartbeats that daemons are asked to send."""
         return self._heartbeat_s
 
     def set_heartbeat_s(self, heartbeat_s: float) -> None:
-        """Tell all daemons to send heartbeats this often from now on."""
+        """Ask all daemons to send heartbeats at this interval from now on."""
         if heartbeat_s == self._heartbeat_s:
             return
         self._heartbeat_s = heartbeat_s
@@ -162,7 +162,7 @@ class ControlServer:
         self._send_news(membership.job)
 
     def drop(self, job: str) -> None:
-        """Tell every daemon that holds something of the job that the job has ended."""
+        """Have every daemon drop what it holds of the job, which has ended."""
         self._unplace(job)
         self._dropped[job] = None
         self._send_news(job)

@@ -1,6 +1,6 @@
 """`holdfast-operator`: parses, wires, runs; or prepares its own removal.
 
-Exit codes: 0 told to stop, 1 the Lease was lost, 2 it cannot start.
+Exit codes: 0 stopped on request, 1 the Lease was lost, 2 it cannot start.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until told to stop; returns the exit code."""
+    """Run until stopped; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     leaving = arguments[:1] == ["release-finalizers"]
     options = parse(arguments[1:] if leaving else arguments, given())
     logging.basicConfig(level=options.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
     try:
-        told = asyncio.run(_leave(options) if leaving else _run(options))
+        done = asyncio.run(_leave(options) if leaving else _run(options))
     except HoldfastError as error:
         print(f"holdfast-operator: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    return 0 if told else EXIT_LEASE_LOST
+    return 0 if done else EXIT_LEASE_LOST
 
 
 def _spare_collector() -> None:

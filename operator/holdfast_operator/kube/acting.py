@@ -171,4 +171,4 @@ class Acting:
         fenced = {action.node for action in decision.actions if isinstance(action, FenceNode)}
         for member in before.membership.members if before.membership is not None else ():
             if member.node in fenced:
-                self._starting.note_loss(member.index, node_of(observed, member).heard_at)
+                self._starting.note_loss(member.index, node_of(observed, member).heartbeat_at)

@@ -250,8 +250,8 @@ def _parse(method: str, url: URL) -> tuple[str, str]:
 
 def _refusal(verb: str, path: str, status: int, body: bytes) -> ApiError:
     try:
-        said = json.loads(body)
-        message, reason = said["message"], said.get("reason", "")
+        answer = json.loads(body)
+        message, reason = answer["message"], answer.get("reason", "")
     except (ValueError, TypeError, KeyError):
         message, reason = body[:200].decode(errors="replace"), ""
     return ApiError(f"{verb} {path}: {status} {message}", status=status, reason=reason)

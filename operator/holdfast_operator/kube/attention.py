@@ -64,5 +64,5 @@ class Attention:
         return frozenset(
             name
             for name, view in self._server.nodes().items()
-            if not view.connected or view.heard_at < limit
+            if not view.connected or view.heartbeat_at < limit
         )

@@ -15,8 +15,8 @@ from holdfast_operator.kube.watches import Cache
 from holdfast_operator.reconciler.views import NodeView
 
 SETTLE_S = 10.0
-"""Time after a start in which nodes whose daemons were not heard yet are offered too, so that the
-reconciler waits for their reports."""
+"""Time after a start in which nodes whose daemons have not connected yet are offered too, so that
+the reconciler waits for their reports."""
 SORTED_S = 0.25
 """Longest age of the order of nodes by use."""
 
@@ -26,7 +26,8 @@ class CandidateNodes:
 
     Args:
         nodes: the watch's copy of the nodes.
-        daemon_returns: whether the daemon of a node, last heard at a time, is about to come back.
+        daemon_returns: whether the daemon of a node is about to come back; gets the node's name and
+            the time of the newest heartbeat.
         requests_of: amounts that a member of a job requests, by the job's key.
     """
 
@@ -62,25 +63,25 @@ class CandidateNodes:
                     views[name] = view
                     found += 1
         if self._clock() - self._started_at < SETTLE_S:
-            views |= self._unheard(key, wants, views.keys())
+            views |= self._unconnected(key, wants, views.keys())
         return views
 
-    def _unheard(self, key: str, wants: Wants, known: Iterable[str]) -> dict[str, NodeView]:
+    def _unconnected(self, key: str, wants: Wants, known: Iterable[str]) -> dict[str, NodeView]:
         names = {name for _, name in self._nodes.all()}.difference(known, self._server.nodes())
         views = {name: self._view(name, key, wants) for name in names}
         return {name: view for name, view in views.items() if view.schedulable}
 
     def _view(self, name: str, key: str, wants: Wants) -> NodeView:
-        heard = self._server.view(name, key)
-        heard_at = heard.heard_at if heard is not None else float("-inf")
+        reported = self._server.view(name, key)
+        heartbeat_at = reported.heartbeat_at if reported is not None else float("-inf")
         others = self._server.jobs_on(name) - {key} if wants.requests else ()
         return node_view(
             name,
             self._nodes.get("", name),
-            heard,
+            reported,
             wants,
             taken=total(map(self._requests_of, others)),
-            returning=self._daemon_returns(name, heard_at),
+            returning=self._daemon_returns(name, heartbeat_at),
         )
 
     def _by_use(self) -> list[str]:

@@ -116,8 +116,8 @@ class Daemons:
             if pod is not None and pod.node:
                 self._changed_at[pod.node] = self._clock()
 
-    def returns(self, node: str, heard_at: float) -> bool:
-        """Whether a daemon that was last heard at `heard_at` is about to come back: its pod is
-        being ended, as in an upgrade, or one of its containers started or ended after that. The
-        kubelet may report the end of a process late."""
-        return node in self._ending or self._changed_at.get(node, float("-inf")) > heard_at
+    def returns(self, node: str, heartbeat_at: float) -> bool:
+        """Whether a daemon whose newest heartbeat came at `heartbeat_at` is about to come back: its
+        pod is being ended, as in an upgrade, or one of its containers started or ended after that.
+        The kubelet may report the end of a process late."""
+        return node in self._ending or self._changed_at.get(node, float("-inf")) > heartbeat_at

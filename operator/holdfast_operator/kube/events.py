@@ -1,4 +1,4 @@
-"""Reports decisions to users, by Events on the job. Never delays or ends a control loop."""
+"""Events, which report decisions to users. Posting them never delays or ends a control loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CONTROLLER = "holdfast.dev/operator"
 NOTE_CHARACTERS_MAX = 1024
 WAITING_MAX = 1000
 REPEAT_S = 300.0
-"""Seconds for which an event is not posted again with the same words about the same object."""
+"""Seconds for which an event is not posted again with the same reason and message about the same
+object."""
 REMEMBERED_MAX = 4096
 
 
@@ -34,7 +35,7 @@ class EventsApi(Protocol):
 
 
 class Recorder:
-    """Posts events, one after another. `run` it as a task.
+    """A queue of events, posted one after another. `run` it as a task.
 
     Args:
         instance: name of this operator's pod.
@@ -55,18 +56,18 @@ class Recorder:
         self._api, self._instance = api, instance
         self._clock, self._wall, self._on_drop = clock, wall, on_drop
         self._queue: asyncio.Queue[tuple[str, Object]] = asyncio.Queue(WAITING_MAX)
-        self._said: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+        self._posted_at: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
     def post(self, about: Object, event: Event) -> None:
-        """Queue `event` about an object, which is a job unless it names another kind."""
+        """Queue `event` about an object: a job, unless the object has another `kind`."""
         metadata = about["metadata"]
-        words = (metadata["uid"], event.reason, event.message)
+        key = (metadata["uid"], event.reason, event.message)
         now = self._clock()
-        if now - self._said.get(words, float("-inf")) < REPEAT_S:
+        if now - self._posted_at.get(key, float("-inf")) < REPEAT_S:
             return
-        self._said[words] = now
-        while len(self._said) > REMEMBERED_MAX:
-            self._said.popitem(last=False)
+        self._posted_at[key] = now
+        while len(self._posted_at) > REMEMBERED_MAX:
+            self._posted_at.popitem(last=False)
         body = self._body(about, event)
         try:
             self._queue.put_nowait((metadata["namespace"], body))
@@ -81,12 +82,12 @@ class Recorder:
                 await self._api.create(EVENTS, namespace, body)
             except ApiError as error:
                 self._on_drop()
-                _log.info("an event is not posted: %s", error)
+                _log.info("cannot post an event: %s", error)
             finally:
                 self._queue.task_done()
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until all queued events are posted, but not for longer than `timeout_s`."""
+        """Wait until all queued events are posted, for `timeout_s` at most."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._queue.join()

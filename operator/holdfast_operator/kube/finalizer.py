@@ -46,7 +46,7 @@ async def _freed(world: LoopContext, resource: Object) -> bool:
         _log.warning("%s: its pods are not stopped: %s", key, error)
     world.server.drop(key)
     holding = [name for name in world.server.holders(key) if _connected(world, name, key)]
-    return not (running or holding or _unheard(world, resource, key))
+    return not (running or holding or _member_unconnected(world, resource, key))
 
 
 def _connected(world: LoopContext, node: str, key: str) -> bool:
@@ -54,7 +54,7 @@ def _connected(world: LoopContext, node: str, key: str) -> bool:
     return view is not None and view.connected
 
 
-def _unheard(world: LoopContext, resource: Object, key: str) -> bool:
+def _member_unconnected(world: LoopContext, resource: Object, key: str) -> bool:
     """Whether some member's daemon has not connected since this process started."""
     members = (resource.get("status") or {}).get("members") or []
     return any(world.server.view(member["node"], key) is None for member in members)

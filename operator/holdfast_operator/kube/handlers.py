@@ -1,6 +1,7 @@
-"""A job's life in kopf's handlers: a daemon hosts its control loop, and its deletion frees memory.
+"""A job's life in kopf's handlers: one of kopf's daemons hosts its control loop, and its deletion
+frees memory.
 
-kopf watches jobs, keeps the finalizer, and begins and ends the daemons. It writes nothing else into
+kopf watches jobs, keeps the finalizer, and begins and ends its daemons. It writes nothing else into
 a job: the control loop is level-triggered, so it needs neither the progress of handlers nor the
 last version that they handled.
 """
@@ -37,7 +38,7 @@ async def carry_jobs(api: Api, fleet: Fleet, *, namespace: str, begun: Callable[
 
     Args:
         namespace: namespace of the jobs; empty for all.
-        begun: called once kopf has started and has put its signal handlers in place of others.
+        begun: called once kopf has started, and has replaced the handlers of signals by its own.
 
     Raises:
         UnreachableError: when jobs cannot be watched.
@@ -56,7 +57,7 @@ async def carry_jobs(api: Api, fleet: Fleet, *, namespace: str, begun: Callable[
         # Not `kopf.run_tasks`, which cancels every task of the process when it ends.
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         errors = [error for task in done if (error := task.exception()) is not None]
-        raise UnreachableError(f"jobs are not watched any more: {errors}") from next(
+        raise UnreachableError(f"jobs are no longer watched: {errors}") from next(
             iter(errors), None
         )
     finally:
@@ -105,7 +106,7 @@ def _is_ours(spec: Mapping[str, Any], **_: Any) -> bool:
 
 
 def kopf_settings() -> kopf.OperatorSettings:
-    """Settings with which kopf writes nothing into objects but finalizers, and posts nothing."""
+    """Settings with which kopf writes only finalizers into objects, and posts no events."""
     settings = kopf.OperatorSettings()
     settings.persistence.finalizer = FINALIZER
     settings.persistence.diffbase_storage = _NoVersions()

@@ -1,8 +1,8 @@
 """Health of the operator, for probes. Pure.
 
-An operator that waits for its Lease is well. A leader is not when a job was not looked at, or a
-watch neither heard nor tried anything, for far longer than normal: then something hangs that only a
-new process can fix. An unreachable API server does not make an operator unwell.
+An operator that waits for its Lease is well. A leader is unwell when it has not looked at a job, or
+a watch has neither received nor tried anything, for far longer than normal: then something hangs
+that only a new process can fix. An unreachable API server does not make an operator unwell.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ class Health:
 
     leads: bool
     ready: bool
-    """Whether all watches of a leader are in step, and daemons can connect."""
+    """Whether all watches of a leader have their first lists, and daemons can connect."""
     oldest_look_s: float = 0.0
+    """Seconds since the last look at the job that has gone longest without one."""
     watches_s: tuple[tuple[str, float], ...] = ()
-    """(kind of object, seconds since its watch last heard or tried)."""
+    """(kind of object, seconds since its watch last received something or tried to)."""
 
     def unwell(self) -> str:
         """Reason to end the process; empty when it is well."""
         if not self.leads:
             return ""
         if self.oldest_look_s > LOOK_S_MAX:
-            return f"a job was not looked at for {self.oldest_look_s:.0f} s"
+            return f"a job has not been looked at for {self.oldest_look_s:.0f} s"
         for kind, age_s in self.watches_s:
             if age_s > WATCH_S_MAX:
-                return f"the watch of {kind} is silent for {age_s:.0f} s"
+                return f"the watch of {kind} has been silent for {age_s:.0f} s"
         return ""
 
     def not_ready(self) -> str:
         """Reason not to rely on this process; empty when it is ready."""
         if self.leads and not self.ready:
-            return "the first lists of pods and nodes are on their way"
+            return "the first lists of pods and nodes have not arrived yet"
         return self.unwell()

@@ -1,8 +1,8 @@
 """The control loop of one job: observe, reconcile, write the status, carry out; and again.
 
-Level-triggered: it looks when something changed and when a deadline could have passed. Its memory
-may be lost at any time: what must not be lost is in the status before it is acted upon. It decides
-nothing about failures.
+Level-triggered: it looks when something has changed and when a deadline may have passed. Its memory
+may be lost at any time: what must not be lost is in the status before the loop acts on it. It
+decides nothing about failures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from holdfast_operator.reconciler.views import (
 _log = logging.getLogger(__name__)
 
 SOON_S = 0.01
-"""Least rest between two looks: changes that come together are looked at together."""
+"""Shortest rest between two looks, so that one look serves changes that come together."""
 DUTY = 4.0
 """Rest after a look, as a multiple of the time for which that look kept the process busy, whatever
 wakes the loop. Waiting for the API server counts as rest."""
@@ -48,12 +48,12 @@ REFUSED_S = 30.0
 """Seconds until a job that the cluster refuses is tried again: no event announces that it would be
 accepted now."""
 FINALIZER_S = 30.0
-"""Pause of a job without the finalizer, which wakes the loop when it comes: until then nothing is
-done that the job would leave behind."""
+"""Pause of a job that has no finalizer yet: until it has, nothing is done that the job would leave
+behind. The finalizer wakes the loop when it is added."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 30.0
 CANDIDATES_MIN = 16
 
-_NO_MORE = (400, 422)
+_PERMANENT = (400, 422)
 """HTTP statuses of refusals that stay the same however often a pod is tried."""
 
 
@@ -61,7 +61,7 @@ class JobLoop:
     """The control loop of one job.
 
     Args:
-        resource: the job, as the API has it.
+        resource: the job, in the API's form.
     """
 
     def __init__(self, world: LoopContext, resource: Object) -> None:
@@ -79,7 +79,7 @@ class JobLoop:
         self._state = ControlState.remembering(
             from_document(status.get("counters") or {}, now=clocks.now, wall=clocks.wall)
         )
-        self._story = RecoveryLog(world.metrics, recoveries_of(status))
+        self._recovery_log = RecoveryLog(world.metrics, recoveries_of(status))
         self._members_before = frozenset(m["node"] for m in status.get("members") or [])
         self._writer = StatusWriter(
             world.api,
@@ -118,7 +118,7 @@ class JobLoop:
         return self._job is not None and not self._job.spec.suspend
 
     def see(self, resource: Object) -> None:
-        """Take in a newer version of the job."""
+        """Use a newer version of the job from now on."""
         changed = resource["metadata"].get("generation") != self._generation
         self._resource = resource
         self._writer.see(resource)
@@ -134,12 +134,12 @@ class JobLoop:
     async def run(self) -> None:
         """Run until cancelled."""
         try:
-            await self._go_on()
+            await self._look_repeatedly()
         finally:
             self._acting.close()
             await self._writer.close()
 
-    async def _go_on(self) -> None:
+    async def _look_repeatedly(self) -> None:
         backoff_s = BACKOFF_S_MIN
         while True:
             self._wake.clear()
@@ -151,7 +151,7 @@ class JobLoop:
                 pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
             except Exception:
                 # The failure of one job must not end the loops of all others.
-                _log.exception("%s: the control loop failed; it goes on", self.key)
+                _log.exception("%s: the control loop failed; it continues", self.key)
                 pause, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S_MAX)
             self.looked_at = self._world.clock()
             rest_s = min(BACKOFF_S_MAX, max(SOON_S, self._rested_at - self.looked_at))
@@ -193,9 +193,9 @@ class JobLoop:
             try:
                 await self._world.trainers.try_out(job)
             except ApiError as error:
-                if error.status not in (403, *_NO_MORE):
+                if error.status not in (403, *_PERMANENT):
                     raise
-                word = "InvalidTemplate" if error.status in _NO_MORE else "PodsRefused"
+                word = "InvalidTemplate" if error.status in _PERMANENT else "PodsRefused"
                 self._refusal, self._generation = (word, str(error)), generation
                 return
         self._job, self.wants, self._refusal = job, wants_of(job), None
@@ -217,7 +217,7 @@ class JobLoop:
         began_s = world.worked_s()
         before = self._state
         if world.attention.listened_since(before.looked_at):
-            # The loop paused between looks by itself; heartbeats were heard all the time.
+            # The loop paused between looks on purpose; heartbeats were read all the time.
             before = replace(before, looked_at=now)
         pods = self._pods()
         observed = self._observe(job, wants, pods)
@@ -227,7 +227,7 @@ class JobLoop:
         world.metrics.observe("reconcile_seconds", world.clock() - self._woken_at)
         for event in decision.events:
             world.recorder.post(self._resource, event)
-        self._story.follow(job, before, observed, decision, world.clocks.at_wall(now))
+        self._recovery_log.follow(job, before, observed, decision, world.clocks.at_wall(now))
         status = self._status_of(job, observed, decision, pods, now)
         self._rested_at = world.clock() + DUTY * (world.worked_s() - began_s)
         # Written before anything is done: an operator that starts again needs it.
@@ -251,7 +251,7 @@ class JobLoop:
             if not self._members_before:
                 return None
             groups = (tuple(sorted(self._members_before)),)
-            return JobStand(key=self.key, groups=groups, hold="its daemons are still being heard")
+            return JobStand(key=self.key, groups=groups, hold="its daemons have not connected yet")
         server, now = self._world.server, self._world.clock()
         names = [member.node for member in self._state.membership.members]
         nodes = {name: server.view(name, self.key) or NodeView(name=name) for name in names}
@@ -285,7 +285,7 @@ class JobLoop:
             decision,
             previous=self._writer.written,
             pods={(pod.member, pod.node): pod.name for pod in pods},
-            recoveries=self._story.recoveries,
+            recoveries=self._recovery_log.recoveries,
             clocks=self._world.clocks,
             now=now,
         )

@@ -1,9 +1,9 @@
-"""Lets one operator work at a time: the process holds and renews a Lease, or ends.
+"""Election of one operator at a time: the process holds and renews a Lease, or ends.
 
 The official client's election is not used: it ends on a connection error, writes local time as UTC,
-and does not give the Lease back when it stops, so that the next leader would wait for its end.
-Times in the Lease are never compared with the local clock, since clocks differ: a Lease has ended
-when it was seen unchanged for its duration.
+and does not give the Lease back when it stops, so that the next leader would wait until it expires.
+Times in the Lease are never compared with the local clock, since clocks differ: a Lease has expired
+once it has been seen unchanged for its duration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 LEASE_S = 15
 RENEW_DEADLINE_S = 10.0
-"""Seconds without a renewal after which a leader stops, before another process may follow it."""
+"""Seconds without a renewal after which a leader stops: fewer than `LEASE_S`, so that it stops
+before another process may lead."""
 RETRY_S = 2.0
 
 
@@ -26,7 +27,7 @@ class Leader:
     """A candidate for one Lease.
 
     Args:
-        identity: name of this process; the same when its container is started again in the pod.
+        identity: name of this process; it stays the same when the pod's container restarts.
         clock: monotonic seconds.
         wall: seconds since the Unix epoch.
     """
@@ -46,7 +47,8 @@ class Leader:
         self._api, self._namespace, self._name = api, namespace, name
         self._identity, self._clock, self._wall = identity, clock, wall
         self._seen: tuple[str, float] = ("", clock())
-        """(resource version of another process's Lease, time since when it is unchanged)."""
+        """(version of the Lease, time since which it is unchanged) while another process holds it;
+        else the version is empty."""
         self.leads = False
 
     async def acquire(self) -> None:
@@ -79,7 +81,7 @@ class Leader:
                 lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
                 await self._api.replace(LEASES, self._namespace, lease)
         except ApiError as error:
-            _log.info("the Lease is not given back: %s", error)
+            _log.info("cannot give the Lease back: %s", error)
 
     def _held_by_another(self) -> bool:
         return bool(self._seen[0])
@@ -90,16 +92,16 @@ class Leader:
             lease = await self._api.get(LEASES, self._namespace, self._name)
         except ApiError as error:
             if error.status != NOT_FOUND:
-                _log.warning("the Lease cannot be read: %s", error)
+                _log.warning("cannot read the Lease: %s", error)
                 return False
             lease = {"metadata": {"name": self._name}, "spec": {}}
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
-        if holder not in ("", self._identity) and not self._has_ended(lease):
+        if holder not in ("", self._identity) and not self._has_expired(lease):
             return False
         return await self._take(lease, spec, holder)
 
-    def _has_ended(self, lease: Object) -> bool:
+    def _has_expired(self, lease: Object) -> bool:
         version, since = self._seen
         if lease["metadata"]["resourceVersion"] != version:
             self._seen = (lease["metadata"]["resourceVersion"], self._clock())
@@ -125,7 +127,7 @@ class Leader:
             else:
                 await self._api.create(LEASES, self._namespace, body)
         except ApiError as error:
-            _log.warning("the Lease is not ours: %s", error)
+            _log.warning("cannot take or renew the Lease: %s", error)
             return False
         self._seen = ("", self._clock())
         return True

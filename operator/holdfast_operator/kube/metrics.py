@@ -36,10 +36,10 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Definition:
 
 DEFINITIONS: tuple[Definition, ...] = (
     _gauge("leader", "1 while this replica holds the Lease."),
-    _gauge("insecure", "1 while daemons are not authenticated."),
+    _gauge("insecure", "1 while daemons and the control loop do not authenticate each other."),
     _gauge(
         "certificate_expires_timestamp_seconds",
-        "When the operator's certificate expires, or the last of its CAs, in Unix time.",
+        "Expiry of the operator's certificate, or of the last of its CAs, in Unix time.",
         "certificate",
     ),
     _gauge("jobs", "Jobs in each phase.", "phase"),

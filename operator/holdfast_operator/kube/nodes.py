@@ -122,15 +122,15 @@ def unfit(node: KubeNode, wants: Wants, taken: Amounts) -> str:
 def node_view(
     name: str,
     node: KubeNode | None,
-    heard: NodeView | None,
+    reported: NodeView | None,
     wants: Wants,
     *,
     taken: Amounts = (),
     returning: bool = False,
 ) -> NodeView:
     """View of the node for the reconciler. `node` is None when there is no such object (any more),
-    `heard` when no daemon has ever connected."""
-    view = heard or NodeView(name=name)
+    `reported` when no daemon has ever connected."""
+    view = reported or NodeView(name=name)
     if node is None:
         return replace(view, gone=True, schedulable=False)
     free_bytes = view.memory_budget_bytes - view.memory_used_bytes

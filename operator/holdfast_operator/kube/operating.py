@@ -1,4 +1,4 @@
-"""Wires one replica of the operator, which waits for its Lease, then leads until it ends."""
+"""One replica of the operator, wired: it waits for its Lease, then leads until it ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from holdfast_protos.identity import Identity
 
 _log = logging.getLogger(__name__)
 
-FAREWELL_S = 3.0
+LAST_EVENTS_S = 3.0
 """Time limit for posting the last events."""
 
 
@@ -49,9 +49,10 @@ class Operating:
     """One replica of the operator. `run` it.
 
     Args:
-        lease_api: connections that nothing else uses: a renewal that waits behind the requests of
-            hundreds of starting jobs would come too late.
-        catch_signals: makes signals call `stop`; called again when a library replaced the handlers.
+        lease_api: connections for the Lease alone: behind the requests of hundreds of starting
+            jobs, a renewal would come too late.
+        catch_signals: makes signals call `stop`; called again after a library has replaced the
+            handlers.
     """
 
     def __init__(
@@ -135,11 +136,11 @@ class Operating:
         )
 
     def stop(self) -> None:
-        """End soon, and let another replica follow."""
+        """End soon, and let another replica lead."""
         self._stop.set()
 
     async def run(self) -> bool:
-        """Run until told to stop or the Lease is lost; returns whether it was told to stop."""
+        """Run until `stop` is called or the Lease is lost; returns False when it is lost."""
         self._catch_signals(self)
         self._metrics.set("leader", 0)
         acquired = asyncio.create_task(self._leader.acquire())
@@ -152,13 +153,13 @@ class Operating:
         try:
             await _first(lost, self._lead())
         finally:
-            told = not lost.done()
+            lease_lost = lost.done()
             lost.cancel()
-            if told:
+            if not lease_lost:
                 await self._leader.release()
-        if not told:
+        if lease_lost:
             _log.error("the Lease is lost: ending, so that only one replica works")
-        return told
+        return not lease_lost
 
     async def _lead(self) -> None:
         options = self._options
@@ -178,10 +179,10 @@ class Operating:
             stack.callback(lambda: [task.cancel() for task in tasks])
             for kind, watch in self._watches.items():
                 await watch.synced.wait()
-                _log.info("the watch of %s is in step", kind)
+                _log.info("the watch of %s has its first list", kind)
             self._fleet.begin(self._world())
             tasks.append(asyncio.create_task(self._fleet.run()))
-            stack.push_async_callback(self._recorder.flush, FAREWELL_S)
+            stack.push_async_callback(self._recorder.flush, LAST_EVENTS_S)
             carrying = carry_jobs(
                 self._api, self._fleet, namespace=options.watch_namespace, begun=self._begun
             )

@@ -34,7 +34,7 @@ CATCH_UP_S = 60.0
 protected before, but not for longer than this: saves may be rare."""
 ABSENT_S = 60.0
 """Seconds for which a node whose daemon's pod was deleted is expected to get a new one."""
-TOLD_AFTER_S = 30.0
+REPORTED_AFTER_S = 30.0
 """Seconds of waiting after which it is reported as an event."""
 
 
@@ -133,11 +133,11 @@ class Renewing:
         jobs = self._jobs()
         if jobs is None:
             return self._renewal
-        heard = list(jobs)
-        renewal = choose(stands, [self._catching_up(job, stands) for job in heard])
+        standings = list(jobs)
+        renewal = choose(stands, [self._catching_up(job, stands) for job in standings])
         for node in renewal.renew:
             await self._replace(pods[node], renewal, newest)
-            for job in heard:
+            for job in standings:
                 if job.protected is not None and any(node in group for group in job.groups):
                     self._awaited[job.key] = (job.protected, self._clock())
         self._record_waiting(renewal, newest)
@@ -194,7 +194,7 @@ class Renewing:
             for node, why in renewal.waiting.items()
         }
         for node, (why, since) in sorted(self._waits_since.items()):
-            if now - since >= TOLD_AFTER_S:
+            if now - since >= REPORTED_AFTER_S:
                 self._post(newest, "DaemonWaits", f"the daemon on {node} keeps its version: {why}")
                 return
 

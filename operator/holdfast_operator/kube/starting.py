@@ -62,10 +62,10 @@ class Starting:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def note_loss(self, member: int, heard_at: float) -> None:
-        """Note that the member was lost with a node whose last heartbeat was at `heard_at`, in
+    def note_loss(self, member: int, heartbeat_at: float) -> None:
+        """Note that the member was lost with a node whose last heartbeat was at `heartbeat_at`, in
         monotonic seconds."""
-        self._lost_at[member] = heard_at
+        self._lost_at[member] = heartbeat_at
 
     def failures(self) -> list[ApiError]:
         """Refusals since the last call. The next look asks for those pods again."""

@@ -124,7 +124,7 @@ class Trainers:
         body = pod_manifest(job, member, node, attempt)
         async with self._starts:
             try:
-                self._cache.written(await self._api.create(PODS, job.metadata.namespace, body))
+                self._cache.put_written(await self._api.create(PODS, job.metadata.namespace, body))
                 self._metrics.add("pods_created")
             except ApiError as error:
                 if error.reason != EXISTS:

@@ -1,11 +1,12 @@
-"""Keeps a copy of some objects of the API, by one list and then a watch that resumes.
+"""Copies of some of the API's objects, kept up to date by one list and then a watch that resumes.
 
 The official client has a watch (it decodes every object into models and gives up on connection
 errors) and an informer (threads). kopf's watches feed handlers, cost several times as much, and do
-not report what went while a watch had expired. This one keeps parsed objects, so that what is used
-often is parsed once, and reports each change.
+not report which objects were deleted while a watch had expired. This one keeps parsed objects, so
+that each version is parsed once, and reports each change.
 
-It never relists without need: bookmarks keep the resource version fresh, and only 410 starts over.
+It never relists without need: bookmarks keep the resource version fresh, and only a 410 makes it
+start over.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 SERVER_S = 300
 """Seconds after which the server ends a watch, so that connections spread over API servers."""
 SILENCE_S = 90.0
-"""Silence after which a watch is dead: bookmarks come about once a minute."""
+"""Seconds of silence after which a watch counts as dead: bookmarks come about once a minute."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.2, 30.0
 PAGE = "500"
 
@@ -47,11 +48,12 @@ class Fed(Protocol):
 
 
 class Cache(Generic[T]):
-    """The newest known version of every object, parsed by `parse`.
+    """Newest known version of every object, parsed by `parse`.
 
     Args:
         parse: reads the API's form; called once for each version.
-        on_change: called with (before, now) when an object came, changed or went; None: absent.
+        on_change: called with (before, now) when an object is added, changed or removed; None
+            stands for an absent one.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Cache(Generic[T]):
         self._objects: dict[Key, T] = {}
         self._versions: dict[Key, int] = {}
         self.version = 0
-        """Everything up to this resource version has been seen."""
+        """Newest resource version up to which all changes have been seen."""
 
     def get(self, namespace: str, name: str) -> T | None:
         return self._objects.get((namespace, name))
@@ -73,7 +75,7 @@ class Cache(Generic[T]):
         return self._objects
 
     def put(self, raw: Object) -> None:
-        """Take in an object, if it is newer than what is known."""
+        """Store an object, unless a version at least as new is known."""
         key, version = _identity(raw)
         if version <= self._versions.get(key, -1):
             return
@@ -83,9 +85,9 @@ class Cache(Generic[T]):
         if before != now:
             self._on_change(before, now)
 
-    def written(self, raw: Object) -> None:
-        """Take in the answer to a write of this process ahead of the watch, unless the watch is
-        already past it: then the object may be gone again."""
+    def put_written(self, raw: Object) -> None:
+        """Store the answer to a write of this process ahead of the watch, unless the watch is
+        already past it: then the object may have been deleted since."""
         if _identity(raw)[1] > self.version:
             self.put(raw)
 
@@ -97,7 +99,7 @@ class Cache(Generic[T]):
             self._on_change(before, None)
 
     def replace_all(self, raws: list[Object], version: int) -> None:
-        """Take in a full list."""
+        """Replace all objects by a list of resource version `version`, except newer ones."""
         listed = {_identity(raw)[0] for raw in raws}
         for key in [key for key in self._objects if key not in listed]:
             if self._versions[key] <= version:
@@ -108,12 +110,12 @@ class Cache(Generic[T]):
 
 
 class Watch:
-    """Feeds a cache. `run` it as a task.
+    """A list and then a watch, which feed a cache. `run` it as a task.
 
     Args:
         namespace: empty for all.
         query: selectors, as the API takes them.
-        on_restart: called whenever the watch had to begin again because of an error.
+        on_restart: called with the kind of object whenever the watch begins again after an error.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Watch:
         self.synced = asyncio.Event()
         """Set once the first list is in the cache."""
         self.alive_at = clock()
-        """Time when the watch last heard from the server, or tried to."""
+        """Time when the watch last received something from the server, or tried to."""
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -151,7 +153,7 @@ class Watch:
                 self._on_restart(self._resource.plural)
                 if error.status == GONE:
                     self._version = ""
-                _log.info("watch of %s begins again: %s", self._resource.plural, error)
+                _log.info("the watch of %s begins again: %s", self._resource.plural, error)
                 await self._sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 

@@ -37,7 +37,7 @@ class LoopContext:
     locations: Locations
     """Locations that jobs may persist to."""
     insecure: bool = False
-    """Whether daemons need not prove who they are: the one switch is off."""
+    """Whether daemons and operator run without certificates."""
     outdated: Callable[[Iterable[str]], Condition | None] = lambda nodes: None
     """Condition about daemons of an older version on these nodes; None when there are none."""
     status_s: Callable[[], float]

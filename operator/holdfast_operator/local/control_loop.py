@@ -98,14 +98,14 @@ class ControlLoop:
         return bool(decision.actions) and self._state.outcome is None
 
     def _observe(self) -> Observed:
-        heard = self._server.views(self._job.key)
+        reported = self._server.views(self._job.key)
         nodes = {}
         for name in self._supervisor.run.nodes:
-            node = heard.get(name) or NodeView(name=name)
+            node = reported.get(name) or NodeView(name=name)
             if self._supervisor.is_dead(name):
                 # Stands in for hardware: the node is gone, whatever its processes reported last.
                 node = replace(node, connected=False, gone=True)
-            elif self._supervisor.daemon_changed_at(name) > node.heard_at:
+            elif self._supervisor.daemon_changed_at(name) > node.heartbeat_at:
                 node = replace(node, returning=True)
             nodes[name] = replace(node, disruption=self._directory.notice(name))
         return Observed(nodes=nodes, agents=self._supervisor.agents())

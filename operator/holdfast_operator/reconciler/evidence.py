@@ -41,8 +41,8 @@ RETURN_S = 30.0
 node: moving its member would cost more than waiting for the memory that is still there."""
 
 DIAL_S = 10.0
-"""Additional wait for a daemon that this control loop has never heard: the daemon may have to
-notice that the last control loop is gone, and dial again."""
+"""Additional wait for a daemon that has not connected to this control loop yet: the daemon may have
+to notice that the last control loop is gone, and dial again."""
 
 PATIENCE_S = 60.0
 """Additional wait for a silent node that may still live, while its parity group could not rebuild
@@ -85,7 +85,7 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Causes of a recovery, and the daemons that must be heard before it begins."""
+    """Causes of a recovery, and the daemons that must report before it begins."""
 
     causes: tuple[Cause, ...]
     suspects: tuple[str, ...]
@@ -146,7 +146,7 @@ def _node_loss(
         patience_s += max(
             job.spec.failure_policy.detection.replace_seconds,
             RETURN_S if node.returning else 0.0,
-            DIAL_S if node.heard_at == NEVER else 0.0,
+            DIAL_S if node.heartbeat_at == NEVER else 0.0,
             0.0 if groups.bear_loss_of(member.index) else PATIENCE_S,
         )
     if silence_s >= patience_s:
@@ -212,7 +212,7 @@ def is_left_over(agent: AgentView, state: ControlState, membership: Membership) 
 
 def _is_taken_away(agent: AgentView, worked: bool) -> bool:
     """Whether the cluster ends the agent, and training with it. An agent that is already ending was
-    at work only if there was work: otherwise it belongs to the last epoch, and was told to stop."""
+    at work only if there was work: otherwise it belongs to the last epoch, which has ended."""
     if not agent.disruption or agent.state is AgentState.STARTING:
         return False
     if agent.state is AgentState.EXITED:

@@ -27,8 +27,8 @@ def node_of(observed: Observed, member: Member) -> NodeView:
 
 
 def silent_s(node: NodeView, state: ControlState, now: float) -> float:
-    """Seconds for which the node's daemon was not heard while the loop was listening."""
-    return now - max(node.heard_at, state.attentive_since)
+    """Seconds without a heartbeat of the node's daemon while the loop was listening."""
+    return now - max(node.heartbeat_at, state.attentive_since)
 
 
 def is_reachable(job: MoETrainingJob, node: NodeView, state: ControlState, now: float) -> bool:

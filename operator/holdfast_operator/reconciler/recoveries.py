@@ -67,11 +67,11 @@ class Recoveries:
         if membership is None:
             return
         if began and state.outcome is None:
-            told = [e.message for e in decision.events if e.reason == EventReason.RECOVERING]
+            causes = [e.message for e in decision.events if e.reason == EventReason.RECOVERING]
             self.all.append(
                 Recovery(
                     epoch=membership.epoch,
-                    cause=told[-1] if told else decision.reason,
+                    cause=causes[-1] if causes else decision.reason,
                     decided_at=time,
                     step_before=self._step,
                 )

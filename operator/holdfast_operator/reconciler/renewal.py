@@ -181,10 +181,10 @@ def outdated_condition(renewal: Renewal, nodes: Iterable[str]) -> Condition | No
     if not old:
         return None
     waiting = [(node, renewal.waiting[node]) for node in old if node in renewal.waiting]
-    told = f"; the one on {waiting[0][0]} waits: {waiting[0][1]}" if waiting else ""
+    waits = f"; the one on {waiting[0][0]} waits: {waiting[0][1]}" if waiting else ""
     return Condition(
         type=ConditionType.DAEMONS_OUTDATED,
         status=True,
         reason="BeingRenewed",
-        message=f"the daemons on {listed(old)} run an older version{told}",
+        message=f"the daemons on {listed(old)} run an older version{waits}",
     )

@@ -49,8 +49,8 @@ def note_copies(look: Look, state: ControlState, membership: Membership) -> Step
     if membership.tier is None:
         return Step(state)
     views = look.observed.views(membership)
-    told = [v.persisted for v in views if v is not None and v.persisted is not None]
-    newest, known = max(told, default=None), state.stored
+    reported = [v.persisted for v in views if v is not None and v.persisted is not None]
+    newest, known = max(reported, default=None), state.stored
     if newest is None or (known is not None and newest <= known):
         return Step(state)
     return Step(replace(state, stored=newest, stored_in=membership.tier.uri))

@@ -28,7 +28,7 @@ from holdfast_operator.reconciler.views import (
 
 ALIKE_MAX = 3
 """Epochs in a row that must end alike before the job's first step for the job to have failed."""
-TOLD_CHARACTERS_MAX = 700
+LINES_CHARACTERS_MAX = 700
 """Characters of last lines in an event or a reason, which Kubernetes cuts at 1024; the status has
 them all."""
 
@@ -92,8 +92,8 @@ def fail_alike(
 
 def with_last_lines(text: str, lines: str) -> str:
     """`text`, and below it the last lines of what failed."""
-    if len(lines) > TOLD_CHARACTERS_MAX:
-        lines = lines[-TOLD_CHARACTERS_MAX:].partition("\n")[2] or lines[-TOLD_CHARACTERS_MAX:]
+    if len(lines) > LINES_CHARACTERS_MAX:
+        lines = lines[-LINES_CHARACTERS_MAX:].partition("\n")[2] or lines[-LINES_CHARACTERS_MAX:]
     return f"{text}; it wrote last:\n{lines}" if lines else text
 
 

@@ -30,9 +30,9 @@ def note_unprotected(look: Look, state: ControlState, membership: Membership) ->
         reason: next((problem for problem in problems if words in problem), "")
         for reason, words in _WORDS.items()
     }
-    told = state.unprotected if problems else frozenset()
-    new = [reason for reason, problem in found.items() if problem and reason not in told]
-    step = Step(replace(state, unprotected=told.union(new)))
+    noted = state.unprotected if problems else frozenset()
+    new = [reason for reason, problem in found.items() if problem and reason not in noted]
+    step = Step(replace(state, unprotected=noted.union(new)))
     for reason in new:
         step = step.post(reason, found[reason], warning=True)
     return step

@@ -94,8 +94,8 @@ class NodeView(Struct, frozen=True, kw_only=True, gc=False):
     name: str
     connected: bool = False
     """Whether the daemon's Control stream is open."""
-    heard_at: float = NEVER
-    """When the daemon's last heartbeat arrived."""
+    heartbeat_at: float = NEVER
+    """Time when the daemon's newest heartbeat arrived."""
     gone: bool = False
     """Whether the adapter has found that the node is not coming back."""
     returning: bool = False
@@ -221,7 +221,7 @@ class FenceNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropJob:
-    """Tell all daemons to free what they hold of the job."""
+    """Have all daemons free what they hold of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

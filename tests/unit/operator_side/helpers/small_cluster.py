@@ -180,7 +180,7 @@ class SmallCluster:
                 candidate_nodes=CandidateNodes(
                     self.server,
                     self.nodes,
-                    daemon_returns=lambda node, heard_at: False,
+                    daemon_returns=lambda node, heartbeat_at: False,
                     requests_of=self.fleet.requests_of,
                     clock=clock,
                 ),

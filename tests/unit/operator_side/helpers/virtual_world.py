@@ -81,7 +81,7 @@ class Daemon:
     alive: bool = True
     port: int = 1
     membership: Membership | None = None
-    heard_at: float = 0.0
+    heartbeat_at: float = 0.0
     lost: set[int] = field(default_factory=set)
     waiting: bool = False
     exits: dict[int, int] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class World:
     def beat(self) -> None:
         for name, daemon in self.daemons.items():
             if daemon.alive:
-                daemon.heard_at = self.now
+                daemon.heartbeat_at = self.now
                 self.unheard.discard(name)
 
     # --- observations of the control loop -----------------------------------------------------
@@ -174,7 +174,7 @@ class World:
         return NodeView(
             name=name,
             connected=daemon.alive,
-            heard_at=daemon.heard_at,
+            heartbeat_at=daemon.heartbeat_at,
             gone=name in self.gone,
             returning=name in self.returning,
             memory_id=daemon.memory_id,

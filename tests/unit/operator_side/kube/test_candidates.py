@@ -33,7 +33,7 @@ class Heard(ControlServer):
 
     def __init__(self, clock: object, *names: str) -> None:
         super().__init__(heartbeat_s=1.0, clock=lambda: 0.0, on_evidence=lambda jobs: None)
-        self.heard = {name: NodeView(name=name, connected=True, heard_at=0.0) for name in names}
+        self.heard = {name: NodeView(name=name, connected=True, heartbeat_at=0.0) for name in names}
 
     def nodes(self) -> dict[str, NodeView]:
         return self.heard
@@ -59,7 +59,7 @@ class Region:
         self.candidates = CandidateNodes(
             self.server,
             self.cache,  # type: ignore[arg-type]
-            daemon_returns=lambda name, heard_at: False,
+            daemon_returns=lambda name, heartbeat_at: False,
             requests_of=lambda key: self.requests.get(key, ()),
             clock=lambda: self.now,
         )

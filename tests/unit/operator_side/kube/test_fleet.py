@@ -187,7 +187,7 @@ def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again()
         await cluster.heard(cluster.fleet.stands)
         (stand,) = cluster.fleet.stands()
         assert stand.groups == (("far",),)
-        assert stand.hold == "its daemons are still being heard"
+        assert stand.hold == "its daemons have not connected yet"
 
     on_a_cluster(test)
 

@@ -11,7 +11,7 @@ from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.kube.api import ApiError, Object
 from holdfast_operator.kube.daemons import DaemonPod, TemplateRevision, read_daemon, read_revision
 from holdfast_operator.kube.metrics import OperatorMetrics
-from holdfast_operator.kube.renewing import ABSENT_S, CATCH_UP_S, TOLD_AFTER_S, Renewing
+from holdfast_operator.kube.renewing import ABSENT_S, CATCH_UP_S, REPORTED_AFTER_S, Renewing
 from holdfast_operator.kube.resources import PODS
 from holdfast_operator.reconciler.renewal import JobStand
 from holdfast_operator.reconciler.views import Event
@@ -131,7 +131,7 @@ def test_a_wait_is_reported_once_it_lasts() -> None:
     desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == []
     assert desk.told == []
-    desk.now += TOLD_AFTER_S
+    desk.now += REPORTED_AFTER_S
     assert desk.turn() == []
     assert desk.told[0][1].message == (
         "the daemon on a keeps its version: job t.j: it is not protected"

@@ -19,7 +19,7 @@ from holdfast_operator.kube.times import micro_timestamp, seconds_of, timestamp
 POD = {"POD_NAME": "op-1", "POD_NAMESPACE": "hf", "POD_IP": "10.0.0.1"}
 
 
-def test_a_pod_knows_itself_from_its_environment_and_flags_override_it() -> None:
+def test_options_default_to_the_pods_environment_and_flags_override_it() -> None:
     options = parse([], POD)
     assert (options.identity, options.namespace, options.address) == ("op-1", "hf", "10.0.0.1")
     assert options.control_port == 7700
@@ -28,7 +28,7 @@ def test_a_pod_knows_itself_from_its_environment_and_flags_override_it() -> None
     assert parse(["--address", "10.0.0.2"], POD).address == "10.0.0.2"
 
 
-def test_storage_locations_are_read_and_what_is_none_is_said(
+def test_storage_locations_are_parsed_and_an_invalid_one_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert parse([], POD).storage_locations == ()
@@ -40,13 +40,13 @@ def test_storage_locations_are_read_and_what_is_none_is_said(
     assert "not a valid path or URI for copies" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_said_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_option_is_an_error_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse([], {"POD_NAME": "op-1"})
     assert "--address is missing: give it, or set POD_IP" in capsys.readouterr().err
 
 
-def test_paths_are_those_of_the_api() -> None:
+def test_paths_of_resources_are_those_of_the_api() -> None:
     assert PODS.path("ns", "p") == "/api/v1/namespaces/ns/pods/p"
     assert PODS.path() == "/api/v1/pods"
     assert NODES.path("ignored", "n0") == "/api/v1/nodes/n0"
@@ -70,23 +70,23 @@ def test_every_defined_metric_can_be_written_and_is_exposed_by_its_name() -> Non
         assert found == 1.0, each.name
 
 
-def test_one_who_waits_for_the_lease_is_well_and_ready() -> None:
+def test_a_replica_that_waits_for_the_lease_is_well_and_ready() -> None:
     waiting = Health(leads=False, ready=False, oldest_look_s=1e6)
     assert (waiting.unwell(), waiting.not_ready()) == ("", "")
 
 
-def test_a_leader_is_ready_once_it_sees() -> None:
-    assert "on their way" in Health(leads=True, ready=False).not_ready()
+def test_a_leader_is_ready_once_its_first_lists_have_arrived() -> None:
+    assert "have not arrived yet" in Health(leads=True, ready=False).not_ready()
     assert Health(leads=True, ready=True).not_ready() == ""
 
 
-def test_what_hangs_makes_a_leader_unwell() -> None:
+def test_a_hanging_job_or_watch_makes_a_leader_unwell() -> None:
     assert "looked at" in Health(leads=True, ready=True, oldest_look_s=LOOK_S_MAX + 1).unwell()
-    deaf = Health(leads=True, ready=True, watches_s=(("pods", WATCH_S_MAX + 1),))
-    assert "watch of pods" in deaf.unwell()
+    silent = Health(leads=True, ready=True, watches_s=(("pods", WATCH_S_MAX + 1),))
+    assert "watch of pods" in silent.unwell()
 
 
-def test_daemons_are_pointed_to_the_leader_and_only_when_they_are_not() -> None:
+def test_the_endpoints_are_written_only_when_they_do_not_name_the_leader() -> None:
     api = FakeApi()
 
     def point(address: str) -> None:
@@ -105,7 +105,7 @@ def test_daemons_are_pointed_to_the_leader_and_only_when_they_are_not() -> None:
     assert verbs == ["get", "create", "get", "get", "update"]
 
 
-def test_an_ipv6_address_has_its_own_kind_of_slice() -> None:
+def test_an_ipv6_address_gets_an_ipv6_slice() -> None:
     assert endpoint_slice("s", "hf", "fd00::1", 7700)["addressType"] == "IPv6"
 
 
@@ -125,51 +125,51 @@ def daemon(
     )
 
 
-def test_a_daemon_that_starts_again_is_noticed_and_one_that_runs_on_is_not() -> None:
+def test_a_restarted_daemon_is_about_to_return_and_a_running_one_is_not() -> None:
     now = [1.0]
     daemons = Daemons(lambda: now[0])
     first = daemon("c1")
     daemons.change(None, first)
     assert daemon("c1") == first
-    assert not daemons.returns("n0", heard_at=0.0)  # who knows how long it has run
+    assert not daemons.returns("n0", heartbeat_at=0.0)  # it may have run for long
     now[0] = 5.0
     daemons.change(first, daemon("c1", running=False))
-    assert daemons.returns("n0", heard_at=4.9)
-    assert not daemons.returns("n0", heard_at=5.1)
-    assert not daemons.returns("n1", heard_at=0.0)
+    assert daemons.returns("n0", heartbeat_at=4.9)
+    assert not daemons.returns("n0", heartbeat_at=5.1)
+    assert not daemons.returns("n1", heartbeat_at=0.0)
 
 
-def test_a_new_pod_of_a_daemon_is_noticed() -> None:
+def test_a_daemon_with_a_new_pod_is_about_to_return() -> None:
     daemons = Daemons(lambda: 3.0)
     daemons.change(None, daemon("c1", running=False))
-    assert daemons.returns("n0", heard_at=2.0)
+    assert daemons.returns("n0", heartbeat_at=2.0)
 
 
-def test_a_daemon_whose_pod_is_being_ended_comes_back_however_late_its_end_is_told() -> None:
+def test_a_daemon_whose_pod_is_being_ended_returns_even_if_its_end_is_reported_late() -> None:
     now = [1.0]
     daemons = Daemons(lambda: now[0])
     first, ending = daemon("c1"), daemon("c1", ending=True)
     daemons.change(first, ending)
-    now[0] = 2.0  # it beats once more, and ends; the kubelet has not said so yet
-    assert daemons.returns("n0", heard_at=2.0)
+    now[0] = 2.0  # it beats once more, and ends; the kubelet has not reported it yet
+    assert daemons.returns("n0", heartbeat_at=2.0)
     now[0] = 9.0
     daemons.change(ending, None)
-    assert daemons.returns("n0", heard_at=2.0)
-    assert not daemons.returns("n0", heard_at=9.5)
+    assert daemons.returns("n0", heartbeat_at=2.0)
+    assert not daemons.returns("n0", heartbeat_at=9.5)
 
 
-def test_the_pod_before_may_go_after_the_next_one_is_ended_too() -> None:
+def test_a_daemon_is_about_to_return_while_one_of_its_pods_is_being_ended() -> None:
     daemons = Daemons(lambda: 0.0)
     first, second = daemon("c1", ending=True), daemon("c2", uid="v", ending=True)
     daemons.change(None, first)
     daemons.change(None, second)
     daemons.change(first, None)
-    assert daemons.returns("n0", heard_at=1.0)
+    assert daemons.returns("n0", heartbeat_at=1.0)
     daemons.change(second, None)
-    assert not daemons.returns("n0", heard_at=1.0)
+    assert not daemons.returns("n0", heartbeat_at=1.0)
 
 
-def test_times_are_written_as_the_api_wants_them_and_read_back() -> None:
+def test_times_are_written_in_the_apis_format_and_read_back() -> None:
     assert timestamp(1_700_000_000.9) == "2023-11-14T22:13:20Z"
     assert micro_timestamp(1_700_000_000.0) == "2023-11-14T22:13:20.000000Z"
     assert seconds_of("2023-11-14T22:13:20Z") == 1_700_000_000.0

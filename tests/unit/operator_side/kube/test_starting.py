@@ -221,7 +221,7 @@ def test_an_attempt_is_newer_than_any_that_was_seen_or_remembered() -> None:
 
 def test_how_long_a_lost_member_was_without_a_pod_is_observed_once() -> None:
     async def test(starting: Starting, trainers: GatedTrainers) -> None:
-        starting.note_loss(0, heard_at=5.0)
+        starting.note_loss(0, heartbeat_at=5.0)
         for _ in range(2):
             starting.want(JOB, starts(0))
             await settle()

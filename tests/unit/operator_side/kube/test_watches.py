@@ -26,7 +26,7 @@ def make_cache() -> tuple[Cache[str], list[tuple[str | None, str | None]]]:
     return cache, changes
 
 
-def test_an_older_form_of_an_object_is_ignored() -> None:
+def test_an_older_version_of_an_object_is_ignored() -> None:
     cache, changes = make_cache()
     cache.put(thing("a", 5, "new"))
     cache.put(thing("a", 4, "old"))
@@ -34,17 +34,17 @@ def test_an_older_form_of_an_object_is_ignored() -> None:
     assert changes == [(None, "new")]
 
 
-def test_the_answer_to_a_write_counts_until_the_watch_is_past_it() -> None:
+def test_the_answer_to_a_write_is_stored_unless_the_watch_is_past_it() -> None:
     cache, _ = make_cache()
     cache.version = 10
-    cache.written(thing("a", 11, "mine"))
+    cache.put_written(thing("a", 11, "mine"))
     assert cache.get("ns", "a") == "mine"
-    # The watch has told that it came and went, before the answer was read.
-    cache.written(thing("b", 9, "gone already"))
+    # The watch showed that it came and went before the answer was read.
+    cache.put_written(thing("b", 9, "gone already"))
     assert cache.get("ns", "b") is None
 
 
-def test_a_list_takes_away_what_is_not_in_it_but_not_what_is_newer() -> None:
+def test_a_list_removes_older_objects_that_are_not_in_it() -> None:
     cache, changes = make_cache()
     cache.put(thing("old", 3, "old"))
     cache.put(thing("newer", 12, "newer"))
@@ -55,7 +55,7 @@ def test_a_list_takes_away_what_is_not_in_it_but_not_what_is_newer() -> None:
 
 
 class Script:
-    """An API server that answers lists and watches as the test says."""
+    """An API server that answers lists and watches with `answers`, one after another."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -85,7 +85,7 @@ class Script:
 
 
 def follow(*answers: Any) -> tuple[Cache[str], Script, list[str]]:
-    """What a watch makes of `answers`."""
+    """Run a watch over `answers`; returns its cache, the server and the restarts."""
     cache, _ = make_cache()
     restarts: list[str] = []
 
@@ -117,7 +117,7 @@ def event(kind: str, found: Object) -> Object:
     return {"type": kind, "object": found}
 
 
-def test_a_watch_lists_once_in_pages_and_resumes_where_it_was() -> None:
+def test_a_watch_lists_once_in_pages_and_resumes_from_the_newest_version() -> None:
     cache, script, _ = follow(
         page("10", thing("a", 3, "a"), following="more"),
         page("10", thing("b", 4, "b")),
@@ -134,7 +134,7 @@ def test_a_watch_lists_once_in_pages_and_resumes_where_it_was() -> None:
     assert all(query["labelSelector"] == "a=b" for query in script.queries)
 
 
-def test_a_watch_that_breaks_off_resumes_and_one_that_is_too_old_lists() -> None:
+def test_a_broken_watch_resumes_and_an_expired_one_lists_again() -> None:
     cache, script, restarts = follow(
         page("10"),
         ApiError("connection reset", status=0),

@@ -10,7 +10,7 @@ from holdfast_operator.reconciler.views import StartAgent
 def test_a_job_waits_until_there_are_enough_daemons() -> None:
     world = World(make_job(spares=0))
     world.kill_daemon("n3")
-    world.daemons["n3"].heard_at = float("-inf")
+    world.daemons["n3"].heartbeat_at = float("-inf")
     world.settle(60.0)
     assert world.actions == []
     status, reason, message = world.condition("Scheduled")

@@ -47,7 +47,7 @@ def test_a_refused_job_waits() -> None:
 def test_what_is_missing_is_named() -> None:
     world = World(make_job(spares=0), nodes=5)
     world.kill_daemon("n0")
-    world.daemons["n0"].heard_at = float("-inf")
+    world.daemons["n0"].heartbeat_at = float("-inf")
     world.cordoned |= {"n1", "n2"}
     world.settle(60.0)
     assert world.actions == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from virtual_world import World, make_job, running
 
 from holdfast_operator.reconciler.counters import Outcome
-from holdfast_operator.reconciler.trainer_failures import ALIKE_MAX, TOLD_CHARACTERS_MAX
+from holdfast_operator.reconciler.trainer_failures import ALIKE_MAX, LINES_CHARACTERS_MAX
 
 LINES = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'numpyy'"
 
@@ -128,6 +128,6 @@ def test_of_many_lines_an_event_has_the_last_and_the_state_has_all() -> None:
     lines = "\n".join(f"line {n:04} {'x' * 80}" for n in range(20))
     world = failing(lines=lines, times=1)
     (told,) = world.told("LastLines")
-    assert len(told) < TOLD_CHARACTERS_MAX + 100 and told.endswith(lines[-80:])
+    assert len(told) < LINES_CHARACTERS_MAX + 100 and told.endswith(lines[-80:])
     assert "it wrote last:\nline 00" in told
     assert world.state.failure is not None and world.state.failure.last_lines == lines
