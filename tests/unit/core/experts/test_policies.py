@@ -34,20 +34,20 @@ def counts(tokens: dict[UnitKey, int], measures: Measures = MEASURED) -> AgreedC
     )
 
 
-def test_only_turns_need_no_counts() -> None:
+def test_only_sequential_selection_needs_no_counts() -> None:
     assert not policy_of(PartialExperts()).needs_counts
     assert policy_of(BY_LOAD).needs_counts
     assert policy_of(Selective()).needs_counts
 
 
-def test_load_aware_selection_takes_k_of_each_layer() -> None:
+def test_load_aware_selection_takes_the_k_busiest_experts_of_each_layer() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
     assert policy_of(BY_LOAD).select(TABLE, found, 1, 1).units == (unit(0, 2), unit(1, 1))
     two = policy_of(BY_LOAD).select(TABLE, found, 2, 1).units
     assert set(two) >= {unit(0, 2), unit(0, 3), unit(1, 0), unit(1, 1)}
 
 
-def test_turns_by_counts_go_on_from_save_to_save_with_what_is_missing_or_overdue() -> None:
+def test_sequential_selection_by_counts_adds_experts_that_are_missing_or_overdue() -> None:
     policy = PartialExperts(experts_per_layer=1)
     found = replace(counts({}), number=4)
     taken = Mark(4, 0)
@@ -61,7 +61,7 @@ def test_turns_by_counts_go_on_from_save_to_save_with_what_is_missing_or_overdue
     assert set(chosen) == {*in_turn, *others[:2]}
 
 
-def test_selective_takes_the_budget_where_tokens_are_at_risk() -> None:
+def test_selective_spends_its_budget_on_experts_with_the_most_tokens_at_risk() -> None:
     found = counts({unit(0, 2): 9, unit(0, 3): 8, unit(1, 1): 1})
     # 1000 bytes/s for 0.2 s: two experts of 100 bytes.
     assert policy_of(Selective()).select(TABLE, found, 1, 1).units == (unit(0, 2), unit(0, 3))
@@ -100,13 +100,13 @@ def test_selective_takes_the_budget_where_tokens_are_at_risk() -> None:
         ),
     ],
 )
-def test_s_total_follows_from_the_job_or_from_measures(
+def test_the_number_of_experts_follows_from_the_job_or_from_measures(
     policy: Selective, measures: Measures, ranks: int, k: int, experts: int
 ) -> None:
     assert experts_total(policy, TABLE, measures, k, ranks).experts == experts
 
 
-def test_what_is_in_every_snapshot_comes_off_the_budget() -> None:
+def test_dense_bytes_of_every_snapshot_are_deducted_from_the_budget() -> None:
     table = replace(TABLE, dense_bytes=120)
     assert experts_total(Selective(), table, Measures(3000, 0, 200_000), 1, 1).experts == 4
 
@@ -120,7 +120,7 @@ def test_what_is_in_every_snapshot_comes_off_the_budget() -> None:
         (Selective(), 1, 6),
     ],
 )
-def test_k_goes_from_what_the_job_says_to_all_experts(
+def test_k_goes_from_the_jobs_value_to_all_experts(
     policy: LossyPolicy, first: int, all_of_them: int
 ) -> None:
     assert policy_of(policy).first_k == first

@@ -1,4 +1,4 @@
-"""Events for people: one for each thing that happened, and never in the way."""
+"""Events for people, which never hold up the operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Desk:
         self.api, self.now, self.dropped = FakeApi(), 0.0, 0
 
     def posted(self, *steps: Callable[[Recorder], None]) -> list[Object]:
-        """What is posted of what `steps` tell."""
+        """Run `steps` on a recorder, and return the events that it posts."""
 
         async def run() -> None:
             recorder = Recorder(
@@ -43,12 +43,12 @@ class Desk:
         self.dropped += 1
 
 
-def tell(event: Event) -> Callable[[Recorder], None]:
+def post(event: Event) -> Callable[[Recorder], None]:
     return lambda recorder: recorder.post(job_resource(), event)
 
 
-def test_an_event_is_about_its_job() -> None:
-    (event,) = Desk().posted(tell(LOST))
+def test_an_event_regards_its_job() -> None:
+    (event,) = Desk().posted(post(LOST))
     assert event["regarding"]["uid"] == "job-uid"
     assert (event["reason"], event["type"], event["note"]) == (
         "Recovering",
@@ -59,7 +59,7 @@ def test_an_event_is_about_its_job() -> None:
     assert event["metadata"]["namespace"] == "team"
 
 
-def test_an_event_may_be_about_another_kind_of_object() -> None:
+def test_an_event_can_regard_another_kind_of_object() -> None:
     about = {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
@@ -71,31 +71,31 @@ def test_an_event_may_be_about_another_kind_of_object() -> None:
     assert event["regarding"]["kind"] == "DaemonSet"
 
 
-def test_the_same_words_are_not_said_again_and_again() -> None:
+def test_the_same_event_is_posted_at_most_once_per_interval() -> None:
     desk = Desk()
 
     def later(recorder: Recorder) -> None:
         desk.now += REPEAT_S
 
-    assert len(desk.posted(tell(LOST), tell(LOST), later, tell(LOST))) == 2
+    assert len(desk.posted(post(LOST), post(LOST), later, post(LOST))) == 2
 
 
 def test_a_refused_event_is_counted_and_the_next_is_posted() -> None:
     desk = Desk()
     desk.api.refuse = ApiError("no", status=403)
     other = Event(reason="Running", message="on we go")
-    (event,) = desk.posted(tell(LOST), tell(other))
+    (event,) = desk.posted(post(LOST), post(other))
     assert event["reason"] == "Running"
     assert desk.dropped == 1
 
 
-def test_a_flood_is_dropped_and_not_waited_for() -> None:
+def test_events_beyond_the_queue_are_dropped_and_counted() -> None:
     desk = Desk()
-    flood = [tell(Event(reason="Flood", message=str(i))) for i in range(WAITING_MAX + 5)]
+    flood = [post(Event(reason="Flood", message=str(i))) for i in range(WAITING_MAX + 5)]
     assert len(desk.posted(*flood)) == WAITING_MAX
     assert desk.dropped == 5
 
 
-def test_long_notes_are_cut_to_what_the_api_takes() -> None:
-    (event,) = Desk().posted(tell(Event(reason="Long", message="x" * 5000)))
+def test_a_note_is_cut_to_the_length_that_the_api_accepts() -> None:
+    (event,) = Desk().posted(post(Event(reason="Long", message="x" * 5000)))
     assert len(event["note"]) == 1024

@@ -73,15 +73,15 @@ def drops(server: Server, *members: str) -> int:
     return server.drops
 
 
-def test_it_ends_when_no_daemon_holds_anything_of_the_job() -> None:
+def test_freeing_ends_once_no_daemon_holds_anything_of_the_job() -> None:
     server = Server(holding={"n0"}, connected={"n0"})
     assert drops(server, "n0") == 2
     assert not server.holding
 
 
-def test_a_daemon_that_was_not_heard_yet_is_waited_for_but_not_for_ever() -> None:
+def test_freeing_waits_a_limited_time_for_a_daemon_that_has_not_connected_yet() -> None:
     assert drops(Server(), "n0") == 2
 
 
-def test_a_daemon_that_is_away_does_not_hold_the_job_back() -> None:
+def test_freeing_does_not_wait_for_a_daemon_that_has_disconnected() -> None:
     assert drops(Server(holding={"n0"}, away={"n0"}), "n0") == 1

@@ -19,7 +19,7 @@ CALM = {"detection": {"heartbeatSeconds": 60, "missedHeartbeats": 5}}
 
 
 def two_members(**spec: object) -> Object:
-    """A job of two nodes of a rank each, whose daemons need not be heard often."""
+    """A job of two nodes of a rank each, whose daemons send heartbeats rarely."""
     given: dict[str, Any] = {
         "nprocPerNode": 1,
         "parallelism": {"dp": 2},
@@ -39,7 +39,7 @@ def rendered(view: RenderableType) -> str:
 
 
 def reasons(cluster: SmallCluster) -> set[str]:
-    """Of the events that were posted."""
+    """Reasons of the events that were posted."""
     posted = [body for (kind, _, _), body in cluster.api.objects.items() if kind == EVENTS.plural]
     return {body["reason"] for body in posted}
 
@@ -67,7 +67,7 @@ def test_a_job_gets_its_pods_and_runs() -> None:
 
 
 @pytest.mark.parametrize("insecure", [False, True])
-def test_every_job_of_a_cluster_without_identity_says_so(insecure: bool) -> None:
+def test_only_jobs_of_an_insecure_cluster_have_the_condition_insecure(insecure: bool) -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
@@ -81,7 +81,7 @@ def test_every_job_of_a_cluster_without_identity_says_so(insecure: bool) -> None
     on_a_cluster(test, insecure=insecure)
 
 
-def test_a_lost_rank_leads_to_one_new_epoch_and_the_same_pods() -> None:
+def test_a_lost_rank_leads_to_one_new_epoch_with_the_same_pods() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
@@ -95,7 +95,7 @@ def test_a_lost_rank_leads_to_one_new_epoch_and_the_same_pods() -> None:
     on_a_cluster(test)
 
 
-def test_a_look_at_which_nothing_moved_writes_nothing() -> None:
+def test_a_look_without_changes_writes_no_status() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
@@ -108,7 +108,7 @@ def test_a_look_at_which_nothing_moved_writes_nothing() -> None:
     on_a_cluster(test)
 
 
-def test_a_document_that_is_not_understood_is_refused_until_it_is_mended() -> None:
+def test_an_invalid_job_is_refused_until_it_is_corrected() -> None:
     wrong = two_members(parallelism={"dp": 7})
     mended = {**JOB, "metadata": {**JOB["metadata"], "generation": 4}}
 
@@ -124,7 +124,7 @@ def test_a_document_that_is_not_understood_is_refused_until_it_is_mended() -> No
     on_a_cluster(test)
 
 
-def test_pods_that_the_cluster_would_not_take_are_told_of_once_and_not_created() -> None:
+def test_a_job_whose_pods_the_cluster_refuses_gets_an_event_and_no_pods() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
         cluster.api.refuse_next("create", PODS, ApiError("privileged", status=403))
@@ -134,7 +134,7 @@ def test_pods_that_the_cluster_would_not_take_are_told_of_once_and_not_created()
     on_a_cluster(test)
 
 
-def test_a_request_that_fails_is_tried_again() -> None:
+def test_a_failed_request_is_repeated() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.api.refuse_next("patch", JOBS, ApiError("busy", status=500))
         cluster.apply(JOB)
@@ -143,7 +143,7 @@ def test_a_request_that_fails_is_tried_again() -> None:
     on_a_cluster(test)
 
 
-def test_a_job_that_is_deleted_leaves_no_pods_and_no_memory() -> None:
+def test_a_deleted_job_leaves_no_pods_and_no_memory() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
@@ -156,7 +156,7 @@ def test_a_job_that_is_deleted_leaves_no_pods_and_no_memory() -> None:
     on_a_cluster(test)
 
 
-def test_a_loop_that_starts_again_goes_on_where_the_last_one_was() -> None:
+def test_a_restarted_operator_keeps_a_jobs_epoch_restarts_and_pods() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
@@ -173,7 +173,7 @@ def test_a_loop_that_starts_again_goes_on_where_the_last_one_was() -> None:
     on_a_cluster(test)
 
 
-def test_pods_of_an_earlier_job_of_that_name_are_not_taken_for_its_own() -> None:
+def test_a_new_job_does_not_use_pods_of_an_earlier_job_of_its_name() -> None:
     async def test(cluster: SmallCluster) -> None:
         cluster.runs_pods = False
         cluster.apply(JOB)

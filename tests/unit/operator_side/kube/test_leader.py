@@ -14,7 +14,7 @@ from holdfast_operator.kube.resources import LEASES
 
 
 class Clock:
-    """Time that passes when somebody sleeps."""
+    """Time that passes only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ def lease(api: FakeApi) -> Object:
     return found
 
 
-def test_the_first_makes_the_lease_and_leads(clock: Clock) -> None:
+def test_the_first_candidate_creates_the_lease_and_leads(clock: Clock) -> None:
     api = FakeApi()
     first = candidate(api, clock, "a")
     asyncio.run(first.acquire())
@@ -57,7 +57,7 @@ def test_the_first_makes_the_lease_and_leads(clock: Clock) -> None:
     assert lease(api)["spec"]["leaseTransitions"] == 1
 
 
-def test_another_waits_until_the_lease_was_seen_unchanged_for_its_duration(clock: Clock) -> None:
+def test_a_second_candidate_waits_until_the_lease_has_expired(clock: Clock) -> None:
     api = FakeApi()
     asyncio.run(candidate(api, clock, "a").acquire())
     second = candidate(api, clock, "b")
@@ -67,7 +67,7 @@ def test_another_waits_until_the_lease_was_seen_unchanged_for_its_duration(clock
     assert lease(api)["spec"]["leaseTransitions"] == 2
 
 
-def test_a_container_that_starts_again_takes_its_own_lease_at_once(clock: Clock) -> None:
+def test_a_restarted_container_takes_its_own_lease_at_once(clock: Clock) -> None:
     api = FakeApi()
     asyncio.run(candidate(api, clock, "a").acquire())
     asyncio.run(candidate(api, clock, "a").acquire())
@@ -75,7 +75,7 @@ def test_a_container_that_starts_again_takes_its_own_lease_at_once(clock: Clock)
     assert lease(api)["spec"]["leaseTransitions"] == 1
 
 
-def test_a_lease_that_was_given_back_is_free(clock: Clock) -> None:
+def test_a_lease_that_was_given_back_can_be_taken_at_once(clock: Clock) -> None:
     api = FakeApi()
     first = candidate(api, clock, "a")
     asyncio.run(first.acquire())
@@ -85,7 +85,7 @@ def test_a_lease_that_was_given_back_is_free(clock: Clock) -> None:
     assert clock.now == 0.0
 
 
-def test_a_leader_whose_lease_another_took_stops(clock: Clock) -> None:
+def test_a_leader_stops_when_another_process_holds_its_lease(clock: Clock) -> None:
     api = FakeApi()
     first = candidate(api, clock, "a")
     asyncio.run(first.acquire())
@@ -99,7 +99,7 @@ def test_a_leader_whose_lease_another_took_stops(clock: Clock) -> None:
     assert lease(api)["spec"]["holderIdentity"] == "b"
 
 
-def test_a_leader_that_cannot_renew_stops_before_anybody_may_follow(clock: Clock) -> None:
+def test_a_leader_that_cannot_renew_stops_before_its_lease_expires(clock: Clock) -> None:
     class Away(FakeApi):
         away = False
 
@@ -117,7 +117,7 @@ def test_a_leader_that_cannot_renew_stops_before_anybody_may_follow(clock: Clock
     assert clock.now < LEASE_S
 
 
-def test_two_that_see_a_free_lease_do_not_both_lead(clock: Clock) -> None:
+def test_a_candidate_that_loses_the_race_for_a_free_lease_does_not_lead_yet(clock: Clock) -> None:
     class Racing(FakeApi):
         async def get(self, *where: Any) -> Object:
             found = await super().get(*where)

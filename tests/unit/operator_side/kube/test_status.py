@@ -53,7 +53,7 @@ def running() -> World:
     return world
 
 
-def test_a_job_at_work_says_so_in_one_word_and_in_numbers() -> None:
+def test_the_status_of_a_running_job_has_its_phase_and_numbers() -> None:
     world = running()
     found = status(world, pods={(0, "n0"): "job-0-1"})
     assert found["phase"] == "Running"
@@ -71,7 +71,7 @@ def test_a_job_at_work_says_so_in_one_word_and_in_numbers() -> None:
     assert "problem" not in found
 
 
-def test_the_status_says_what_protection_takes_of_the_network() -> None:
+def test_the_status_has_the_rate_at_which_protection_fetches() -> None:
     world = running()
     assert status(world)["protectionTraffic"]["nodeBytesPerSecond"] == 0
     world.fetched = {"n0": 123_456_789.0, "n1": 998.0, "n2": 1e6}
@@ -92,13 +92,13 @@ def test_the_status_says_what_protection_takes_of_the_network() -> None:
     assert "protectionTraffic" not in status(alone)
 
 
-def test_a_rate_that_fades_is_shown_as_nothing_in_the_end() -> None:
+def test_a_rate_that_is_nearly_zero_is_shown_as_zero() -> None:
     world = running()
     world.fetched = {"n0": 999.0}
     assert status(world)["protectionTraffic"]["bytesPerSecond"] == 0
 
 
-def test_a_job_that_waits_says_what_for() -> None:
+def test_the_status_of_a_waiting_job_has_its_problem() -> None:
     world = World(virtual_job(), nodes=1)
     world.look()
     found = status(world)
@@ -107,7 +107,7 @@ def test_a_job_that_waits_says_what_for() -> None:
     assert "startedAt" not in found
 
 
-def test_what_an_operator_must_not_forget_comes_back_from_the_status() -> None:
+def test_epoch_and_counters_are_restored_from_the_status() -> None:
     world = running()
     world.daemons["n1"].lost.add(1)
     world.settle(5.0)
@@ -118,17 +118,17 @@ def test_what_an_operator_must_not_forget_comes_back_from_the_status() -> None:
     assert state.restarts == pytest.approx(world.state.restarts, abs=0.001)
 
 
-def test_a_transition_time_changes_with_the_status_alone() -> None:
+def test_a_transition_time_changes_only_with_the_conditions_status() -> None:
     first = Condition(type=ConditionType.RUNNING, status=True, reason="A", message="x")
-    told = {"conditions": msgspec.to_builtins(conditions_of((first,), 1, {}, "t1"))}
-    (other_words,) = conditions_of((replace(first, reason="B"),), 2, told, "t2")
+    earlier = {"conditions": msgspec.to_builtins(conditions_of((first,), 1, {}, "t1"))}
+    (other_words,) = conditions_of((replace(first, reason="B"),), 2, earlier, "t2")
     assert other_words.last_transition_time == "t1"
     assert (other_words.reason, other_words.observed_generation) == ("B", 2)
-    (ended,) = conditions_of((replace(first, status=False),), 2, told, "t3")
+    (ended,) = conditions_of((replace(first, status=False),), 2, earlier, "t3")
     assert ended.last_transition_time == "t3"
 
 
-def test_a_refused_job_says_why_and_keeps_what_was_known() -> None:
+def test_the_status_of_a_refused_job_has_the_reason_and_keeps_earlier_fields() -> None:
     resource = job_resource()
     resource["status"] = {"counters": {"epoch": 4}, "conditions": [{"type": "Running"}]}
     found = refusal_status(resource, "InvalidTemplate", "no image", "t1")
@@ -139,7 +139,7 @@ def test_a_refused_job_says_why_and_keeps_what_was_known() -> None:
     assert found["observedGeneration"] == 3
 
 
-def test_steps_and_words_can_wait_and_everything_else_cannot() -> None:
+def test_the_essence_of_a_status_changes_with_a_lost_rank_and_not_with_steps() -> None:
     world = running()
     before = status(world)
     world.settle(2.0)
@@ -149,7 +149,7 @@ def test_steps_and_words_can_wait_and_everything_else_cannot() -> None:
     assert essence(status(world)) != essence(before)
 
 
-def test_the_step_stays_when_the_ranks_have_gone_but_not_across_a_recovery() -> None:
+def test_the_step_is_kept_without_ranks_but_not_across_a_recovery() -> None:
     world = running()
     silent = replace(world.decision.state, membership=None, epoch=5, started_from=311)
     world.decision = replace(world.decision, state=silent)
@@ -157,7 +157,7 @@ def test_the_step_stays_when_the_ranks_have_gone_but_not_across_a_recovery() -> 
     assert status(world, {"step": 400, "epoch": 4})["step"] == 311
 
 
-def test_recoveries_survive_in_the_status() -> None:
+def test_recoveries_are_written_to_the_status_and_read_back() -> None:
     over = Recovery(
         epoch=2,
         cause="rank 1 lost",
@@ -221,7 +221,7 @@ def test_an_unchanged_status_is_not_written() -> None:
     assert writing.counts == ["written"]
 
 
-def test_news_that_can_wait_are_kept_back() -> None:
+def test_a_new_step_waits_for_the_interval_and_a_new_phase_does_not() -> None:
     writing = Writing()
     writing.write(phase="Running", step=1)
     writing.now = 1.9
@@ -235,7 +235,7 @@ def test_news_that_can_wait_are_kept_back() -> None:
 
 
 class SlowApi(FakeApi):
-    """Answers no write of a status before it is let."""
+    """An API server that answers writes of a status only once `gate` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class SlowApi(FakeApi):
         return await super().replace(resource, namespace, body, subresource)
 
 
-def test_what_can_wait_holds_nobody_up_and_what_cannot_goes_first() -> None:
+def test_a_slow_write_blocks_no_caller_and_an_urgent_status_replaces_it() -> None:
     async def scenario() -> None:
         writing = Writing(SlowApi())
         api = writing.api
@@ -271,7 +271,7 @@ def test_what_can_wait_holds_nobody_up_and_what_cannot_goes_first() -> None:
     asyncio.run(scenario())
 
 
-def test_a_change_by_somebody_else_is_read_and_not_overwritten() -> None:
+def test_a_change_by_another_client_is_read_and_not_overwritten() -> None:
     writing = Writing()
     changed = job_resource(suspend=True)
     writing.api.put(JOBS, changed)
@@ -281,7 +281,7 @@ def test_a_change_by_somebody_else_is_read_and_not_overwritten() -> None:
     assert writing.stored["status"] == {"phase": "Running"}
 
 
-def test_another_job_of_the_name_gets_no_status_of_this_one() -> None:
+def test_a_new_job_of_the_same_name_does_not_get_the_old_status() -> None:
     writing = Writing()
     other = job_resource()
     other["metadata"]["uid"] = "another"
@@ -290,7 +290,7 @@ def test_another_job_of_the_name_gets_no_status_of_this_one() -> None:
     assert "status" not in writing.stored
 
 
-def test_a_status_that_could_not_be_written_is_tried_again() -> None:
+def test_a_status_that_could_not_be_written_is_written_at_the_next_call() -> None:
     writing = Writing()
     writing.api.refuse = ApiError("no answer", status=0)
     assert not writing.write(phase="Running")
@@ -298,13 +298,13 @@ def test_a_status_that_could_not_be_written_is_tried_again() -> None:
     assert writing.counts == ["failed", "written"]
 
 
-def test_lost_tokens_are_in_the_status_and_an_unknown_condition_is_unknown() -> None:
+def test_lost_tokens_are_in_the_status_and_their_condition_is_unknown_before_a_report() -> None:
     world = World(virtual_job(spec={"snapshot": {"policy": {"type": "PartialExperts"}}}))
     world.settle(3.0)
     before = status(world)
     assert "tokenLoss" not in before
-    told = {c["type"]: (c["status"], c["reason"]) for c in before["conditions"]}
-    assert told["TokenLossWithinLimit"] == ("Unknown", "NotReported")
+    conditions = {c["type"]: (c["status"], c["reason"]) for c in before["conditions"]}
+    assert conditions["TokenLossWithinLimit"] == ("Unknown", "NotReported")
     report = LossReport(
         ranks=4,
         k=2,
