@@ -117,9 +117,9 @@ def _training(
 
     try:
         yield follow()
-        _, told = process.communicate(timeout=WITHIN_S)
+        _, errors = process.communicate(timeout=WITHIN_S)
         if process.returncode != 0:
-            raise RuntimeError(f"the example trainer failed:\n{told.decode()[-4000:]}")
+            raise RuntimeError(f"the example trainer failed:\n{errors.decode()[-4000:]}")
     finally:
         process.kill()
         process.wait()

@@ -2,7 +2,8 @@
 
 It holds this checkout's files, the wheels that `machine.toml` does not find there, and the
 distribution's metadata, by which torchrun finds our rendezvous. Refuses a bundle that is too large
-or that imports a package nobody brings; proving that it runs is the tests' part.
+or that imports a package which neither it nor the machine has; proving that it runs is the tests'
+part.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def make(out: Path, wheels: Path, machine: dict[str, Any]) -> None:
     if missing := unresolved(new, machine):
         raise BundleError(
             "these modules are imported, and neither brought nor installed there: "
-            f"{', '.join(missing)}; say in {_name(MACHINE)} where they come from"
+            f"{', '.join(missing)}; state in {_name(MACHINE)} where they come from"
         )
     _write_metadata(new)
     shutil.rmtree(out, ignore_errors=True)
@@ -88,8 +89,8 @@ def wheels_for(machine: dict[str, Any], cache: Path) -> Path:
     Raises:
         BundleError: a package has no wheel for that machine, or there is no network.
     """
-    said = MACHINE.read_bytes() + CONSTRAINTS.read_bytes()
-    folder = cache / f"gpu-wheels-{hashlib.sha256(said).hexdigest()[:16]}"
+    content = MACHINE.read_bytes() + CONSTRAINTS.read_bytes()
+    folder = cache / f"gpu-wheels-{hashlib.sha256(content).hexdigest()[:16]}"
     if folder.is_dir():
         return folder
     new = folder.with_name(folder.name + ".new")

@@ -59,7 +59,7 @@ class Record:
     state: State
     seconds: float = 0.0
     facts: Mapping[str, object] = field(default_factory=dict)
-    """The machine, or what a module of figures says of what it measured."""
+    """The machine, or facts that a module of figures records about its measurements."""
     tests: Sequence[Mapping[str, Any]] = ()
     """`test`, `outcome`, `seconds` and `reason` of each."""
     figures: Sequence[Mapping[str, Any]] = ()

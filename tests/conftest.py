@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Skip tests marked `gpu` where there is none; imports torch only if there are such tests.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    # A process has one fork server, and whoever starts it first decides what it has imported.
+    # A process has one fork server, and what starts it first decides what it has imported.
     if daemons := sys.modules.get("daemons"):  # some test forks daemons
         daemons.warm_up()
     marked = [item for item in items if item.get_closest_marker("gpu")]

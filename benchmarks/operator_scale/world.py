@@ -196,9 +196,9 @@ class World:
     async def _listen(self) -> None:
         assert self._daemons.stdout is not None
         while line := await self._daemons.stdout.readline():
-            said = json.loads(line)
-            key = (said["job"], said["epoch"], said["event"])
-            self.epochs.setdefault(key, said["at"])
+            event = json.loads(line)
+            key = (event["job"], event["epoch"], event["event"])
+            self.epochs.setdefault(key, event["at"])
 
     async def _sample(self) -> None:
         while True:

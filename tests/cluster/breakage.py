@@ -58,7 +58,7 @@ def _take(descriptor: int, leave_bytes: int) -> None:
     space = os.fstatvfs(descriptor)
     more = space.f_bavail * space.f_frsize - leave_bytes
     if more > 0:
-        with suppress(OSError):  # somebody else was quicker
+        with suppress(OSError):  # another process was quicker
             os.posix_fallocate(descriptor, os.fstat(descriptor).st_size, more)
 
 
@@ -115,7 +115,7 @@ def throttled(device: str, bytes_s: int) -> Iterator[None]:
 
 
 def release_disks(home: Path) -> None:
-    """Give back the loop devices of images below `home` that somebody left."""
+    """Give back the loop devices of images below `home` that were left behind."""
     listed = run("losetup", "--list", "--json").strip()
     for entry in json.loads(listed)["loopdevices"] if listed else []:
         if Path(entry["back-file"]).is_relative_to(home):

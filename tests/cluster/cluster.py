@@ -6,9 +6,9 @@
         cluster.kill_node("node2")
 
 A cluster occupies a slot, which gives it names and addresses. Slot 0 belongs to `make cluster`;
-tests take the first free one of the others, so that both run side by side. Whoever starts a cluster
-in a slot first clears what a crashed predecessor left there, and only that: processes are known by
-pid and start time, everything else by the slot's name.
+tests take the first free one of the others, so that both run side by side. A process that starts a
+cluster in a slot first clears what a crashed predecessor left there, and only that: processes are
+known by pid and start time, everything else by the slot's name.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Cluster:
 
     @classmethod
     def running(cls, slot: int = slots.PERSONS_SLOT) -> Self:
-        """The cluster that runs in `slot`; whoever started it goes on owning it.
+        """The cluster that runs in `slot`; the process that started it goes on owning it.
 
         Raises:
             ClusterError: when there is none.
@@ -144,7 +144,7 @@ class Cluster:
         self.wait_ready()
 
     def stop(self) -> None:
-        """End everything that runs in this slot, whoever started it, and delete its files."""
+        """End all processes in this slot, also those of others, and delete its files."""
         homes = self.home.glob("node*[0-9]")
         nodes = [self._node(int(home.name.removeprefix("node"))) for home in homes]
         for node in nodes:

@@ -34,7 +34,7 @@ from holdfast_protos import codec, control_pb2, control_pb2_grpc
 REDIAL_S = 0.1
 
 CLOSING_S = 0.25
-"""aiohttp ends TLS connections beside its `close`, and tells nobody when it has; its guide asks for
+"""aiohttp ends TLS connections beside its `close`, without a sign when it has; its guide asks for
 such a pause."""
 
 

@@ -12,7 +12,7 @@ from holdfast_protos import codec, trainer_pb2, trainer_pb2_grpc
 
 
 def hello(cluster: Cluster, node: str, token: str, job: str) -> int:
-    """The epoch that the bearer of `token` is told of the job with the key `job`.
+    """The epoch of the job with the key `job`, as the bearer of `token` learns it.
 
     Raises:
         HoldfastError: what the daemon refuses it with.

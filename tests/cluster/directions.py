@@ -1,5 +1,5 @@
-"""What `make cluster` tells whoever started it: commands that work as they are printed, and the
-values and the job that they name."""
+"""What `make cluster` prints at the end: commands that work as they are printed, and the values and
+the job that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a cluster for whoever looks for the cause of a failure: logs, objects, events."""
+"""What is kept of a cluster to find the cause of a failure: logs, objects, events."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _bootstrap(archive: Path) -> None:
         for name in _UNNEEDED:
             shutil.rmtree(rootfs / name, ignore_errors=True)
             (rootfs / name).mkdir()
-        # What the bootstrap leaves of this machine; and packages are installed by nobody later.
+        # What the bootstrap leaves of this machine; and no packages are installed later.
         for name in ("etc/resolv.conf", "etc/hostname", "etc/apt/sources.list"):
             (rootfs / name).unlink(missing_ok=True)
         new = archive.with_suffix(".new")

@@ -89,7 +89,7 @@ class Network:
         return any(name.startswith(f"{self.prefix}-") for name in _namespaces())
 
     def cut(self, node: int) -> None:
-        """Take the node's link down: it reaches nobody, and nobody reaches it."""
+        """Take the node's link down: it reaches no node, and no node reaches it."""
         run(*self._ip("link", "set", self._link_of(node), "down"))
 
     def heal(self, node: int) -> None:

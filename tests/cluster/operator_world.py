@@ -102,8 +102,8 @@ class World:
         events = self.items("events", "--field-selector", chosen)
         return [(event["reason"], event["message"]) for event in events]
 
-    def told(self, name: str, reason: str, part: str = "") -> None:
-        """Return once an event says so."""
+    def wait_event(self, name: str, reason: str, part: str = "") -> None:
+        """Return once the job has an event with this reason, and `part` in its message."""
         wait_for(
             f"the event {reason} {part!r}",
             lambda: any(r == reason and part in m for r, m in self.events(name)),

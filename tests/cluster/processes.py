@@ -1,6 +1,6 @@
 """The long-lived processes of one cluster: started, recorded, found again and killed.
 
-A record holds the pid *and* the start time, so that whoever comes after a crash ends exactly the
+A record holds the pid *and* the start time, so that a run after a crash ends exactly the
 processes of that cluster, and never one that was given the same pid.
 """
 

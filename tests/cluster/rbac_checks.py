@@ -200,7 +200,7 @@ def _events(scene: Scene) -> bool:
 
 
 def _change_daemons(scene: Scene) -> None:
-    scene.seen = str(_told_of_daemons(scene))
+    scene.seen = str(_renewal_events(scene))
     scene.holdfast.change_daemons(scene.name)
 
 
@@ -209,8 +209,8 @@ def _daemons_for_a_new_leader(scene: Scene) -> None:
     _change_daemons(scene)
 
 
-def _told_of_daemons(scene: Scene) -> int:
-    """How many events there are of the renewal of daemons."""
+def _renewal_events(scene: Scene) -> int:
+    """Number of events about the renewal of daemons."""
     chosen = "regarding.kind=DaemonSet,reason=RenewingDaemon"
     words = ("events.events.k8s.io", "-n", NAMESPACE, "--field-selector", chosen)
     return len(scene.cluster.get(*words)["items"])
@@ -227,7 +227,7 @@ GET_POD = Permission(verb="get", group="", resource="pods")
 
 CHECKS = {
     "jobs-watch": Check(provoke=_job_of_a_new_leader, done=Scene.status, changes_leader=True),
-    # Nobody may grant what he may not do.
+    # An account may grant only what it may do itself.
     "jobs-get": Check(
         provoke=Scene.job,
         done=lambda scene: scene.find("role", f"{scene.name}-trainer"),
@@ -273,7 +273,7 @@ CHECKS = {
     ),
     "daemons-events": Check(
         provoke=_change_daemons,
-        done=lambda scene: _told_of_daemons(scene) > int(scene.seen),
+        done=lambda scene: _renewal_events(scene) > int(scene.seen),
         again=True,
         values=RENEWAL,
     ),

@@ -20,17 +20,17 @@ TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """What the catalogue says of a job."""
+class Catalogued:
+    """Contents of the catalogue about a job."""
 
     nodes: frozenset[str]
-    """Whose daemons have said what they hold."""
+    """Nodes whose daemons have reported what they hold."""
     protected: dict[int, Generation]
     """Rank → the newest generation that is protected."""
 
 
-def told(holdfast: Holdfast, job: str) -> Told:
-    """What is known of the job with the key `job`.
+def catalogued(holdfast: Holdfast, job: str) -> Catalogued:
+    """Contents of the catalogue about the job with the key `job`.
 
     Raises:
         ClusterError: there is no Redis.
@@ -40,7 +40,7 @@ def told(holdfast: Holdfast, job: str) -> Told:
         # Its types do not know that answers are decoded.
         stages: Any = redis.hgetall(f"holdfast:job:{job}:stages")
         nodes: Any = redis.hkeys(f"holdfast:job:{job}:state")
-    return Told(
+    return Catalogued(
         nodes=frozenset(nodes),
         protected={
             int(name.partition(":")[0]): Generation.parse(text)

@@ -175,7 +175,7 @@ class ControlPlane:
 
 
 def _identity(name: str) -> str:
-    """User, id and groups of whoever has the kubeconfig `name`, as the token file wants them."""
+    """User, id and groups of the bearer of the kubeconfig `name`, as the token file wants them."""
     if name == ADMIN:
         return f"{name},{name},system:masters"
     if name in _COMPONENTS:

@@ -18,7 +18,7 @@ import breakage
 from holdfast_system import Job
 from machine import ClusterError, wait_for
 from redis import RedisError
-from redis_catalogue import Told, told
+from redis_catalogue import Catalogued, catalogued
 from survival import Fault, Run
 
 WAIT_S = 90.0
@@ -53,7 +53,7 @@ class Shortages:
     slow_node: str
     slow_device: str
     """The disk of that node."""
-    catalogue: dict[str, Told] = field(default_factory=dict)
+    catalogue: dict[str, Catalogued] = field(default_factory=dict)
     """What Redis said "before" it was taken away, and "afterwards"."""
     full: FullMemory | None = None
     write_s: float = 0.0
@@ -77,18 +77,18 @@ class Shortages:
     # --- Redis ------------------------------------------------------------------------------------
 
     def _take_redis_away(self, run: Run) -> str:
-        self.catalogue["before"] = _wait_told(run)
+        self.catalogue["before"] = _wait_catalogue(run)
         run.holdfast.scale_redis(0)
         return "Redis, for a while"
 
     def _bring_redis_back(self, run: Run) -> None:
         run.holdfast.scale_redis(1)
-        self.catalogue["afterwards"] = _wait_told(run)
+        self.catalogue["afterwards"] = _wait_catalogue(run)
 
     # --- memory -----------------------------------------------------------------------------------
 
     def _crash_in_full_memory(self, run: Run) -> str:
-        """Somebody else's file takes all the room behind the daemon's back, and a rank crashes."""
+        """A file of another process takes all the room, and a rank crashes."""
         job = run.job
         _, node = job.member(1)
         before = job.status()
@@ -158,15 +158,15 @@ def _sum_of(series: str, metrics: str) -> float:
     return sum(map(float, found))
 
 
-def _wait_told(run: Run) -> Told:
-    """What the catalogue says, once it has caught up with the job."""
+def _wait_catalogue(run: Run) -> Catalogued:
+    """Contents of the catalogue, once it has caught up with the job."""
     job = run.job
     now = job.status()
     nodes = {member["node"] for member in now["members"]}
 
-    def caught_up() -> Told | None:
+    def caught_up() -> Catalogued | None:
         with suppress(ClusterError, RedisError):  # it is being started
-            found = told(run.holdfast, f"{job.namespace}.{job.name}")
+            found = catalogued(run.holdfast, f"{job.namespace}.{job.name}")
             steps = [generation.step for generation in found.protected.values()]
             if nodes <= found.nodes and len(steps) == len(nodes):
                 return found if min(steps) >= now["protectedStep"] else None

@@ -34,7 +34,7 @@ def take(slot: int | None) -> tuple[int, IO[str]]:
         else:
             return number, file
     raise ClusterError(
-        f"somebody else is starting or using the cluster in slot {slot}"
+        f"another process is starting or using the cluster in slot {slot}"
         if slot is not None
         else f"all {len(wanted)} slots for test clusters are in use"
     )

@@ -68,7 +68,7 @@ class Run:
     protected: dict[str, int] = field(default_factory=dict)
     """Kind of fault → the newest protected step that the status knew before it."""
     behind: dict[str, int] = field(default_factory=dict)
-    """Kind of fault → by how many steps parity was behind training then, as the status told."""
+    """Kind of fault → by how many steps parity was behind training then, as the status showed."""
     broken: str = ""
     """The node that the last fault hit."""
     lasting: ExitStack = field(default_factory=ExitStack)
@@ -157,7 +157,7 @@ class Run:
 
 
 def _recoveries(status: dict[str, Any]) -> list[Recovery]:
-    """The recoveries that a job's status tells of, with the epochs that they began."""
+    """The recoveries in a job's status, with the epochs that they began."""
     return [replace(each, epoch=_epoch_in(each.cause)) for each in recoveries_of(status)]
 
 

@@ -48,15 +48,15 @@ class Installation:
         ready = {node for node, pod in self.daemons().items() if _is_ready(pod)}
         return self.holdfast.renewed() == len(nodes) and ready == nodes
 
-    def told(self, part: str) -> list[str]:
-        """What the events of the DaemonSet say about replacing daemons, with these words."""
+    def renewals(self, part: str) -> list[str]:
+        """Notes of the DaemonSet's events about replacing daemons that contain `part`."""
         chosen = "regarding.kind=DaemonSet,reason=RenewingDaemon"
         words = ("events.events.k8s.io", "-n", NAMESPACE, "--field-selector", chosen)
         notes = [event["note"] for event in self.cluster.get(*words)["items"]]
         return [note for note in notes if part in note]
 
     def outdated(self) -> str:
-        """What the job is told of daemons of an older version; empty when there are none."""
+        """Message of the job's condition about older daemons; empty when there are none."""
         return str(self.job.condition("DaemonsOutdated").get("message", ""))
 
     def protected_after(self, before: Document) -> Document:
@@ -111,15 +111,15 @@ def test_a_new_version_takes_one_daemon_of_a_group_at_a_time_and_training_goes_o
     members = {member["node"] for member in before["members"]}
     served = set(uids.values())
     seen: list[set[str]] = []
-    told: list[str] = []
+    conditions: list[str] = []
 
     def renewed() -> bool:
         pods = installation.daemons()
         served.update(pod["metadata"]["uid"] for pod in pods.values() if _is_ready(pod))
         there = {node for node, pod in pods.items() if pod["metadata"]["uid"] in served}
         seen.append(members - there)
-        told.append(installation.outdated())
-        return installation.all_are_new() and not told[-1]
+        conditions.append(installation.outdated())
+        return installation.all_are_new() and not conditions[-1]
 
     notes = installation.upgrade(*THREADS)
     wait_for("all daemons to be new", renewed, WAIT_S)
@@ -127,8 +127,8 @@ def test_a_new_version_takes_one_daemon_of_a_group_at_a_time_and_training_goes_o
     assert "RenewingDaemon" in installation.cluster.kubectl(*events[1:])
     assert not set(installation.uids().values()) & set(uids.values())
     assert max(map(len, seen)) == 1
-    assert any("run an older version" in each for each in told)
-    assert len(installation.told("is replaced by one of revision")) >= len(uids)
+    assert any("run an older version" in each for each in conditions)
+    assert len(installation.renewals("is replaced by one of revision")) >= len(uids)
     after = installation.protected_after(installation.job.status())
     assert (after["epoch"], after["recoveries"]) == (before["epoch"], before["recoveries"])
 
@@ -138,13 +138,13 @@ def test_a_version_whose_image_is_nowhere_takes_one_daemon_which_the_next_heals_
 ) -> None:
     before, uids = installation.job.status(), installation.uids()
     installation.upgrade(*THREADS, "--set", "daemon.image=localhost/none:1")
-    told = "the first of the new version, is not ready yet"
-    wait_for("the job to be told", lambda: told in installation.outdated(), WAIT_S)
+    waits = "the first of the new version, is not ready yet"
+    wait_for("the job's condition", lambda: waits in installation.outdated(), WAIT_S)
     kept = {node: uid for node, uid in installation.uids().items() if uids[node] == uid}
     assert len(kept) == len(uids) - 1
     installation.upgrade(*THREADS)
     wait_for("the daemon to be healed", installation.all_are_new, WAIT_S)
-    assert installation.told("at once, because it never started")
+    assert installation.renewals("at once, because it never started")
     assert kept.items() <= installation.uids().items()
     after = installation.protected_after(installation.job.status())
     assert (after["epoch"], after["recoveries"]) == (before["epoch"], before["recoveries"])

@@ -305,8 +305,8 @@ def _is_installed(cluster: Cluster) -> bool:
 
 def _release(cluster: Cluster, verb: str, *words: str, **values: str) -> None:
     """Run helm with the settings of this machine; `values` are more, with "__" for a dot."""
-    told = {**VALUES, **{name.replace("__", "."): value for name, value in values.items()}}
-    settings = [word for name, value in told.items() for word in ("--set", f"{name}={value}")]
+    given = {**VALUES, **{name.replace("__", "."): value for name, value in values.items()}}
+    settings = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
     cluster.helm(verb, RELEASE, CHART, "--namespace", NAMESPACE, *words, *settings)
 
 

@@ -148,7 +148,7 @@ def test_names_of_services_and_pods_resolve_and_the_host_reaches_pods(pods: Pods
     assert pods.python("dns", images.DAEMON, code).split() == ["10.96.0.1", "True"]
 
 
-def test_a_pod_is_known_by_its_token_and_may_do_what_its_role_says(pods: Pods) -> None:
+def test_a_pod_is_known_by_its_token_and_may_do_what_its_role_allows(pods: Pods) -> None:
     audience = "holdfast.dev/daemon"
     token = {"serviceAccountToken": {"path": "token", "audience": audience}}
     code = (

@@ -135,7 +135,7 @@ def daemon(api: Api) -> Iterator[DaemonProcess]:
 
 
 def hello(daemon: DaemonProcess, token: str, job: str = JOB) -> int:
-    """The epoch that the bearer is told; raises what it is refused with."""
+    """The job's epoch, as the bearer learns it; raises the refusal."""
     daemon.token = token
     request = trainer_pb2.HelloRequest(protocol_version=codec.PROTOCOL_VERSION, job=job)
     try:
@@ -155,10 +155,10 @@ def test_a_pod_of_the_job_is_let_in(api: Api, daemon: DaemonProcess) -> None:
         ("other-0-1", TEAM, AUDIENCE, AccessDeniedError, "pod other-0-1 of namespace auth-test"),
         ("moe-0-1", OTHER_TEAM, AUDIENCE, AccessDeniedError, "of namespace auth-test-other"),
         ("", TEAM, AUDIENCE, UnauthenticatedError, "not to a pod"),
-        ("moe-7-7", TEAM, "somebody-else", UnauthenticatedError, "audience"),
+        ("moe-7-7", TEAM, "another-service", UnauthenticatedError, "audience"),
     ],
 )
-def test_anybody_else_is_told_why_not(
+def test_any_other_bearer_is_refused_with_the_reason(
     api: Api,
     daemon: DaemonProcess,
     pod: str,

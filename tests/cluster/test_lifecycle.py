@@ -85,14 +85,14 @@ class System:
         return wait_for(f"the pod of {job}", found, WAIT_S)
 
     def used_bytes(self) -> dict[str, tuple[float, int]]:
-        """Node → (what its daemon says that it has allocated, what its tmpfs has in use)."""
+        """Node → (what its daemon reports as allocated, what its tmpfs has in use)."""
         found = {}
         for node in self.cluster.nodes:
             text = self.holdfast.metrics_of(node)
-            told = re.search(r"^holdfast_memory_used_bytes (\S+)$", text, re.MULTILINE)
-            assert told is not None
+            reported = re.search(r"^holdfast_memory_used_bytes (\S+)$", text, re.MULTILINE)
+            assert reported is not None
             disk = os.statvfs(self.cluster.nodes[node].path(MEMORY))
-            found[node] = (float(told[1]), (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
+            found[node] = (float(reported[1]), (disk.f_blocks - disk.f_bfree) * disk.f_frsize)
         return found
 
     def scale_operator(self, replicas: int) -> None:
@@ -174,7 +174,7 @@ def test_a_suspended_job_keeps_its_memory_and_goes_on_where_it_was(
     status = training.wait("the suspension", lambda s: s.get("phase") == "Suspended", WAIT_S)
     wait_for("the pods to go", lambda: not system.pods("training"), WAIT_S)
     assert status["protectedStep"] > 0
-    assert sum(told > 0 for told, _ in system.used_bytes().values()) >= 4
+    assert sum(reported > 0 for reported, _ in system.used_bytes().values()) >= 4
     training.patch({"suspend": False})
     resumed = training.wait("training", _is_protected, 180.0)
     assert resumed["step"] >= status["protectedStep"]
@@ -210,13 +210,13 @@ def test_a_pod_is_let_in_to_its_own_job_alone(system: System, training: Job) -> 
 def test_a_deleted_job_leaves_no_object_and_no_memory(system: System, training: Job) -> None:
     nodes = [member["node"] for member in training.status()["members"]]
     before = system.used_bytes()
-    assert all(told > 0 for told, _ in (before[node] for node in nodes))
+    assert all(reported > 0 for reported, _ in (before[node] for node in nodes))
     training.delete()
 
     def is_free() -> bool:
         after = system.used_bytes()
         small = (after[node][1] < before[node][1] / 10 for node in nodes)
-        return all(small) and {told for told, _ in after.values()} == {0.0}
+        return all(small) and {reported for reported, _ in after.values()} == {0.0}
 
     wait_for("the daemons to free its memory", is_free, WAIT_S)
     kinds = "pods,services,serviceaccounts,roles,rolebindings"
@@ -281,7 +281,7 @@ NOWHERE = {
     "podAffinity": {
         "requiredDuringSchedulingIgnoredDuringExecution": [
             {
-                "labelSelector": {"matchLabels": {"app": "that-nobody-has"}},
+                "labelSelector": {"matchLabels": {"app": "that-no-pod-has"}},
                 "topologyKey": "kubernetes.io/hostname",
             }
         ]
@@ -290,7 +290,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("reason", ["WaitingForNodes", "Unschedulable"])
-def test_a_job_without_room_says_so_once_and_waits(system: System, reason: str) -> None:
+def test_a_job_without_room_reports_it_once_and_waits(system: System, reason: str) -> None:
     name = reason.lower()
     document = _small(name)
     pod = document["spec"]["trainer"]["template"]["spec"]
@@ -302,18 +302,18 @@ def test_a_job_without_room_says_so_once_and_waits(system: System, reason: str) 
     expected = ("False", reason)
     job.wait("the condition", lambda s: _condition(s, "Scheduled") == expected, WAIT_S)
     operator, audit = f"{NAMESPACE}:holdfast-operator", Audit(system.cluster)
-    pods, epoch, told = system.pods(name), job.status().get("epoch"), len(job.events())
+    pods, epoch, events = system.pods(name), job.status().get("epoch"), len(job.events())
     system.live_through_another(f"beside-{name}")
     assert system.pods(name) == pods
     assert len(pods) <= 1
-    assert (job.status().get("epoch"), len(job.events())) == (epoch, told)
+    assert (job.status().get("epoch"), len(job.events())) == (epoch, events)
     mine = [r for r in audit.requests(operator) if r.name == name and r.namespace == TEAM]
     assert len(mine) <= 5, "it keeps asking the API server"
     assert _condition(job.status(), "Scheduled") == expected
     job.delete()
 
 
-def test_a_job_that_wants_what_this_version_cannot_do_says_so(system: System) -> None:
+def test_a_job_that_wants_what_this_version_cannot_do_reports_it(system: System) -> None:
     job = system.job(_small("advanced", snapshot={"policy": {"type": "Sparse"}}))
     status = job.wait("the condition", lambda s: "conditions" in s, WAIT_S)
     assert _condition(status, "Scheduled") == ("False", "Unsupported")

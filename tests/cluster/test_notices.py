@@ -1,4 +1,4 @@
-"""Nodes that will be taken away, as a real API server tells it: a copy in durable storage is asked
+"""Nodes that will be taken away, as a real API server shows it: a copy in durable storage is asked
 for once, and then everything goes on as it would without storage."""
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def test_a_spot_notice_asks_for_a_copy_and_a_spare_takes_over(
     world.cluster.apply(job("spot", persistence=TIER))
     leaving = world.runs_in("spot", 1)["members"][2]["node"]
     _taint(world, taints, leaving, SPOT)
-    world.told("spot", "CopyRequested", f"node {leaving} will be taken away: taint {SPOT}")
+    world.wait_event("spot", "CopyRequested", f"node {leaving} will be taken away: taint {SPOT}")
     status = world.runs_in("spot", 2)
     assert leaving not in [member["node"] for member in status["members"]]
     assert status["restarts"] == 0  # a disruption does not count
     wait_for("the daemons to be asked", lambda: _asked(world, "spot"), WAIT_S)
-    world.told("spot", "Recovering", "takes over in epoch 2")
+    world.wait_event("spot", "Recovering", "takes over in epoch 2")
     assert set(_asked(world, "spot").values()) == {1}
 
 
-def test_without_a_spare_the_job_trains_on_and_its_condition_says_what_was_done(
+def test_without_a_spare_the_job_trains_on_and_its_condition_states_what_was_done(
     world: World, taints: list[str], full: None
 ) -> None:
     alone = {"spares": 0, "detection": {"heartbeatSeconds": 0.5, "missedHeartbeats": 4}}

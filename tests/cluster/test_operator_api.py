@@ -15,8 +15,8 @@ __all__ = ["namespace", "world"]
 
 
 def test_a_job_gets_pods_and_a_status_and_is_freed_when_it_is_deleted(world: World) -> None:
-    world.cluster.apply(job("story"))
-    status = world.runs_in("story", 1)
+    world.cluster.apply(job("whole"))
+    status = world.runs_in("whole", 1)
     assert status["readyText"] == "4/4"
     assert status["nodesReady"] == 4
     assert status["restarts"] == 0
@@ -24,19 +24,19 @@ def test_a_job_gets_pods_and_a_status_and_is_freed_when_it_is_deleted(world: Wor
     conditions = {c["type"]: (c["status"], c["reason"]) for c in status["conditions"]}
     assert conditions["Running"] == ("True", "AllRanksReady")
     assert conditions["Protected"] == ("True", "ParityInPlace")
-    pods = wait_for("four pods", lambda: len(p := world.pods("story")) == 4 and p, WAIT_S)
-    assert pods == {f"story-{member['index']}-1": member["node"] for member in status["members"]}
-    wait_for("the scheduler to agree", lambda: world.scheduled("story") == pods, WAIT_S)
-    kinds = ("service/story", "serviceaccount/story-trainer", "role/story-trainer")
-    for each in (*kinds, "rolebinding/story-trainer"):
+    pods = wait_for("four pods", lambda: len(p := world.pods("whole")) == 4 and p, WAIT_S)
+    assert pods == {f"whole-{member['index']}-1": member["node"] for member in status["members"]}
+    wait_for("the scheduler to agree", lambda: world.scheduled("whole") == pods, WAIT_S)
+    kinds = ("service/whole", "serviceaccount/whole-trainer", "role/whole-trainer")
+    for each in (*kinds, "rolebinding/whole-trainer"):
         world.kubectl("get", each)
-    world.told("story", "Scheduled", "epoch 1 begins")
-    world.told("story", "Running", "4 ranks train in epoch 1 from the beginning")
+    world.wait_event("whole", "Scheduled", "epoch 1 begins")
+    world.wait_event("whole", "Running", "4 ranks train in epoch 1 from the beginning")
 
-    world.delete("story")
-    key = f"{NAMESPACE}.story"
+    world.delete("whole")
+    key = f"{NAMESPACE}.whole"
     wait_for("the memory to be free", lambda: not world.daemons.of(key), WAIT_S)
-    wait_for("the pods to go", lambda: not world.pods("story"), WAIT_S)
+    wait_for("the pods to go", lambda: not world.pods("whole"), WAIT_S)
 
 
 def test_a_lost_rank_is_restarted_and_a_silent_node_replaced(world: World) -> None:
@@ -45,7 +45,7 @@ def test_a_lost_rank_is_restarted_and_a_silent_node_replaced(world: World) -> No
     world.daemons.lose_rank(f"{NAMESPACE}.losses", 2)
     status = world.runs_in("losses", 2)
     assert (status["restarts"], status["recoveries"]) == (1, 1)
-    world.told("losses", "Recovering", "rank 2 lost; restart in place in epoch 2")
+    world.wait_event("losses", "Recovering", "rank 2 lost; restart in place in epoch 2")
 
     lost = status["members"][0]["node"]
     world.daemons.daemons[lost].silent = True
@@ -100,7 +100,7 @@ def test_only_one_replica_leads_and_the_other_follows_when_it_ends(
     world.operator.start()
 
 
-def test_a_job_that_cannot_be_carried_out_says_why_and_waits(world: World) -> None:
+def test_a_job_that_cannot_be_carried_out_reports_why_and_waits(world: World) -> None:
     template = {
         "spec": {"containers": [{"name": "t", "command": ["x"], "image": "i", "ports": [{}]}]}
     }
@@ -110,7 +110,7 @@ def test_a_job_that_cannot_be_carried_out_says_why_and_waits(world: World) -> No
     assert (scheduled["status"], scheduled["reason"]) == ("False", "InvalidTemplate")
     assert "containerPort" in scheduled["message"]
     assert world.pods("broken") == {}
-    world.told("broken", "InvalidTemplate", "containerPort")
+    world.wait_event("broken", "InvalidTemplate", "containerPort")
     world.kubectl("patch", "moejob", "broken", "--type=merge", "-p", '{"spec":{"suspend":true}}')
     world.cluster.apply(job("broken", suspend=True))
     world.cluster.apply(job("broken", suspend=False))

@@ -96,9 +96,9 @@ def without(cluster: Cluster, name: str, account: str) -> Iterator[None]:
         cluster.kubectl(
             *words, stdin=json.dumps({**document, "metadata": metadata, "rules": rules})
         )
-        told = f"{name} to be {'given' if allowed else 'taken'}"
+        what = f"{name} to be {'given' if allowed else 'taken'}"
         permission = min(known, key=str)
-        wait_for(told, lambda: _may(cluster, account, permission, role) is allowed, WAIT_S)
+        wait_for(what, lambda: _may(cluster, account, permission, role) is allowed, WAIT_S)
 
     write(kept, allowed=False)
     try:
@@ -207,8 +207,8 @@ def test_without_one_permission_something_is_not_done(
         check.provoke(scene)
     wait_for("it to be done after all", lambda: check.done(scene), WAIT_S)
     if check.refusal is None:
-        told = f"all of {', '.join(sorted(map(str, permissions)))} to be used"
-        wait_for(told, lambda: permissions <= scene.used(check.account), WAIT_S)
+        what = f"all of {', '.join(sorted(map(str, permissions)))} to be used"
+        wait_for(what, lambda: permissions <= scene.used(check.account), WAIT_S)
     holdfast.cluster.kubectl("delete", "moejob", "--all", "-n", TEAM, "--timeout=120s")
 
 

@@ -1,4 +1,4 @@
-"""The chart's own Redis, in its pod. What daemons tell it is looked at in test_survival.py."""
+"""The chart's own Redis, in its pod. What daemons write into it is checked in test_survival.py."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_the_password_is_in_no_command_line_and_lets_in(holdfast: Holdfast, pod:
 
 def test_it_keeps_nothing_and_forgets_the_oldest(holdfast: Holdfast, pod: Pod) -> None:
     with connected(holdfast, password_of(holdfast.cluster)) as redis:
-        told: Any = redis.config_get("*")
-    assert told["save"] == ""
-    assert told["appendonly"] == "no"
-    assert told["maxmemory-policy"] == "allkeys-lru"
-    assert int(told["maxmemory"]) == 128 * 2**20
+        config: Any = redis.config_get("*")
+    assert config["save"] == ""
+    assert config["appendonly"] == "no"
+    assert config["maxmemory-policy"] == "allkeys-lru"
+    assert int(config["maxmemory"]) == 128 * 2**20
     claims = holdfast.cluster.get("persistentvolumeclaims", "-n", NAMESPACE)["items"]
     assert claims == []
 

@@ -168,7 +168,7 @@ def test_daemons_tell_redis_what_they_hold_and_tell_it_again_when_it_has_forgott
     assert all(afterwards.protected[rank] > step for rank, step in before.protected.items())
 
 
-def test_a_full_memory_is_counted_and_said_and_stops_nothing(short: Short) -> None:
+def test_a_full_memory_is_counted_and_reported_and_stops_nothing(short: Short) -> None:
     shortages, _ = short
     seen = shortages.full
     assert seen is not None

@@ -417,7 +417,7 @@ def test_what_recoveries_lost_outlives_a_daemon_and_is_written_again_to_a_wiped_
         redis_server.start()
         async with redis_catalogue(redis_server, Daemon({"moe": losing(2, 3)})) as catalogue:
             await catalogue.settled()
-        restarted = Daemon({"moe": STATE})  # its trainers have not told it yet
+        restarted = Daemon({"moe": STATE})  # its trainers have not reported to it yet
         async with (
             redis_catalogue(redis_server, restarted) as catalogue,
             client(redis_server) as raw,

@@ -96,11 +96,11 @@ def on_a_line(test: Callable[[Line], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def state(job: str, *, lost: bool = False, told: Membership | None = None) -> control_pb2.JobState:
+def state(job: str, *, lost: bool = False, held: Membership | None = None) -> control_pb2.JobState:
     found = control_pb2.JobState(job=job, epoch=1)
     found.ranks.add(rank=0, lost=lost)
-    if told is not None:
-        found.membership.CopyFrom(codec.membership_to_proto(told))
+    if held is not None:
+        found.membership.CopyFrom(codec.membership_to_proto(held))
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_job_whose_member_should_be_there_is_woken_when_the_daemon_comes() -> 
 def test_a_membership_that_was_sent_once_is_remembered_for_its_epoch() -> None:
     async def test(line: Line) -> None:
         known = membership("a.a", "n0", "n1")
-        line.beat(state("a.a", told=known))
+        line.beat(state("a.a", held=known))
         await line.until(lambda: bool(line.woken))
         line.beat(state("a.a", lost=True))
         await line.until(lambda: len(line.woken) > 1)

@@ -33,7 +33,7 @@ def membership(epoch: int, revision: int = 0) -> Membership:
 
 
 class Daemon:
-    """The far side of a stream: sends what it is told to, keeps what it receives."""
+    """The far side of a stream: sends what it is asked to, keeps what it receives."""
 
     def __init__(self, node: str, port: int, *, version: int = codec.PROTOCOL_VERSION) -> None:
         self.node, self._port, self._version = node, port, version

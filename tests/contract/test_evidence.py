@@ -1,4 +1,4 @@
-"""What a daemon tells at once is what the control loop calls evidence: each has its own list."""
+"""What a daemon reports at once is what the control loop calls evidence: each has its own list."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def view_of(memory: JobMemory, fetched_bytes: int = 0) -> JobView:
     return job_view(job_state(cast(JobHost, host)))
 
 
-def told(memory: JobMemory, fetched_bytes: int = 0) -> object:
-    """What it takes for evidence of that."""
+def found(memory: JobMemory, fetched_bytes: int = 0) -> object:
+    """Evidence that the control loop finds in the daemon's view."""
     return evidence_of(view_of(memory, fetched_bytes))
 
 
 def test_what_parity_fetches_is_reported_but_is_not_evidence(memory: JobMemory) -> None:
     assert view_of(memory, 50_000_000).protection_bytes_s == 5e6
-    assert told(memory, 50_000_000) == told(memory)
+    assert found(memory, 50_000_000) == found(memory)
 
 
 def test_a_newer_step_is_not_evidence(memory: JobMemory) -> None:
-    before = evidence(memory), told(memory)
+    before = evidence(memory), found(memory)
     memory.rank(0).last_step = 8
     memory.direct(directive_with(Generation(5, 8)))
-    assert (evidence(memory), told(memory)) == before
+    assert (evidence(memory), found(memory)) == before
 
 
 @pytest.mark.parametrize("word", [float("nan"), float("inf"), -1.0])
@@ -155,9 +155,9 @@ EVIDENCE = (
 def test_what_the_control_loop_takes_for_evidence_is_sent_at_once(
     memory: JobMemory, happens: Callable[[JobMemory], None]
 ) -> None:
-    before = evidence(memory), told(memory)
+    before = evidence(memory), found(memory)
     happens(memory)
-    assert told(memory) != before[1]
+    assert found(memory) != before[1]
     assert evidence(memory) != before[0]
 
 

@@ -15,7 +15,7 @@ NEVER_S = 1e9
 
 
 class Listener(control_pb2_grpc.ControlServicer):
-    """A control loop that wants to hear nothing unasked, and counts how often it does."""
+    """A control loop that asks for no heartbeats, and counts those that come all the same."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -31,7 +31,7 @@ class Listener(control_pb2_grpc.ControlServicer):
                 self.times += 1
                 self._changed.notify_all()
 
-    async def heard(self, times: int) -> None:
+    async def until_received(self, times: int) -> None:
         async with asyncio.timeout(WAIT_S), self._changed:
             await self._changed.wait_for(lambda: self.times >= times)
 
@@ -52,7 +52,7 @@ def with_a_client(test: Callable[[Listener, ControlClient], Awaitable[None]]) ->
             async with asyncio.timeout(WAIT_S):
                 await welcomed.wait()
             client.wake()  # the pause that the welcome names begins after the next heartbeat
-            await listener.heard(2)
+            await listener.until_received(2)
             await test(listener, client)
         finally:
             await client.close()
@@ -65,7 +65,7 @@ def test_evidence_does_not_wait_until_a_heartbeat_is_due() -> None:
     async def test(listener: Listener, client: ControlClient) -> None:
         for heartbeats in range(3, 6):
             client.wake()
-            await listener.heard(heartbeats)
+            await listener.until_received(heartbeats)
 
     with_a_client(test)
 
@@ -74,9 +74,9 @@ def test_evidence_that_comes_together_is_sent_together() -> None:
     async def test(listener: Listener, client: ControlClient) -> None:
         for _ in range(100):
             client.wake()
-        await listener.heard(3)
+        await listener.until_received(3)
         client.wake()
-        await listener.heard(4)
+        await listener.until_received(4)
         assert listener.times == 4
 
     with_a_client(test)

@@ -43,7 +43,7 @@ class Line:
         """Time that the server thinks has passed."""
         self.held: Membership | None = None
         self.deaf = False
-        self.unheard = 0
+        self.missed = 0
         """Memberships that came down while it was deaf."""
         self.kinds: list[str] = []
         """Of the messages that came down."""
@@ -66,14 +66,14 @@ class Line:
 
     def _receive(self, message: control_pb2.ControlMessage) -> None:
         if message.HasField("membership") and self.deaf:
-            self.unheard += 1
+            self.missed += 1
         elif message.HasField("membership"):
             self.held = codec.membership_from_proto(message.membership)
         elif message.HasField("drop"):
             self.held = None
 
-    async def tell(self) -> None:
-        """Something has passed."""
+    async def notify(self) -> None:
+        """Wake those that wait: something has passed."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -114,13 +114,13 @@ class Spy(control_pb2_grpc.ControlServicer):
             async for beat in request_iterator:
                 self._line.whole_up += any(state.HasField("membership") for state in beat.jobs)
                 yield beat
-                await self._line.tell()  # the server has taken it in
+                await self._line.notify()  # the server has taken it in
 
         async for encoded in self._line.server.Connect(beats(), context):  # type: ignore[arg-type]
             message = control_pb2.ControlMessage.FromString(encoded)
             self._line.kinds.append(message.WhichOneof("message") or "")
             yield message
-            await self._line.tell()
+            await self._line.notify()
 
 
 def on_a_line(test: Callable[[Line], Awaitable[None]]) -> None:
@@ -187,7 +187,7 @@ def test_a_daemon_that_refuses_a_change_is_sent_the_whole_later() -> None:
         await line.reports(FIRST)
         line.deaf = True
         line.server.publish(following(FIRST))
-        await line.until(lambda: line.unheard == 1)
+        await line.until(lambda: line.missed == 1)
         line.deaf = False
         line.passed_s = 10.0
         await line.reports(following(FIRST))

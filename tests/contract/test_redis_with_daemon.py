@@ -29,7 +29,7 @@ CAUGHT_UP_S = 30.0
 def job(redis_server: Any) -> Iterator[RawJob]:
     with RawCluster(arguments=("--redis", redis_server.url)) as cluster:
         yield RawJob(cluster, cluster.start_nodes(2))
-        print(cluster.story())
+        print(cluster.report())
 
 
 def _begin(job: RawJob) -> None:
@@ -49,17 +49,17 @@ def _train(job: RawJob, steps: int) -> None:
 
 
 def _wait_catalogue(job: RawJob, url: str) -> None:
-    """Until Redis says of every rank what the daemons say."""
+    """Wait until Redis has of every rank what the daemons have."""
     with Redis.from_url(url, decode_responses=True, socket_timeout=2.0) as redis:
 
-        def told() -> bool:
+        def caught_up() -> bool:
             stages = redis.hgetall(f"holdfast:job:{job.name}:stages")
             states = redis.hgetall(f"holdfast:job:{job.name}:state")
             assert isinstance(stages, dict) and isinstance(states, dict)
             wanted = {f"{rank}:protected": str(job.generation) for rank in range(job.size)}
             return wanted.items() <= stages.items() and set(job.nodes) <= set(states)
 
-        wait_for("the catalogue to hold everything", told, CAUGHT_UP_S)
+        wait_for("the catalogue to hold everything", caught_up, CAUGHT_UP_S)
 
 
 def test_redis_may_be_dead_when_the_daemons_start(job: RawJob, redis_server: Any) -> None:
@@ -133,16 +133,16 @@ def _tell(job: RawJob, *epochs: int) -> None:
 
 
 def _wait_losses(job: RawJob, url: str, *epochs: int) -> None:
-    """Until Redis knows of exactly these recoveries."""
+    """Wait until Redis has exactly these recoveries."""
     with Redis.from_url(url, decode_responses=True, socket_timeout=2.0) as redis:
 
-        def told() -> bool:
+        def caught_up() -> bool:
             found = redis.hvals(f"holdfast:job:{job.name}:losses")
             assert isinstance(found, list)
             known = [RecoveryLoss.from_dict(json.loads(text)) for text in found]
             return sorted(known, key=lambda each: each.epoch) == list(map(_recovery, epochs))
 
-        wait_for(f"the catalogue to know the recoveries {epochs}", told, CAUGHT_UP_S)
+        wait_for(f"the catalogue to know the recoveries {epochs}", caught_up, CAUGHT_UP_S)
 
 
 def _figures(job: RawJob) -> JobLoss | None:

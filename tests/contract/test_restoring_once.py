@@ -56,7 +56,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
         return
     with RawCluster() as cluster:
         yield RealWorld(cluster)
-        print(cluster.story())
+        print(cluster.report())
 
 
 def session_of(client: DaemonClient) -> holdfast.Session:
@@ -67,12 +67,12 @@ def session_of(client: DaemonClient) -> holdfast.Session:
 
 
 def generation_of(client: DaemonClient) -> Generation | None:
-    """What a process that knows nothing of any save is told to restore."""
+    """Generation that a process which knows nothing of any save is given to restore."""
     return client.restore(client.hello().epoch, WAIT_S, lambda _: None).line.generation
 
 
 def wait_refused(client: DaemonClient) -> str:
-    """Until the daemon refuses restores of this epoch; what it says."""
+    """Wait until the daemon refuses restores of this epoch; returns its message."""
     said: list[str] = []
 
     def refused() -> bool:
@@ -95,7 +95,7 @@ def saved_two_steps(world: World) -> None:
             session.save(step).committed.result(WAIT_S)
 
 
-def test_a_world_that_started_fresh_is_not_told_to_start_fresh_again(world: World) -> None:
+def test_a_world_that_started_fresh_is_not_asked_to_start_fresh_again(world: World) -> None:
     client = world.begin()
     with session_of(client) as session:
         assert session.restore() is None
@@ -104,15 +104,15 @@ def test_a_world_that_started_fresh_is_not_told_to_start_fresh_again(world: Worl
         assert "training has reached 1.1" in wait_refused(client)
 
 
-def test_a_world_that_went_on_is_not_told_to_go_back(world: World) -> None:
+def test_a_world_that_went_on_is_not_asked_to_go_back(world: World) -> None:
     saved_two_steps(world)
     client = world.begin()
     with session_of(client) as session:
         assert session.restore() == 2
         assert generation_of(client) == Generation(1, 2)
         session.save(3).committed.result(WAIT_S)
-        said = wait_refused(client)
-        assert "started from 1.2, and training has reached 2.3" in said
+        refusal = wait_refused(client)
+        assert "started from 1.2, and training has reached 2.3" in refusal
 
 
 def test_a_second_restore_of_a_session_is_refused(world: World) -> None:

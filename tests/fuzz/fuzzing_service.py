@@ -143,7 +143,7 @@ class _Host:
 
 def request(data: bytes) -> None:
     """Do the call that `data` describes: a byte that chooses it, then its message. Afterwards the
-    daemon can still tell the control loop and people how the job fares."""
+    daemon can still report to the control loop and people how the job fares."""
     if not data:
         return
     name, kind = CALLS[data[0] % len(CALLS)]

@@ -30,7 +30,7 @@ def job(arenas: Path) -> Iterator[RawJob]:
     with RawCluster(arguments=arguments, directory=arenas / "cluster") as cluster:
         made = RawJob(cluster, cluster.start_nodes(1))
         yield made
-        print(cluster.story())
+        print(cluster.report())
 
 
 @dataclass

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import chaos_records
 import chaos_report
-import chaos_story
 import daemons
 from certificate_makers import expired, made
 from chaos_cluster import Surroundings, may_mount
@@ -40,12 +40,12 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # mounts and daemons end with us
     options.report.mkdir(parents=True, exist_ok=True)
-    chaos_story.clear(options.report)
+    chaos_records.clear(options.report)
     rounds = itertools.islice(itertools.count(options.first), options.rounds)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hft-chaos-") as scratch:
         daemons.warm_up("holdfast_storage.s3")
         chaos = Chaos(seed, prepare(Path(scratch)), say=_say)
-        chaos.stories = options.report
+        chaos.records = options.report
         try:
             chaos.run(rounds, until=time.monotonic() + 60 * options.minutes)
         except KeyboardInterrupt:

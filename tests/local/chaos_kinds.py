@@ -219,7 +219,7 @@ def _lie_about_identity(world: World, member: int, rng: random.Random) -> str:
             lambda: not daemon.alive or len(daemon.logged("control_unreachable")) > refused,
         )
         world.save()
-        assert daemon.node not in world.cluster.control.beats, f"{daemon.node} was heard: {why}"
+        assert daemon.node not in world.cluster.control.beats, f"{daemon.node} got through: {why}"
     finally:
         daemon.kill()
         daemon.tls = right

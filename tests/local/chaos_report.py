@@ -17,7 +17,7 @@ from chaos_pictures import clock, colour_of, recoveries, svg, timeline
 from chaos_run import Chaos, Fault
 
 SLOWEST = 8
-"""Recoveries that are told one by one."""
+"""Number of recoveries that are shown one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ def write(chaos: Chaos, directory: Path) -> None:
         "machine": f"{platform.machine()}, Linux {platform.release()}",
         "what_did_not_hold": chaos.violations,
         "kinds": [asdict(row) for row in rows],
-        "story": [asdict(fault) for fault in chaos.faults],
+        "timeline": [asdict(fault) for fault in chaos.faults],
     }
     (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     (directory / "report.html").write_text(_page(chaos, rows))
@@ -142,16 +142,16 @@ def _violations(chaos: Chaos) -> str:
     """The violations, each with the faults of its round and where to look further."""
     if not chaos.violations:
         return ""
-    told = []
+    shown = []
     for number, text in enumerate(chaos.violations, start=1):
         last = next((f for f in chaos.faults if f.violation and f.violation in text), None)
         round_of = [f for f in chaos.faults if last is not None and f.round == last.round]
-        told.append(
+        shown.append(
             f"<div class=violation><p><b>{number}.</b> {html.escape(text)}</p>{_list(round_of)}"
             f"<p>What daemons held and logged: <code>violation-{number}/</code> beside this page; "
-            f"<code>story.txt</code> first.</p></div>"
+            f"<code>violation.txt</code> first.</p></div>"
         )
-    return f"<h2>What did not hold</h2>{''.join(told)}"
+    return f"<h2>What did not hold</h2>{''.join(shown)}"
 
 
 def _slowest(faults: Sequence[Fault]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import chaos_story
+import chaos_records
 import grpc
 from chaos_cluster import Surroundings
 from chaos_kinds import KINDS, Kind
@@ -34,7 +34,7 @@ ROUNDS_PER_WORLD = 25
 ATTEMPTS = 5
 """Epochs that a recovery may take: a trainer that cannot restore exits, and the next one begins."""
 FENCED_S = 20.0
-"""A member that goes on after it was replaced must have heard of it so much later."""
+"""Seconds within which a member that goes on after it was replaced must be fenced."""
 VIOLATIONS_MAX = 5
 """Then a run ends."""
 
@@ -122,8 +122,8 @@ class Chaos:
     surroundings: Surroundings = field(default_factory=Surroundings)
     kinds: Sequence[Kind] = KINDS
     say: Callable[[str], None] = print
-    stories: Path | None = None
-    """Where what the daemons said is written after a violation."""
+    records: Path | None = None
+    """Directory for the records of violations; None keeps none."""
     faults: list[Fault] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     wrong_bytes: int = 0
@@ -304,7 +304,7 @@ class Chaos:
         elif time.monotonic() > ghost.since + FENCED_S:
             raise Violation(f"{ghost.daemon.node} was replaced, goes on, and is not fenced")
         else:
-            # All members that it knew may be gone: the control loop tells whoever is behind.
+            # All members that it knew may be gone: the control loop informs those that are behind.
             world.job.publish_to(ghost.daemon.node)
 
     def _must_be_refused(self, trainer: RawTrainer) -> None:
@@ -331,10 +331,10 @@ class Chaos:
             f"{where}: {what} (again: {again}; with all that went before it: {whole})"
         )
         self.say(f"VIOLATION {self.violations[-1]}")
-        if self.stories is not None:
+        if self.records is not None:
             schedule = [asdict(fault) for fault in self.faults if fault.round >= first]
-            directory = self.stories / f"violation-{len(self.violations)}"
-            chaos_story.keep(directory, world, self.violations[-1], schedule)
+            directory = self.records / f"violation-{len(self.violations)}"
+            chaos_records.keep(directory, world, self.violations[-1], schedule)
 
     def _now(self) -> float:
         return time.monotonic() - self.began

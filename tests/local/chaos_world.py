@@ -40,7 +40,7 @@ TRAPPED_SAVES_MAX = 4
 DEATH_S = 0.6
 """After a save: a trap that has not been met by then waits for the next one."""
 PROTECTED_S = 4.0
-"""Then the next save is tried: this one may have lost a piece that nobody has any more."""
+"""Then the next save is tried: this one may have lost a piece that no node has any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

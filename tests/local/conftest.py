@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def cluster() -> Iterator[RawCluster]:
     with RawCluster(arguments=("--metrics-port", "0")) as running:
         yield running
-        print(running.story())
+        print(running.report())
 
 
 @pytest.fixture

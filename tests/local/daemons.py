@@ -101,7 +101,7 @@ class DaemonProcess:
     socket_dir: Path | None = None
     """Where its sockets lie; `root` when None."""
     tls: Path | None = None
-    """Directory of its certificate; without one, it is told to do without."""
+    """Directory of its certificate; without one, it runs insecure."""
     token: str = ""
     """What calls carry, from now on."""
     uid: int | None = None

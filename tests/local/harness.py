@@ -107,7 +107,7 @@ class RawCluster:
         assert found is not None
         return found
 
-    def story(self) -> str:
+    def report(self) -> str:
         """State and last log lines of the daemons, for a failed test's report."""
         lines = []
         for name, daemon in self.daemons.items():
@@ -119,8 +119,8 @@ class RawCluster:
                 lines.append(f"{job.name} epoch {held.get('epoch')} line {held.get('line')}")
                 lines.append(f"protected {held.get('protected')}: {held.get('problem')}")
                 lines += [str(item) for item in (*held.get("slots", ()), *held.get("parity", ()))]
-            said = daemon.log.read_text().splitlines()
-            lines += [line for line in said if '"level":"debug"' not in line][-10:]
+            logged = daemon.log.read_text().splitlines()
+            lines += [line for line in logged if '"level":"debug"' not in line][-10:]
         return "\n".join(lines)
 
 
@@ -141,7 +141,7 @@ class RawJob:
     policy: PolicyType = PolicyType.PARTIAL_EXPERTS
     """Which pieces the saves carry over, where they can."""
     bulk_addresses: dict[str, str] = field(default_factory=dict)
-    """Node → address that its peers are told instead of its own."""
+    """Node → address that its peers are given instead of its own."""
     epoch: int = 0
     revision: int = 0
     step: int = 0

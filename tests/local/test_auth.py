@@ -105,7 +105,7 @@ def test_no_call_is_open_to_strangers(world: World, method: str) -> None:
     assert type(error) is (UnknownSessionError if of_session else AccessDeniedError)
 
 
-def test_what_is_denied_says_what_to_do_and_is_counted_and_never_shows_a_token(
+def test_a_denial_names_the_remedy_and_is_counted_and_never_shows_a_token(
     world: World,
 ) -> None:
     world.daemon.token = world.others
@@ -150,13 +150,13 @@ def test_training_goes_on_while_the_api_server_is_away(world: World) -> None:
     job = world.jobs[MINE]
     job.start_trainers()
     world.api.stop()
-    # A call of the session asks nobody, whatever token it carries.
+    # A call of the session asks no reviewer, whatever token it carries.
     world.daemon.token = "renewed-and-unknown"
     job.save(1)
     # A call that names the job goes on with a token that was seen before …
     world.daemon.token = world.mine
     assert world.daemon.stub().Hello(_hello(MINE), timeout=WAIT_S).epoch == job.epoch
-    # … and is to be repeated, not denied, with one that nobody can tell about.
+    # … and is to be repeated, not denied, with one that no reviewer can judge now.
     world.daemon.token = world.api.admit("team", "moe-0-1")
     error = refusal(world.daemon.stub().Hello, _hello(MINE))
     assert isinstance(error, UnreachableError)

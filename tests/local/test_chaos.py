@@ -44,22 +44,22 @@ def _lose_two(world: World, _: int, __: random.Random) -> str:
 def test_what_does_not_hold_is_reported_with_how_to_repeat_it(tmp_path: Path) -> None:
     kind = Kind("lose_two", "nodes", _lose_two)
     said: list[str] = []
-    chaos = Chaos(7, kinds=(kind,), say=said.append, stories=tmp_path)
+    chaos = Chaos(7, kinds=(kind,), say=said.append, records=tmp_path)
     chaos.run(range(3, 4), until=time.monotonic() + 60.0)
     (violation,) = chaos.violations
     assert "no recovery line after" in violation
     assert "--seed 7 --first 3 --rounds 1" in violation
     assert f"VIOLATION {violation}" in said
     kept = tmp_path / "violation-1"
-    assert "no recovery line" in (kept / "story.txt").read_text()
+    assert "no recovery line" in (kept / "violation.txt").read_text()
     assert json.loads((kept / "schedule.json").read_text())[-1]["kind"] == "lose_two"
     assert "epoch_began" in (kept / "n0.log").read_text()
     assert (kept / "storage.txt").exists()
     chaos_report.write(chaos, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["seed"], report["violations"], report["wrong_bytes"]) == (7, 1, 0)
-    assert report["faults"] == len(report["story"]) == len(chaos.faults)
-    assert "no recovery line" in report["story"][-1]["violation"]
+    assert report["faults"] == len(report["timeline"]) == len(chaos.faults)
+    assert "no recovery line" in report["timeline"][-1]["violation"]
     assert (tmp_path / "report.html").read_text().count("<svg") == 2
     assert "INVARIANTS DID NOT HOLD" in chaos_report.verdict(chaos)
 

@@ -19,7 +19,7 @@ SETS = [Generation(1, step) for step in (2, 4, 6)]
 
 @pytest.fixture
 def job(cluster: RawCluster, tmp_path: Path) -> Iterator[RawJob]:
-    """Of two ranks that nobody runs, and three sets of it."""
+    """A job of two ranks that do not run, and three sets of it."""
     made = RawJob(cluster, ["a", "b"], nbytes=50_000)
     for generation in SETS:
         store_set(tmp_path / "tier", made, generation)

@@ -17,7 +17,7 @@ def job(cluster: RawCluster) -> RawJob:
 
 
 def _learn(cluster: RawCluster, job: RawJob) -> None:
-    """A control server that starts knows nothing; wait until it has heard of everyone again."""
+    """A control server that starts knows nothing; wait until all daemons have reported again."""
     cluster.control.start()
     for node in job.nodes:
         cluster.wait_beat(node)

@@ -76,7 +76,7 @@ def mend(rank: int, sockets: list[Path], job: str, store: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_of_replicas_that_diverged_nothing_is_protected_and_the_job_says_which(
+def test_of_replicas_that_diverged_nothing_is_protected_and_the_job_names_them(
     cluster: RawCluster, tmp_path: Path
 ) -> None:
     job = RawJob(cluster, cluster.start_nodes(2))

@@ -47,7 +47,7 @@ class Running:
         try:
             yield self.cluster, self.job
         except BaseException:
-            print(self.cluster.story())
+            print(self.cluster.report())
             self.close()
             raise
 

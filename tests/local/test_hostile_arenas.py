@@ -1,4 +1,4 @@
-"""What a trainer can do with the descriptor of its arena harms its own job and nobody else's."""
+"""What a trainer can do with the descriptor of its arena harms its own job and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real daemons with certificates and tokens: what works, is refused, and is never told."""
+"""Real daemons with certificates and tokens: what works, is refused, and is never shown."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def cluster(tls: Path, tokens: Path) -> Iterator[RawCluster]:
     control = ControlServer(tls / Role.OPERATOR)
     with RawCluster(tuple(arguments), tls=tls / Role.DAEMON, control=control) as running:
         yield running
-        print(running.story())
+        print(running.report())
 
 
 @pytest.fixture
@@ -89,17 +89,17 @@ def start(cluster: RawCluster, count: int) -> list[str]:
     return nodes
 
 
-def everything_told(cluster: RawCluster) -> str:
+def all_output(cluster: RawCluster) -> str:
     """Logs, metrics, status and heartbeats of all daemons."""
-    told = []
+    output = []
     for daemon in cluster.daemons.values():
-        told.append(daemon.log.read_text())
+        output.append(daemon.log.read_text())
         if daemon.alive:
             port = daemon.logged("daemon_started")[-1]["metrics_port"]
             with urllib.request.urlopen(f"http://{daemon.host}:{port}/metrics") as page:
-                told.append(page.read().decode())
-            told.append(str(daemon.status()))
-    return "\n".join([*told, *map(str, cluster.control.beats.values())])
+                output.append(page.read().decode())
+            output.append(str(daemon.status()))
+    return "\n".join([*output, *map(str, cluster.control.beats.values())])
 
 
 def test_a_job_survives_a_node_over_encrypted_connections_and_no_secret_leaks(
@@ -118,13 +118,13 @@ def test_a_job_survives_a_node_over_encrypted_connections_and_no_secret_leaks(
     fresh = cluster.daemons[job.nodes[2]]
     wait_for("bytes of peers", lambda: fresh.metric("holdfast_received_bytes_total") > 0)
     assert fresh.status()["security"] == "encrypted"
-    told = everything_told(cluster)
-    assert "holdfast_auth_denials_total" in told, "metrics are among it"
+    output = all_output(cluster)
+    assert "holdfast_auth_denials_total" in output, "metrics are among it"
     keys = [path.read_text().splitlines()[1] for path in tls.rglob(KEY)]
     assert len(keys) == 2
     for secret in (TOKEN, OTHERS, *keys, *(trainer.session for trainer in job.trainers)):
         assert secret
-        assert secret not in told
+        assert secret not in output
 
 
 def test_daemons_go_on_when_all_certificates_and_the_ca_are_replaced(
@@ -169,7 +169,7 @@ def test_the_control_loop_accepts_daemons_only(tls: Path, role: Role) -> None:
         server = control_server.ControlServer(
             heartbeat_s=1.0,
             clock=lambda: 0.0,
-            on_evidence=lambda jobs: heard.set(),
+            on_evidence=lambda jobs: received.set(),
             identity=Identity(tls / Role.OPERATOR),
         )
         address = f"127.0.0.1:{await server.start('127.0.0.1')}"
@@ -179,7 +179,7 @@ def test_the_control_loop_accepts_daemons_only(tls: Path, role: Role) -> None:
                 if role is Role.DAEMON:
                     call = stub.Connect(beats())
                     async with asyncio.timeout(WAIT_S):
-                        await heard.wait()
+                        await received.wait()
                     assert list(server.nodes()) == ["n"]
                     call.cancel()
                 else:
@@ -188,7 +188,7 @@ def test_the_control_loop_accepts_daemons_only(tls: Path, role: Role) -> None:
         finally:
             await server.stop()
 
-    heard = asyncio.Event()
+    received = asyncio.Event()
     asyncio.run(test())
 
 
@@ -198,7 +198,7 @@ def test_the_control_loop_accepts_daemons_only(tls: Path, role: Role) -> None:
 def test_messages_of_an_ended_epoch_are_refused_on_every_way(
     cluster: RawCluster, job: RawJob, tls: Path
 ) -> None:
-    """Replayed by whoever kept them, with a certificate that is good."""
+    """Replayed later, with a certificate that is good."""
     before = codec.membership_to_proto(job.membership())
     ended, line = job.epoch, job.generation
     member: Member = job.membership().members[0]
@@ -311,7 +311,7 @@ def test_digests_that_do_not_fit_the_bytes_are_never_protected_nor_restored(job:
         trainer.commit(slot, job.step)  # the liar's slot holds what was there before
     found = itertools.chain.from_iterable
     wait_for(
-        "somebody to find out",
+        "some daemon to find out",
         lambda: list(found(d.logged("suspect") for d in job.cluster.daemons.values())),
     )
     assert job.protected(0) == true

@@ -150,7 +150,7 @@ def test_what_a_frozen_daemon_seals_after_it_was_replaced_is_never_restored(
     job.form()
     assert job.check_restored(job.start_trainers(), newest) == newest
     frozen.send_signal(signal.SIGCONT)
-    ghost.commit(slot, job.step + 1)  # the daemon cannot know better yet, and it harms nobody
+    ghost.commit(slot, job.step + 1)  # the daemon cannot know better yet, and it does no harm
     sealed = Generation(newest.epoch, job.step + 1)
     assert str(sealed) in {held["generation"] for held in frozen.job(job.name)["slots"]}
     ghost.die()

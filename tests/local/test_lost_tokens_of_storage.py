@@ -58,14 +58,14 @@ def expected_loss(store: SetStore, stored: StoredSet) -> int:
         end = content.extras_offset + content.extras_bytes
         _, of_experts = split_extras(bytes(data[content.extras_offset : end]))
         ledger = PartialState.decode(of_experts).ledger
-        told = {(UnitKey.parse(e.unit), e.generation): e.tokens for e in content.experts}
-        told |= {(UnitKey.parse(e.unit), e.generation): e.tokens for e in content.older}
-        told |= {(u, v.generation): v.tokens for u, held in ledger.versions.items() for v in held}
+        counts = {(UnitKey.parse(e.unit), e.generation): e.tokens for e in content.experts}
+        counts |= {(UnitKey.parse(e.unit), e.generation): e.tokens for e in content.older}
+        counts |= {(u, v.generation): v.tokens for u, held in ledger.versions.items() for v in held}
         for name, version in versions.items():
             unit = UnitKey.parse(name)
-            # Of a capture that this rank did not hear of, the newest one before counts.
-            known = [g for u, g in told if u == unit and g <= version]
-            lost += ledger.tokens[unit] - told[unit, max(known)]
+            # Of a capture that this rank did not learn of, the newest one before counts.
+            known = [g for u, g in counts if u == unit and g <= version]
+            lost += ledger.tokens[unit] - counts[unit, max(known)]
     return lost
 
 

@@ -48,7 +48,7 @@ def token_loss(status: Status) -> Condition | None:
 
 
 def judged(status: Status) -> bool:
-    """Whether snapshots that leave experts out were taken, and all ranks have told of them."""
+    """Whether snapshots that leave experts out were taken, and all ranks have reported them."""
     found = status.token_loss
     return found is not None and found.at_risk > 0
 
@@ -94,7 +94,7 @@ def test_a_lost_rank_costs_tokens_that_status_shows_and_the_next_control_loop_kn
             status = await second.wait_for(lambda s: s.step > 0, timeout_s=WAIT_S)
             known = token_loss(status)
             assert known is not None and (known.status, known.reason) == (False, "LimitPassed")
-            told = [e for e in second.events if e.reason == "TokenLossLimitPassed"]
-            assert len(told) == 1  # by the first
+            posted = [e for e in second.events if e.reason == "TokenLossLimitPassed"]
+            assert len(posted) == 1  # by the first
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Several jobs share the daemons; one that ends leaves nothing and disturbs nobody."""
+"""Several jobs share the daemons; one that ends leaves nothing and disturbs no other."""
 
 from __future__ import annotations
 

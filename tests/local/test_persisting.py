@@ -56,7 +56,7 @@ def _wait_announced(job: RawJob, generation: Generation) -> None:
         return _persist(job.daemon(member).job(JOB))["persisted"] == str(generation)
 
     for member in range(job.size):
-        wait_for(f"member {member} to hear of {generation}", partial(announced, member))
+        wait_for(f"member {member} to learn of {generation}", partial(announced, member))
 
 
 def _persist(daemon_job: dict[str, object]) -> dict[str, object]:
@@ -104,7 +104,7 @@ def test_storage_that_fails_costs_training_nothing_and_is_named(
     (tmp_path / JOB).write_text("a file where the job's directory should be")
     job.train(3)
     leader = job.daemon(0)
-    wait_for("the failure to be told", lambda: _persist(leader.job(JOB))["failure"])
+    wait_for("the failure to be reported", lambda: _persist(leader.job(JOB))["failure"])
     job.train(2)
     (tmp_path / JOB).unlink()
     assert _wait_set(job, tier, Generation(0, 0)) == job.generation
@@ -128,7 +128,7 @@ def test_what_is_protected_is_persisted_on_request(
     assert _wait_set(job, tier, Generation(0, 0)) == newest
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["nobody moves", "a spare takes over"])
+@pytest.mark.parametrize("moves", [False, True], ids=["no member moves", "a spare takes over"])
 def test_a_request_that_follows_a_new_epoch_copies_what_was_protected_before(
     cluster: RawCluster, tmp_path: Path, moves: bool
 ) -> None:

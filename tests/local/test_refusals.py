@@ -64,13 +64,13 @@ def test_an_older_step_is_refused(job: RawJob) -> None:
 
 
 def test_an_unknown_session_is_refused(job: RawJob) -> None:
-    request = trainer_pb2.GrantRequest(session="nobody", epoch=job.epoch, step=job.step + 1)
+    request = trainer_pb2.GrantRequest(session="stranger", epoch=job.epoch, step=job.step + 1)
     error = _error(job.daemon(0).stub().Grant, request, WAIT_S)
     assert isinstance(error, UnknownSessionError)
-    assert "nobody" in str(error)
+    assert "stranger" in str(error)
 
 
-def test_an_unknown_job_is_told_apart_from_a_broken_daemon(job: RawJob) -> None:
+def test_an_unknown_job_is_not_taken_for_a_broken_daemon(job: RawJob) -> None:
     stranger = RawJob(job.cluster, job.nodes, name="no.such.job").make_trainer(0)
     error = _error(stranger.hello)
     assert isinstance(error, UnreachableError)

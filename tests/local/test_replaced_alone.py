@@ -21,7 +21,7 @@ MEMBER = 1
 def cluster(request: pytest.FixtureRequest) -> Iterator[RawCluster]:
     with RawCluster(control=request.param()) as running:
         yield running
-        print(running.story())
+        print(running.report())
 
 
 def test_a_daemon_that_was_replaced_lets_go_of_the_job_although_no_peer_is_left_to_fence_it(
@@ -43,7 +43,7 @@ def test_a_daemon_that_was_replaced_lets_go_of_the_job_although_no_peer_is_left_
 
     frozen.send_signal(signal.SIGCONT)
     if isinstance(cluster.control, ControlServer):
-        job.publish_to(frozen.node)  # the operator's server tells whoever is behind by itself
+        job.publish_to(frozen.node)  # the operator's server does so by itself
     wait_for("the job to be let go", lambda: job.name not in frozen.status()["jobs"])
     with pytest.raises(grpc.RpcError) as refused:
         ghost.grant(job.step + 1)

@@ -1,4 +1,4 @@
-"""Real daemons do not believe the control loop about where a job may persist to."""
+"""Real daemons check for themselves where a job may persist to."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def peak_bytes(job: RawJob) -> int:
 def test_strangers_make_a_daemon_hold_no_more_than_the_limits_allow(
     job: RawJob, api: ApiServer, callers: int, nbytes: int, made_up: bool
 ) -> None:
-    """With tokens that nobody knows, and an API server that does not answer about them."""
+    """With unknown tokens, and an API server that does not answer about them."""
     message = trainer_pb2.OpenRequest(job=JOB, layout=bytes(nbytes)).SerializeToString()
     job.save(1)
     before = peak_bytes(job)
@@ -103,7 +103,7 @@ def test_strangers_make_a_daemon_hold_no_more_than_the_limits_allow(
         ]
         job.save(2)
         wait_for(
-            "all to be refused whom nobody is asked about",
+            "all to be refused that are not reviewed",
             lambda: sum(call.done() for call in crowd) >= callers - CALLS_WAITING_MAX,
         )
         silent.close()

@@ -64,7 +64,7 @@ class ExpertTrainer(RawTrainer):
             timeout=WAIT_S,
         )
 
-    def told(self) -> Manifest:
+    def restored(self) -> Manifest:
         """The manifest of what is restored in this epoch."""
         request = trainer_pb2.RestoreRequest(job=self.job, rank=self.rank, epoch=self.epoch)
         *_, last = self.daemon.stub().Restore(request, timeout=WAIT_S)
@@ -101,7 +101,7 @@ class ExpertJob(RawJob):
         self.cluster.control.send(self.nodes[0], message)
         for member in range(self.size):
             wait_for(
-                f"member {member} to hear that {self.generation} is persisted",
+                f"member {member} to learn that {self.generation} is persisted",
                 lambda member=member: (  # type: ignore[misc]
                     self.daemon(member).job(JOB)["persist"]["persisted"] == str(self.generation)
                 ),
@@ -146,21 +146,21 @@ def test_survivors_give_fresh_experts_and_copies_the_rest(
     restored = job.lose_first(2)
     assert {generation for generation, _, _ in restored} == {line}
     assert [source for _, _, source in restored] == ["storage", "storage", "local"]
-    told = {trainer.rank: trainer.told() for trainer in job.trainers}  # type: ignore[attr-defined]
+    manifests = {trainer.rank: trainer.restored() for trainer in job.trainers}  # type: ignore[attr-defined]
     for rank, (_, payload, _) in enumerate(restored):
-        assert payload == expected(rank, HOMES, told[rank]), "not the versions that it says"
+        assert payload == expected(rank, HOMES, manifests[rank]), "not the versions in its manifest"
     in_storage = {u.unit: u.version for file in stored.files for u in file.units}
     at_line = job.versions[line]
     for rank in (0, 1):
-        assert job.own(told[rank]) == {unit: in_storage[unit] for unit in HOMES[rank]}
-    assert job.own(told[2]) == {unit: at_line[unit] for unit in HOMES[2]}, "fresh, from memory"
+        assert job.own(manifests[rank]) == {unit: in_storage[unit] for unit in HOMES[rank]}
+    assert job.own(manifests[2]) == {unit: at_line[unit] for unit in HOMES[2]}, "fresh, from memory"
     returned = {u: v for u, v in in_storage.items() if u not in HOMES[2] and v != at_line[u]}
     assert returned, "some experts went back to an older version"
-    parts = {job.own(manifest)[SPREAD] for manifest in told.values()}
+    parts = {job.own(manifest)[SPREAD] for manifest in manifests.values()}
     assert parts == {Generation(1, SPREAD_STEP)}, "parts of one expert are of one step"
     held_in = {u.held_in for f in stored.files for u in f.units if u.unit == SPREAD}
     assert held_in == {Generation(1, SPREAD_STEP)}, "a copy that has it is named"
-    for rank, manifest in told.items():
+    for rank, manifest in manifests.items():
         marks = {(e.unit, e.generation): e.tokens for e in (*manifest.experts, *manifest.older)}
         for unit, version in returned.items():
             assert marks[unit, version] == 100 * version.step + rank, "tokens lost are not known"
@@ -187,10 +187,10 @@ def test_a_whole_cluster_goes_on_from_copies_that_name_others(
     in_storage = {u.unit: u.version for f in store.complete()[0].files for u in f.units}
     for trainer, (generation, payload, source) in zip(job.trainers, restored, strict=True):
         assert isinstance(trainer, ExpertTrainer)
-        told = trainer.told()
+        manifest = trainer.restored()
         assert (generation, source) == (line, "storage")
-        assert job.own(told) == {unit: in_storage[unit] for unit in HOMES[trainer.rank]}
-        assert payload == expected(trainer.rank, HOMES, told)
+        assert job.own(manifest) == {unit: in_storage[unit] for unit in HOMES[trainer.rank]}
+        assert payload == expected(trainer.rank, HOMES, manifest)
     job.step, job.newest = line.step, dict(in_storage)
     again = job.step_on()
     job.persist()

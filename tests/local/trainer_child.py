@@ -68,7 +68,7 @@ def _serve(
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     daemon = DaemonProcess(node="", control_port=0, root=Path(root), host="")
     trainer = RawTrainer(daemon, *rank)
-    trainer.policy = PolicyType.FULL  # nobody would know here what it captured
+    trainer.policy = PolicyType.FULL  # nothing here would know what it captured
     trainer.join(epoch)
     while True:
         step, *arguments = connection.recv()

@@ -85,7 +85,7 @@ def test_functions_are_short() -> None:
     _none([name for name in LONG_FUNCTIONS if name not in long], "no longer needs its exception")
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     """Tests are exempt: they mirror the module that they test, and their names are sentences."""
     paths = [*SOURCES, *_modules("charts", "benchmarks", "examples", "gpu")]
     _none([_name(path) for path in paths if not ast.get_docstring(_tree(path))], "no docstring")
@@ -101,7 +101,7 @@ def test_no_two_public_classes_have_one_name() -> None:
     _none([f"{name}: {found}" for name, found in twice.items()], "one word, one thing")
 
 
-def test_everything_public_in_core_says_what_it_does() -> None:
+def test_everything_public_in_core_has_a_docstring() -> None:
     undocumented = [
         f"{_name(path)}:{node.lineno} {node.name}"
         for path in _modules("core")

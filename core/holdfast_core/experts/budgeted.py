@@ -11,7 +11,7 @@ The paper leaves some things open; they are defined here:
   risk, a layer's weight is its number of experts.
 - Every expert costs as much as the longest one, so that any choice keeps to the budget.
 - A budget below one expert still gives one: otherwise tokens at risk would grow without end. The
-  reason says so, and that the copy may delay the step.
+  reason states this, and that the copy may delay the step.
 - Experts that received no tokens are captured within a bounded number of snapshots,
   as in `experts.pec`: from a certain age on they go first.
 """

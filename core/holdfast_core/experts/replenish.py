@@ -1,7 +1,7 @@
 """More capacity for recovered experts until their lost tokens are replenished.
 
 MoEtion §6: after a recovery, experts that went back to an older version process 10 % more tokens
-until they have made up for what they lost. The paper does not say which tokens count as additional.
+until they have made up for what they lost. The paper leaves open which tokens are additional.
 Here it is one in eleven of the tokens that such an expert processes: exactly the additional 10 %
 while its capacity is full; and experts that never fill their capacity return to normal, too.
 

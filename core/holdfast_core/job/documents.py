@@ -88,9 +88,9 @@ class Document(
 ):
     """Base of all parts of a document. Parts repeat `frozen` and `kw_only` for type checkers.
 
-    The `Meta` of a field says what it is (`description`, which completes "give …", and the first of
-    `examples`) and what it may be. For the reference and the schema, its `extra` may add `title`, a
-    sentence in place of the description, and `more`, sentences after it.
+    The `Meta` of a field describes it (`description`, which completes "give …", and the first of
+    `examples`) and limits its values. For the reference and the schema, its `extra` may add
+    `title`, a sentence in place of the description, and `more`, sentences after it.
     """
 
 

@@ -224,7 +224,7 @@ def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:
 
 
 def _blame_parity(memory: JobMemory, rank: int, generation: Generation, position: int) -> None:
-    """Tell the owner of a parity block that it is wrong, once this node is unlikely to be at
+    """Notify the owner of a parity block that it is wrong, once this node is unlikely to be at
     fault."""
     memory.wrong_rebuilds[rank] = memory.wrong_rebuilds.get(rank, 0) + 1
     if memory.wrong_rebuilds[rank] >= WRONG_REBUILDS and memory.current is not None:

@@ -352,7 +352,7 @@ class SendDirective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendSuspect:
-    """Tell a member that the rank's bytes, read from its snapshot or rebuilt from its parity, do
+    """Notify a member that the rank's bytes, read from its snapshot or rebuilt from its parity, do
     not match their manifest; best effort."""
 
     to: Member

@@ -533,7 +533,7 @@ class JobEngine:
         return self._convergence.settle(now)
 
     def restore_given(self, state: RestoreState) -> None:
-        """Record that a trainer was told to restore the slot of `state`."""
+        """Record that a trainer was given the slot of `state` to restore."""
         assert state.arena is not None and state.line is not None
         record = self.memory.rank(state.arena.rank)
         record.restored = (state.line.generation, state.source)

@@ -37,7 +37,7 @@ class PersistMemory:
     failure: str = ""
     """Why a rank of this node cannot be written."""
     stopped: int = 0
-    """Number of the order whose writers were told to stop."""
+    """Number of the order whose writers were asked to stop."""
 
     # As the leader:
     leading: int = 0

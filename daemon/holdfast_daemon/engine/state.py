@@ -83,7 +83,7 @@ class RankRecord:
     loss: LossReport | None = None
     """Cost of leaving experts out of snapshots; None where they hold everything."""
     restored: tuple[Generation | None, RestoreSource] | None = None
-    """Generation that the rank was told to restore in this epoch, and its source."""
+    """Generation that the rank was given to restore in this epoch, and its source."""
 
 
 @dataclass(slots=True)

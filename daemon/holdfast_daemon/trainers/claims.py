@@ -57,13 +57,13 @@ class Claims:
         self.sessions.pop(token, None)
 
     def granted(self, token: str) -> None:
-        """Tell the engine that the claim's lock is taken."""
+        """Report to the engine that the claim's lock is taken."""
         if entry := self.sessions.get(token):
             host, session = entry
             host.carry_out(host.engine.claimed(session, host.now))
 
     def closed(self, token: str) -> None:
-        """Tell the engine that the trainer's process is gone, or has closed its claim."""
+        """Report to the engine that the trainer's process is gone, or has closed its claim."""
         if entry := self.sessions.pop(token, None):
             host, session = entry
             if not host.dropped:

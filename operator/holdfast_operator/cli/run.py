@@ -64,11 +64,11 @@ async def _run(job: MoETrainingJob, settings: LocalSettings) -> int:
     with _printer() as printer:
         cluster = LocalCluster(job, settings, on_event=printer.event)
         async with cluster:
-            printer.say(f"run directory {cluster.directory.path}")
+            printer.print(f"run directory {cluster.directory.path}")
             for note in ignored_locally(job):
-                printer.say(note)
+                printer.print(note)
             outcome = await _attend(cluster, printer, stop)
-            printer.say("stopping daemons and freeing memory")
+            printer.print("stopping daemons and freeing memory")
     if outcome is None:
         return exit_codes.INTERRUPTED
     if outcome is Outcome.FAILED:
@@ -113,14 +113,14 @@ class Printer:
         if live is not None:
             live.update(self._spinner)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: TimedEvent) -> None:
         if self._live is not None:
             self._console.print(event_text(event), soft_wrap=True)
         else:
-            self.say(event_line(event))
+            self.print(event_line(event))
 
     def progress(self, status: Status) -> None:
         line = progress_line(status)
@@ -128,7 +128,7 @@ class Printer:
             self._spinner.update(text=line)
         elif line != self._line and time.monotonic() - self._written_at >= PLAIN_LINE_S:
             self._line, self._written_at = line, time.monotonic()
-            self.say(line)
+            self.print(line)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ keep to this:
    that the cluster evicts, or finds no room for, moves to a spare while its parity group can
    rebuild it (`replacing`).
 4. Failure rules: the first that matches a cause gives its action (`failure_rules`). A lost node
-   cannot be restarted in place, so it is replaced unless the rule says Fail. After an epoch that
+   cannot be restarted in place, so it is replaced unless its rule is Fail. After an epoch that
    failed before it ran, the next one does not begin at once. A job that fails alike before its
    first step, again and again, has failed (`trainer_failures`).
 5. A job does not start again from nothing once a generation was protected (without redundancy:

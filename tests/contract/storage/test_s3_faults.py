@@ -133,7 +133,7 @@ def test_a_set_whose_manifest_cannot_be_read_now_is_named_and_kept(
 
 
 class _Killer:
-    """Kills a process at one request: before the server hears of it, or when it was served."""
+    """Kills a process at one request: before the server receives it, or when it was served."""
 
     def __init__(self, proxy: FaultProxy, number: int, *, after: bool) -> None:
         self._number = number

@@ -29,7 +29,7 @@ def player(found: Published, *, at_work: bool) -> Player:
 
 
 @pytest.mark.parametrize("members", [2, 20, 3000])
-def test_a_membership_is_told_once_and_is_what_was_received(members: int) -> None:
+def test_a_membership_is_printed_once_and_is_what_was_received(members: int) -> None:
     found = published(1, members)
     sent = control_pb2.ControlMessage(membership=values_pb2.Membership.FromString(found.payload))
     assert payload_of(sent.SerializeToString()) == found.payload

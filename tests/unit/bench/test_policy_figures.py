@@ -94,7 +94,7 @@ def test_figures_stand_beside_what_the_papers_print_and_nothing_else() -> None:
     assert values["pec_tied_smaller"] > 60
 
 
-def test_what_was_chosen_and_what_is_missing_is_said_with_the_figures(tmp_path: Path) -> None:
+def test_figures_name_what_was_chosen_and_what_is_missing(tmp_path: Path) -> None:
     written = io.StringIO()
     print_lists(Console(file=written, width=TABLE_COLUMNS))
     said = " ".join(written.getvalue().split())

@@ -100,7 +100,7 @@ def test_alerts_name_values_of_labels_that_exist() -> None:
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: str(alert["alert"]))
-def test_an_alert_says_what_happened_and_what_to_do(alert: dict[str, Any]) -> None:
+def test_an_alert_states_what_happened_and_what_to_do(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("info", "warning", "critical")
     assert alert["expr"].count("(") == alert["expr"].count(")")
     summary, description = alert["annotations"]["summary"], alert["annotations"]["description"]
@@ -176,7 +176,7 @@ def test_descriptions_and_types_come_from_the_values() -> None:
         ("# -- What?\nnone:\n", 'none needs "# @schema"'),
     ],
 )
-def test_a_setting_that_says_too_little_is_refused_by_name(text: str, message: str) -> None:
+def test_an_incomplete_setting_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         schema(text, yaml.safe_load(text))
 

@@ -54,7 +54,7 @@ def test_a_registry_a_tag_and_words_for_the_builder_are_passed_on(machine: Machi
     assert f"-t registry.example:5000/team/holdfast-trainer:7 --build-arg TORCH=0 {ROOT}" in last
 
 
-def test_without_a_builder_it_is_said_what_to_install(
+def test_without_a_builder_the_error_names_what_to_install(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["build"]) == 1
@@ -118,5 +118,5 @@ def test_the_example_uses_the_image_that_is_built_by_default() -> None:
     assert container["image"] == reference("trainer")
 
 
-def test_the_trainer_image_has_torch_unless_somebody_says_otherwise() -> None:
+def test_the_trainer_image_has_torch_unless_asked_otherwise() -> None:
     assert "ARG TORCH=1\n" in (ROOT / "Dockerfile.trainer").read_text(encoding="utf-8")

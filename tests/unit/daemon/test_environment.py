@@ -1,4 +1,4 @@
-"""Where the daemon is told of Redis."""
+"""Where the daemon finds the URL of Redis."""
 
 from __future__ import annotations
 

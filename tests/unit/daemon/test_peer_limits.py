@@ -71,7 +71,7 @@ def test_a_malformed_report_is_refused_as_one() -> None:
 
 
 @pytest.mark.parametrize("call", ["Suspect", "Report of strangers"])
-def test_a_flood_is_refused_and_other_members_are_heard(call: str) -> None:
+def test_a_flood_is_refused_and_other_members_are_served(call: str) -> None:
     limited: list[int] = []
     suspicion = peer_pb2.SuspectMessage(job=JOB, epoch=1, rank=0)
 

@@ -34,13 +34,13 @@ def test_a_living_daemons_socket_is_not_taken_away(tmp_path: Path, listener: soc
     path = tmp_path / "daemon.sock"
     with pytest.raises(StorageError, match="another daemon serves at"):
         clear_socket(path)
-    # Nobody has taken the first connection: the queue is full now.
+    # The first connection has not been accepted: the queue is full now.
     with pytest.raises(StorageError, match="its own --socket-dir"):
         clear_socket(path)
     assert path.is_socket()
 
 
-def test_a_directory_that_cannot_be_used_says_what_to_do(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_an_error_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="make it writable"):
         clear_socket(tmp_path / "file" / "daemon.sock")

@@ -1,4 +1,4 @@
-"""What a daemon may be told, and where its sockets then are."""
+"""Settings of a daemon, and the paths of its sockets that follow from them."""
 
 from __future__ import annotations
 

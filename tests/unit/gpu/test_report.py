@@ -22,7 +22,7 @@ from gpu.report import (
 FIGURE = {"name": "copy", "value": 51.234, "unit": "GB/s", "floor": 55, "floor_name": "pinned"}
 
 
-def test_the_document_shows_the_kept_results_or_says_that_there_are_none() -> None:
+def test_the_document_shows_the_kept_results_or_states_that_there_are_none() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     shown = text.partition(BEGIN)[2].partition(END)[0].strip()
     assert shown == section(read(KEPT) if KEPT.exists() else []).strip()

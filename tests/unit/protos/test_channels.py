@@ -17,7 +17,7 @@ from holdfast_protos import channels, trainer_pb2, trainer_pb2_grpc
 
 
 class Greeter(trainer_pb2_grpc.TrainerServicer):
-    """Answers Hello with what it was sent, whoever asks."""
+    """Answers every Hello with what it was sent."""
 
     async def share_of(self, headers: dict[str, str], of_session: bool) -> str:
         return ""

@@ -103,7 +103,7 @@ def test_a_daemon_is_answered_by_a_daemon(daemon: Identity) -> None:
     run(test)
 
 
-def test_a_certificate_of_another_ca_is_not_heard(tmp_path: Path, daemon: Identity) -> None:
+def test_a_certificate_of_another_ca_is_refused(tmp_path: Path, daemon: Identity) -> None:
     async def test() -> None:
         stranger = Identity(made(tmp_path / "other", Role.DAEMON))
         async with service(daemon) as address:
@@ -113,7 +113,7 @@ def test_a_certificate_of_another_ca_is_not_heard(tmp_path: Path, daemon: Identi
     run(test)
 
 
-def test_nobody_without_a_certificate_is_heard(tmp_path: Path, daemon: Identity) -> None:
+def test_a_client_without_a_certificate_is_refused(tmp_path: Path, daemon: Identity) -> None:
     async def test() -> None:
         async with service(daemon) as address:
             assert (await refused(address, None)).code() is grpc.StatusCode.UNAVAILABLE
@@ -129,9 +129,7 @@ def test_nobody_without_a_certificate_is_heard(tmp_path: Path, daemon: Identity)
     run(test)
 
 
-def test_an_expired_certificate_is_not_heard_at_either_end(
-    tmp_path: Path, daemon: Identity
-) -> None:
+def test_an_expired_certificate_is_refused_at_either_end(tmp_path: Path, daemon: Identity) -> None:
     async def test() -> None:
         old = Identity(expired(tmp_path / "tls", Role.DAEMON))
         async with service(daemon) as address:
@@ -184,7 +182,7 @@ def test_another_installation_under_the_same_ca_is_a_stranger(
 
 
 def test_certificates_are_replaced_without_a_restart(tmp_path: Path) -> None:
-    """Another CA, too: whoever has the new files is heard, whoever has the old ones is not."""
+    """Another CA, too: processes with the new files are served, those with the old ones are not."""
     folder = tmp_path / "tls"
     identity = Identity(made(folder, Role.DAEMON))
     before = Identity(made(tmp_path / "copy", Role.DAEMON, authority=folder))

@@ -1,4 +1,4 @@
-"""What daemons and operators tell of their own certificate."""
+"""Metrics of daemons and operators about their own certificate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast_protos.identity_gauges import show_identity
 
 @dataclass(frozen=True)
 class Process:
-    """Who tells, and how its metrics begin."""
+    """A process with a certificate, and the prefix of its metrics."""
 
     role: Role
     metrics: DaemonMetrics | OperatorMetrics
@@ -34,7 +34,7 @@ def process(request: pytest.FixtureRequest) -> Process:
     return Process(Role.OPERATOR, OperatorMetrics(), "holdfast_operator")
 
 
-def test_it_says_when_its_certificate_ends_and_follows_one_that_is_renewed(
+def test_the_expiry_of_the_certificate_is_exposed_and_follows_a_renewal(
     process: Process, tmp_path: Path
 ) -> None:
     metrics, read = process.metrics, f"{process.prefix}_certificate_expires_timestamp_seconds"

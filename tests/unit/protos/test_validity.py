@@ -62,7 +62,7 @@ def test_what_is_no_certificate_is_refused() -> None:
             ends_at(b"\n".join(cut))
 
 
-def test_an_identity_says_when_it_ends_and_reads_that_again(tmp_path: Path) -> None:
+def test_an_identity_knows_its_expiry_and_reads_it_again(tmp_path: Path) -> None:
     directory = made(tmp_path / "ca", Role.DAEMON)
     identity = Identity(directory)
     own, authority = (

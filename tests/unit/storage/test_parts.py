@@ -129,7 +129,7 @@ def test_a_kind_of_storage_that_is_not_known_is_named() -> None:
         open_root("nowhere://x/y", {}, Retry())
 
 
-def test_a_kind_of_storage_without_its_package_says_what_to_install() -> None:
+def test_a_kind_of_storage_without_its_package_is_an_error_that_names_it() -> None:
     with pytest.raises(StorageError, match=r"opening gs://bucket/x: .*install what it names"):
         open_root("gs://bucket/x", {}, Retry())
 

@@ -127,7 +127,7 @@ class HoldfastReader(StorageReader):
         try:
             return self._metadata()
         except HoldfastError as error:
-            # Torch 2.11 raises "metadata is None" in its place, and says nothing of the cause.
+            # Torch 2.11 raises "metadata is None" in its place, without the cause.
             _log.error("cannot load from the durable tier: %s", error)
             raise
 

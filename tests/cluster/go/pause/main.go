@@ -1,4 +1,4 @@
-// Command pause does nothing until it is told to end.
+// Command pause does nothing until it is asked to end.
 package main
 
 import (

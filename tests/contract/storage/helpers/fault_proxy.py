@@ -18,9 +18,9 @@ class Fault(Enum):
     """What happens to a request."""
 
     NONE = "it is served"
-    ERROR_500 = "500 InternalError, and the server never hears of it"
-    ERROR_503 = "503 SlowDown, and the server never hears of it"
-    SILENCE = "no answer until the client gives up, and the server never hears of it"
+    ERROR_500 = "500 InternalError, and the server never receives it"
+    ERROR_503 = "503 SlowDown, and the server never receives it"
+    SILENCE = "no answer until the client gives up, and the server never receives it"
     DROPPED = "the connection is reset in the middle of the body, or before an answer"
     LOST_ANSWER = "the server does it, and the connection is reset before the answer"
     HALF_ANSWER = "the server does it, and the connection is reset in the middle of the answer"
@@ -43,7 +43,7 @@ class Request:
 
     @property
     def what(self) -> str:
-        """The operation, as far as tests tell them apart."""
+        """The operation, as far as tests distinguish them."""
         kind = "list" if "list-type" in self.target else "object"
         for mark in ("partNumber", "uploads", "uploadId"):
             if mark in self.target:

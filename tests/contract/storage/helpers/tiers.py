@@ -20,7 +20,7 @@ QUICK = Retry(attempts=6, first_s=0.001, longest_s=0.004)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierUnderTest:
-    """A place that nobody else uses. Its stores leave nothing alone because it is young."""
+    """A location that no other test uses. Its stores leave nothing alone because it is young."""
 
     uri: str
     options: dict[str, Any]

@@ -66,7 +66,7 @@ def build() -> Path:
 
 class S3Server:
     """One versitygw process with one bucket, over `directory`. It may have more users than its
-    tester, each with a bucket that is nobody else's."""
+    tester, each with a bucket of its own."""
 
     def __init__(self, directory: Path, users: Mapping[str, str] | None = None) -> None:
         """`users`: names, which are those of their buckets, too, and their secrets."""

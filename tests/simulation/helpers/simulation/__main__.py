@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument(
         "--slots", type=int, help="slots of each rank (default: 2 or 3, as the seed chooses)"
     )
-    parser.add_argument("--log", action="store_true", help="print the story of the last schedule")
+    parser.add_argument("--log", action="store_true", help="print the events of the last schedule")
     parser.add_argument(
         "--tier", action="store_true", help="a durable tier in all of them (default: every eighth)"
     )

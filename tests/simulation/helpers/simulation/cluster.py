@@ -303,7 +303,7 @@ class Cluster(Faults):
             self.counts[note.event] += 1
             self.say(f"{node} {note.event} {note.rank} {note.generation} {note.detail}")
             if note.event == "line" and self.daemons[node].engine.memory.leads:
-                self.line_told()
+                self.line_decided()
 
     def check_protected(self, generation: Generation) -> None:
         """Let each group lose members again whose disks hold all that the leader calls

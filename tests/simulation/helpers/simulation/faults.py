@@ -144,7 +144,7 @@ class Faults(World):
             self._lose_at_line = True
             self._end_epoch(f"while {generation} has no parity")
 
-    def line_told(self) -> None:
+    def line_decided(self) -> None:
         """React to the leader's decision of an epoch's line."""
         if self._lose_at_line and self.membership is not None:
             self._lose_at_line = False

@@ -168,8 +168,8 @@ def test_the_cut_of_plain_tensor_parallel_tensors_must_be_given() -> None:
     )
     with pytest.raises(InvalidJobError, match=r"cut of q\.weight of shape"):
         set_tensors(ranks)
-    told = Reading(tensor_parallel={r"q\..*": 1, ".*": REPLICATED})
-    found = set_tensors(ranks, told)
+    reading = Reading(tensor_parallel={r"q\..*": 1, ".*": REPLICATED})
+    found = set_tensors(ranks, reading)
     assert found["q.weight"].shape == (2, 6)
     assert [box.offsets for box in found["q.weight"].boxes] == [(0, 0), (0, 3)]
     assert [part.rank for part in found["norm"].boxes[0].parts] == [0]

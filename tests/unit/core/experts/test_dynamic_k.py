@@ -62,7 +62,7 @@ def test_a_job_stays_below_its_limit_save_for_the_recoveries_that_pass_a_share(
     assert TOTAL * 0.03 < sum(lost.values()) <= TOTAL * 0.05 + 3 * largest
 
 
-def test_the_reason_says_why_k_grew() -> None:
+def test_the_reason_states_why_k_grew() -> None:
     decision = next_k(1, first_k=1, experts_max=4, lost_by_k={1: 3000}, total_tokens=TOTAL)
     assert decision.reason == (
         "K grows from 1 to 2: recoveries at K=1 lost 3.00% of all tokens, and the limit is 2.50%"

@@ -86,7 +86,7 @@ def test_a_sum_that_is_just_off_the_middle_of_two_values_goes_to_the_nearer_one(
         assert found == exact(wanted)
 
 
-def test_doubtful_sums_are_rounded_as_exact_arithmetic_says() -> None:
+def test_doubtful_sums_are_rounded_as_in_exact_arithmetic() -> None:
     rng = np.random.default_rng(3)
     c = rng.integers(1 << 23, 1 << 24, 4000).astype(np.float32)
     a = np.full(4000, 1 + 2.0**-23, dtype=np.float32)
@@ -94,7 +94,7 @@ def test_doubtful_sums_are_rounded_as_exact_arithmetic_says() -> None:
     b = b.astype(np.float32)  # a·b = ±(0.5 - 2^-47): float64 rounds the sum to the middle
     found = fused_multiply_add(a, b, c)
     twice = (a.astype(np.float64) * b + c).astype(np.float32)
-    assert (found != twice).any(), "this test tells nothing"
+    assert (found != twice).any(), "this test shows nothing"
     for index in range(0, 4000, 37):
         wanted = Fraction(float(a[index])) * Fraction(float(b[index])) + Fraction(float(c[index]))
         assert found[index] == exact(wanted)

@@ -1,4 +1,4 @@
-"""Every way to get a job wrong that we know of, and what people are told."""
+"""Every way to get a job wrong that we know of, and its error message."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ TRICKS = [
     *("s3://team-b", "s3://team-a-evil", "s3://team-", "s3://other", "s3://shared/b/copies"),
     *("s3://shared/a/copies-of-b", "s3://shared", "/mnt/shared/ab", "/mnt/shared", "/mnt"),
     *("gs://team-a", "abfs://team-a", "S3://team-a", "s3://TEAM-A", "s3://team-a:80", "/"),
-    # What leads out of a prefix, or is read in another way by somebody.
+    # What leads out of a prefix, or is read differently by some tool.
     *("s3://team-a/../team-b", "/mnt/shared/a/../b", "/mnt/shared/a/./../b", "/mnt/shared//a"),
     *("s3://team-a/%2e%2e/team-b", "/mnt/shared/a/%2e%2e/b", "s3://team%2da", "s3://team-a//x"),
     *("s3://team-a?versionId=1", "s3://team-a/x#y", "s3://team-a/*", "s3://team-a/[b]"),

@@ -1,4 +1,4 @@
-"""What a job says about durable storage, what is refused of it, and what daemons are told."""
+"""A job's settings of durable storage, what is refused of them, and what daemons are sent."""
 
 from __future__ import annotations
 

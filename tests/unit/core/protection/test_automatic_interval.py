@@ -35,8 +35,8 @@ def costs(
     return Costs(call=call, step=call + 1, step_s=step_s, blocked_s=blocked_s, protect_s=protect_s)
 
 
-def decided(*said: Costs, a_day: float = 4.0, current: int = 1) -> int:
-    return decide_interval(said, recoveries_per_day=a_day, current=current).steps
+def decided(*costs: Costs, a_day: float = 4.0, current: int = 1) -> int:
+    return decide_interval(costs, recoveries_per_day=a_day, current=current).steps
 
 
 def test_the_interval_is_that_of_reft_equation_9() -> None:
@@ -120,7 +120,7 @@ class Run:
             if called.states is not None:
                 self.statements.append(called.states)
 
-    def hear(self, steps: int) -> None:
+    def receive(self, steps: int) -> None:
         self.schedule.decided(IntervalDecision(steps=steps, reason=""))
 
 
@@ -134,22 +134,22 @@ def test_at_first_every_call_is_taken_and_measured() -> None:
 def test_an_interval_begins_so_many_calls_after_the_statement() -> None:
     run = Run()
     run.call(FIRST)
-    run.hear(10)
+    run.receive(10)
     run.call(LEAD_CALLS + 30)
     before = list(range(1, FIRST + LEAD_CALLS))
     assert run.taken == before + [n for n in range(before[-1] + 1, run.step + 1) if n % 10 == 0]
     assert not run.undecided
 
 
-def test_a_rank_that_has_not_heard_takes_nothing_and_counts_it_afterwards() -> None:
+def test_a_rank_without_the_decision_takes_nothing_and_counts_it_afterwards() -> None:
     prompt, late = Run(), Run()
     for run in (prompt, late):
         run.call(FIRST)
-    prompt.hear(4)
+    prompt.receive(4)
     for run in (prompt, late):
         run.call(LEAD_CALLS + 10)
     assert late.undecided == list(range(FIRST + LEAD_CALLS, FIRST + LEAD_CALLS + 11))
-    late.hear(4)
+    late.receive(4)
     for run in (prompt, late):
         run.call(20)
     assert set(late.taken) < set(prompt.taken)
@@ -161,7 +161,7 @@ def test_a_rank_that_has_not_heard_takes_nothing_and_counts_it_afterwards() -> N
 def test_loops_that_call_less_often_take_the_calls_that_pass_a_multiple() -> None:
     run = Run(stride=3)
     run.call(FIRST)
-    run.hear(10)
+    run.receive(10)
     run.call(LEAD_CALLS + 20)
     later = [n for n in run.taken if n > 3 * (FIRST + LEAD_CALLS)]
     assert later == [n for n in range(45, run.step + 1, 3) if n // 10 > (n - 3) // 10]
@@ -174,7 +174,7 @@ def test_ranks_state_less_and_less_often_while_the_interval_is_right() -> None:
         while len(run.statements) == before:
             run.call()
         calls.append(run.statements[-1][0])
-        run.hear(1)
+        run.receive(1)
     apart = [b - a - LEAD_CALLS + 1 for a, b in pairwise(calls)]
     assert apart[:3] == [2 * MEASURED, 4 * MEASURED, 8 * MEASURED]
     assert apart[-1] == MEASURED_MAX
@@ -183,7 +183,7 @@ def test_ranks_state_less_and_less_often_while_the_interval_is_right() -> None:
 def test_where_ranks_cannot_agree_every_call_is_taken_again() -> None:
     run = Run()
     run.call(FIRST)
-    run.hear(10)
+    run.receive(10)
     while len(run.statements) < 2:
         run.call()
     run.call(LEAD_CALLS + 3)
@@ -205,28 +205,28 @@ _MEASURED = st.tuples(
     stride=st.integers(1, 3),
     a_day=st.floats(0.01, 1000),
 )
-def test_all_ranks_take_the_same_saves_whatever_they_measured_and_whenever_they_hear(
+def test_all_ranks_take_the_same_saves_whatever_they_measure_and_whenever_they_decide(
     measured: Sequence[Measured], delays: Sequence[Sequence[int]], stride: int, a_day: float
 ) -> None:
-    """Ranks run beside each other, call by call, as training holds them together; each hears of
+    """Ranks run beside each other, call by call, as training holds them together; each receives
     each agreement some calls after the last rank has stated."""
     ranks = [Run(stride=stride) for _ in measured]
-    heard = [0] * len(ranks)
+    received = [0] * len(ranks)
     decisions: list[tuple[int, IntervalDecision]] = []
     """With the tick at which the last rank has stated."""
     for tick in range(400):
         for rank, run in enumerate(ranks):
-            while heard[rank] < len(decisions):
-                at, decision = decisions[heard[rank]]
-                wait = delays[heard[rank] % len(delays)][rank % 2]
+            while received[rank] < len(decisions):
+                at, decision = decisions[received[rank]]
+                wait = delays[received[rank] % len(delays)][rank % 2]
                 if tick < at + wait:
                     break
                 run.schedule.decided(decision)
-                heard[rank] += 1
+                received[rank] += 1
             run.call()
         n = len(decisions)
         if all(len(run.statements) > n for run in ranks):
-            said = [
+            costs = [
                 Costs(call=call, step=step, step_s=a, blocked_s=b, protect_s=c)
                 for (call, step), (a, b, c) in zip(
                     (run.statements[n] for run in ranks), measured, strict=True
@@ -234,7 +234,7 @@ def test_all_ranks_take_the_same_saves_whatever_they_measured_and_whenever_they_
             ]
             current = ranks[0].schedule.steps
             decisions.append(
-                (tick, decide_interval(said, recoveries_per_day=a_day, current=current))
+                (tick, decide_interval(costs, recoveries_per_day=a_day, current=current))
             )
     agreed = max((sorted(run.taken + run.missed) for run in ranks), key=len)
     for run in ranks:

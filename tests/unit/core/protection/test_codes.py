@@ -88,7 +88,7 @@ def rebuild(
 
 
 def check_group(code: Code, data: Sequence[bytes]) -> None:
-    """Any losses up to `rows` are made good byte for byte; one more loses somebody's bytes."""
+    """Any losses up to `rows` are made good byte for byte; one more loses bytes of some block."""
     blocks = encode(code, data)
     for losses in range(1, code.rows + 1):
         for gone in combinations(range(code.n), losses):

@@ -105,7 +105,7 @@ def number(member: int, version: int, owner: int) -> int:
 
 def rebuilt_version(state: State, lost: int) -> Version:
     """The version of `lost` that its group can rebuild, None when it cannot. In a pair the parity
-    is a copy, but two losses in a group are two losses: nobody counts on its luck."""
+    is a copy, but two losses in a group are two losses: no decision counts on luck."""
     group = next(group for group in state.groups if lost in group)
     if any(state.snapshots[member] is None for member in group if member != lost):
         return None
@@ -293,7 +293,7 @@ def all_of(n: int, groups: Groups, version: int = A) -> State:
 # --- particular cases ----------------------------------------------------------------------------
 
 
-def test_without_a_snapshot_the_job_starts_afresh_and_says_so() -> None:
+def test_without_a_snapshot_the_job_starts_afresh_with_a_reason() -> None:
     members = membership(((0, 1),))
     assert recovery_line(members, {0: Inventory(), 1: Inventory()}) == Line(
         generation=None, reason=""

@@ -1,4 +1,4 @@
-"""What a daemon opens for a job, whoever told it the URI."""
+"""What a daemon opens for a job, wherever the URI comes from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast_daemon.durable_tier import DurableTier
 from holdfast_storage.roots import TierRoot
 
 JOB = "a.run"
-SECRET = "a-value-that-nobody-may-see"
+SECRET = "a-value-that-must-stay-secret"
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_secret_with_the_names_of_an_environment_is_what_s3fs_is_given(tmp_pat
         ({"AWS_ACCESS_KEY_ID": f"{SECRET}\udcff"}, "cannot be read: not text"),
     ],
 )
-def test_a_secret_that_cannot_be_used_says_why_and_shows_nothing(
+def test_an_unusable_secret_is_an_error_with_its_cause_and_without_its_value(
     tmp_path: Path, files: dict[str, str], word: str
 ) -> None:
     directory = secret(tmp_path / "s")
@@ -226,6 +226,6 @@ def test_a_secret_that_cannot_be_used_says_why_and_shows_nothing(
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_secret_that_is_not_there_says_what_to_make(tmp_path: Path) -> None:
+def test_a_missing_secret_is_an_error_that_names_what_to_create(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"No such file.*create the Secret that"):
         read_credentials(tmp_path / "missing")

@@ -37,7 +37,7 @@ def choice(tier: Path, persisted: str = "") -> tuple[bool, str]:
     return chosen.fresh, chosen.reason
 
 
-def test_the_mark_comes_with_the_first_set_and_says_what_it_is(tmp_path: Path) -> None:
+def test_the_mark_comes_with_the_first_set_and_explains_itself(tmp_path: Path) -> None:
     persist(tmp_path)
     mark = tmp_path / JOB / MARK_FILE
     assert json.loads(mark.read_bytes()) == {"format": "holdfast-tier/1", "job": JOB}

@@ -143,7 +143,7 @@ class _Never:
         raise AssertionError("it was read")
 
 
-def test_a_persisted_rank_says_which_older_versions_its_set_may_give_back(bench: Bench) -> None:
+def test_a_persisted_rank_names_the_older_versions_that_its_set_may_give_back(bench: Bench) -> None:
     plan = bench.store.plan_rank(bench.later.layout, bench.later.content, 1, LINE)
     assert plan is not None
     assert {(e.unit, e.generation, e.tokens) for e in plan.older} == {

@@ -149,7 +149,7 @@ def test_a_set_that_is_not_whole_any_more_is_corrupt_and_not_out_of_reach(
         bench.load()
 
 
-def test_a_damaged_manifest_is_told_apart_from_no_set(bench: Bench, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_not_taken_for_no_set(bench: Bench, tmp_path: Path) -> None:
     flip(store(tmp_path / "tier") / "manifest.json")
     found = bench.loader.find(FindStored(epoch=4, tier=bench.tier)).found
     assert found is not None

@@ -52,24 +52,24 @@ def test_a_session_learns_the_furthest_stage_of_a_generation(
     redundancy: Redundancy, newest: Generation
 ) -> None:
     engine, session = directed(replace(MEMBERSHIP, redundancy=redundancy))
-    told = engine.watched(session)
-    assert told is not None and told.epoch_ended == 0
-    assert (told.redundant, told.newest) == (redundancy is Redundancy.RAIM5, newest)
-    assert told.persisted == OLD
+    watched = engine.watched(session)
+    assert watched is not None and watched.epoch_ended == 0
+    assert (watched.redundant, watched.newest) == (redundancy is Redundancy.RAIM5, newest)
+    assert watched.persisted == OLD
 
 
-def test_a_session_is_told_of_the_epoch_that_ends_its_own() -> None:
+def test_a_session_learns_of_the_epoch_that_ends_its_own() -> None:
     engine, session = directed(MEMBERSHIP)
     engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0)
-    told = engine.watched(session)
-    assert told is not None and told.epoch_ended == 2
+    watched = engine.watched(session)
+    assert watched is not None and watched.epoch_ended == 2
 
 
-def test_a_session_is_told_of_an_epoch_without_its_node() -> None:
+def test_a_session_learns_of_an_epoch_without_its_node() -> None:
     engine, session = directed(MEMBERSHIP)
     engine.set_membership(membership_elsewhere(epoch=3), 0.0)
-    told = engine.watched(session)
-    assert told is not None and told.epoch_ended == 3
+    watched = engine.watched(session)
+    assert watched is not None and watched.epoch_ended == 3
     assert not engine.takes_part and engine.epoch == 3 and list(engine.ranks) == []
 
 

@@ -1,4 +1,4 @@
-"""What daemons tell each other: to whom, and again and again, since any message may be lost."""
+"""Messages between daemons: to whom they go, and their repetition, since any may be lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SETTINGS = EngineSettings()
 BETWEEN_SAVES_S = SETTINGS.resend_s / 5
 
 
-def told_engine(member: int) -> JobEngine:
-    """That of a member of one of two groups of two, in an epoch whose line is told."""
+def directed_engine(member: int) -> JobEngine:
+    """The engine of a member of one of two groups of two, in an epoch whose line is decided."""
     engine = engine_of(MEMBERSHIP, member)
     line = Line(generation=None, reason="a fresh start")
     engine.memory.direct(Directive(job="job", epoch=1, line=line))
@@ -32,33 +32,33 @@ def save(engine: JobEngine, step: int, now: float) -> list[Effect]:
     return engine.tick(now)
 
 
-def told(effects: list[Effect]) -> list[int]:
+def reported_to(effects: list[Effect]) -> list[int]:
     return [effect.to.index for effect in effects if isinstance(effect, SendReport)]
 
 
-def test_a_save_that_begins_is_told_to_the_leader_alone() -> None:
-    engine = told_engine(3)
-    assert told(save(engine, 1, BETWEEN_SAVES_S)) == [0]
+def test_a_save_that_begins_is_reported_to_the_leader_alone() -> None:
+    engine = directed_engine(3)
+    assert reported_to(save(engine, 1, BETWEEN_SAVES_S)) == [0]
 
 
 def test_what_is_held_is_reported_to_the_group_too() -> None:
-    engine = told_engine(3)
+    engine = directed_engine(3)
     parity = engine.memory.lane_slots(0)[0]
     parity.state, parity.generation, parity.verified = ParityState.READY, Generation(1, 1), True
     parity.entry = ParityEntry(lane=0, generation=Generation(1, 1), group=(2, 3), sources=((2, 7),))
     effects = engine.tick(BETWEEN_SAVES_S)
-    assert told(effects) == [0, 2]
+    assert reported_to(effects) == [0, 2]
 
 
 @pytest.mark.parametrize("member", [0, 3])
 def test_saves_in_quick_succession_put_no_repetition_off(member: int) -> None:
-    engine = told_engine(member)
+    engine = directed_engine(member)
     group = 1 if member == 0 else 2
     reports = directives = 0
     turns = int(3 * SETTINGS.idle_resend_s / BETWEEN_SAVES_S)
     for step in range(1, turns + 1):
         effects = save(engine, step, step * BETWEEN_SAVES_S)
-        reports += group in told(effects)
+        reports += group in reported_to(effects)
         directives += any(isinstance(effect, SendDirective) for effect in effects)
     assert reports >= 2
     assert directives >= (2 if member == 0 else 0)

@@ -1,4 +1,4 @@
-"""Whoever has an arena's descriptor can cut the file: that costs his own job, and no process."""
+"""A process with an arena's descriptor can cut the file: that costs its own job, and no daemon."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cut(cluster: workers.Cluster, index: int, *, nbytes: int = 0) -> None:
     os.truncate(cluster.daemons[index].storage.arena(index, layout).path, nbytes)
 
 
-def test_a_check_of_a_cut_arena_says_that_it_was_cut(cluster: workers.Cluster) -> None:
+def test_a_check_of_a_cut_arena_finds_that_it_was_cut(cluster: workers.Cluster) -> None:
     check = VerifySnapshot(rank=2, slot=1, manifest=workers.manifest_at(cluster, 2))
     before = cluster.run(2, check)
     assert isinstance(before, SnapshotVerified) and before.ok

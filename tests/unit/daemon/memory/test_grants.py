@@ -58,7 +58,7 @@ def test_the_last_huge_page_of_an_arena_does_not_count_as_overgrown(root: Path) 
         assert job.overgrown() == {}
 
 
-def test_a_job_is_not_told_of_anothers_arenas(root: Path) -> None:
+def test_a_job_learns_nothing_of_the_arenas_of_others(root: Path) -> None:
     with opened(root) as (job, _, node):
         arena = job.allocate(0, LAYOUT)
         os.truncate(arena.path, arena.nbytes + 1)

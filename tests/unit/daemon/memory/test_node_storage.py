@@ -35,7 +35,7 @@ def test_fresh_memory_has_a_new_identity(root: Path, tmp_path: Path) -> None:
     other.close()
 
 
-def test_tmpfs_is_told_from_a_disk(root: Path) -> None:
+def test_tmpfs_is_distinguished_from_a_disk(root: Path) -> None:
     node = NodeStorage(root, MIB)
     assert node.is_tmpfs
     assert file_system_of(root) == "tmpfs"

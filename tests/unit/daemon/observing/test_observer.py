@@ -117,7 +117,7 @@ def test_tokens_are_reported_where_snapshots_leave_experts_out() -> None:
     memory = bench.host.engine.memory
     assert bench.read(1.0, "tokens_lost_ratio") is None
     memory.rank(0).loss, memory.rank(1).loss = loss(10, 50), loss(0, 150)
-    told = {
+    expected = {
         "tokens_routed": 200,
         "tokens_lost": 30,
         "tokens_at_risk_ratio": 10 / 200,
@@ -129,7 +129,7 @@ def test_tokens_are_reported_where_snapshots_leave_experts_out() -> None:
         "recovery_tokens_lost_mlt": 0.5,
         "experts_per_layer": 2,
     }
-    assert {name: bench.read(2.0, name) for name in told} == told
+    assert {name: bench.read(2.0, name) for name in expected} == expected
 
 
 def test_ranks_that_moved_away_take_their_tokens_with_them() -> None:

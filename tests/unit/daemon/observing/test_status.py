@@ -146,9 +146,9 @@ def test_the_catalogue_gets_recoveries_only_of_epochs_that_existed(memory: JobMe
     storage = SimpleNamespace(arena_bytes=0, parity_bytes=0)
     worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
     host = SimpleNamespace(engine=engine, storage=storage, worker=worker)
-    told = as_json(cast(JobHost, host))
-    assert told["losses"] == [recovery(4).to_dict(), recovery(5).to_dict()]
-    assert told["ranks"][0]["loss"] == {  # type: ignore[index]
+    document = as_json(cast(JobHost, host))
+    assert document["losses"] == [recovery(4).to_dict(), recovery(5).to_dict()]
+    assert document["ranks"][0]["loss"] == {  # type: ignore[index]
         "experts_per_layer": 1,
         "at_risk": 3 / 20,
         "at_risk_mlt": 3 / 20,

@@ -1,4 +1,4 @@
-"""Parity that cannot be made, for want of room for one: the daemon says so until it can again.
+"""Parity that cannot be made, for want of room for one: the daemon reports it until it can again.
 
 Slots wait for the parity of what they hold, so that saves are skipped and none fails: nothing else
 says that protection stands still.

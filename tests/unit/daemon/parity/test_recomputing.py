@@ -225,7 +225,7 @@ def test_work_of_an_ended_epoch_gives_up() -> None:
 
 
 def test_what_torch_rounds_is_what_is_compared() -> None:
-    """The helper's payload is torch's: this test tells when the helper computes for itself."""
+    """The helper's payload is torch's: this test fails when the helper computes for itself."""
     trainer = Trainer(experts=1)
     payload = trainer.train({0})
     at = trainer.at("w0")

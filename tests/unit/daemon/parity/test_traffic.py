@@ -91,7 +91,7 @@ NEW, OLD = Generation(EPOCH, 7), Generation(EPOCH - 1, 7)
     ("limit", "of_node", "seconds"),
     [(0, 0, 0.0), (MIB, 0, 8.0), (0, MIB, 8.0), (MIB, 4 * MIB, 8.0), (4 * MIB, MIB, 8.0)],
 )
-def test_a_fetch_takes_as_long_as_the_lower_limit_says(
+def test_a_fetch_takes_as_long_as_the_lower_limit_demands(
     limit: int, of_node: int, seconds: float
 ) -> None:
     world = World(limit, of_node)

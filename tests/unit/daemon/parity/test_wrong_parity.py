@@ -77,9 +77,9 @@ def rebuild_wrongly(engine: JobEngine, owner: int) -> list[SendSuspect]:
 
 def test_the_owner_is_suspected_when_it_happens_again_and_again() -> None:
     engine = decided_engine(2)
-    told = [rebuild_wrongly(engine, owner=1) for _ in range(WRONG_REBUILDS)]
-    assert told[:-1] == [[]] * (WRONG_REBUILDS - 1)
-    assert told[-1] == [SendSuspect(to=MEMBERSHIP.member(1), rank=2, generation=LINE)]
+    suspected = [rebuild_wrongly(engine, owner=1) for _ in range(WRONG_REBUILDS)]
+    assert suspected[:-1] == [[]] * (WRONG_REBUILDS - 1)
+    assert suspected[-1] == [SendSuspect(to=MEMBERSHIP.member(1), rank=2, generation=LINE)]
 
 
 def test_another_epoch_counts_anew() -> None:

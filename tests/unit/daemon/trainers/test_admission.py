@@ -49,7 +49,7 @@ class _Context:
 
 
 def _service(metrics: DaemonMetrics) -> TrainerService:
-    """Of a node that knows the job, and can tell nothing of it: a call that is let in fails."""
+    """The service of a node that has the job, but no state of it: a call that is let in fails."""
     return TrainerService(
         host_of=lambda job: cast(JobHost, object()) if job == JOB else None,
         hosts=dict,
@@ -96,8 +96,8 @@ def test_strangers_who_name_a_job_do_not_spend_what_its_trainers_may_call(token:
         began = time.monotonic()
         assert await _hello(service, "mine") == "let in"
         assert time.monotonic() - began < WAIT_S_MAX / 2, "it did not wait for a turn"
-        told = set(await asyncio.gather(*crowd))
-        assert told == {"PERMISSION_DENIED" if token == "another's" else "UNAUTHENTICATED"}
+        answers = set(await asyncio.gather(*crowd))
+        assert answers == {"PERMISSION_DENIED" if token == "another's" else "UNAUTHENTICATED"}
         assert _limited(metrics) > 0
 
     asyncio.run(run())
@@ -127,8 +127,8 @@ def test_sessions_that_were_never_opened_are_refused_too() -> None:
                 await service.Close(trainer_pb2.CloseRequest(session=f"{JOB}/1/{number}"), context)
             return str(aborted.value)
 
-        told = await asyncio.gather(*(close(number) for number in range(1000)))
-        assert set(told) == {"NOT_FOUND"}
+        answers = await asyncio.gather(*(close(number) for number in range(1000)))
+        assert set(answers) == {"NOT_FOUND"}
         assert _limited(metrics) > 0
 
     asyncio.run(run())

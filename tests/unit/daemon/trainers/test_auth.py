@@ -36,7 +36,7 @@ JOB = "team.moe"
 
 
 class FakeReviewer:
-    """Knows one pod under every token, until it is told to fail."""
+    """Knows one pod under every token, until it is set to fail."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -163,7 +163,7 @@ def test_no_token_is_refused_with_what_to_mount_and_asks_nobody() -> None:
     asyncio.run(run())
 
 
-def test_a_stranger_is_told_which_pods_may() -> None:
+def test_the_refusal_of_a_stranger_names_the_pods_that_may() -> None:
     async def run() -> None:
         bench = Bench()
         with pytest.raises(
@@ -316,7 +316,7 @@ def test_calls_that_wait_for_one_made_up_token_have_an_end() -> None:
 
 
 @pytest.mark.parametrize(("pod", "job"), [("moe-0-1", "team.moe"), ("moe-0-0-1", "team.moe-0")])
-def test_a_token_says_which_job_its_bearer_belongs_to(pod: str, job: str) -> None:
+def test_a_token_names_the_job_of_its_bearer(pod: str, job: str) -> None:
     async def run() -> None:
         bench = Bench()
         bench.reviewer.pod = pod

@@ -46,7 +46,7 @@ def test_a_call_without_a_token_learns_what_to_do(judge: FileAuthenticator) -> N
         asyncio.run(judge.visible("", ["team.moe"]))
 
 
-def test_a_token_says_which_job_its_bearer_belongs_to(judge: FileAuthenticator) -> None:
+def test_a_token_names_the_job_of_its_bearer(judge: FileAuthenticator) -> None:
     assert asyncio.run(judge.job_of(TOKEN)) == "team.moe"
     for token in ("", "made-up", TOKEN[:-1]):
         with pytest.raises(UnauthenticatedError):

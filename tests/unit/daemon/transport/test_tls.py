@@ -262,7 +262,7 @@ def test_a_new_certificate_is_shown_at_the_next_connection(
         fetched(old, server)
 
 
-def test_a_stranger_who_says_nothing_is_let_go(
+def test_a_silent_stranger_is_disconnected(
     tls: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HANDSHAKE_S", 0.05)

@@ -132,7 +132,7 @@ def test_status_as_json_is_the_whole_status(run: Path, capsys: pytest.CaptureFix
     assert found["protected"] == "3.40" and found["conditions"][0]["type"] == "Protected"
 
 
-def test_status_without_a_run_says_what_to_do(
+def test_status_without_a_run_is_an_error_with_its_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "--dir", str(tmp_path / "none")]) == 2

@@ -18,18 +18,18 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def said_of(capsys: pytest.CaptureFixture[str], job: Path, *arguments: str) -> tuple[str, str]:
+def outputs(capsys: pytest.CaptureFixture[str], job: Path, *arguments: str) -> tuple[str, str]:
     """What is printed and what is refused, of a job that does not fit."""
     assert main(["plan", str(job), *arguments]) == 2
-    said = capsys.readouterr()
-    return " ".join(said.out.split()), said.err
+    captured = capsys.readouterr()
+    return " ".join(captured.out.split()), captured.err
 
 
 def test_a_job_that_does_not_fit_shows_its_table_all_the_same(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 1Gi}\n")
-    out, error = said_of(capsys, job, *SIZES)
+    out, error = outputs(capsys, job, *SIZES)
     assert "snapshots of one node need 44.90 GiB" in error
     assert "Full ! 8.42" in out and "recommended:" not in out
     assert "nothing fits: give a node at least 44.90 GiB" in out
@@ -44,7 +44,7 @@ def test_the_rows_that_fit_are_named_and_one_of_them_is_recommended(
         JOB + "  snapshot:\n    policy: {type: Selective, selective: {recompute: true}}\n"
         "    memoryPerNode: 90Gi\n  redundancy: {type: Replication}\n"
     )
-    out, error = said_of(capsys, job, *SIZES)
+    out, error = outputs(capsys, job, *SIZES)
     assert "what fits: Full" in out and "Full !" not in out
     assert "PartialExperts 1 !" in out and re.search(r"Selective \d+ !", out)
     assert "recommended: Full:" in out
@@ -56,7 +56,7 @@ def test_the_memory_of_one_size_shows_whether_it_fits(
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 90Gi}\n")
     assert "fits" in printed(capsys, job, "--bytes-per-rank", "12Gi").split()
-    out, error = said_of(capsys, job, "--bytes-per-rank", "32Gi")
+    out, error = outputs(capsys, job, "--bytes-per-rank", "32Gi")
     assert "does not fit" in out and "REFT eq. 2" in out
     assert "snapshots of one node need" in error
 

@@ -14,7 +14,7 @@ import pytest
 from holdfast_operator.cli.main import main
 from holdfast_operator.local.directory import default_directory
 
-NAME = "nobody-runs-this"
+NAME = "not-running"
 JOB = {
     "metadata": {"name": NAME, "namespace": "default", "uid": "u"},
     "status": {"phase": "Running"},
@@ -85,9 +85,9 @@ def test_without_a_run_of_that_name_the_cluster_is_looked_at(
     server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", NAME]) == 0
-    told = capsys.readouterr()
-    assert f"default/{NAME}  Running" in told.out
-    assert told.err == (
+    captured = capsys.readouterr()
+    assert f"default/{NAME}  Running" in captured.out
+    assert captured.err == (
         f"no such run on this machine; looking at the cluster of {tmp_path / 'config'}\n"
     )
     assert server.asked[0] == jobs_in("default")

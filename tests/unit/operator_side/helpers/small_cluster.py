@@ -107,7 +107,7 @@ class Daemon:
             state = found.jobs.add(job=job, epoch=membership.epoch, verified=True, has_line=True)
             state.revision = membership.revision
             state.membership.CopyFrom(codec.membership_to_proto(membership))
-            state.line.reason = "told"
+            state.line.reason = "decided"
             if job in self.at_work | self.lost:
                 lost = job in self.lost
                 word = "OFFLINE" if lost else "HEALTHY"
@@ -273,7 +273,7 @@ class SmallCluster:
         async with asyncio.timeout(WAIT_S), self._changed:
             await self._changed.wait_for(condition)
 
-    async def heard(self, condition: Callable[[], object]) -> None:
+    async def until_reported(self, condition: Callable[[], object]) -> None:
         """Return once `condition()` holds, where it depends on reports of daemons."""
         async with asyncio.timeout(WAIT_S):
             while not condition():

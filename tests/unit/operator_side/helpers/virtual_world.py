@@ -98,7 +98,7 @@ class World:
         count = nodes if nodes is not None else job.spec.nodes + job.spec.failure_policy.spares
         self.daemons = {f"n{i}": Daemon(f"memory-{i}") for i in range(count)}
         self.gone: set[str] = set()
-        self.unheard: set[str] = set()
+        self.unconnected: set[str] = set()
         self.returning: set[str] = set()
         self.locations: Locations = None
         self.cordoned: set[str] = set()
@@ -157,7 +157,7 @@ class World:
         for name, daemon in self.daemons.items():
             if daemon.alive:
                 daemon.heartbeat_at = self.now
-                self.unheard.discard(name)
+                self.unconnected.discard(name)
 
     # --- observations of the control loop -----------------------------------------------------
 
@@ -168,7 +168,7 @@ class World:
         )
 
     def node_view(self, name: str) -> NodeView:
-        if name in self.unheard:
+        if name in self.unconnected:
             return NodeView(name=name, gone=name in self.gone)
         daemon = self.daemons[name]
         return NodeView(
@@ -348,7 +348,7 @@ class World:
     def forget(self) -> None:
         """Restart the control loop without any state."""
         self.state = ControlState()
-        self.unheard = set(self.daemons)
+        self.unconnected = set(self.daemons)
 
     def restart(self, document: dict[str, Any] | None = None) -> None:
         """Restart the control loop with its stored state: `document`, or the one that it would
@@ -368,7 +368,7 @@ class World:
     def nodes_of_members(self) -> list[str]:
         return [member.node for member in self.membership.members]
 
-    def told(self, reason: str) -> list[str]:
+    def messages(self, reason: str) -> list[str]:
         return [event.message for event in self.events if event.reason == reason]
 
     def kinds(self) -> Iterator[str]:

@@ -70,9 +70,9 @@ def test_a_turn_does_not_wait_for_pods_that_are_being_created() -> None:
 
 
 def test_a_following_turn_reports_once_why_pods_were_not_created() -> None:
-    for told in carry_out_twice(StuckTrainers(refuses=True)):
-        assert [(event.reason, event.warning) for event in told] == [("ActionFailed", True)]
-        assert "no room in the quota; trying again" in told[0].message
+    for events in carry_out_twice(StuckTrainers(refuses=True)):
+        assert [(event.reason, event.warning) for event in events] == [("ActionFailed", True)]
+        assert "no room in the quota; trying again" in events[0].message
 
 
 def test_a_copy_is_asked_for_of_the_jobs_daemons() -> None:

@@ -28,33 +28,35 @@ def node(name: str, **spec: object) -> Object:
     }
 
 
-class Heard(ControlServer):
-    """A Control server that has heard the daemons it is told of."""
+class ConnectedServer(ControlServer):
+    """A Control server whose daemons on the given nodes are connected."""
 
     def __init__(self, clock: object, *names: str) -> None:
         super().__init__(heartbeat_s=1.0, clock=lambda: 0.0, on_evidence=lambda jobs: None)
-        self.heard = {name: NodeView(name=name, connected=True, heartbeat_at=0.0) for name in names}
+        self.connected = {
+            name: NodeView(name=name, connected=True, heartbeat_at=0.0) for name in names
+        }
 
     def nodes(self) -> dict[str, NodeView]:
-        return self.heard
+        return self.connected
 
     def view(self, name: str, job: str) -> NodeView | None:
-        return self.heard.get(name)
+        return self.connected.get(name)
 
 
 @dataclass
 class Region:
     """Nodes, some of which have daemons."""
 
-    heard: tuple[str, ...]
-    unheard: tuple[str, ...] = ()
+    connected: tuple[str, ...]
+    unconnected: tuple[str, ...] = ()
     requests: dict[str, Amounts] = field(default_factory=dict)
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.server = Heard(None, *self.heard)
+        self.server = ConnectedServer(None, *self.connected)
         self.cache: Cache[object] = Cache(read_node, lambda before, now: None)
-        for name in (*self.heard, *self.unheard):
+        for name in (*self.connected, *self.unconnected):
             self.cache.put(node(name))
         self.candidates = CandidateNodes(
             self.server,
@@ -112,8 +114,8 @@ def test_its_own_requests_do_not_stand_in_a_jobs_way() -> None:
     assert region.candidates.views("team.moe", wants, ["n0"], 0)["n0"].schedulable
 
 
-def test_nodes_whose_daemons_were_not_heard_are_named_while_they_may_still_come() -> None:
-    region = Region(("n0",), unheard=("n1",))
+def test_nodes_whose_daemons_have_not_connected_are_shown_while_they_may_still_come() -> None:
+    region = Region(("n0",), unconnected=("n1",))
     assert region.shown() == ["n0"]
     region.now = SETTLE_S - 0.1
     assert region.shown() == ["n0", "n1"]

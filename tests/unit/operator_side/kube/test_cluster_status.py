@@ -82,5 +82,5 @@ def test_one_job_is_shown_with_members_recoveries_conditions_and_events() -> Non
     assert "OfAnotherVersion" not in shown
 
 
-def test_a_job_that_no_operator_has_seen_says_so() -> None:
+def test_a_job_that_no_operator_has_seen_is_shown_as_such() -> None:
     assert "no operator has seen it yet" in text(job_view(job_resource(), []))

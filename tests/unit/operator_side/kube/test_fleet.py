@@ -86,7 +86,7 @@ def test_a_job_that_takes_the_name_of_another_gets_a_loop_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted_s", "told_s"),
+    ("wanted_s", "asked_s"),
     [
         ((), HEARTBEAT_S_MAX),
         ((0.5, 0.7), 0.5),
@@ -94,8 +94,8 @@ def test_a_job_that_takes_the_name_of_another_gets_a_loop_of_its_own() -> None:
         ((0.1,), HEARTBEAT_S_MIN),
     ],
 )
-def test_daemons_are_told_the_pace_that_the_most_demanding_job_wants(
-    wanted_s: tuple[float, ...], told_s: float
+def test_heartbeats_are_as_frequent_as_the_most_demanding_job_wants(
+    wanted_s: tuple[float, ...], asked_s: float
 ) -> None:
     async def test(cluster: SmallCluster) -> None:
         for number, heartbeat_s in enumerate(wanted_s):
@@ -103,7 +103,7 @@ def test_daemons_are_told_the_pace_that_the_most_demanding_job_wants(
             cluster.apply(each)
             await cluster.until(lambda: cluster.phase(each))  # noqa: B023 - awaited in its turn
         cluster.fleet.adjust()
-        assert cluster.server.heartbeat_s == told_s
+        assert cluster.server.heartbeat_s == asked_s
 
     on_a_cluster(test)
 
@@ -127,12 +127,12 @@ def test_memory_of_a_job_that_is_gone_is_freed_and_that_of_one_that_exists_is_no
         for name, node in (("team.gone", "n0"), ("team.there", "n1")):
             cluster.daemons[node].memberships[name] = holding(name, node)
             cluster.daemons[node].beat()
-        await cluster.heard(lambda: len(cluster.server.held_jobs()) == 2)
+        await cluster.until_reported(lambda: len(cluster.server.held_jobs()) == 2)
         await cluster.fleet.free_orphans()
         assert not cluster.api.requests  # its job may be about to be seen
         cluster.passed_s = ORPHAN_S
         await cluster.fleet.free_orphans()
-        await cluster.heard(lambda: cluster.server.held_jobs() == {"team.there"})
+        await cluster.until_reported(lambda: cluster.server.held_jobs() == {"team.there"})
 
     on_a_cluster(test)
 
@@ -182,9 +182,12 @@ def test_every_job_with_members_counts_when_daemons_are_replaced() -> None:
 
 def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again() -> None:
     async def test(cluster: SmallCluster) -> None:
-        unheard = {**job("a"), "status": {"members": [{"index": 0, "node": "far", "pod": "a-0-1"}]}}
-        cluster.api.put(JOBS, unheard)
-        await cluster.heard(cluster.fleet.stands)
+        unconnected = {
+            **job("a"),
+            "status": {"members": [{"index": 0, "node": "far", "pod": "a-0-1"}]},
+        }
+        cluster.api.put(JOBS, unconnected)
+        await cluster.until_reported(cluster.fleet.stands)
         (stand,) = cluster.fleet.stands()
         assert stand.groups == (("far",),)
         assert stand.hold == "its daemons have not connected yet"
@@ -192,7 +195,7 @@ def test_the_daemons_of_a_job_are_left_alone_until_its_members_are_known_again()
     on_a_cluster(test)
 
 
-def test_a_job_is_told_of_older_daemons_for_as_long_as_there_are_any() -> None:
+def test_a_job_has_a_condition_while_there_are_older_daemons() -> None:
     async def test(cluster: SmallCluster) -> None:
         def shown() -> list[str]:
             found = cluster.job(job("a")).get("status") or {}

@@ -111,7 +111,7 @@ def test_the_loop_of_a_job_that_goes_without_its_finalizer_ends() -> None:
         cluster.apply(JOB)
         await cluster.runs(JOB)
         cluster.http.send("DELETED", cluster.job(JOB))
-        await cluster.heard(lambda: not cluster.fleet.stands())
+        await cluster.until_reported(lambda: not cluster.fleet.stands())
 
     on_a_cluster(test)
 

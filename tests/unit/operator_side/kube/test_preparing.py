@@ -1,4 +1,4 @@
-"""What a failed request leads to: it is told, and tried again."""
+"""Failed requests are reported, and tried again."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def carry_out(acting: Acting, *turns: list[StartAgent]) -> list[list[Event]]:
     """What each of the turns could not do; what each began has ended before the next."""
 
     async def scenario() -> list[list[Event]]:
-        told = []
+        events = []
         for actions in turns:
             state = ControlState()
             decision = Decision(state=state, actions=tuple(actions))
-            told.append(
+            events.append(
                 await acting.carry_out(make_job(), state, decision, [], Observed(nodes={}), True)
             )
             while len(tasks := asyncio.all_tasks()) > 1:
                 await asyncio.gather(*(tasks - {asyncio.current_task()}))
-        return told
+        return events
 
     return asyncio.run(scenario())
 
@@ -59,8 +59,8 @@ def test_what_pods_share_is_made_before_them_though_the_first_try_failed() -> No
     acting = world.acting()
     world.api.refuse = ApiError("not now", status=500)
     start = [StartAgent(member=0, node="n0")]
-    told = [event for turn in carry_out(acting, start, []) for event in turn]
-    assert [(each.reason, each.message) for each in told] == [
+    events = [event for turn in carry_out(acting, start, []) for event in turn]
+    assert [(each.reason, each.message) for each in events] == [
         ("ActionFailed", "not now; trying again")
     ]
     assert not world.api.objects

@@ -1,4 +1,4 @@
-"""Daemons of an older version are replaced through the API, and people are told."""
+"""Daemons of an older version are replaced through the API, and events report it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Desk:
         self.revisions = {"1": revision(1, "old"), "2": revision(2, "new")}
         self.jobs: list[JobStand] | None = []
         self.changed: list[set[str]] = []
-        self.told: list[tuple[str, Event]] = []
+        self.posted: list[tuple[str, Event]] = []
         self.renewing = Renewing(
             self.api,
             "hf",
@@ -52,7 +52,7 @@ class Desk:
         )
 
     def post(self, about: Object, event: Event) -> None:
-        self.told.append((f"{about['kind']} {about['metadata']['name']}", event))
+        self.posted.append((f"{about['kind']} {about['metadata']['name']}", event))
 
     def pod(self, node: str, version: str, *, ready: bool = True, begun: bool = True) -> None:
         name = f"daemon-{node}-{version}"
@@ -91,7 +91,7 @@ def test_daemons_are_replaced_one_after_the_other_and_events_show_it() -> None:
     assert desk.turn() == ["daemon-a-old"]
     assert desk.outdated() == 2.0
     assert desk.changed == [{"a", "b"}]
-    assert desk.turn() == []  # the watch has not told of the end of the first yet
+    assert desk.turn() == []  # the watch has not shown the end of the first yet
     desk.pod("a", "new", ready=False, begun=False)
     assert desk.turn() == []
     desk.pod("a", "new")
@@ -100,16 +100,16 @@ def test_daemons_are_replaced_one_after_the_other_and_events_show_it() -> None:
     assert desk.turn() == ["daemon-b-old"]
     desk.pod("b", "new", ready=False, begun=False)
     assert desk.turn() == []
-    assert "DaemonsRenewed" not in {event.reason for _, event in desk.told}
+    assert "DaemonsRenewed" not in {event.reason for _, event in desk.posted}
     desk.pod("b", "new")
     assert desk.turn() == []
     assert desk.outdated() == 0.0
     assert desk.renewing.condition(("a", "b")) is None
-    assert [event.reason for _, event in desk.told] == [
+    assert [event.reason for _, event in desk.posted] == [
         *("RenewingDaemon", "RenewingDaemon", "DaemonsRenewed")
     ]
-    assert desk.told[-1][1].message == "all 2 daemons are of revision new and ready"
-    about, event = desk.told[0]
+    assert desk.posted[-1][1].message == "all 2 daemons are of revision new and ready"
+    about, event = desk.posted[0]
     assert about == "DaemonSet holdfast-daemon"
     assert event.message == (
         "the daemon on a is replaced by one of revision new; 0 of 2 daemons run the new version"
@@ -130,10 +130,10 @@ def test_a_wait_is_reported_once_it_lasts() -> None:
     desk = Desk()
     desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == []
-    assert desk.told == []
+    assert desk.posted == []
     desk.now += REPORTED_AFTER_S
     assert desk.turn() == []
-    assert desk.told[0][1].message == (
+    assert desk.posted[0][1].message == (
         "the daemon on a keeps its version: job t.j: it is not protected"
     )
 
@@ -151,7 +151,7 @@ def test_a_daemon_that_never_started_is_replaced_at_once() -> None:
     desk.pod("b", "old", ready=False, begun=False)
     desk.jobs = [JobStand(key="t.j", groups=(("a", "b"),), hold="it is not protected")]
     assert desk.turn() == ["daemon-b-old"]
-    assert "at once, because it never started" in desk.told[0][1].message
+    assert "at once, because it never started" in desk.posted[0][1].message
 
 
 def test_the_first_of_a_new_version_is_alone_although_its_pod_is_not_there_yet() -> None:

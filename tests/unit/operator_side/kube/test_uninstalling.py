@@ -16,7 +16,7 @@ OTHER = "example.com/theirs"
 
 
 class JobsApi(FakeApi):
-    """Lists in pages of one and patches metadata. `changing` is how often somebody else writes the
+    """Lists in pages of one and patches metadata. `changing` is how often another client writes the
     job right before each patch."""
 
     def __init__(self) -> None:

@@ -135,9 +135,9 @@ def test_workers_that_wait_for_room_are_reported_and_shown(run_directory: Path) 
             assert said in progress_line(status)
             full.unlink()
             status = await cluster.wait_for(runs_in(1), timeout_s=WAIT_S)
-            told = [event.message for event in status.events if event.reason == "WorkersWait"]
-            assert "those of member 0 on n0: NoRoom: the disk is full" in told
-            assert len(set(told)) == len(told)
+            posted = [event.message for event in status.events if event.reason == "WorkersWait"]
+            assert "those of member 0 on n0: NoRoom: the disk is full" in posted
+            assert len(set(posted)) == len(posted)
 
     full.parent.mkdir(parents=True)
     full.touch()
@@ -155,8 +155,8 @@ def test_notice_for_a_node_has_a_copy_made(
             assert "node n1 will be taken away" in capsys.readouterr().out
             asked = [cluster.directory.root(node) / "persist" for node in ("n0", "n1")]
             await cluster.wait_for(lambda _: all(path.exists() for path in asked), timeout_s=WAIT_S)
-            told = [event for event in cluster.events if event.reason == "CopyRequested"]
-            assert len(told) == 1 and "notice given by holdfast inject" in told[0].message
+            posted = [event for event in cluster.events if event.reason == "CopyRequested"]
+            assert len(posted) == 1 and "notice given by holdfast inject" in posted[0].message
             assert [path.read_text().splitlines() for path in asked] == [[job.key]] * 2
 
     asyncio.run(scenario())
@@ -225,8 +225,8 @@ def test_a_run_without_identity_is_reported_and_shown_and_daemons_restart_withou
                 timeout_s=WAIT_S,
             )
             assert status.security == "insecure"
-            told = [event for event in status.events if event.reason == "Insecure"]
-            assert [event.warning for event in told] == [True]
+            posted = [event for event in status.events if event.reason == "Insecure"]
+            assert [event.warning for event in posted] == [True]
             assert status.nodes[0].daemon_pid != before.nodes[0].daemon_pid
             assert b"--insecure" in command_of(status.nodes[0].daemon_pid)
 

@@ -1,4 +1,4 @@
-"""Agents and nodes that the cluster takes away, and agents that somebody deletes."""
+"""Agents and nodes that the cluster takes away, and agents that are deleted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_evicted_agent_is_replaced_and_does_not_count(reason: str) -> None:
     world.look()
     assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
     assert (world.state.recoveries, world.state.counted, world.state.restarts) == (1, 0, ())
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         f"the agent of member 1 on n1 is being removed: {reason}; spare n4 takes over in epoch 2"
     ]
     assert "FenceNode" not in world.kinds()  # the node lives, and its daemon keeps what it has
@@ -116,7 +116,7 @@ def test_a_node_with_a_termination_notice_is_left_while_it_lives() -> None:
     world.look()
     assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
     assert (world.state.recoveries, world.state.counted) == (1, 0)
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         "node n2 of member 2 will be taken away: spot instance is reclaimed in 120 s; spare n4 "
         "takes over in epoch 2"
     ]
@@ -168,7 +168,7 @@ def test_a_deleted_agent_that_took_finished_ranks_with_it_begins_a_new_epoch() -
     world = running()
     world.vanish(3)
     world.settle(1.0)
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         "the agent of member 3 has vanished; restart in place in epoch 2"
     ]
     assert world.membership.epoch == 2 and world.condition("Running")[0]

@@ -42,7 +42,7 @@ def test_by_default_every_code_is_restarted_in_place_and_counts(code: int) -> No
     assert world.membership.epoch == 2
     assert world.state.counted == 1
     how = "was killed by SIGKILL (code 137)" if code == 137 else f"exited with code {code}"
-    assert world.told("Recovering") == [f"rank 2 {how}; restart in place in epoch 2"]
+    assert world.messages("Recovering") == [f"rank 2 {how}; restart in place in epoch 2"]
 
 
 def test_without_a_rule_that_matches_a_permanent_code_fails_the_job() -> None:
@@ -118,7 +118,7 @@ def test_a_traceback_beside_a_killed_rank_is_its_consequence() -> None:
     world.exit_rank(1, 1)
     world.look()
     assert world.state.outcome is None
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         "rank 0 was killed by SIGKILL (code 137); restart in place in epoch 2"
     ]
 

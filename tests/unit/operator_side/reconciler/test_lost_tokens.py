@@ -36,8 +36,8 @@ def recovery(epoch: int, lost: int, *, before: int = 1, after: int = 1) -> Recov
     )
 
 
-def said(*, at_risk: int = 0, routed: int = 100, lost: int = 0, **more: Any) -> LossReport:
-    """What one rank says."""
+def losses(*, at_risk: int = 0, routed: int = 100, lost: int = 0, **more: Any) -> LossReport:
+    """Report of one rank."""
     one = LossReport(
         ranks=1,
         k=1,
@@ -60,8 +60,8 @@ def lossy() -> World:
     return world
 
 
-def tell(world: World, *reports: LossReport) -> None:
-    """The members' daemons say this, one each."""
+def report_losses(world: World, *reports: LossReport) -> None:
+    """Have the members' daemons report these, one each."""
     world.losses = dict(zip(world.nodes_of_members(), reports, strict=False))
     world.look()
 
@@ -69,7 +69,7 @@ def tell(world: World, *reports: LossReport) -> None:
 def test_a_job_that_captures_everything_has_no_such_condition() -> None:
     world = World(make_job())
     world.settle(3.0)
-    tell(world, *[said(lost=50)] * 4)
+    report_losses(world, *[losses(lost=50)] * 4)
     assert KIND not in {c.type.value for c in world.decision.conditions}
     assert world.state.losses is None
 
@@ -77,16 +77,16 @@ def test_a_job_that_captures_everything_has_no_such_condition() -> None:
 def test_nothing_is_known_until_every_rank_has_reported() -> None:
     world = lossy()
     assert world.condition(KIND)[:2] == (None, "NotReported")
-    tell(world, *[said(lost=50)] * 3)
+    report_losses(world, *[losses(lost=50)] * 3)
     assert world.condition(KIND)[:2] == (None, "NotReported")
-    tell(world, *[said()] * 4)
+    report_losses(world, *[losses()] * 4)
     assert world.condition(KIND)[:2] == (True, "WithinLimit")
     assert "no recovery has lost tokens" in world.condition(KIND)[2]
 
 
 def test_the_condition_names_the_call_that_a_trainer_without_counts_lacks() -> None:
     world = lossy()
-    tell(world, *[said(routed=0)] * 4)
+    report_losses(world, *[losses(routed=0)] * 4)
     status, reason, message = world.condition(KIND)
     assert (status, reason) == (None, "TokensNotCounted")
     assert "session.count_tokens(layer, counts)" in message
@@ -95,7 +95,7 @@ def test_the_condition_names_the_call_that_a_trainer_without_counts_lacks() -> N
 def test_ranks_are_added_up_before_anything_is_divided() -> None:
     """19 tokens of 10 + 3 · 130: within 5 %, though more than that of the ranks' mean."""
     world = lossy()
-    tell(world, said(at_risk=5, routed=10, lost=19), *[said(routed=130, lost=19)] * 3)
+    report_losses(world, losses(at_risk=5, routed=10, lost=19), *[losses(routed=130, lost=19)] * 3)
     assert world.state.losses is not None
     assert world.state.losses.lost == pytest.approx(19 / 400)
     assert world.state.losses.at_risk == pytest.approx(5 / 400)
@@ -104,7 +104,7 @@ def test_ranks_are_added_up_before_anything_is_divided() -> None:
 
 def test_passing_the_limit_is_reported_once_with_what_was_lost_and_what_is_done() -> None:
     world = lossy()
-    tell(world, *[said(lost=21, k=2, recoveries=(recovery(2, 21, after=2),))] * 4)
+    report_losses(world, *[losses(lost=21, k=2, recoveries=(recovery(2, 21, after=2),))] * 4)
     status, reason, message = world.condition(KIND)
     assert (status, reason) == (False, "LimitPassed")
     assert "lost 21 of 400 tokens" in message
@@ -114,31 +114,31 @@ def test_passing_the_limit_is_reported_once_with_what_was_lost_and_what_is_done(
     assert "K grew from 1 to 2 then: snapshots hold 2 of 8 experts" in message
     for _ in range(3):
         world.look()
-    assert world.told("TokenLossLimitPassed") == [message]
+    assert world.messages("TokenLossLimitPassed") == [message]
     assert [e.warning for e in world.events if e.reason == "TokenLossLimitPassed"] == [True]
 
 
 def test_the_limit_can_be_passed_a_second_time() -> None:
     world = lossy()
-    tell(world, *[said(lost=21)] * 4)
-    tell(world, *[said(lost=21, routed=200)] * 4)  # training goes on
+    report_losses(world, *[losses(lost=21)] * 4)
+    report_losses(world, *[losses(lost=21, routed=200)] * 4)  # training goes on
     assert world.condition(KIND)[:2] == (True, "WithinLimit")
-    tell(world, *[said(lost=50, routed=200)] * 4)
-    assert len(world.told("TokenLossLimitPassed")) == 2
+    report_losses(world, *[losses(lost=50, routed=200)] * 4)
+    assert len(world.messages("TokenLossLimitPassed")) == 2
 
 
 def test_what_was_known_stands_during_a_recovery() -> None:
     world = lossy()
-    tell(world, *[said(lost=21)] * 4)
-    tell(world, said(lost=0), said(lost=0))
+    report_losses(world, *[losses(lost=21)] * 4)
+    report_losses(world, losses(lost=0), losses(lost=0))
     assert world.condition(KIND)[:2] == (False, "LimitPassed")
-    tell(world, *[said(lost=30, recoveries=(recovery(3, 9),))] * 4)
-    assert len(world.told("TokenLossLimitPassed")) == 1
+    report_losses(world, *[losses(lost=30, recoveries=(recovery(3, 9),))] * 4)
+    assert len(world.messages("TokenLossLimitPassed")) == 1
 
 
 def test_a_control_loop_that_starts_again_does_not_report_the_limit_again() -> None:
     world = lossy()
-    tell(world, *[said(lost=21, recoveries=(recovery(2, 21),))] * 4)
+    report_losses(world, *[losses(lost=21, recoveries=(recovery(2, 21),))] * 4)
     known, reports = world.state.losses, world.losses
     assert known is not None
     world.losses = {}
@@ -148,19 +148,19 @@ def test_a_control_loop_that_starts_again_does_not_report_the_limit_again() -> N
     assert world.condition(KIND)[:2] == (False, "LimitPassed")
     world.losses = reports
     world.settle(3.0)
-    assert len(world.told("TokenLossLimitPassed")) == 1
+    assert len(world.messages("TokenLossLimitPassed")) == 1
 
 
 def test_an_invalid_stored_record_is_ignored() -> None:
     world = lossy()
-    tell(world, *[said(recoveries=(recovery(2, 0),))] * 4)
+    report_losses(world, *[losses(recoveries=(recovery(2, 0),))] * 4)
     document = world.stored()
     document["losses"]["newest"]["plt"] = -1.0
     assert from_document(document, now=0.0, wall=0.0) == Counters()
 
 
 def test_the_condition_shows_that_all_experts_are_captured() -> None:
-    loss = JobLoss.of(said(lost=9, k=8, recoveries=(recovery(4, 9, before=4, after=8),)))
+    loss = JobLoss.of(losses(lost=9, k=8, recoveries=(recovery(4, 9, before=4, after=8),)))
     condition = loss_condition(make_job(spec=SOME_EXPERTS), ControlState(losses=loss))
     assert condition is not None
     assert "K grew from 4 to 8 then: snapshots hold all experts" in (condition.message)
@@ -168,7 +168,7 @@ def test_the_condition_shows_that_all_experts_are_captured() -> None:
 
 def test_an_ended_job_keeps_its_figures() -> None:
     world = lossy()
-    tell(world, *[said(lost=21)] * 4)
+    report_losses(world, *[losses(lost=21)] * 4)
     world.finish()
     world.settle(1.0)
     world.losses = {}
@@ -188,14 +188,14 @@ def test_conditions_keep_their_order() -> None:
 
 
 def test_a_heartbeat_brings_the_report_of_its_ranks() -> None:
-    report = said(at_risk=3, lost=4, recoveries=(recovery(2, 4),))
+    report = losses(at_risk=3, lost=4, recoveries=(recovery(2, 4),))
     state = control_pb2.JobState(job="job", loss=loss_to_proto(report))
     assert job_view(state).loss == report
     assert job_view(control_pb2.JobState(job="job")).loss is None
 
 
 def test_the_figures_fit_into_a_line() -> None:
-    text = loss_text(JobLoss.of(said(at_risk=2, lost=4, k=2)))
+    text = loss_text(JobLoss.of(losses(at_risk=2, lost=4, k=2)))
     assert text == (
         "tokens lost 4.00% (MLT 0.0400, limit 5.00%)  at risk now 2.00% (MLT 0.0200)"
         "  in a snapshot 2 of 8 experts"

@@ -26,13 +26,13 @@ def test_a_notice_asks_for_one_copy_and_then_a_spare_takes_over_as_ever() -> Non
     world.notices["n2"] = NOTICE
     world.look()
     assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
-    assert world.told("CopyRequested") == [
+    assert world.messages("CopyRequested") == [
         f"node n2 will be taken away: {NOTICE}; generation 1.10 or a newer one is copied to "
         f"s3://bucket/run1 now"
     ]
     world.settle(30.0)
     assert asked(world) == 1
-    assert len(world.told("Recovering")) == 1
+    assert len(world.messages("Recovering")) == 1
 
 
 def test_the_request_follows_the_epoch_that_begins_for_the_same_notice() -> None:
@@ -73,8 +73,8 @@ def test_notices_that_come_together_are_one_request() -> None:
     world.notices |= {"n0": NOTICE, "n1": NOTICE}
     world.settle(2.0)
     assert asked(world) == 1
-    assert "node n0 will be" in world.told("CopyRequested")[0]
-    assert "node n1 will be" in world.told("CopyRequested")[0]
+    assert "node n0 will be" in world.messages("CopyRequested")[0]
+    assert "node n1 will be" in world.messages("CopyRequested")[0]
 
 
 def test_an_agent_that_the_cluster_takes_away_counts_as_a_notice() -> None:
@@ -82,7 +82,7 @@ def test_an_agent_that_the_cluster_takes_away_counts_as_a_notice() -> None:
     world.evict(1, "DeletionByTaintManager")
     world.settle(5.0)
     assert asked(world) == 1
-    assert world.told("CopyRequested")[0].startswith(
+    assert world.messages("CopyRequested")[0].startswith(
         "the agent of member 1 on n1: DeletionByTaintManager; generation 1.10"
     )
 
@@ -123,4 +123,4 @@ def test_no_copy_is_requested_where_it_would_save_nothing(where: str) -> None:
         world.settle(1.0)
     world.notices["n4" if where == "a spare" else "n2"] = NOTICE
     world.settle(5.0)
-    assert asked(world) == 0 and world.told("CopyRequested") == []
+    assert asked(world) == 0 and world.messages("CopyRequested") == []

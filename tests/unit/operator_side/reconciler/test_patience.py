@@ -111,7 +111,7 @@ def test_without_redundancy_every_silent_node_is_waited_for_that_may_live() -> N
     assert world.membership.epoch == 1 and world.phase() == "Running"
 
 
-def test_a_daemon_that_a_new_control_loop_never_heard_gets_time_to_dial() -> None:
+def test_a_daemon_that_has_not_connected_to_a_new_control_loop_gets_time_to_dial() -> None:
     world = running()
     silent = world.membership.members[1].node
     world.forget()

@@ -19,7 +19,7 @@ ANY = {"when": "Any", "action": "RestartInPlace"}
         ([{"when": "NoReplacement", "action": "Fail"}, ANY], 0.0),
     ],
 )
-def test_without_a_spare_the_job_waits_as_the_rule_says_and_fails(
+def test_without_a_spare_the_job_waits_as_its_rule_demands_and_fails(
     rules: list[dict[str, object]], seconds: float
 ) -> None:
     world = running(make_job(spares=0, rules=rules))
@@ -123,7 +123,7 @@ def test_a_job_that_was_never_protected_starts_from_the_beginning() -> None:
     world.lose_rank(0)
     world.settle(1.0)
     assert world.state.outcome is None
-    assert world.told("Running")[-1] == "4 ranks train in epoch 2 from the beginning"
+    assert world.messages("Running")[-1] == "4 ranks train in epoch 2 from the beginning"
 
 
 def test_without_redundancy_what_was_complete_counts() -> None:
@@ -150,7 +150,7 @@ def test_a_job_whose_agents_all_exit_well_is_complete_and_frees_its_memory() -> 
     assert world.actions == []
 
 
-def test_a_daemon_that_was_away_at_the_end_is_told_to_free_the_job_later() -> None:
+def test_a_daemon_that_was_away_at_the_end_frees_the_job_later() -> None:
     world = running()
     world.kill_daemon("n1")
     world.finish()

@@ -61,9 +61,9 @@ def test_a_lost_rank_is_restarted_in_place_at_the_first_look() -> None:
     world.look()
     assert list(world.kinds()) == ["PublishMembership"]
     assert world.membership.epoch == 2
-    assert world.told("Recovering") == ["rank 3 lost; restart in place in epoch 2"]
+    assert world.messages("Recovering") == ["rank 3 lost; restart in place in epoch 2"]
     world.look()
-    assert world.told("Running") == [
+    assert world.messages("Running") == [
         "4 ranks train in epoch 2 from generation 1.10 (step 10), all from local memory"
     ]
 
@@ -83,7 +83,7 @@ def test_a_waiting_agent_gets_a_new_epoch() -> None:
     world.daemons["n1"].waiting = True
     world.settle()
     assert world.membership.epoch == 2
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         "the agent of member 1 waits for a new epoch; restart in place in epoch 2"
     ]
 
@@ -94,7 +94,7 @@ def test_an_agent_that_failed_is_started_again_in_a_new_epoch() -> None:
     world.settle()
     assert list(world.kinds()) == ["StopAgent", "PublishMembership", "StartAgent"]
     assert world.membership.epoch == 2
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         "the agent of member 2 exited with code 1; restart in place in epoch 2"
     ]
 
@@ -144,7 +144,7 @@ def test_a_hang_is_found_and_its_ranks_are_named() -> None:
     world.idle_s = 31.0
     world.settle()
     assert world.membership.epoch == 2
-    assert world.told("Recovering")[0].startswith("no progress of any rank for 31.0 s; ranks 0")
+    assert world.messages("Recovering")[0].startswith("no progress of any rank for 31.0 s; ranks 0")
 
 
 def test_ranks_that_have_not_begun_are_given_time() -> None:
@@ -166,7 +166,7 @@ def test_a_lost_node_is_replaced_by_the_spare() -> None:
     world.settle(2.0)
     assert world.nodes_of_members() == ["n0", "n1", "n4", "n3"]
     assert list(world.kinds()) == ["FenceNode", "PublishMembership", "StartAgent"]
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         "member 2 lost with node n2 (no heartbeat for 5.0 s); spare n4 takes over in epoch 2"
     ]
     assert world.membership.groups == ((0, 1, 2, 3),)
@@ -180,7 +180,7 @@ def test_a_daemon_that_comes_back_with_its_memory_changes_addresses_only() -> No
     world.settle(1.0)
     assert (world.membership.epoch, world.membership.revision) == (1, 1)
     assert world.membership.member(1).peer_address == "n1:11"
-    assert world.told("DaemonBack") == ["the daemon on n1 is back with its memory"]
+    assert world.messages("DaemonBack") == ["the daemon on n1 is back with its memory"]
 
 
 def test_a_daemon_seen_starting_on_a_living_node_is_waited_for() -> None:
@@ -215,7 +215,7 @@ def test_a_node_that_lost_its_memory_begins_a_new_epoch_where_it_is() -> None:
     world.settle()
     assert world.membership.epoch == 2
     assert world.membership.member(1).memory_id == "memory-1'"
-    assert world.told("Recovering") == [
+    assert world.messages("Recovering") == [
         "member 1 lost its memory: node n1 came back with another; restart in place in epoch 2"
     ]
 

@@ -119,7 +119,7 @@ def test_long_lists_of_nodes_are_cut() -> None:
     world.settle(1.0)
     message = world.condition("Scheduled")[2]
     assert message == "40 members on n0, n1, n10, n11, n12, n13, n14, n15 and 32 more"
-    assert len(world.told("Scheduled")[0]) < 200
+    assert len(world.messages("Scheduled")[0]) < 200
 
 
 def test_phases_follow_the_life_of_a_job() -> None:

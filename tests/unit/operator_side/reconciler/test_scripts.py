@@ -34,7 +34,7 @@ def test_a_script_that_fails_alike_three_times_before_its_first_step_fails_the_j
         "rank 2 exited with code 1, 3 times in the same way before the job's first step"
     )
     assert reason.endswith(LINES)
-    assert world.told("Failed") == [reason]
+    assert world.messages("Failed") == [reason]
 
 
 def test_what_varies_in_the_last_line_does_not_make_failures_different() -> None:
@@ -98,9 +98,9 @@ def test_the_count_survives_a_restart_of_the_control_loop() -> None:
 
 def test_the_last_lines_are_shown_once_while_failures_are_alike() -> None:
     world = failing(times=2)
-    assert world.told("LastLines") == [f"rank 2 exited with code 1; it wrote last:\n{LINES}"]
+    assert world.messages("LastLines") == [f"rank 2 exited with code 1; it wrote last:\n{LINES}"]
     failing(world, lines="ValueError: another", times=1)
-    assert len(world.told("LastLines")) == 2
+    assert len(world.messages("LastLines")) == 2
 
 
 def test_the_first_failure_that_is_seen_is_the_one_that_is_shown() -> None:
@@ -127,7 +127,7 @@ def test_a_rule_that_fails_the_job_shows_the_last_lines() -> None:
 def test_of_many_lines_an_event_has_the_last_and_the_state_has_all() -> None:
     lines = "\n".join(f"line {n:04} {'x' * 80}" for n in range(20))
     world = failing(lines=lines, times=1)
-    (told,) = world.told("LastLines")
-    assert len(told) < LINES_CHARACTERS_MAX + 100 and told.endswith(lines[-80:])
-    assert "it wrote last:\nline 00" in told
+    (message,) = world.messages("LastLines")
+    assert len(message) < LINES_CHARACTERS_MAX + 100 and message.endswith(lines[-80:])
+    assert "it wrote last:\nline 00" in message
     assert world.state.failure is not None and world.state.failure.last_lines == lines

@@ -17,26 +17,26 @@ STORED: dict[str, Any] = {"persistence": {"uri": "s3://bucket/run1", "keep": 2}}
 
 
 class StoredWorld(World):
-    """Daemons that have looked into storage; `said` is what they say of it before epoch 8."""
+    """Daemons that have looked into storage; before epoch 8 they report `reported` of it."""
 
-    said: dict[str, Any] = {}  # noqa: RUF012
+    reported: dict[str, Any] = {}  # noqa: RUF012
 
     def node_view(self, name: str) -> NodeView:
         view = super().node_view(name)
         job = view.job
         if job is None or job.epoch >= 8:
             return view
-        changed: JobView = msgspec.structs.replace(job, **self.said)
+        changed: JobView = msgspec.structs.replace(job, **self.reported)
         return msgspec.structs.replace(view, job=changed)
 
 
-def world(**told: Any) -> StoredWorld:
+def world(**reported: Any) -> StoredWorld:
     made = StoredWorld(make_job(spec=STORED))
-    made.said = told
+    made.reported = reported
     return made
 
 
-def test_members_are_told_where_copies_are() -> None:
+def test_the_membership_has_the_location_of_copies() -> None:
     tier = running(make_job(spec=STORED)).membership.tier
     assert tier is not None
     assert (tier.uri, tier.keep) == ("s3://bucket/run1", 2)
@@ -68,11 +68,11 @@ def test_what_is_in_storage_is_a_condition_and_so_is_a_copy_that_was_given_up() 
     made = world()
     made.settle(2.0)
     assert _persisted(made) == (False, "NotYet", "nothing is in storage yet")
-    made.said = {"persisted": Generation(1, 40)}
+    made.reported = {"persisted": Generation(1, 40)}
     made.settle(1.0)
     there = "generation 1.40 is in s3://bucket/run1"
     assert _persisted(made) == (True, "InStorage", there)
-    made.said |= {"persist_failure": "no space left"}
+    made.reported |= {"persist_failure": "no space left"}
     made.settle(1.0)
     given_up = f"{there}; the newest copy was given up: no space left"
     assert _persisted(made) == (False, "Failing", given_up)
@@ -92,11 +92,11 @@ def test_jobs_without_copies_have_no_such_condition() -> None:
 def test_the_chosen_copy_counts_until_the_job_has_begun() -> None:
     chosen = {**STORED, "restore": {"from": "3.1200"}}
     made = StoredWorld(make_job(spec=chosen))
-    made.said = {"stored_epoch": 7, "line": None}
+    made.reported = {"stored_epoch": 7, "line": None}
     made.settle(2.0)
     assert made.membership.tier is not None
     assert (made.membership.epoch, made.membership.tier.restore_from) == (8, "3.1200")
-    made.said = {"line": Line(generation=None, reason="")}
+    made.reported = {"line": Line(generation=None, reason="")}
     made.train(5)
     made.settle(1.0)
     made.kill_node("n0")
@@ -105,35 +105,35 @@ def test_the_chosen_copy_counts_until_the_job_has_begun() -> None:
     assert made.membership.tier.restore_from == ""
 
 
-def test_members_are_told_that_there_were_copies_once_there_were() -> None:
+def test_the_next_epoch_names_the_newest_copy() -> None:
     made = StoredWorld(make_job(spec=STORED))
     made.settle(1.0)
     made.train(40)
     made.settle(1.0)
-    assert _told(made) == ""
-    made.said = {"persisted": Generation(1, 40)}
+    assert _newest_copy(made) == ""
+    made.reported = {"persisted": Generation(1, 40)}
     made.settle(1.0)
-    assert _told(made) == ""  # the epoch goes on as it began
+    assert _newest_copy(made) == ""  # the epoch goes on as it began
     made.lose_rank(0)
     made.settle(1.0)
-    assert (made.membership.epoch, _told(made)) == (2, "1.40")
+    assert (made.membership.epoch, _newest_copy(made)) == (2, "1.40")
 
 
-def test_a_whole_cluster_that_restarts_is_told_of_its_copies_too() -> None:
+def test_a_restarted_cluster_still_names_the_newest_copy() -> None:
     made = running(make_job(spec=STORED))
-    told = StoredWorld(made.job)
-    told.said = {"persisted": Generation(1, 40)}
-    told.settle(2.0)
+    stored = StoredWorld(made.job)
+    stored.reported = {"persisted": Generation(1, 40)}
+    stored.settle(2.0)
     again = World(made.job)
-    again.restart(told.stored())
+    again.restart(stored.stored())
     again.settle(2.0)
     assert again.membership.epoch > 1
-    assert _told(again) == "1.40"
+    assert _newest_copy(again) == "1.40"
 
 
 def test_copies_in_another_storage_are_not_expected_in_this_one() -> None:
     made = StoredWorld(make_job(spec=STORED))
-    made.said = {"persisted": Generation(1, 40)}
+    made.reported = {"persisted": Generation(1, 40)}
     made.settle(2.0)
     made.job = make_job(spec={"persistence": {"uri": "s3://bucket/other"}})
     for epoch in (2, 3):
@@ -142,14 +142,14 @@ def test_copies_in_another_storage_are_not_expected_in_this_one() -> None:
         tier = made.membership.tier
         assert tier is not None
         assert (made.membership.epoch, tier.uri, tier.persisted) == (epoch, "s3://bucket/other", "")
-    made.said = {"persisted": Generation(3, 10)}
+    made.reported = {"persisted": Generation(3, 10)}
     made.settle(1.0)
     made.lose_rank(0)
     made.settle(2.0)
-    assert _told(made) == "3.10"
+    assert _newest_copy(made) == "3.10"
 
 
-def _told(made: World) -> str:
+def _newest_copy(made: World) -> str:
     tier = made.membership.tier
     assert tier is not None
     return tier.persisted
@@ -169,7 +169,7 @@ def stored_in(uri: str) -> MoETrainingJob:
     return make_job(spec={"persistence": {"uri": uri}})
 
 
-def test_a_job_outside_all_locations_is_not_placed_and_says_what_it_may_use() -> None:
+def test_a_job_outside_all_locations_is_not_placed_and_names_the_allowed_ones() -> None:
     made = World(stored_in("s3://bucket/other"))
     made.locations = ALLOWED
     made.settle(60.0)

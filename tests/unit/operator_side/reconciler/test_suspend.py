@@ -48,8 +48,8 @@ def test_a_resumed_job_goes_on_from_memory_and_nothing_is_counted() -> None:
     world.settle(1.0)
     assert world.membership.epoch == 2 and world.phase() == "Running"
     assert (world.state.recoveries, world.state.counted) == (0, 0)
-    assert world.told("Resumed") == ["no longer suspended; epoch 2 begins"]
-    assert "from generation 1.10" in world.told("Running")[-1]
+    assert world.messages("Resumed") == ["no longer suspended; epoch 2 begins"]
+    assert "from generation 1.10" in world.messages("Running")[-1]
 
 
 def test_agents_that_are_still_ending_are_waited_for_on_resume() -> None:
@@ -74,9 +74,9 @@ def test_a_suspension_survives_a_restart_of_the_control_loop() -> None:
     world = suspended()
     world.restart()
     world.settle(5.0)
-    assert len(world.told("Suspended")) == 1
+    assert len(world.messages("Suspended")) == 1
     world.restart()
-    world.job = make_job()  # resumed while nobody looked
+    world.job = make_job()  # resumed between two looks
     world.settle(1.0)
     assert world.membership.epoch == 2 and world.state.recoveries == 0
 
@@ -89,7 +89,7 @@ def test_a_node_that_was_lost_in_suspension_is_replaced_on_resume_and_does_not_c
     world.settle(1.0)
     assert world.nodes_of_members() == ["n0", "n4", "n2", "n3"]
     assert (world.membership.epoch, world.state.recoveries) == (2, 0)
-    assert world.told("Resumed") == ["no longer suspended; spare n4 takes over; epoch 2 begins"]
+    assert world.messages("Resumed") == ["no longer suspended; spare n4 takes over; epoch 2 begins"]
 
 
 def test_a_resumed_job_waits_for_a_daemon_that_is_away() -> None:
@@ -112,12 +112,12 @@ def test_a_changed_number_of_nodes_frees_the_snapshots_and_begins_anew_in_a_high
     assert world.dropped and world.state.outcome is None
     assert world.nodes_of_members() == ["n0", "n1", "n2"]
     assert world.membership.epoch == 2 and world.membership.groups == ((0, 1, 2),)
-    assert world.told("Reshaped") == [
+    assert world.messages("Reshaped") == [
         "the job was 4 nodes of 1, dp 4 tp 1 pp 1 ep 1, RAIM5, and is 3 nodes of 1, dp 3 tp 1 pp 1 "
         "ep 1, RAIM5: generation 1.10 and all other snapshots of the earlier layout cannot be "
         "restored and are freed; training starts over"
     ]
-    assert world.told("Running")[-1] == "3 ranks train in epoch 2 from the beginning"
+    assert world.messages("Running")[-1] == "3 ranks train in epoch 2 from the beginning"
 
 
 def test_a_changed_parallelism_of_the_same_world_is_another_layout_too() -> None:
@@ -125,7 +125,7 @@ def test_a_changed_parallelism_of_the_same_world_is_another_layout_too() -> None
     world.protected = None
     world.settle(2.0)
     assert world.dropped and world.membership.epoch == 2
-    assert "is 4 nodes of 1, dp 2 tp 2" in world.told("Reshaped")[0]
+    assert "is 4 nodes of 1, dp 2 tp 2" in world.messages("Reshaped")[0]
 
 
 def test_a_changed_shape_is_seen_after_a_restart_of_the_control_loop() -> None:
@@ -134,7 +134,7 @@ def test_a_changed_shape_is_seen_after_a_restart_of_the_control_loop() -> None:
     world.job = make_job(spec={"parallelism": {"dp": 2, "tp": 2}})
     world.protected = None
     world.settle(2.0)
-    assert world.dropped and len(world.told("Reshaped")) == 1
+    assert world.dropped and len(world.messages("Reshaped")) == 1
 
 
 def test_a_shape_that_was_changed_back_before_the_job_goes_on_costs_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What the control loop tells of jobs that train unprotected until somebody does something."""
+"""Events about jobs that train unprotected until a person acts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def say(made: SayingWorld, problem: str) -> None:
 
 def test_diverged_replicas_are_reported_once_with_the_unit_and_the_ranks() -> None:
     made = world()
-    assert made.told("ReplicasDiverged") == []
+    assert made.messages("ReplicasDiverged") == []
     say(made, WHY)
     say(made, "the save before is still in progress")
     say(made, WHY)
-    assert made.told("ReplicasDiverged") == [WHY]
+    assert made.messages("ReplicasDiverged") == [WHY]
     assert [e.warning for e in made.events if e.reason == "ReplicasDiverged"] == [True]
     assert WHY in {condition.message for condition in made.decision.conditions}
 
@@ -53,7 +53,7 @@ def test_a_second_divergence_is_reported_again() -> None:
     made = world()
     for problem in (WHY, "", WHY):
         say(made, problem)
-    assert made.told("ReplicasDiverged") == [WHY, WHY]
+    assert made.messages("ReplicasDiverged") == [WHY, WHY]
 
 
 def test_refused_memory_is_reported_once_with_both_numbers() -> None:
@@ -61,7 +61,7 @@ def test_refused_memory_is_reported_once_with_both_numbers() -> None:
     say(made, REFUSED)
     say(made, "the save before is still in progress")
     say(made, REFUSED)
-    assert made.told("SnapshotsRefused") == [REFUSED]
+    assert made.messages("SnapshotsRefused") == [REFUSED]
     assert [e.warning for e in made.events if e.reason == "SnapshotsRefused"] == [True]
 
 
@@ -69,11 +69,11 @@ def test_a_second_reason_is_reported_beside_the_first() -> None:
     made = world()
     for problem in (WHY, REFUSED, WHY):
         say(made, problem)
-    assert made.told("ReplicasDiverged") == [WHY]
-    assert made.told("SnapshotsRefused") == [REFUSED]
+    assert made.messages("ReplicasDiverged") == [WHY]
+    assert made.messages("SnapshotsRefused") == [REFUSED]
 
 
 def test_other_problems_are_not_a_divergence() -> None:
     made = world()
     say(made, "every slot of rank 0 is in use: protection is behind")
-    assert made.told("ReplicasDiverged") == made.told("SnapshotsRefused") == []
+    assert made.messages("ReplicasDiverged") == made.messages("SnapshotsRefused") == []

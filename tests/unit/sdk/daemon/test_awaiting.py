@@ -1,4 +1,4 @@
-"""What the daemon says of a save reaches its handle, and nothing is kept for nobody."""
+"""The daemon's reports on a save reach its handle, and none is kept without one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from story import IN_TURN, WAIT_S, Story, expert, loss_of
+from training_run import IN_TURN, WAIT_S, TrainingRun, expert, loss_of
 
 import holdfast
 from holdfast._copying.placed import expert_pieces
@@ -29,35 +29,35 @@ BY_LOAD = PartialExperts(experts_per_layer=1, selection=ExpertChoice.LOAD_AWARE)
 
 
 @pytest.fixture
-def story(make_trainer: Any, daemon: FakeDaemon) -> Iterator[Story]:
-    made = Story(make_trainer(), daemon)
+def run(make_trainer: Any, daemon: FakeDaemon) -> Iterator[TrainingRun]:
+    made = TrainingRun(make_trainer(), daemon)
     yield made
     made.session.close()
 
 
 def test_each_expert_comes_back_as_of_its_turn_and_the_rest_as_of_the_step(
-    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+    run: TrainingRun, make_trainer: Any, tmp_path: Path, same: Any
 ) -> None:
     ages = {expert(layer, index): 1 for layer in range(2) for index in range(2)}
     for step in range(1, 8):
-        story.save(step)
+        run.save(step)
         if step > 1:  # the first snapshot captures everything; then the layers take turns
             for layer in range(2):
                 ages[expert(layer, (step - 1 + layer) % 2)] = step
-        other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+        other = TrainingRun(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
         assert other.session.restore() == step
-        same(other.trainer.state(), story.expect(step, ages))
+        same(other.trainer.state(), run.expect(step, ages))
         other.session.close()
 
 
-def test_pieces_of_experts_that_are_left_out_are_not_written(story: Story) -> None:
-    story.save(1)
-    story.save(2)
-    held = story.daemon.sealed()[Generation(1, 2)]
+def test_pieces_of_experts_that_are_left_out_are_not_written(run: TrainingRun) -> None:
+    run.save(1)
+    run.save(2)
+    held = run.daemon.sealed()[Generation(1, 2)]
     layout = decode_layout((held.home / "layout.json").read_bytes())
     pieces_of = expert_pieces(layout)
     left = pieces_of[expert(0, 0)] | pieces_of[expert(1, 1)]
-    first = story.daemon.sealed()[Generation(1, 1)]
+    first = run.daemon.sealed()[Generation(1, 1)]
     assert {
         p for p, slot in enumerate(held.piece_map.places) if slot == first.piece_map.slot
     } == left
@@ -67,20 +67,20 @@ def test_pieces_of_experts_that_are_left_out_are_not_written(story: Story) -> No
 
 
 def test_a_run_goes_on_with_the_turn_after_the_restored_one(
-    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+    run: TrainingRun, make_trainer: Any, tmp_path: Path, same: Any
 ) -> None:
     for step in (1, 2, 3):
-        story.save(step)
+        run.save(step)
     ages = {expert(0, 0): 3, expert(0, 1): 2, expert(1, 0): 2, expert(1, 1): 3}
-    story.session.close()
+    run.session.close()
     patient = PartialExperts(experts_per_layer=1, loss_limit=1)
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), policy=patient)
+    again = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), policy=patient)
     assert again.session.restore() == 3
-    same(again.trainer.state(), story.expect(3, ages))
+    same(again.trainer.state(), run.expect(3, ages))
     again.states = {0: again.trainer.state()}
     again.save(4)
     ages = {expert(0, 0): 0, expert(0, 1): 4, expert(1, 0): 4, expert(1, 1): 0}
-    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
+    last = TrainingRun(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
     assert last.session.restore() == 4
     same(last.trainer.state(), again.expect(4, ages))
     for one in (again, last):
@@ -88,49 +88,49 @@ def test_a_run_goes_on_with_the_turn_after_the_restored_one(
 
 
 def test_a_daemon_that_lost_the_snapshot_before_gets_everything(
-    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+    run: TrainingRun, make_trainer: Any, tmp_path: Path, same: Any
 ) -> None:
-    story.save(1)
-    story.save(2)
-    for held in story.daemon.sealed().values():
+    run.save(1)
+    run.save(2)
+    for held in run.daemon.sealed().values():
         (held.home / f"slot-{held.piece_map.slot}.manifest").unlink()
-    story.save(3)
-    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    run.save(3)
+    other = TrainingRun(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
     assert other.session.restore() == 3
-    same(other.trainer.state(), story.states[3])
+    same(other.trainer.state(), run.states[3])
     other.session.close()
 
 
 def test_a_skipped_save_does_not_make_an_expert_younger(
-    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+    run: TrainingRun, make_trainer: Any, tmp_path: Path, same: Any
 ) -> None:
-    story.save(1)
-    story.daemon.fail("commit", holdfast.StorageError("no space left"))
-    story.trainer.train()
-    story.states[2] = story.trainer.state()
-    assert story.session.save(2).committed.exception(WAIT_S) is not None
-    story.save(3)
+    run.save(1)
+    run.daemon.fail("commit", holdfast.StorageError("no space left"))
+    run.trainer.train()
+    run.states[2] = run.trainer.state()
+    assert run.session.save(2).committed.exception(WAIT_S) is not None
+    run.save(3)
     ages = {expert(0, 0): 3, expert(0, 1): 1, expert(1, 0): 1, expert(1, 1): 3}
-    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    other = TrainingRun(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
     assert other.session.restore() == 3
-    same(other.trainer.state(), story.expect(3, ages))
+    same(other.trainer.state(), run.expect(3, ages))
     other.session.close()
 
 
 def test_saves_that_are_skipped_in_the_same_turn_again_and_again_starve_no_expert(
-    story: Story, make_trainer: Any, tmp_path: Path, same: Any
+    run: TrainingRun, make_trainer: Any, tmp_path: Path, same: Any
 ) -> None:
-    story.save(1)
+    run.save(1)
     for step in (2, 4, 6):
-        story.daemon.fail("commit", holdfast.StorageError("no space left"))
-        story.trainer.train()
-        assert story.session.save(step).committed.exception(WAIT_S) is not None
-        story.save(step + 1)
+        run.daemon.fail("commit", holdfast.StorageError("no space left"))
+        run.trainer.train()
+        assert run.session.save(step).committed.exception(WAIT_S) is not None
+        run.save(step + 1)
     # The turns of the others are saves 2, 4 and 6. By save 5 they have waited for two of them.
     ages = {expert(0, 0): 7, expert(0, 1): 5, expert(1, 0): 5, expert(1, 1): 7}
-    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
+    other = TrainingRun(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2))
     assert other.session.restore() == 7
-    same(other.trainer.state(), story.expect(7, ages))
+    same(other.trainer.state(), run.expect(7, ages))
     other.session.close()
 
 
@@ -145,21 +145,21 @@ def test_experts_with_most_tokens_are_captured_and_the_others_come_back_older(
     policy: dict[str, Any], make_trainer: Any, tmp_path: Path, same: Any
 ) -> None:
     policy = {**policy, "start_wait_s": WAIT_S}
-    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    run = TrainingRun(make_trainer(), FakeDaemon(tmp_path), **policy)
     for step in (1, 2, 3, 4):
-        story.save(step, (1, 30))
-    story.session.close()
+        run.save(step, (1, 30))
+    run.session.close()
     ages = {expert(layer, index): (1, 4)[index] for layer in range(2) for index in range(2)}
-    again = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), **policy)
+    again = TrainingRun(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), **policy)
     assert again.session.restore() == 4
-    same(again.trainer.state(), story.expect(4, ages))
+    same(again.trainer.state(), run.expect(4, ages))
     # It goes on by what was counted before. Now the other expert has more tokens.
     again.states = {0: again.trainer.state()}
     for step in (5, 6, 7):
         again.save(step, (400, 30))
     again.session.close()
     ages = {expert(layer, index): (7, 5)[index] for layer in range(2) for index in range(2)}
-    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3), **policy)
+    last = TrainingRun(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3), **policy)
     assert last.session.restore() == 7
     same(last.trainer.state(), again.expect(7, ages))
     last.session.close()
@@ -170,11 +170,11 @@ def test_a_budget_of_nearly_nothing_still_captures_one_expert(
 ) -> None:
     tiny = Selective(budget=ExpertBudget(host_bytes_per_second=1))
     policy = {"policy": tiny, "start_wait_s": WAIT_S}
-    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    run = TrainingRun(make_trainer(), FakeDaemon(tmp_path), **policy)
     for step in (1, 2, 3):
-        story.save(step, (1, 30))
-        assert loss_of(story.session).k == (4 if step == 1 else 1)
-    story.session.close()
+        run.save(step, (1, 30))
+        assert loss_of(run.session).k == (4 if step == 1 else 1)
+    run.session.close()
 
 
 def test_a_budget_beyond_everything_captures_every_expert(
@@ -182,12 +182,12 @@ def test_a_budget_beyond_everything_captures_every_expert(
 ) -> None:
     large = Selective(budget=ExpertBudget(host_bytes_per_second=10**15))
     policy = {"policy": large, "start_wait_s": WAIT_S}
-    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    run = TrainingRun(make_trainer(), FakeDaemon(tmp_path), **policy)
     for step in (1, 2, 3, 4):
-        story.save(step, (1, 30))
-    # Until two saves had told how long a step takes, there was no budget.
-    assert loss_of(story.session).k == 4
-    story.session.close()
+        run.save(step, (1, 30))
+    # Until two saves had shown how long a step takes, there was no budget.
+    assert loss_of(run.session).k == 4
+    run.session.close()
 
 
 def test_lost_tokens_let_the_number_of_selected_experts_grow(
@@ -197,11 +197,11 @@ def test_lost_tokens_let_the_number_of_selected_experts_grow(
         "policy": Selective(experts=1),
         "start_wait_s": WAIT_S,
     }
-    story = Story(make_trainer(), FakeDaemon(tmp_path), **policy)
+    run = TrainingRun(make_trainer(), FakeDaemon(tmp_path), **policy)
     for step in (1, 2, 3):
-        story.save(step)
-    story.session.close()
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), **policy)
+        run.save(step)
+    run.session.close()
+    again = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), **policy)
     again.session.restore()
     again.save(4)
     assert loss_of(again.session).k == 2
@@ -212,13 +212,13 @@ def test_more_experts_than_there_are_means_all(
     make_trainer: Any, daemon: FakeDaemon, tmp_path: Path, same: Any
 ) -> None:
     policy = PartialExperts(experts_per_layer=99)
-    story = Story(make_trainer(), daemon, policy=policy)
+    run = TrainingRun(make_trainer(), daemon, policy=policy)
     for step in (1, 2, 3):
-        story.save(step)
-    story.session.close()
-    other = Story(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), policy=policy)
+        run.save(step)
+    run.session.close()
+    other = TrainingRun(make_trainer(seed=9), FakeDaemon(tmp_path, epoch=2), policy=policy)
     assert other.session.restore() == 3
-    same(other.trainer.state(), story.states[3])
+    same(other.trainer.state(), run.states[3])
     other.session.close()
 
 
@@ -262,13 +262,13 @@ def test_settings_that_ask_for_everything_beat_the_environment(
     make_trainer: Any, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_POLICY", '{"type": "PartialExperts"}')
-    story = Story(make_trainer(), daemon, policy=Full())
+    run = TrainingRun(make_trainer(), daemon, policy=Full())
     for step in (1, 2):
-        story.save(step)
-    held = story.daemon.sealed()
+        run.save(step)
+    held = run.daemon.sealed()
     assert [held[Generation(1, step)].manifest.experts for step in (1, 2)] == [(), ()]
-    assert loss_of(story.session) == NO_LOSS
-    story.session.close()
+    assert loss_of(run.session) == NO_LOSS
+    run.session.close()
 
 
 def test_a_model_without_experts_is_captured_as_ever(

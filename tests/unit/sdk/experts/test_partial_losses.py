@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from story import Story, expert, loss_of
+from training_run import TrainingRun, expert, loss_of
 
 from holdfast._experts.partial_state import PartialState
 from holdfast._nodaemon import UnprotectedSession
@@ -21,22 +21,22 @@ from holdfast_core.job.snapshots import Full, PartialExperts
 
 
 @pytest.fixture
-def story(make_trainer: Any, daemon: FakeDaemon) -> Iterator[Story]:
-    made = Story(make_trainer(), daemon)
+def run(make_trainer: Any, daemon: FakeDaemon) -> Iterator[TrainingRun]:
+    made = TrainingRun(make_trainer(), daemon)
     yield made
     made.session.close()
 
 
 def test_lost_tokens_are_counted_and_let_k_grow(
-    story: Story, make_trainer: Any, tmp_path: Path
+    run: TrainingRun, make_trainer: Any, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3):
-        story.save(step)
+        run.save(step)
     # Of the tokens since then, only those of the experts whose turn step 3 was are safe.
-    assert loss_of(story.session).at_risk == pytest.approx(20 / 120)
-    assert loss_of(story.session).k == 1
-    story.session.close()
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2))
+    assert loss_of(run.session).at_risk == pytest.approx(20 / 120)
+    assert loss_of(run.session).k == 1
+    run.session.close()
+    again = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2))
     again.session.restore()
     again.save(4)
     assert loss_of(again.session).lost == pytest.approx(20 / 160)
@@ -46,17 +46,17 @@ def test_lost_tokens_are_counted_and_let_k_grow(
 
 
 def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
-    story: Story, make_trainer: Any, tmp_path: Path
+    run: TrainingRun, make_trainer: Any, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3):
-        story.save(step)
-    report = loss_of(story.session).report
+        run.save(step)
+    report = loss_of(run.session).report
     assert report is not None
     assert (report.at_risk, report.routed, report.recoveries) == ((10, 10), (60, 60), ())
-    assert loss_of(story.session).at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)
-    story.session.close()
+    assert loss_of(run.session).at_risk_mlt == pytest.approx(10 / 60 + 10 / 60)
+    run.session.close()
     patient = PartialExperts(experts_per_layer=1, loss_limit=1)
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), policy=patient)
+    again = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2), policy=patient)
     again.session.restore()
     first = RecoveryLoss(
         epoch=2,
@@ -74,26 +74,26 @@ def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
     assert said is not None and said.recoveries == (first,)  # before anything is saved again
     again.save(4)
     again.session.close()
-    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
+    last = TrainingRun(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))
     last.session.restore()
-    told = loss_of(last.session)
-    assert told.report is not None
-    assert told.report.recoveries[0] == first
-    second = told.report.recoveries[1]
+    loss = loss_of(last.session)
+    assert loss.report is not None
+    assert loss.report.recoveries[0] == first
+    second = loss.report.recoveries[1]
     assert (second.epoch, second.step, second.total_tokens) == (3, 4, 20 + second.lost_tokens)
     assert (second.k_before, second.k_after) == (1, 2)
-    assert told.lost_mlt == second.total_mlt == pytest.approx(2 * second.total_tokens / 160)
+    assert loss.lost_mlt == second.total_mlt == pytest.approx(2 * second.total_tokens / 160)
     last.session.close()
 
 
 def test_a_second_recovery_from_one_snapshot_counts_once(
-    story: Story, make_trainer: Any, tmp_path: Path
+    run: TrainingRun, make_trainer: Any, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3):
-        story.save(step)
-    story.session.close()
+        run.save(step)
+    run.session.close()
     for epoch in (2, 3):
-        again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=epoch))
+        again = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=epoch))
         again.session.restore()
         report = again.session.counters.loss.report
         assert report is not None
@@ -117,22 +117,22 @@ def test_a_snapshot_of_before_recoveries_were_recorded_can_be_read() -> None:
 
 
 def test_experts_that_went_back_get_more_capacity_until_they_made_up_for_it(
-    story: Story, make_trainer: Any, tmp_path: Path
+    run: TrainingRun, make_trainer: Any, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3):
-        story.save(step)
-    assert story.session.capacity_factors(0, 5) == [1.0] * 5
-    assert story.session.capacity_room == 1.0
-    story.session.close()
-    again = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2))
+        run.save(step)
+    assert run.session.capacity_factors(0, 5) == [1.0] * 5
+    assert run.session.capacity_room == 1.0
+    run.session.close()
+    again = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2))
     again.session.restore()  # two experts went back by a step of 10 tokens
     assert again.session.capacity_factors(0, 5) == [1.0, 1.0, 1.0, 1.0, 1.1]
     assert again.session.capacity_factors(1, 5) == [1.0, 1.0, 1.0, 1.1, 1.0]
-    assert again.session.capacity_factors(2, 3) == [1.0] * 3  # a layer that nobody knows
+    assert again.session.capacity_factors(2, 3) == [1.0] * 3  # an unknown layer
     again.save(4)  # 10 tokens of the 110 that each owes
     again.session.close()
 
-    last = Story(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3)).session
+    last = TrainingRun(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3)).session
     last.restore()
     assert last.capacity_room == 1.1
     last.count_tokens(0, [0, 0, 0, 500, 99])
@@ -145,13 +145,13 @@ def test_experts_that_went_back_get_more_capacity_until_they_made_up_for_it(
 
 
 def test_a_second_recovery_of_one_snapshot_does_not_double_what_is_owed(
-    story: Story, make_trainer: Any, tmp_path: Path
+    run: TrainingRun, make_trainer: Any, tmp_path: Path
 ) -> None:
     for step in (1, 2, 3):
-        story.save(step)
-    story.session.close()
+        run.save(step)
+    run.session.close()
     for epoch in (2, 3):
-        session = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=epoch)).session
+        session = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=epoch)).session
         session.restore()
         session.count_tokens(0, [0, 0, 0, 0, 109])
         assert session.capacity_factors(0, 5)[4] == 1.1
@@ -163,11 +163,11 @@ def test_a_second_recovery_of_one_snapshot_does_not_double_what_is_owed(
 def test_a_full_snapshot_leaves_nothing_to_make_up_for(
     make_trainer: Any, daemon: FakeDaemon, tmp_path: Path
 ) -> None:
-    story = Story(make_trainer(), daemon, policy=Full())
+    run = TrainingRun(make_trainer(), daemon, policy=Full())
     for step in (1, 2, 3):
-        story.save(step)
-    story.session.close()
-    again = Story(make_trainer(), FakeDaemon(tmp_path, epoch=2), policy=Full()).session
+        run.save(step)
+    run.session.close()
+    again = TrainingRun(make_trainer(), FakeDaemon(tmp_path, epoch=2), policy=Full()).session
     assert again.restore() == 3
     assert (again.capacity_factors(0, 5), again.capacity_room) == ([1.0] * 5, 1.0)
     again.close()

@@ -56,7 +56,7 @@ Versions = Mapping[UnitKey, int]
 
 
 class Deaf(Counting):
-    """Does not hear the choice of some saves in time."""
+    """Does not receive the choice of some saves in time."""
 
     deaf = False
 

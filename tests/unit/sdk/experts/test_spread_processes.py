@@ -138,8 +138,8 @@ class Run:
 
     def versions(self, generation: Generation) -> dict[int, int]:
         """For each expert the step that the snapshot holds it of."""
-        told = self.daemon.sealed()[generation].manifest.experts
-        return {int(e.unit.rpartition("expert")[2]): e.generation.step for e in told}
+        found = self.daemon.sealed()[generation].manifest.experts
+        return {int(e.unit.rpartition("expert")[2]): e.generation.step for e in found}
 
     def expect(self, step: int, versions: dict[int, int]) -> State:
         """The state of `step`, with experts as they were at their own steps."""
@@ -233,8 +233,8 @@ def test_parts_of_experts_are_left_out_together_and_restored_of_one_step(
 ) -> None:
     with pytest.raises(AssertionError, match="SIGKILL"):
         in_processes(is_killed, tmp_path, policy, way)
-    told = [torch.load(tmp_path / "d" / f"killed-{rank}")[0] for rank in range(WORLD)]
-    assert told[0] == told[1]
+    found = [torch.load(tmp_path / "d" / f"killed-{rank}")[0] for rank in range(WORLD)]
+    assert found[0] == found[1]
     in_processes(comes_back, tmp_path, policy, way)
 
 

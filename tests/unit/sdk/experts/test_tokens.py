@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from story import Story
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_run import TrainingRun
 
 from holdfast._experts.tokens import Tokens
 from holdfast.testing import FakeDaemon
@@ -99,11 +99,11 @@ def test_numbers_and_tensors_of_one_layer_add_up() -> None:
 def test_a_step_reads_counts_once_while_capacities_depend_on_them_and_never_otherwise(
     make_trainer: Any, daemon: FakeDaemon, tmp_path: Path
 ) -> None:
-    story = Story(make_trainer(), daemon)
+    run = TrainingRun(make_trainer(), daemon)
     for step in (1, 2, 3):
-        story.save(step)
-    story.session.close()
-    session = Story(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2)).session
+        run.save(step)
+    run.session.close()
+    session = TrainingRun(make_trainer(seed=5), FakeDaemon(tmp_path, epoch=2)).session
     session.restore()  # expert 4 of layer 0 and 3 of layer 1 went back by 10 tokens
     layers = [torch.tensor([0, 0, 0, 0, 110]), torch.tensor([0, 0, 0, 109, 0])]
     for step_reads in (1, 1):

@@ -76,4 +76,4 @@ class Seat:
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        raise AssertionError("nobody broadcasts")
+        raise AssertionError("there is no broadcast here")

@@ -191,7 +191,7 @@ def test_a_daemon_that_restarts_is_asked_again() -> None:
         assert killed.wait(TIMEOUT_S)
 
 
-def test_a_daemon_of_another_version_is_an_error_that_says_so() -> None:
+def test_a_daemon_of_another_version_is_an_error_that_names_both() -> None:
     failures: list[HoldfastError] = [VersionMismatchError("the agent speaks version 1, not 2")]
     with (
         rendezvous(PlayedDaemon(Worlds(), failures=failures)) as (handler, _),

@@ -167,7 +167,7 @@ def test_a_session_that_goes_on_from_a_later_save_counts_from_there() -> None:
 
 
 def test_waiting_for_the_verdict_does_not_wait_for_a_rank_whose_save_was_refused() -> None:
-    """Rank 3 refuses its save and calls no other one: the others hear that at once."""
+    """Rank 3 refuses its save and calls no other one: the others learn that at once."""
     world = World(every=1)
     found = world.save(NOT_ALL)
     assert all(isinstance(error, SnapshotSkippedError) for error in found)

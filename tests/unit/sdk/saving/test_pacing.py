@@ -72,7 +72,7 @@ class Ranks:
             assert time.monotonic() < until, [pacing.steps for pacing in self.pacings]
 
     def close(self) -> None:
-        self.meeting.break_up()  # nobody waits for a statement that others will not make
+        self.meeting.break_up()  # no rank waits for a statement that others will not make
         for pacing in self.pacings:
             pacing.close(WAIT_S)
 
@@ -220,7 +220,7 @@ def test_without_it_every_save_is_taken(make_trainer: Any, tmp_path: Path) -> No
     session.close()
 
 
-def test_the_job_says_how_often_it_recovers(
+def test_the_rate_of_recoveries_comes_from_the_job(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert read_environment({}).recoveries_per_day is None

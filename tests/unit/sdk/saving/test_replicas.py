@@ -33,40 +33,40 @@ TABLE = (
 
 
 @dataclass
-class Told:
-    """An exchange in which the other ranks have said what they say."""
+class PreparedExchange:
+    """An exchange in which the other ranks have made these statements."""
 
     others: Sequence[ReplicaStatement]
     together: bool = True
 
     def gather(self, data: bytes) -> list[bytes]:
-        return [data, *(msgspec.json.encode(said) for said in self.others)]
+        return [data, *(msgspec.json.encode(other) for other in self.others)]
 
     def add(self, numbers: Sequence[int]) -> list[int]:
-        raise AssertionError("nobody adds")
+        raise AssertionError("no sum is expected")
 
     def subgroups(
         self, groups: Sequence[tuple[int, ...]], device: torch.device
     ) -> Iterator[tuple[tuple[int, ...], Broadcast]]:
-        raise AssertionError("nobody broadcasts")
+        raise AssertionError("no broadcast is expected")
 
 
-def say(**digests: int) -> ReplicaStatement:
-    told = {str(GATE): digest for digest in digests.values()}
-    return ReplicaStatement(step=1, table=TABLE, extras_bytes=10, digests=told)
+def statement(**digests: int) -> ReplicaStatement:
+    by_gate = {str(GATE): digest for digest in digests.values()}
+    return ReplicaStatement(step=1, table=TABLE, extras_bytes=10, digests=by_gate)
 
 
 def agreed(*others: ReplicaStatement) -> None:
-    agree(Told(others), say(gate=5), TOPOLOGY, 0, ShardStrategy.ADAPTIVE)
+    agree(PreparedExchange(others), statement(gate=5), TOPOLOGY, 0, ShardStrategy.ADAPTIVE)
 
 
 def test_ranks_that_hold_different_bytes_are_named_with_the_unit() -> None:
-    agreed(say(gate=5), say(gate=5))
+    agreed(statement(gate=5), statement(gate=5))
     with pytest.raises(ReplicaMismatchError, match=r"unit layer0/gate: .*ranks \[0, 2\]"):
-        agreed(say(gate=5), say(gate=6))
+        agreed(statement(gate=5), statement(gate=6))
 
 
 def test_a_rank_that_could_not_read_its_tensors_does_not_count_as_different() -> None:
-    agreed(say(), say(gate=5))
+    agreed(statement(), statement(gate=5))
     with pytest.raises(ReplicaMismatchError, match=r"ranks \[0, 2\]"):
-        agreed(say(), say(gate=6))
+        agreed(statement(), statement(gate=6))

@@ -150,7 +150,7 @@ def test_a_loop_without_a_torch_optimizer_gets_no_torn_snapshots(
         gate = daemon.hold("grant")
         threading.Timer(0.02, gate.set).start()
         handle = session.save(step)
-        assert handle.staged.done(), "whoever does not wait is waited for"
+        assert handle.staged.done(), "save waits for a loop that does not"
         plain.train()
         handle.committed.result(WAIT_S)
     session.close()
@@ -202,6 +202,6 @@ def test_a_session_without_a_torch_optimizer_warns_once_to_wait(
         session = open_session(plain, FakeDaemon(tmp_path / "plain"))
         for step in (1, 2):
             session.save(step).committed.result(WAIT_S)
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "PlainSGD is not a torch.optim.Optimizer" in told
-    assert "call session.wait_staged()" in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "PlainSGD is not a torch.optim.Optimizer" in message
+    assert "call session.wait_staged()" in message

@@ -92,7 +92,7 @@ def test_parameter_groups_count_over_all_optimizers() -> None:
     assert found == {"0.weight": 0, "0.bias": 1, "1.weight": 2, "1.bias": -1}
 
 
-def test_a_state_that_no_other_rank_holds_says_so() -> None:
+def test_a_state_that_no_other_rank_holds_is_marked_as_its_own() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for p in model.parameters():

@@ -41,7 +41,7 @@ def loss_of(session: holdfast.Session) -> Any:
     return session.counters.loss
 
 
-class Story:
+class TrainingRun:
     """A training run that keeps its state of every step, and the step of each expert's capture."""
 
     def __init__(self, trainer: Any, daemon: FakeDaemon, **settings: Any) -> None:

@@ -31,9 +31,9 @@ def clear(reports: Path) -> None:
 
 
 def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, Any]]) -> None:
-    """Write into `directory`: `story.txt` (what did not hold, how to repeat it, what daemons held),
-    `schedule.json` (all faults of this world), each daemon's status and its log, which ends with
-    the stacks of its threads, and a list of the files in storage."""
+    """Write into `directory`: `violation.txt` (what did not hold, how to repeat it, what daemons
+    held), `schedule.json` (all faults of this world), each daemon's status and its log, which ends
+    with the stacks of its threads, and a list of the files in storage."""
     directory.mkdir(parents=True)
     shape = world.shape
     about = (
@@ -41,7 +41,7 @@ def keep(directory: Path, world: World, what: str, schedule: Sequence[dict[str, 
         f"{'with' if world.guarded else 'without'} certificates, "
         f"control server: {'the operator' if world.operated else 'that of the tests'}"
     )
-    (directory / "story.txt").write_text(f"{what}\n\n{about}\n\n{world.cluster.story()}\n")
+    (directory / "violation.txt").write_text(f"{what}\n\n{about}\n\n{world.cluster.report()}\n")
     (directory / "schedule.json").write_text(json.dumps(schedule, indent=1) + "\n")
     for daemon in world.cluster.daemons.values():
         if daemon.alive:
