@@ -135,13 +135,13 @@ def _compile(module: Module, target: Path) -> None:
         text=True,
     ) as compiler:
         assert compiler.stderr is not None
-        said = []
+        lines = []
         for line in compiler.stderr:  # with -v: the name of each package that is compiled
-            said.append(line)
-            if len(said) % _PROGRESS_PACKAGES == 0:
-                print(f"{module.name}: {len(said)} packages", flush=True)
+            lines.append(line)
+            if len(lines) % _PROGRESS_PACKAGES == 0:
+                print(f"{module.name}: {len(lines)} packages", flush=True)
     if compiler.returncode != 0:
-        raise ClusterError(f"go build of {module.name} failed:\n{''.join(said[-20:])}")
+        raise ClusterError(f"go build of {module.name} failed:\n{''.join(lines[-20:])}")
 
 
 def _kwok_stages(module: Module) -> Iterator[str]:

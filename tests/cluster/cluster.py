@@ -184,7 +184,7 @@ class Cluster:
         """Run kubectl as administrator; its output.
 
         Raises:
-            ClusterError: with what it said, when it fails.
+            ClusterError: with its output, when it fails.
         """
         return run(*self._kubectl(), *words, stdin=stdin)
 
@@ -336,8 +336,8 @@ def simulated_node(name: str) -> dict[str, Any]:
 def _is_ready(node: Document, since: datetime | None) -> bool:
     for condition in node.get("status", {}).get("conditions", []):
         if condition["type"] == "Ready" and condition["status"] == "True":
-            said = datetime.fromisoformat(condition["lastHeartbeatTime"])
-            return since is None or said >= since
+            beat_at = datetime.fromisoformat(condition["lastHeartbeatTime"])
+            return since is None or beat_at >= since
     return False
 
 

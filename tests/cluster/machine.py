@@ -109,7 +109,7 @@ def run(
     """Run a command to its end; its standard output.
 
     Raises:
-        ClusterError: with what the command said, when it fails or takes too long.
+        ClusterError: with the output of the command, when it fails or takes too long.
     """
     words = [str(word) for word in command]
     try:
@@ -127,8 +127,8 @@ def run(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"{_shown(words)}: {error}") from error
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip())[-4000:]
-        raise ClusterError(f"{_shown(words)} ended with {done.returncode}:\n{said}")
+        output = (done.stderr.strip() or done.stdout.strip())[-4000:]
+        raise ClusterError(f"{_shown(words)} ended with {done.returncode}:\n{output}")
     return done.stdout
 
 

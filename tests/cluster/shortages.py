@@ -54,7 +54,7 @@ class Shortages:
     slow_device: str
     """The disk of that node."""
     catalogue: dict[str, Catalogued] = field(default_factory=dict)
-    """What Redis said "before" it was taken away, and "afterwards"."""
+    """Contents of Redis "before" it was taken away, and "afterwards"."""
     full: FullMemory | None = None
     write_s: float = 0.0
     """What 2 MiB took on the slow disk."""
@@ -147,10 +147,10 @@ def _end(run: Run) -> None:
 
 
 def _no_space(job: Job) -> dict[str, Any]:
-    """The condition that says that the memory of a node is full; empty when none does."""
+    """The condition that shows that the memory of a node is full; empty when none does."""
     condition = job.condition("Degraded")
-    said = condition.get("status") == "True" and "No space left" in condition["message"]
-    return condition if said else {}
+    full = condition.get("status") == "True" and "No space left" in condition["message"]
+    return condition if full else {}
 
 
 def _sum_of(series: str, metrics: str) -> float:

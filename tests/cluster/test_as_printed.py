@@ -26,7 +26,7 @@ class Installation:
         self.cluster, self.holdfast = cluster, Holdfast(cluster)
         self.job = Job(cluster, {"metadata": {"name": "moe"}})
         self._values = files / "values.yaml"
-        self.said = run("bash", "-euc", _printed(directions(cluster, files)), cwd=ROOT)
+        self.printed = run("bash", "-euc", _printed(directions(cluster, files)), cwd=ROOT)
 
     def upgrade(self, *settings: str) -> str:
         """Upgrade the release; its notes."""
@@ -95,8 +95,8 @@ def installation(
 
 
 def test_what_make_cluster_prints_works_as_it_is_printed(installation: Installation) -> None:
-    assert "Succeeded" in installation.said  # of `helm test`
-    assert "default/moe" in installation.said  # of `holdfast status`
+    assert "Succeeded" in installation.printed  # of `helm test`
+    assert "default/moe" in installation.printed  # of `holdfast status`
     installation.job.wait(
         "the job to be protected", lambda s: s.get("protectedStep", 0) > 0, WAIT_S
     )

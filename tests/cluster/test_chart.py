@@ -311,8 +311,8 @@ def _release(cluster: Cluster, verb: str, *words: str, **values: str) -> None:
 
 
 def test_the_test_of_the_chart_passes(holdfast: Holdfast) -> None:
-    said = holdfast.cluster.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs")
-    assert "The operator leads, MoETrainingJob is served, and every daemon is healthy." in said
+    log = holdfast.cluster.helm("test", RELEASE, "--namespace", NAMESPACE, "--logs")
+    assert "The operator leads, MoETrainingJob is served, and every daemon is healthy." in log
 
 
 def _daemons(cluster: Cluster) -> dict[str, str]:

@@ -61,16 +61,16 @@ class Pods:
 
         return wait_for(f"pod {name} to be {' or '.join(phases)}", reached, WAIT_S)
 
-    def said(self, name: str) -> str:
+    def printed(self, name: str) -> str:
         """What a pod printed that ran to its end; it must have ended well."""
         pod = self.wait_phase(name, "Succeeded", "Failed")
-        said = self.cluster.kubectl("logs", name, "-n", NAMESPACE)
-        assert pod["status"]["phase"] == "Succeeded", said
-        return said
+        printed = self.cluster.kubectl("logs", name, "-n", NAMESPACE)
+        assert pod["status"]["phase"] == "Succeeded", printed
+        return printed
 
     def python(self, name: str, image: str, code: str, **spec: Any) -> str:
         self.start(name, image, "python", "-c", code, **spec)
-        return self.said(name)
+        return self.printed(name)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_every_node_is_ready_and_runs_the_version_that_was_built(cluster: Cluste
 
 def test_the_daemon_image_runs_without_root(pods: Pods) -> None:
     pods.start("help", images.DAEMON, container={"args": ["--help"]})
-    assert "--budget" in pods.said("help")
+    assert "--budget" in pods.printed("help")
     code = "import os; print(os.getuid(), os.path.exists('/etc/pip.conf'))"
     assert pods.python("whoami", images.DAEMON, code).split() == ["65532", "False"]
 
@@ -119,7 +119,7 @@ def test_the_trainer_image_uses_the_torch_of_this_machine(pods: Pods) -> None:
     lend_torch(spec)
     metadata = {"name": "trainer", "namespace": NAMESPACE}
     pods.cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
-    assert "--steps" in pods.said("trainer")
+    assert "--steps" in pods.printed("trainer")
 
 
 def test_names_of_services_and_pods_resolve_and_the_host_reaches_pods(pods: Pods) -> None:
@@ -161,14 +161,14 @@ def test_a_pod_is_known_by_its_token_and_may_do_what_its_role_allows(pods: Pods)
         "except urllib.error.HTTPError as error: print(error.code)\n"
         "print(open('/token/token').read())"
     )
-    said = pods.python(
+    printed = pods.python(
         "token",
         images.DAEMON,
         code,
         volumes=[{"name": "token", "projected": {"sources": [token]}}],
         container={"volumeMounts": [{"name": "token", "mountPath": "/token"}]},
     )
-    refused, own = said.split()
+    refused, own = printed.split()
     assert refused == "403"
     review = {
         "apiVersion": "authentication.k8s.io/v1",

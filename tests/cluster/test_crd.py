@@ -99,16 +99,16 @@ def without_nulls(value: Any) -> Any:
 def test_an_invalid_job_is_refused_in_these_words(cluster: Cluster, case: InvalidJob) -> None:
     with pytest.raises(ClusterError) as caught:
         dry_run(cluster, case.document)
-    said = str(caught.value)
-    assert case.server in said
-    assert case.path in said
+    message = str(caught.value)
+    assert case.server in message
+    assert case.path in message
 
 
 def test_the_table_breaks_every_rule() -> None:
     """A rule that nothing breaks may say anything."""
-    said = "\n".join(case.server for case in INVALID_JOBS)
+    messages = "\n".join(case.server for case in INVALID_JOBS)
     rules = [rule for group in RULES.values() for rule in group if "oldSelf" not in rule.rule]
-    unbroken = [rule.says for rule in rules if not re.search(_pattern(rule.says), said)]
+    unbroken = [rule.says for rule in rules if not re.search(_pattern(rule.says), messages)]
     assert unbroken == []
 
 
@@ -127,7 +127,7 @@ def test_a_valid_job_is_the_same_to_the_api_server_and_to_a_local_run(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"nodes": 8, "nprocPerNode": 1}, "spec.nodes: Forbidden: cannot be changed while"),
         ({"nodes": 8, "nprocPerNode": 1}, "spec.nprocPerNode: Forbidden: cannot be changed while"),
@@ -141,9 +141,9 @@ def test_a_valid_job_is_the_same_to_the_api_server_and_to_a_local_run(
     ],
 )
 def test_what_all_members_agreed_on_stays_while_they_run(
-    cluster: Cluster, job: str, change: dict[str, Any], said: str
+    cluster: Cluster, job: str, change: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ClusterError, match=re.escape(said)):
+    with pytest.raises(ClusterError, match=re.escape(message)):
         patch(cluster, job, change)
 
 
@@ -206,8 +206,8 @@ def test_the_status_is_a_subresource_with_columns_and_a_scale(cluster: Cluster, 
 
 
 def test_a_status_that_is_none_of_ours_is_refused(cluster: Cluster, job: str) -> None:
-    said = 'supported values: "Suspended", "Waiting", "Starting", "Running"'
-    with pytest.raises(ClusterError, match=said):
+    message = 'supported values: "Suspended", "Waiting", "Starting", "Running"'
+    with pytest.raises(ClusterError, match=message):
         cluster.kubectl(
             *("patch", "moejob", job, "-n", NAMESPACE, "--subresource=status", "--type=merge"),
             *("-p", json.dumps({"status": {"phase": "Sleeping"}})),
@@ -215,8 +215,8 @@ def test_a_status_that_is_none_of_ours_is_refused(cluster: Cluster, job: str) ->
 
 
 def test_the_resource_explains_itself(cluster: Cluster) -> None:
-    said = cluster.kubectl("explain", "moejob.spec.failurePolicy.rules.when")
-    assert "ExitCode: a process exits with one of `values`" in said
+    text = cluster.kubectl("explain", "moejob.spec.failurePolicy.rules.when")
+    assert "ExitCode: a process exits with one of `values`" in text
 
 
 def patch(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:

@@ -148,8 +148,8 @@ def _wait_losses(job: RawJob, url: str, *epochs: int) -> None:
 def _figures(job: RawJob) -> JobLoss | None:
     """What a control loop makes of the daemons' heartbeats; None while a rank has not spoken."""
     states = [job.cluster.control.state(node, job.name) for node in job.nodes]
-    said = [state for state in states if state is not None and state.HasField("loss")]
-    report = merged(loss_from_proto(state.loss) for state in said)
+    reporting = [state for state in states if state is not None and state.HasField("loss")]
+    report = merged(loss_from_proto(state.loss) for state in reporting)
     return JobLoss.of(report) if report is not None and report.ranks == job.size else None
 
 

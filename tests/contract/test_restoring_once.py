@@ -73,7 +73,7 @@ def generation_of(client: DaemonClient) -> Generation | None:
 
 def wait_refused(client: DaemonClient) -> str:
     """Wait until the daemon refuses restores of this epoch; returns its message."""
-    said: list[str] = []
+    messages: list[str] = []
 
     def refused() -> bool:
         with suppress(NoRecoveryLineError):
@@ -81,11 +81,11 @@ def wait_refused(client: DaemonClient) -> str:
             return False
         with pytest.raises(NoRecoveryLineError) as refusal:
             generation_of(client)
-        said.append(str(refusal.value))
+        messages.append(str(refusal.value))
         return True
 
     wait_for("a restore to be refused", refused)
-    return said[0]
+    return messages[0]
 
 
 def saved_two_steps(world: World) -> None:

@@ -94,8 +94,8 @@ def _child(name: str, seconds: float, seed: int) -> int:
     command = [sys.executable, __file__, "--engine", "atheris", "--only", name]
     command += ["--minutes", str(seconds / 60), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = [line for line in done.stderr.splitlines() if "DONE" in line]
-    print(f"{name}: {said[-1] if said else 'FAILED'}", flush=True)
+    summary = [line for line in done.stderr.splitlines() if "DONE" in line]
+    print(f"{name}: {summary[-1] if summary else 'FAILED'}", flush=True)
     if done.returncode:
         print(done.stdout[-2000:] + done.stderr[-4000:], flush=True)
     return int(done.returncode != 0)

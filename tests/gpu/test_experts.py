@@ -49,7 +49,7 @@ def run(machine: Machine, arenas: Path) -> Iterator[Callable[[Make], Run]]:
         one.session.close()
 
 
-def said(text: str) -> str:
+def computed(text: str) -> str:
     """What peers compute, from the log."""
     if "all of its state is sent" in text:
         return NOTHING
@@ -70,7 +70,7 @@ def test_a_peer_computes_what_the_device_computes_and_fetches_the_rest(
     trained.both()  # this step is watched; the replica is compared here and below
     for _ in range(2):
         changed, fetched = trained.both()
-    computes = said(caplog.text)
+    computes = computed(caplog.text)
     print(f"{name} on {machine.kind}: peers compute {computes}; {trained.counted}")
     assert len(caplog.records) == (0 if computes == ALL else 1)
     if computes == NOTHING:

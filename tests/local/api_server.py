@@ -34,9 +34,9 @@ class ApiServer:
         self.directory = directory
         self.own_token = "own-token"
         self.statuses: dict[str, dict[str, Any]] = {}
-        """What is said of each token; of any other, that it is not accepted."""
+        """Status of the review of each token; any other token is not accepted."""
         self.answer: tuple[int, bytes] | None = None
-        """Said instead, whatever the question."""
+        """Answer to every request instead; None for real reviews."""
         self.asked: list[dict[str, Any]] = []
         self.port = 0
         self._server: ThreadingHTTPServer | None = None

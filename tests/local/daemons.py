@@ -107,7 +107,7 @@ class DaemonProcess:
     uid: int | None = None
     """Run it as this user, without capabilities; `root` and the log must be that user's."""
     access: Access | None = None
-    """How it reaches the durable tier, where that is not said by the URI alone."""
+    """How it reaches the durable tier, where the URI alone does not determine it."""
     trap: Path = field(init=False)
     log: Path = field(init=False)
 

@@ -43,13 +43,13 @@ def _lose_two(world: World, _: int, __: random.Random) -> str:
 
 def test_what_does_not_hold_is_reported_with_how_to_repeat_it(tmp_path: Path) -> None:
     kind = Kind("lose_two", "nodes", _lose_two)
-    said: list[str] = []
-    chaos = Chaos(7, kinds=(kind,), say=said.append, records=tmp_path)
+    printed: list[str] = []
+    chaos = Chaos(7, kinds=(kind,), say=printed.append, records=tmp_path)
     chaos.run(range(3, 4), until=time.monotonic() + 60.0)
     (violation,) = chaos.violations
     assert "no recovery line after" in violation
     assert "--seed 7 --first 3 --rounds 1" in violation
-    assert f"VIOLATION {violation}" in said
+    assert f"VIOLATION {violation}" in printed
     kept = tmp_path / "violation-1"
     assert "no recovery line" in (kept / "violation.txt").read_text()
     assert json.loads((kept / "schedule.json").read_text())[-1]["kind"] == "lose_two"

@@ -22,7 +22,7 @@ from holdfast_core.snapshots.generations import Generation
 
 MEMBERS = 4
 SAVES_MAX = 6
-"""A trap that is not met within so many saves is not where it is said to be."""
+"""A trap that is not met within so many saves is not where it is supposed to be."""
 
 
 class Running:

@@ -39,10 +39,10 @@ def test_a_budget_beyond_the_tmpfs_is_refused_at_the_start_with_both_numbers(
     daemon.start()
     assert daemon.process is not None
     assert daemon.process.wait(10) == 2
-    said = daemon.log.read_text()
-    assert str(64 << 20) in said
-    numbers = [int(number) for number in re.findall(r"\d{7,}", said)]
-    assert any(TMPFS_BYTES - (1 << 20) <= number <= TMPFS_BYTES for number in numbers), said
+    text = daemon.log.read_text()
+    assert str(64 << 20) in text
+    numbers = [int(number) for number in re.findall(r"\d{7,}", text)]
+    assert any(TMPFS_BYTES - (1 << 20) <= number <= TMPFS_BYTES for number in numbers), text
 
 
 def test_a_tmpfs_that_fills_up_costs_snapshots_and_not_training(

@@ -85,8 +85,8 @@ def check(store: SetStore) -> None:
             opened.read_into(0, opened.pieces, memoryview(found))
             assert found == expected(rank, HOMES, opened.content)
             versions = {u.unit: u.version for u in stored.files[rank].units}
-            said = {e.unit: e.generation for e in opened.content.experts}
-            assert {unit: said[unit] for unit in HOMES[rank]} == versions
+            held = {e.unit: e.generation for e in opened.content.experts}
+            assert {unit: held[unit] for unit in HOMES[rank]} == versions
 
 
 def test_a_copy_holds_one_expert_of_a_layer_and_names_the_others(tier: TierUnderTest) -> None:
@@ -190,9 +190,9 @@ def test_memory_gives_fresh_experts_and_storage_the_rest(tier: TierUnderTest) ->
     versions = dict.fromkeys(UNITS, THIRD) | {HOMES[0][0]: later}
     memory = made(0, HOMES, later, versions, job=JOB)
     opened = store.open_rank(stored, 0, [Slot(memory.content, memory.payload)])
-    said = {e.unit: e.generation for e in opened.content.experts}
-    assert said[HOMES[0][1]] == THIRD, "fresher than storage may have it"
-    assert said[HOMES[0][0]] <= THIRD, "never newer than the copy"
+    held = {e.unit: e.generation for e in opened.content.experts}
+    assert held[HOMES[0][1]] == THIRD, "fresher than storage may have it"
+    assert held[HOMES[0][0]] <= THIRD, "never newer than the copy"
     found = bytearray(opened.content.payload_bytes)
     opened.read_into(0, opened.pieces, memoryview(found))
     assert found == expected(0, HOMES, opened.content)

@@ -97,9 +97,9 @@ def test_figures_stand_beside_what_the_papers_print_and_nothing_else() -> None:
 def test_figures_name_what_was_chosen_and_what_is_missing(tmp_path: Path) -> None:
     written = io.StringIO()
     print_lists(Console(file=written, width=TABLE_COLUMNS))
-    said = " ".join(written.getvalue().split())
+    text = " ".join(written.getvalue().split())
     for words in ("untied head", "27 layers of 2048", "195 GB with 32 experts"):
-        assert words in said
+        assert words in text
     write_json(tmp_path / "policies.json", [])
     report = json.loads((tmp_path / "policies.json").read_text())
     assert len(report["chosen"]) > 3

@@ -58,10 +58,10 @@ async def service(identity: Identity | None, answers: Role = Role.DAEMON) -> Asy
 
 async def ask(address: str, identity: Identity | None, role: Role = Role.DAEMON) -> bytes:
     async with aio_channel(address, identity, role) as opened:
-        return await said(opened)
+        return await answer_of(opened)
 
 
-async def said(opened: grpc.aio.Channel) -> bytes:
+async def answer_of(opened: grpc.aio.Channel) -> bytes:
     method: Any = opened.unary_unary
     answer: bytes = await method(ASK)(b"word", timeout=WAIT_S)
     return answer
@@ -123,7 +123,7 @@ def test_a_client_without_a_certificate_is_refused(tmp_path: Path, daemon: Ident
             named = [("grpc.ssl_target_name_override", daemon.name(Role.DAEMON))]
             async with grpc.aio.secure_channel(address, trusting, options=named) as opened:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await said(opened)
+                    await answer_of(opened)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
     run(test)

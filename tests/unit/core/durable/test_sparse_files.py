@@ -130,8 +130,8 @@ class Tier:
             assert payload == expected(rank, self.homes, manifest)
             assert first_bad_piece(memoryview(payload), manifest.digests, PIECE) is None
             stored = {u.unit: u.version for u in self.sets[generation].files[rank].units}
-            said = {e.unit: e.generation for e in manifest.experts}
-            assert {unit: said[unit] for unit in self.homes[rank]} == stored
+            held = {e.unit: e.generation for e in manifest.experts}
+            assert {unit: held[unit] for unit in self.homes[rank]} == stored
 
 
 def snapshots(
@@ -224,9 +224,9 @@ def test_fresh_experts_come_from_memory_and_the_rest_from_storage() -> None:
     later = versions | {left_out[0]: third}
     memory = snapshots(third, later)[0]
     found, payload = tier.read(second, 0, (memory,))
-    said = {e.unit: e.generation for e in found.manifest.experts}
-    assert said[left_out[0]] == first, "memory has it newer than the line: storage gives it"
-    assert all(said[unit] == second for unit in HOMES[0] if unit != left_out[0])
+    held = {e.unit: e.generation for e in found.manifest.experts}
+    assert held[left_out[0]] == first, "memory has it newer than the line: storage gives it"
+    assert all(held[unit] == second for unit in HOMES[0] if unit != left_out[0])
     assert payload == expected(0, HOMES, found.manifest)
     assert (found.from_memory, found.from_storage, found.older) == (2, 1, 1)
     marks = {(e.unit, e.generation): e.tokens for e in found.manifest.older}

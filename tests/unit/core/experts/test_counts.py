@@ -14,7 +14,7 @@ UNITS = (unit(0, 0), unit(0, 1), unit(1, 0))
 
 def total(*statements: CountStatement) -> list[int]:
     ranks = len(statements)
-    vectors = [said.to_vector(UNITS, rank, ranks) for rank, said in enumerate(statements)]
+    vectors = [statement.to_vector(UNITS, rank, ranks) for rank, statement in enumerate(statements)]
     return [sum(numbers) for numbers in zip(*vectors, strict=True)]
 
 
@@ -81,13 +81,15 @@ def test_a_sum_of_another_length_is_refused() -> None:
 def spread_marks(*numbers: int | None) -> dict[UnitKey, Mark]:
     """What ranks agree on when they state captures of parts of one expert in these saves."""
     spread = {UNITS[0]: len(numbers)}
-    said = [
+    statements = [
         CountStatement(number=9, tokens={}, marks={} if n is None else {UNITS[0]: Mark(n, 7)})
         for n in numbers
     ]
-    vectors = [one.to_vector(UNITS, rank, len(said), spread) for rank, one in enumerate(said)]
+    vectors = [
+        one.to_vector(UNITS, rank, len(statements), spread) for rank, one in enumerate(statements)
+    ]
     summed = [sum(column) for column in zip(*vectors, strict=True)]
-    return dict(AgreedCounts.from_vector(summed, UNITS, len(said), 9, spread).marks)
+    return dict(AgreedCounts.from_vector(summed, UNITS, len(statements), 9, spread).marks)
 
 
 @given(st.lists(st.none() | st.integers(0, 9), min_size=2, max_size=6))
@@ -102,6 +104,6 @@ def test_parts_on_several_ranks_count_as_captured_only_when_all_are_of_one_save(
 
 def test_many_ranks_and_late_saves_do_not_overflow_what_is_added() -> None:
     ranks, number = 10_000, 10_000_000
-    said = CountStatement(number=number, tokens={}, marks={UNITS[0]: Mark(number, 0)})
-    vector = said.to_vector(UNITS, 0, 1, {UNITS[0]: ranks})
+    statement = CountStatement(number=number, tokens={}, marks={UNITS[0]: Mark(number, 0)})
+    vector = statement.to_vector(UNITS, 0, 1, {UNITS[0]: ranks})
     assert max(vector) * ranks < 2**63

@@ -49,10 +49,15 @@ def test_a_rank_reports_its_own_tokens_and_the_losses_of_all() -> None:
     ledger = after_full_snapshot(world([2, 2])).routed({unit(0, 0): 6, unit(1, 1): 2})
     ledger = ledger.captured(generation(1), [unit(0, 0)]).routed({unit(0, 0): 1})
     account = LossAccount.start().after({unit(1, 0): 5}, k=1)
-    said = LossReport.of_rank(ledger, account, (), k=1, experts_max=2, limit=0.1)
-    assert (said.layers, said.at_risk, said.routed, said.lost) == ((0, 1), (1, 2), (7, 2), (0, 5))
-    assert said.risk.plt == pytest.approx(3 / 9)
-    assert said.risk.mlt == pytest.approx(1 / 7 + 2 / 2)
+    found = LossReport.of_rank(ledger, account, (), k=1, experts_max=2, limit=0.1)
+    assert (found.layers, found.at_risk, found.routed, found.lost) == (
+        (0, 1),
+        (1, 2),
+        (7, 2),
+        (0, 5),
+    )
+    assert found.risk.plt == pytest.approx(3 / 9)
+    assert found.risk.mlt == pytest.approx(1 / 7 + 2 / 2)
 
 
 def test_ranks_are_added_up_and_their_ratios_are_not_averaged() -> None:

@@ -44,14 +44,14 @@ def test_a_job_without_persistence_has_no_tier() -> None:
 
 
 def test_the_tier_has_the_values_of_the_job() -> None:
-    said = {
+    given = {
         "uri": "s3://bucket/run1",
         "interval": {"minutes": 30},
         "keep": 5,
         "keepEvery": 1000,
         "bandwidth": "500M",
     }
-    assert tier(said, {"from": "3.1200"}) == Tier(
+    assert tier(given, {"from": "3.1200"}) == Tier(
         uri="s3://bucket/run1",
         every_s=1800.0,
         keep=5,

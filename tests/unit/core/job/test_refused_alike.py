@@ -17,6 +17,6 @@ def test_the_base_of_the_table_is_valid() -> None:
 def test_a_local_run_refuses_what_the_api_server_refuses(case: InvalidJob) -> None:
     with pytest.raises(InvalidJobError) as caught:
         parse_job(case.document)
-    said = str(caught.value)
-    assert case.local in said
-    assert case.path in said
+    message = str(caught.value)
+    assert case.local in message
+    assert case.path in message

@@ -126,10 +126,15 @@ def test_heartbeats_add_up_the_ranks_at_work_and_name_the_newest_recovery(
     assert current_loss(memory) is None
     memory.rank(0).session = memory.rank(1).session = session(5)
     memory.rank(0).loss, memory.rank(1).loss = loss(4, 5), loss(4, 5)
-    said = current_loss(memory)
-    assert said is not None
-    assert (said.ranks, said.at_risk, said.routed, said.lost) == (2, (6,), (40,), (2,))
-    assert said.recoveries == (recovery(5),)
+    loss_now = current_loss(memory)
+    assert loss_now is not None
+    assert (loss_now.ranks, loss_now.at_risk, loss_now.routed, loss_now.lost) == (
+        2,
+        (6,),
+        (40,),
+        (2,),
+    )
+    assert loss_now.recoveries == (recovery(5),)
 
 
 def test_what_a_rank_reported_in_an_ended_epoch_is_kept_for_people_alone(memory: JobMemory) -> None:

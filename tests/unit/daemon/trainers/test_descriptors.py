@@ -220,8 +220,8 @@ def test_a_killed_trainer_loses_its_claim_at_once(arena: Path) -> None:
             assert child.stdout is not None
             assert child.stdin is not None
             with child.stdin, child.stdout:
-                said = await asyncio.to_thread(child.stdout.readline)
-                assert said == b"ok 1\n"
+                printed = await asyncio.to_thread(child.stdout.readline)
+                assert printed == b"ok 1\n"
                 assert not claim_is_free(arena)
                 child.send_signal(signal.SIGKILL)
                 closed = await asyncio.wait_for(sessions.closed.get(), TIMEOUT_S)

@@ -83,7 +83,7 @@ def test_help_teaches_by_examples(command: list[str], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "is not YAML"),
         ("kind: Pod", "apiVersion"),
@@ -92,13 +92,13 @@ def test_help_teaches_by_examples(command: list[str], capsys: pytest.CaptureFixt
     ],
 )
 def test_a_bad_job_is_refused_in_plain_lines(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(text)
     assert main(["run", str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"holdfast: {path}") and said in error
+    assert error.startswith(f"holdfast: {path}") and message in error
     assert "Traceback" not in error
 
 

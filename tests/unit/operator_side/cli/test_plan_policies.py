@@ -177,7 +177,7 @@ def test_a_limit_that_is_too_small_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "refusal"),
     [
         (["--partial-experts", "17"], "--partial-experts 17: a layer has 16 experts; give 1 to 16"),
         (["--partial-experts", "0"], "--partial-experts: '0' is not a whole number of at least 1"),
@@ -197,9 +197,9 @@ def test_a_limit_that_is_too_small_is_refused(
     ],
 )
 def test_bad_input_is_refused_by_the_name_of_its_flag(
-    job: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    job: Path, arguments: list[str], refusal: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refused(capsys, job, *SIZES, *arguments)
+    assert refusal in refused(capsys, job, *SIZES, *arguments)
 
 
 @pytest.mark.parametrize("missing", ["--expert-bytes", "--other-bytes"])
@@ -221,8 +221,8 @@ def test_a_job_without_a_model_needs_flags(
     given = {"--moe-layers": "12", "--experts-per-layer": "16"}
     given.pop(flag)
     arguments = [text for pair in given.items() for text in pair]
-    said = refused(capsys, job, *SIZES, *arguments)
-    assert f"{flag} is missing (or spec.model.{field} in the job)" in said
+    refusal = refused(capsys, job, *SIZES, *arguments)
+    assert f"{flag} is missing (or spec.model.{field} in the job)" in refusal
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_a_job_without_a_model_needs_flags(
 def test_flags_that_need_a_model_say_so(
     job: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, job, *arguments)
-    assert f"{arguments[0]} compares policies, which requires the model's sizes" in said
+    refusal = refused(capsys, job, *arguments)
+    assert f"{arguments[0]} compares policies, which requires the model's sizes" in refusal
 
 
 # --- a run that is going on -----------------------------------------------------------------------
@@ -397,5 +397,5 @@ def test_without_matplotlib_the_error_names_what_to_install(
 
     monkeypatch.delitem(sys.modules, "holdfast_operator.cli.plan_plot", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
-    said = refused(capsys, job, *SIZES, "--plot", "plan.png")
-    assert "pip install 'holdfast[cli]'" in said
+    refusal = refused(capsys, job, *SIZES, "--plot", "plan.png")
+    assert "pip install 'holdfast[cli]'" in refusal

@@ -35,9 +35,9 @@ def rank_main(root: Path, rank: int, epoch: int, steps: int) -> int:
     """Count steps up to `steps`, as the child process of a rank does."""
     path = root / "ranks" / f"{rank}.json"
     for step in range(1 if epoch > 1 else 0, steps + 1):
-        said = {"epoch": epoch, "pid": os.getpid(), "step": step, "closed": step == steps}
+        progress = {"epoch": epoch, "pid": os.getpid(), "step": step, "closed": step == steps}
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(said))
+        temporary.write_text(json.dumps(progress))
         temporary.replace(path)
         time.sleep(PAUSE_S)
     return 0

@@ -113,17 +113,17 @@ class FakeDaemon:
 
     def rank_state(self, rank: int, epoch: int) -> control_pb2.RankState:
         try:
-            said = json.loads((self.root / "ranks" / f"{rank}.json").read_text())
+            progress = json.loads((self.root / "ranks" / f"{rank}.json").read_text())
         except FileNotFoundError:
-            said = {"epoch": 0}
-        if said["epoch"] != epoch:
+            progress = {"epoch": 0}
+        if progress["epoch"] != epoch:
             return control_pb2.RankState(rank=rank, state="UNHEALTHY")
-        lost = not is_running(said["pid"]) and not said["closed"]
+        lost = not is_running(progress["pid"]) and not progress["closed"]
         return control_pb2.RankState(
             rank=rank,
             state="OFFLINE" if lost else "HEALTHY",
-            step=said["step"],
-            pid=said["pid"],
+            step=progress["step"],
+            pid=progress["pid"],
             lost=lost,
             restored_from="local" if epoch > 1 else "none",
         )

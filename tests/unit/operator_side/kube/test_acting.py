@@ -26,7 +26,7 @@ REFUSAL = ApiError("no room in the quota", status=403)
 
 
 class StuckTrainers:
-    """No pod is ever created; `refuses` says whether at least that is said."""
+    """No pod is ever created; with `refuses`, each request fails at once."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self._refuses = refuses

@@ -70,8 +70,8 @@ def test_each_recovery_is_recorded_with_what_all_of_them_came_to(
         total_plt=20 / 120,
         total_mlt=10 / 60 + 10 / 60,
     )
-    said = again.session.counters.loss.report
-    assert said is not None and said.recoveries == (first,)  # before anything is saved again
+    earlier = again.session.counters.loss.report
+    assert earlier is not None and earlier.recoveries == (first,)  # before anything is saved again
     again.save(4)
     again.session.close()
     last = TrainingRun(make_trainer(seed=6), FakeDaemon(tmp_path, epoch=3))

@@ -196,8 +196,8 @@ def test_an_agent_waits_for_room_in_shared_memory_through_epochs(
         assert b"No space left on device" in line and b"remove what fills it" in line
         daemon.begin(4)
         daemon.wait(lambda: 2 in daemon.left)  # the agent waits for the epoch after 2
-        said = agent.wait_file.read_text()
-        assert said.startswith("NoRoom: No space left on device; starting them needs"), said
+        waiting = agent.wait_file.read_text()
+        assert waiting.startswith("NoRoom: No space left on device; starting them needs"), waiting
         Path(f"/proc/{agent.process.pid}/root/dev/shm/hog").unlink()
         workers = agent.workers(START_S)
         assert [worker["epoch"] for worker in workers] == ["4", "4"]

@@ -115,9 +115,9 @@ def test_ranks_that_cannot_exchange_costs_take_every_save(caplog: pytest.LogCapt
     ranks.meeting.break_up()
     ranks.train_until(1)
     ranks.close()
-    said = [r.message for r in caplog.records if r.levelname == "WARNING"]
-    assert len(said) == 2
-    assert said[0].startswith(
+    logged = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len(logged) == 2
+    assert logged[0].startswith(
         "the ranks cannot agree on an interval; every save is taken from now on:"
     )
 
