@@ -16,12 +16,11 @@ for it.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast._exchange import Exchange
-from holdfast_core.errors import HoldfastError
+from holdfast._rounds import Round, Rounds
 from holdfast_core.experts.counts import NONE_SPREAD, AgreedCounts, CountStatement
 from holdfast_core.experts.tables import Selection
 from holdfast_core.snapshots.units import UnitKey
@@ -47,7 +46,10 @@ class Counting:
         together = exchange.together
         self._exchange = exchange
         self._rank, self.ranks = (rank, ranks) if together else (0, 1)
-        self._changed = threading.Condition()
+        self._rounds = Rounds("holdfast-counting", self._next, self._failed)
+        self._number = -1
+        """Number of the save that the next sum is of, or the one that failed."""
+        self._add: Round | None = None
         self._called = -1
         """Number of the newest save that the training loop called."""
         self._attempted = -1
@@ -56,10 +58,6 @@ class Counting:
         """Number of a save → its choice."""
         self._late = False
         """Whether `chosen` has waited in vain and no sum has arrived since."""
-        self._failed: int | None = None
-        """Number of the save after which the sum failed; no sums follow. None before that."""
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def start(
         self,
@@ -77,39 +75,44 @@ class Counting:
             spread: see `CountStatement.to_vector`.
         """
         self.attempted(first - 1)  # the first sum is of the restored state
-        self._thread = threading.Thread(
-            target=self._loop,
-            args=(first - 1, units, statement, choose, spread),
-            name="holdfast-counting",
-            daemon=True,
-        )
-        self._thread.start()
+        self._number = first - 1
+
+        def add() -> None:
+            number = self._number
+            own = statement(number).to_vector(units, self._rank, self.ranks, spread)
+            total = self._exchange.add(own)
+            counts = AgreedCounts.from_vector(total, units, self.ranks, number, spread)
+            selection = choose(counts)
+            _log.debug("save %d: %s", number + 1, selection.reason)
+            with self._rounds.change():
+                self._number = number + 1
+                self._chosen[self._number] = Chosen(counts, selection.units)
+                self._chosen.pop(self._number - _KEPT, None)
+                self._late = False
+
+        self._add = add
+        self._rounds.start()
 
     def called(self, number: int) -> None:
         """Note that save `number` was called, whether or not it was skipped. For the training
         thread."""
-        with self._changed:
+        with self._rounds.change():
             self._called = number
-            self._changed.notify_all()
 
     def attempted(self, number: int) -> None:
         """Note that statements from now on include whether save `number` is attempted."""
-        with self._changed:
+        with self._rounds.change():
             self._attempted = max(self._attempted, number)
-            self._changed.notify_all()
 
     def chosen(self, number: int, wait_s: float) -> Chosen | None:
         """Choice for save `number`; None when the sum is not there within `wait_s`.
 
         After waiting in vain, calls do not wait again until another sum has arrived.
         """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: number in self._chosen or self._failed is not None,
-                0.0 if self._late else wait_s,
-            )
+        with self._rounds.changed:
+            self._rounds.wait_for(lambda: number in self._chosen, 0.0 if self._late else wait_s)
             found = self._chosen.get(number)
-            if found is None and not self._late and self._failed is None:
+            if found is None and not self._late and not self._rounds.failed:
                 self._late = True
                 _log.warning(
                     "the counts of all ranks did not arrive within %.1f s: save %d of this rank "
@@ -126,54 +129,22 @@ class Counting:
         same sum may have succeeded there. This rank took part in no later sum, so none of those can
         succeed.
         """
-        with self._changed:
-            return self._failed is not None and number > self._failed + 1
+        with self._rounds.changed:
+            return self._rounds.failed and number > self._number + 1
 
     def close(self, timeout_s: float) -> None:
         """Take part in the sums of all saves that were called, within about `timeout_s`."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._rounds.close(timeout_s)
 
-    def _loop(
-        self,
-        number: int,
-        units: Sequence[UnitKey],
-        statement: Callable[[int], CountStatement],
-        choose: Callable[[AgreedCounts], Selection],
-        spread: Mapping[UnitKey, int],
-    ) -> None:
-        while self._wait_due(number):
-            try:
-                own = statement(number).to_vector(units, self._rank, self.ranks, spread)
-                total = self._exchange.add(own)
-                counts = AgreedCounts.from_vector(total, units, self.ranks, number, spread)
-            except HoldfastError as error:
-                _log.warning(
-                    "the ranks' counts cannot be added up; this rank captures all of its experts "
-                    "from now on: %s",
-                    error,
-                )
-                with self._changed:
-                    self._failed = number
-                    self._changed.notify_all()
-                return
-            selection = choose(counts)
-            number += 1
-            _log.debug("save %d: %s", number, selection.reason)
-            with self._changed:
-                self._chosen[number] = Chosen(counts, selection.units)
-                self._chosen.pop(number - _KEPT, None)
-                self._late = False
-                self._changed.notify_all()
+    def _next(self) -> Round | None:
+        """Next sum, when its save is settled: attempted or not, or followed by a later call. At the
+        end the save needs only to have been called."""
+        settled = max(self._attempted, self._called - (not self._rounds.closing))
+        return self._add if self._number <= settled else None
 
-    def _wait_due(self, number: int) -> bool:
-        """Return when save `number` is settled: attempted or not, or followed by a later call.
-        False when it will never be called."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: number <= self._attempted or number < self._called or self._closing
-            )
-            return number <= max(self._attempted, self._called)
+    def _failed(self, error: Exception) -> None:
+        _log.warning(
+            "the ranks' counts cannot be added up; this rank captures all of its experts from now "
+            "on: %s",
+            error,
+        )

@@ -19,14 +19,15 @@ digests, or the lack of them, and the saver waits for the verdict when its bytes
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import xxhash
 
 from holdfast._exchange import Exchange
+from holdfast._rounds import Round, Rounds
 from holdfast._saving.replicas import differing
 from holdfast_core.errors import HoldfastError, ReplicasDivergedError, SnapshotSkippedError
 from holdfast_core.snapshots.units import UnitKey, UnitKind
@@ -84,7 +85,7 @@ class Comparing:
         self._every = every if exchange.together else 0
         self.problem: HoldfastError | None = None
         """Reason why nothing is committed; None when the newest comparison found replicas equal."""
-        self._changed = threading.Condition()
+        self._rounds = Rounds("holdfast-comparing", self._next, self._give_up)
         self._steps: dict[int, int] = {}
         """Number → step of each called save that may still be compared."""
         self._digests: dict[int, Digests | None] = {}
@@ -96,9 +97,6 @@ class Comparing:
         """Verdict on that save."""
         self._equal_step: int | None = None
         """Newest step at which replicas were equal."""
-        self._failed = False
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     # --- called by the training thread ------------------------------------------------------------
 
@@ -106,28 +104,23 @@ class Comparing:
         """Note that save `number`, of `step`, was called, whether or not it was skipped."""
         if not self._every:
             return
-        with self._changed:
-            if self._thread is None:
+        with self._rounds.change():
+            if not self._rounds.started:
                 self._due = number + self._every - 1
-                self._thread = threading.Thread(
-                    target=self._loop, name="holdfast-comparing", daemon=True
-                )
-                self._thread.start()
+                self._rounds.start()
             for old in [n for n in self._steps if n < min(self._due, number)]:
                 del self._steps[old]
                 self._digests.pop(old, None)
-            if not self._failed:
+            if not self._rounds.failed:
                 self._steps[number] = step
-            self._changed.notify_all()
 
     def missed(self, step: int) -> None:
         """Note that the save of `step` failed, on any thread: unless this rank has already handed
         over its digests for that step, it never will."""
-        with self._changed:
+        with self._rounds.change():
             for number, called in self._steps.items():
                 if called == step:
                     self._digests.setdefault(number, None)
-            self._changed.notify_all()
 
     # --- called by the saver ----------------------------------------------------------------------
 
@@ -145,23 +138,22 @@ class Comparing:
         """
         if not self._every:
             return False
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._failed or self._due >= number, wait_s):
+        with self._rounds.changed:
+            if not self._rounds.wait_for(lambda: self._due >= number, wait_s):
                 raise SnapshotSkippedError(
                     f"not all ranks handed over their digests of an earlier save within "
                     f"{wait_s:.1f} s; training went on"
                 )
-            compared = not self._failed and self._due == number
+            compared = not self._rounds.failed and self._due == number
             if not compared and self.problem is not None:
                 raise self.problem
             return compared
 
     def hand_over(self, number: int, digests: Digests) -> None:
         """Hand over this rank's digests for save `number`, which is due."""
-        with self._changed:
+        with self._rounds.change():
             self._awaited, self._verdict = number, None
             self._digests.setdefault(number, digests)
-            self._changed.notify_all()
 
     def settle(self, number: int) -> None:
         """Return when replicas are known to be equal in save `number`, or when it was not due. Call
@@ -171,10 +163,10 @@ class Comparing:
             ReplicasDivergedError: replicas differ.
             SnapshotSkippedError: some rank will not commit the save.
         """
-        with self._changed:
+        with self._rounds.changed:
             if self._awaited != number:
                 return
-            self._changed.wait_for(lambda: self._failed or self._verdict is not None)
+            self._rounds.wait_for(lambda: self._verdict is not None)
             verdict = self._verdict
             if self.problem is not None:
                 raise self.problem
@@ -191,46 +183,27 @@ class Comparing:
 
     def close(self, timeout_s: float) -> None:
         """Take part in the comparisons of all saves that were called, within about `timeout_s`."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._rounds.close(timeout_s)
 
     # --- the thread -------------------------------------------------------------------------------
 
-    def _loop(self) -> None:
-        while self._wait_due():
-            number = self._due
-            try:
-                verdict = self._compare(number, self._digests[number])
-            except HoldfastError as error:
-                self._give_up(error)
-                return
-            with self._changed:
-                self._take(verdict)
-                if number == self._awaited:
-                    self._verdict = verdict
-                self._due = number + (1 if verdict.missing else self._every)
-                self._changed.notify_all()
+    def _next(self) -> Round | None:
+        """Next comparison, when this rank has handed over its digests for it, or never will."""
+        due, called = self._due, self._steps
+        settled = due in self._digests or self._rounds.closing or max(called, default=-1) > due
+        if due not in called or not settled:
+            return None
+        return partial(self._compare, due, self._digests.get(due))
 
-    def _wait_due(self) -> bool:
-        """Return when this rank has handed over its digests for the next comparison, or never will.
-        False when the save to compare will never be called."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._due in self._digests
-                    or self._closing
-                    or max(self._steps, default=-1) > self._due
-                )
-            )
-            if self._due not in self._steps:
-                return False
-            self._digests.setdefault(self._due, None)
-            return True
+    def _compare(self, number: int, digests: Digests | None) -> None:
+        verdict = self._find_verdict(number, digests)
+        with self._rounds.change():
+            self._take(verdict)
+            if verdict.number == self._awaited:
+                self._verdict = verdict
+            self._due += 1 if verdict.missing else self._every
 
-    def _compare(self, number: int, digests: Digests | None) -> _Verdict:
+    def _find_verdict(self, number: int, digests: Digests | None) -> _Verdict:
         own = _Statement.of(digests)
         statements = [
             _STATEMENT.decode(text) for text in self._exchange.gather(msgspec.json.encode(own))
@@ -272,12 +245,9 @@ class Comparing:
             f"differently: a gradient that is not reduced, a kernel, a device"
         )
 
-    def _give_up(self, error: HoldfastError) -> None:
+    def _give_up(self, error: Exception) -> None:
         """End the comparisons in this world, because an exchange failed. Snapshots go on: a mixture
         is less likely than a loss."""
         _log.warning("replicas are no longer compared: %s", error)
-        with self._changed:
-            self._failed = True
-            self._steps.clear()
-            self._digests.clear()
-            self._changed.notify_all()
+        self._steps.clear()
+        self._digests.clear()

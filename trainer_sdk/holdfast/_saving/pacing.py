@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import logging
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 
 from holdfast._daemon.handles import SaveHandle
 from holdfast._exchange import Exchange
-from holdfast_core.errors import HoldfastError
+from holdfast._rounds import Round, Rounds
 from holdfast_core.protection.automatic_interval import (
     MEASURED,
     Called,
@@ -53,11 +53,8 @@ class Pacing:
         """Handle of that call, if its snapshot was due."""
         self._waited_s = 0.0
         """Time that training has waited since that call began."""
-        self._changed = threading.Condition()
-        """Lock of all state here; notified when there is a statement to exchange."""
+        self._rounds = Rounds("holdfast-pacing", self._next, self._failed)
         self._statement: Costs | None = None
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     @property
     def steps(self) -> int:
@@ -66,35 +63,27 @@ class Pacing:
 
     def called(self, handle: SaveHandle, now_s: float) -> Called:
         """Note a call of `save`; return whether to take its snapshot. For the training thread."""
-        with self._changed:
+        with self._rounds.change():
             self._measure(handle.step, now_s)
             found = self._schedule.called(handle.step)
             self._handle = handle if found.due else None
             if found.states is not None:
                 self._statement = self._costs(*found.states)
-                self._changed.notify_all()
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._loop, name="holdfast-pacing", daemon=True
-                    )
-                    self._thread.start()
+                if not self._rounds.started:
+                    self._rounds.start()
         if found.due:
             _Protecting(handle, self._protected)
         return found
 
     def waited(self, seconds: float) -> None:
         """Add time that training waited for a snapshot, in `save` or for its end."""
-        with self._changed:
+        with self._rounds.changed:
             self._waited_s += seconds
 
     def close(self, timeout_s: float) -> None:
         """End the exchanges. A statement that other ranks wait for is still made, within about
         `timeout_s`."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._rounds.close(timeout_s)
 
     def _measure(self, step: int, now_s: float) -> None:
         """Record the cost of the newest call, at the call after it."""
@@ -117,44 +106,36 @@ class Pacing:
         )
 
     def _protected(self, seconds: float) -> None:
-        with self._changed:
+        with self._rounds.changed:
             self._protect_s.append(seconds)
 
-    def _loop(self) -> None:
-        while (statement := self._next_statement()) is not None:
-            try:
-                texts = self._exchange.gather(msgspec.json.encode(statement))
-                decision = decide_interval(
-                    [_COSTS.decode(text) for text in texts],
-                    recoveries_per_day=self._recoveries_per_day,
-                    current=self.steps,
-                )
-            except HoldfastError as error:
-                with self._changed:
-                    self._schedule.failed()
-                if not self._closing:
-                    _log.warning(
-                        "the ranks cannot agree on an interval; every save is taken from now on: "
-                        "%s",
-                        error,
-                    )
-                return
-            with self._changed:
-                changes = decision.steps != self.steps
-                self._schedule.decided(decision)
-            _log.log(
-                logging.INFO if changes else logging.DEBUG,
-                "snapshots are %d steps apart from now on: %s",
-                decision.steps,
-                decision.reason,
-            )
+    def _next(self) -> Round | None:
+        statement, self._statement = self._statement, None
+        return partial(self._agree, statement) if statement is not None else None
 
-    def _next_statement(self) -> Costs | None:
-        """Wait for the next statement; None when there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._statement is not None or self._closing)
-            statement, self._statement = self._statement, None
-            return statement
+    def _agree(self, statement: Costs) -> None:
+        texts = self._exchange.gather(msgspec.json.encode(statement))
+        decision = decide_interval(
+            [_COSTS.decode(text) for text in texts],
+            recoveries_per_day=self._recoveries_per_day,
+            current=self.steps,
+        )
+        with self._rounds.change():
+            changes = decision.steps != self.steps
+            self._schedule.decided(decision)
+        _log.log(
+            logging.INFO if changes else logging.DEBUG,
+            "snapshots are %d steps apart from now on: %s",
+            decision.steps,
+            decision.reason,
+        )
+
+    def _failed(self, error: Exception) -> None:
+        self._schedule.failed()
+        if not self._rounds.closing:
+            _log.warning(
+                "the ranks cannot agree on an interval; every save is taken from now on: %s", error
+            )
 
 
 class _Protecting:

@@ -194,6 +194,25 @@ def test_when_the_exchange_fails_the_save_is_given_up_and_later_ones_are_not_com
     world.close()
 
 
+class Garbling(Seat):
+    """Seat to which the others' statements arrive damaged."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [text[:-1] for text in super().gather(data)]
+
+
+def test_a_statement_that_cannot_be_read_ends_the_comparisons_and_nobody_waits() -> None:
+    comparing = Comparing(Garbling(Meeting(1), 0), Topology(dp=1), 1)
+    comparing.called(0, 0)
+    assert comparing.due(0, WAIT_S)
+    comparing.hand_over(0, held(0))
+    with pytest.raises(SnapshotSkippedError, match="neither compared nor complete"):
+        comparing.settle(0)
+    comparing.called(1, 10)
+    assert not comparing.due(1, WAIT_S)
+    comparing.close(WAIT_S)
+
+
 def test_replicas_that_differed_before_an_exchange_failed_stay_unsaved() -> None:
     world = World(every=2)
     world.save(EQUAL)
