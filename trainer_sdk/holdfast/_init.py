@@ -21,7 +21,7 @@ from holdfast._experts.policy import CapturePolicy, FullCapture
 from holdfast._interface import Session
 from holdfast._nodaemon import UnprotectedSession
 from holdfast._saving.comparing import Comparing
-from holdfast._saving.pacing import Pacing
+from holdfast._saving.pacing import DueSaves, EverySave, Pacing
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState
@@ -131,10 +131,10 @@ def _policy(live: LiveState, rank: int, world_size: int, settings: Settings) -> 
     )
 
 
-def _pacing(world_size: int, settings: Settings) -> Pacing | None:
-    """Make the pacing that picks the saves to take, where the interval is measured. Collective."""
+def _pacing(world_size: int, settings: Settings) -> DueSaves:
+    """Make the choice of the saves to take. Collective where the interval is measured."""
     if settings.recoveries_per_day is None:
-        return None
+        return EverySave()
     exchange = make_exchange(world_size, settings.exchange_timeout_s)
     return Pacing(exchange, settings.recoveries_per_day)
 

@@ -24,7 +24,7 @@ from holdfast._experts.tokens import Tokens
 from holdfast._interface import Session
 from holdfast._restoring.restore import Restore
 from holdfast._saving.comparing import Comparing
-from holdfast._saving.pacing import Pacing
+from holdfast._saving.pacing import DueSaves
 from holdfast._saving.saver import Saver
 from holdfast._saving.tally import SaveCounters
 from holdfast._saving.tasks import Task
@@ -60,11 +60,10 @@ class ProtectedSession(Session):
         settings: Settings,
         comparing: Comparing,
         policy: CapturePolicy,
-        pacing: Pacing | None = None,
+        pacing: DueSaves,
     ) -> None:
         self._live = live
         self._pacing = pacing
-        """Pacing that picks the saves to take; None takes all that the loop calls."""
         self._stateful = dict(stateful)
         self._settings = settings
         self._device = device
@@ -183,7 +182,7 @@ class ProtectedSession(Session):
         now = time.monotonic()
         self._saver.tally.begin(step, now - self._last_save_s if self._last_save_s else 0.0)
         self._last_save_s = now
-        if self._pacing is not None and not self._is_due(handle, self._pacing, now):
+        if not self._is_due(handle, now):
             return
         self._number += 1
         self._saver.called(self._number - 1, step, now)
@@ -197,14 +196,14 @@ class ProtectedSession(Session):
         if not (self._held or asked):
             self._saver.wait_staged()
 
-    def _is_due(self, handle: SaveHandle, pacing: Pacing, now: float) -> bool:
+    def _is_due(self, handle: SaveHandle, now: float) -> bool:
         """Whether to take the snapshot; if not, the handle has the reason.
 
         Raises:
             SnapshotSkippedError: the ranks have not agreed on the interval yet.
         """
-        called = pacing.called(handle, now)
-        self.counters.interval_steps = pacing.steps
+        called = self._pacing.called(handle, now)
+        steps = self.counters.interval_steps = self._pacing.steps
         for missed in called.missed:  # other ranks have counted them
             self._number += 1
             self._saver.called(self._number - 1, missed, now)
@@ -214,15 +213,14 @@ class ProtectedSession(Session):
         if not called.due:
             handle._fail(
                 SnapshotSkippedError(
-                    f"step {handle.step} is between two snapshots, which are {pacing.steps} apart"
+                    f"step {handle.step} is between two snapshots, which are {steps} apart"
                 )
             )
         return called.due
 
     def _waited(self, began_s: float) -> None:
         """Count the time since `began_s` as time in which training only waited."""
-        if self._pacing is not None:
-            self._pacing.waited(time.monotonic() - began_s)
+        self._pacing.waited(time.monotonic() - began_s)
 
     def _task(self, handle: SaveHandle, *, copies: bool) -> Task:
         with torch.no_grad():
@@ -304,8 +302,7 @@ class ProtectedSession(Session):
         for hook in self._hooks:
             hook.remove()
         self._saver.close(self._settings.rpc_timeout_s)
-        if self._pacing is not None:
-            self._pacing.close(self._settings.rpc_timeout_s)
+        self._pacing.close(self._settings.rpc_timeout_s)
 
 
 def _warn_unheld(optimizers: Sequence[object]) -> None:

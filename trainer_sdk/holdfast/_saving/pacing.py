@@ -1,4 +1,4 @@
-"""Choice of the saves that are worth their cost, for a job whose interval follows from measurement.
+"""Choice of the saves to take: all, or those that are worth what they cost.
 
 The cost of a snapshot is measured on the training thread: how long `save` took, and how long the
 next change of tensors waited. Ranks exchange it on a thread and a process group of their own,
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -33,8 +34,41 @@ _log = logging.getLogger("holdfast")
 _COSTS = msgspec.json.Decoder(Costs)
 
 
+class DueSaves(Protocol):
+    """Choice of the saves whose snapshots are taken."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the interval in force; 0 where none is chosen."""
+
+    def called(self, handle: SaveHandle, now_s: float) -> Called:
+        """Note a call of `save`; return whether to take its snapshot. For the training thread."""
+
+    def waited(self, seconds: float) -> None:
+        """Add time that training waited for a snapshot, in `save` or for its end."""
+
+    def close(self, timeout_s: float) -> None:
+        """End within about `timeout_s`."""
+
+
+class EverySave:
+    """Choice of all saves that the loop calls."""
+
+    steps = 0
+
+    def called(self, handle: SaveHandle, now_s: float) -> Called:
+        del handle, now_s
+        return Called(due=True)
+
+    def waited(self, seconds: float) -> None:
+        del seconds
+
+    def close(self, timeout_s: float) -> None:
+        del timeout_s
+
+
 class Pacing:
-    """One rank's part in the choice; the thread runs from the first statement to `close`.
+    """One rank's part in a measured choice; the thread runs from the first statement to `close`.
 
     Args:
         exchange: exchange between all ranks, used for nothing else.
@@ -58,11 +92,9 @@ class Pacing:
 
     @property
     def steps(self) -> int:
-        """Steps of the interval in force."""
         return self._schedule.steps
 
     def called(self, handle: SaveHandle, now_s: float) -> Called:
-        """Note a call of `save`; return whether to take its snapshot. For the training thread."""
         with self._rounds.change():
             self._measure(handle.step, now_s)
             found = self._schedule.called(handle.step)
@@ -76,7 +108,6 @@ class Pacing:
         return found
 
     def waited(self, seconds: float) -> None:
-        """Add time that training waited for a snapshot, in `save` or for its end."""
         with self._rounds.changed:
             self._waited_s += seconds
 

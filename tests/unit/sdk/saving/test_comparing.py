@@ -19,6 +19,7 @@ from holdfast._daemon.client import Grant
 from holdfast._exchange import Alone
 from holdfast._experts.policy import FullCapture
 from holdfast._saving.comparing import Comparing
+from holdfast._saving.pacing import EverySave
 from holdfast._saving.replicas import digests_of
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
@@ -303,6 +304,7 @@ def test_a_save_that_training_overtook_is_no_divergence(tmp_path: Path) -> None:
         settings=Settings(start_wait_s=WAIT_S),
         comparing=Comparing(Seat(meeting, 0), pair, 1),
         policy=FullCapture(),
+        pacing=EverySave(),
     )
     other = Comparing(Seat(meeting, 1), pair, 1)
     other.called(0, 1)

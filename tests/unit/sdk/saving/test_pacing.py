@@ -19,14 +19,14 @@ from holdfast._environment import read_environment
 from holdfast._exchange import Alone
 from holdfast._experts.policy import FullCapture
 from holdfast._saving.comparing import Comparing
-from holdfast._saving.pacing import Pacing
+from holdfast._saving.pacing import DueSaves, EverySave, Pacing
 from holdfast._session import ProtectedSession
 from holdfast._settings import Settings
 from holdfast._state.capture import LiveState
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import InvalidJobError, SnapshotSkippedError
 from holdfast_core.job.snapshots import Selective
-from holdfast_core.protection.automatic_interval import LEAD_CALLS, MEASURED, WARMING_UP
+from holdfast_core.protection.automatic_interval import LEAD_CALLS, MEASURED, WARMING_UP, Called
 from holdfast_core.protection.intervals import STEPS_MAX
 from holdfast_core.topology import Topology
 
@@ -131,6 +131,23 @@ def test_a_snapshot_that_was_not_taken_is_not_measured() -> None:
         pacing.waited(0.9)
     pacing.close(WAIT_S)
     assert pacing.steps == 1
+
+
+@pytest.mark.parametrize("pacing", [EverySave(), Pacing(Alone(), A_DAY)])
+def test_the_first_save_is_due_whatever_the_choice(pacing: DueSaves) -> None:
+    called = pacing.called(SaveHandle(1), 0.0)
+    assert called == Called(due=True)
+    pacing.waited(0.5)
+    pacing.close(WAIT_S)
+
+
+def test_every_save_is_due_where_nothing_is_measured() -> None:
+    pacing = EverySave()
+    for step in (1, 2, 50, 1000):
+        assert pacing.called(SaveHandle(step), float(step)) == Called(due=True)
+        pacing.waited(0.9)
+        assert pacing.steps == 0
+    pacing.close(WAIT_S)
 
 
 # --- in a session ---------------------------------------------------------------------------------
