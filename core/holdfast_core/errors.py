@@ -68,8 +68,6 @@ class MemoryBudgetError(HoldfastError):
     """
 
     code = "memory_budget"
-    words = "trains unprotected, without memory for snapshots"
-    """Phrase in a daemon's message about a rank that has no session because of this error."""
 
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(message)
@@ -129,8 +127,6 @@ class ReplicasDivergedError(HoldfastError):
     """Ranks that held the same bytes of a unit no longer do; a snapshot would be a mixture."""
 
     code = "replicas_diverged"
-    words = "are replicas and no longer equal"
-    """Phrase that every such message contains."""
 
 
 class LayoutMismatchError(HoldfastError):
@@ -155,5 +151,14 @@ def by_code(code: str, message: str) -> HoldfastError:
     return HoldfastError(message)
 
 
+def known_code(code: str) -> str:
+    """`code` if it names a kind of error here; empty if it does not, since whoever sent it may be
+    newer than this, or send anything."""
+    return code if code in _CODES else ""
+
+
 def _kinds(root: type[HoldfastError]) -> list[type[HoldfastError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _kinds(child))]
+
+
+_CODES = frozenset(kind.code for kind in _kinds(HoldfastError))

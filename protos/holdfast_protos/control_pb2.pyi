@@ -86,6 +86,7 @@ class JobState(_message.Message):
     AGENT_WAITING_FIELD_NUMBER: _builtins.int
     REBUILDING_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    PROBLEM_CODE_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
@@ -106,6 +107,8 @@ class JobState(_message.Message):
     rebuilding: _builtins.bool
     problem: _builtins.str
     """why nothing is protected, for people; empty when all is well"""
+    problem_code: _builtins.str
+    """`HoldfastError.code` of its cause; empty when no error is"""
     skipped: _builtins.int
     failed: _builtins.int
     arena_bytes: _builtins.int
@@ -161,6 +164,7 @@ class JobState(_message.Message):
         agent_waiting: _builtins.bool = ...,
         rebuilding: _builtins.bool = ...,
         problem: _builtins.str = ...,
+        problem_code: _builtins.str = ...,
         skipped: _builtins.int = ...,
         failed: _builtins.int = ...,
         arena_bytes: _builtins.int = ...,
@@ -175,7 +179,7 @@ class JobState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "complete", b"complete", "line", b"line", "loss", b"loss", "membership", b"membership", "persist", b"persist", "protected", b"protected", "revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "problem", b"problem", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_revision", b"_revision", "agent_waiting", b"agent_waiting", "arena_bytes", b"arena_bytes", "complete", b"complete", "epoch", b"epoch", "failed", b"failed", "has_line", b"has_line", "job", b"job", "line", b"line", "loading", b"loading", "loss", b"loss", "membership", b"membership", "parity_bytes", b"parity_bytes", "persist", b"persist", "problem", b"problem", "problem_code", b"problem_code", "protected", b"protected", "protection_bytes_s", b"protection_bytes_s", "ranks", b"ranks", "rebuilding", b"rebuilding", "revision", b"revision", "skipped", b"skipped", "storage_problem", b"storage_problem", "stored_epoch", b"stored_epoch", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__revision: _TypeAlias = _typing.Literal["revision"]  # noqa: Y015
     _WhichOneofArgType__revision: _TypeAlias = _typing.Literal["_revision", b"_revision"]  # noqa: Y015

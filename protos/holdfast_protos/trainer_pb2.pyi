@@ -547,6 +547,7 @@ class ProgressReport(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    FAILURE_CODE_FIELD_NUMBER: _builtins.int
     SAVE_PERIOD_S_FIELD_NUMBER: _builtins.int
     STAGED_S_FIELD_NUMBER: _builtins.int
     INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
@@ -557,6 +558,8 @@ class ProgressReport(_message.Message):
     failed: _builtins.int
     failure: _builtins.str
     """newest cause; empty when there is none"""
+    failure_code: _builtins.str
+    """its kind: a `HoldfastError.code`"""
     save_period_s: _builtins.float
     """between the newest two saves; 0: fewer than two"""
     staged_s: _builtins.float
@@ -575,6 +578,7 @@ class ProgressReport(_message.Message):
         skipped: _builtins.int = ...,
         failed: _builtins.int = ...,
         failure: _builtins.str = ...,
+        failure_code: _builtins.str = ...,
         save_period_s: _builtins.float = ...,
         staged_s: _builtins.float = ...,
         interval_steps: _builtins.int = ...,
@@ -582,7 +586,7 @@ class ProgressReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "interval_steps", b"interval_steps", "loss", b"loss", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "failure", b"failure", "failure_code", b"failure_code", "interval_steps", b"interval_steps", "loss", b"loss", "save_period_s", b"save_period_s", "session", b"session", "skipped", b"skipped", "staged_s", b"staged_s", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

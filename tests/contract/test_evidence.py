@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from holdfast_core.errors import ReplicasDivergedError
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.reports import Directive
@@ -80,6 +81,20 @@ def test_an_invalid_rate_counts_as_zero(word: float) -> None:
     assert job_view(state).protection_bytes_s == 0.0
 
 
+def test_the_kind_of_a_failed_save_reaches_the_control_loop(memory: JobMemory) -> None:
+    memory.rank(0).failure = "unit layer2/dense: ranks [0, 1] are replicas and no longer equal"
+    memory.rank(0).failure_code = ReplicasDivergedError.code
+    view = view_of(memory)
+    assert view.problem == memory.rank(0).failure
+    assert view.problem_code == ReplicasDivergedError.code
+
+
+@pytest.mark.parametrize("code", ["from_the_future", "x" * 10**6])
+def test_a_code_that_the_control_loop_does_not_know_counts_as_none(code: str) -> None:
+    view = job_view(control_pb2.JobState(job="job", problem="broken", problem_code=code))
+    assert (view.problem, view.problem_code) == ("broken", "")
+
+
 def _lost(memory: JobMemory) -> None:
     memory.rank(0).lost_in = 5
 
@@ -106,6 +121,10 @@ def _another_session(memory: JobMemory) -> None:
 
 def _protects_no_more(memory: JobMemory) -> None:
     memory.parity_failure = "no memory"
+
+
+def _fails_for_another_reason(memory: JobMemory) -> None:
+    memory.rank(0).failure, memory.rank(0).failure_code = "no", ReplicasDivergedError.code
 
 
 def _nothing_protected(memory: JobMemory) -> None:
@@ -142,6 +161,7 @@ EVIDENCE = (
     *(_lost, _exited, _agent_waits, _restored, _restored_from_elsewhere, _another_session),
     *(
         _protects_no_more,
+        _fails_for_another_reason,
         _nothing_protected,
         _new_epoch,
         _something_is_not_verified,

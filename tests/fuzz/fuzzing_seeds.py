@@ -241,6 +241,8 @@ def heartbeats() -> list[bytes]:
         protected=codec.generation_to_proto(GENERATION),
         ranks=[control_pb2.RankState(rank=2, state="HEALTHY", step=9, idle_s=0.5, pid=12)],
         revision=1,
+        problem="no memory",
+        problem_code="memory_budget",
         loss=losses(),
     )
     beat = control_pb2.Heartbeat(
@@ -293,7 +295,13 @@ def trainer_requests() -> list[bytes]:
         (
             5,
             trainer_pb2.ProgressReport(
-                session="s", step=9, skipped=1, failed=2, failure="no", loss=losses()
+                session="s",
+                step=9,
+                skipped=1,
+                failed=2,
+                failure="no",
+                failure_code="replicas_diverged",
+                loss=losses(),
             ).SerializeToString(),
         ),
         (

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 from fuzzing_seeds import GENERATION, JOB, LAYOUT, PAYLOAD, PIECE
 
-from holdfast_core.errors import HoldfastError
+from holdfast_core.errors import HoldfastError, known_code
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import encode_layout, piece_digests
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
@@ -166,6 +166,7 @@ def request(data: bytes) -> None:
     asyncio.run(_call(service, name, message))
     state = status.job_state(host)
     assert state.ByteSize() < 1 << 20, f"{state.ByteSize()} bytes of one job in each heartbeat"
+    assert state.problem_code == known_code(state.problem_code), state.problem_code
     codec.report_to_proto(_report(host)).SerializeToString()
     status.as_json(host)
 

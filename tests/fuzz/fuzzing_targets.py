@@ -20,7 +20,7 @@ import fuzzing_surroundings
 import xxhash
 from google.protobuf.message import DecodeError
 
-from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError
+from holdfast_core.errors import CorruptError, HoldfastError, InvalidJobError, known_code
 from holdfast_core.job.parsing import check_local, check_supported, ignored_locally, parse_job
 from holdfast_core.quantities import parse_bytes
 from holdfast_core.snapshots.generations import Generation
@@ -162,7 +162,8 @@ def _heartbeat(data: bytes) -> None:
     codec.check_version(beat.protocol_version, "the daemon")
     hash(node_view(beat, 0.0))
     for state in beat.jobs:
-        job_view(state)
+        view = job_view(state)
+        assert view.problem_code == known_code(view.problem_code), view.problem_code
 
 
 # --- what people and others write -----------------------------------------------------------------

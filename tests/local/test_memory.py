@@ -105,7 +105,7 @@ def test_a_session_that_does_not_fit_the_budget_is_refused_and_leaves_nothing(
     assert "1000000" in str(error)
     _check_nothing_is_left(job.daemon(0), job)
     problem = job.daemon(0).job(job.name)["problem"]
-    assert problem == f"rank 0 {MemoryBudgetError.words}: {error}"
+    assert problem == f"rank 0 trains unprotected, without memory for snapshots: {error}"
 
     small = RawJob(cluster, job.nodes, name="small", nbytes=50_000)
     small.form()

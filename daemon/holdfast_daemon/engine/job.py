@@ -489,6 +489,7 @@ class JobEngine:
         skipped: int = 0,
         failed: int = 0,
         failure: str = "",
+        failure_code: str = "",
         pace: SavePace | None = None,
         loss: LossReport | None = None,
     ) -> None:
@@ -496,7 +497,8 @@ class JobEngine:
         record = self.memory.rank(self._session(session_id).rank)
         if step > record.last_step:
             record.last_step, record.last_sign = step, now
-        record.skipped, record.failed, record.failure = skipped, failed, failure
+        record.skipped, record.failed = skipped, failed
+        record.failure, record.failure_code = failure, failure_code
         record.pace = pace or SavePace()
         record.loss = loss
 

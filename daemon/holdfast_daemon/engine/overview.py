@@ -96,6 +96,19 @@ class PersistOverview:
         return max(0.0, now - self.since) if self.since > float("-inf") else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ProtectionProblem:
+    """Why nothing is protected; empty when all is well."""
+
+    text: str = ""
+    """The reason, for people."""
+    code: str = ""
+    """`HoldfastError.code` of its cause; empty when no error is."""
+
+
+ALL_IS_WELL = ProtectionProblem()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOverview:
     """A job on this node."""
@@ -120,8 +133,7 @@ class JobOverview:
     """Ranks whose snapshots are being rebuilt or loaded."""
     loading: bool
     """Whether a snapshot is being loaded from storage."""
-    problem: str
-    """Why nothing is protected, in words; empty when all is well."""
+    problem: ProtectionProblem
     storage_problem: str
     stored_epoch: int
     """Epoch of an earlier run in storage, which this epoch must pass first; 0: none."""
@@ -253,31 +265,34 @@ def last_lines(memory: JobMemory, record: RankRecord) -> str:
     return record.last_lines if exit_code(memory, record) else ""
 
 
-def problem(memory: JobMemory) -> str:
-    """Why nothing is protected, in words; empty when all is well."""
+def problem(memory: JobMemory) -> ProtectionProblem:
+    """Why nothing is protected; empty when all is well."""
     epoch = memory.current
     if epoch is None:
-        return "this node is not a member of the job"
+        return ProtectionProblem("this node is not a member of the job")
     if memory.fenced:
-        return f"fenced: epoch {memory.epoch_seen} has begun without this daemon"
+        return ProtectionProblem(f"fenced: epoch {memory.epoch_seen} has begun without this daemon")
     if memory.loading.problem:
-        return memory.loading.problem
+        return ProtectionProblem(memory.loading.problem)
     for rank, record in memory.ranks.items():
         refused_in, why = record.refused
         if why and refused_in == epoch.number:
-            return f"rank {rank} {MemoryBudgetError.words}: {why}"
+            return ProtectionProblem(
+                f"rank {rank} trains unprotected, without memory for snapshots: {why}",
+                MemoryBudgetError.code,
+            )
     if epoch.line is None:
-        return "the recovery line of this epoch is not decided yet"
-    failures = [r.failure for r in memory.ranks.values() if r.failure]
-    if failures:
-        return failures[0]
+        return ProtectionProblem("the recovery line of this epoch is not decided yet")
+    failed = next((record for record in memory.ranks.values() if record.failure), None)
+    if failed is not None:
+        return ProtectionProblem(failed.failure, failed.failure_code)
     if memory.parity_failure:
-        return f"the newest snapshots have no parity: {memory.parity_failure}"
+        return ProtectionProblem(f"the newest snapshots have no parity: {memory.parity_failure}")
     if epoch.membership.redundancy is Redundancy.NONE:
-        return "the job has no redundancy: a lost node loses its snapshots"
+        return ProtectionProblem("the job has no redundancy: a lost node loses its snapshots")
     if epoch.directive.protected is None:
-        return "no generation is protected yet"
-    return ""
+        return ProtectionProblem("no generation is protected yet")
+    return ALL_IS_WELL
 
 
 def loss_report(memory: JobMemory) -> LossReport | None:

@@ -79,6 +79,8 @@ class RankRecord:
     failed: int = 0
     failure: str = ""
     """Newest cause of a failed save, in the SDK's words."""
+    failure_code: str = ""
+    """`HoldfastError.code` of that cause; empty where this daemon does not know it."""
     pace: SavePace = SavePace()
     loss: LossReport | None = None
     """Cost of leaving experts out of snapshots; None where they hold everything."""

@@ -26,6 +26,7 @@ from holdfast_core.errors import (
     StaleEpochError,
     UnknownSessionError,
     UnreachableError,
+    known_code,
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RestorePhase
@@ -273,6 +274,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             skipped=request_limits.counted(request.skipped),
             failed=request_limits.counted(request.failed),
             failure=request_limits.shortened(request.failure),
+            failure_code=known_code(request.failure_code),
             pace=SavePace(
                 period_s=request_limits.duration_s(request.save_period_s),
                 staged_s=request_limits.duration_s(request.staged_s),

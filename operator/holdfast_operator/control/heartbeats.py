@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import inf
 
+from holdfast_core.errors import known_code
 from holdfast_core.last_lines import last_lines
 from holdfast_core.snapshots.membership import Membership
 from holdfast_core.states import RankHealth, RestoreSource
@@ -55,6 +56,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
         agent_waiting=state.agent_waiting,
         rebuilding=state.rebuilding,
         problem=state.problem,
+        problem_code=known_code(state.problem_code),
         loading=state.loading,
         storage_problem=state.storage_problem,
         stored_epoch=state.stored_epoch,
@@ -110,7 +112,7 @@ def evidence_of(view: JobView) -> object:
     """Fields whose change may call for a decision at once; mere counts and times are left out."""
     return (
         *(view.epoch, view.membership, view.verified, view.line),
-        *(view.agent_waiting, view.rebuilding, view.problem),
+        *(view.agent_waiting, view.rebuilding, view.problem, view.problem_code),
         *(
             (each.rank, each.pid, each.lost, each.restored, each.restored_from, each.exit_code)
             for each in view.ranks

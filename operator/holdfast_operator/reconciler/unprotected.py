@@ -14,24 +14,24 @@ from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.steps import Look, Step
 from holdfast_operator.reconciler.views import ControlState, EventReason
 
-_WORDS = {
-    EventReason.REPLICAS_DIVERGED: ReplicasDivergedError.words,
-    EventReason.SNAPSHOTS_REFUSED: MemoryBudgetError.words,
+_REASONS = {
+    ReplicasDivergedError.code: EventReason.REPLICAS_DIVERGED,
+    MemoryBudgetError.code: EventReason.SNAPSHOTS_REFUSED,
 }
-"""Reason of the event → words by which the problem is recognized."""
+"""Code of a problem's cause → reason of the event."""
 
 
 def note_unprotected(look: Look, state: ControlState, membership: Membership) -> Step:
     """Emit an event for each reason when daemons begin to report it. Until no problem keeps the job
     from being protected, it is the same one, whatever else they report meanwhile."""
     views = look.observed.views(membership)
-    problems = [view.problem for view in views if view is not None and view.problem]
-    found = {
-        reason: next((problem for problem in problems if words in problem), "")
-        for reason, words in _WORDS.items()
-    }
-    noted = state.unprotected if problems else frozenset()
-    new = [reason for reason, problem in found.items() if problem and reason not in noted]
+    troubled = [view for view in views if view is not None and view.problem]
+    found: dict[EventReason, str] = {}
+    for view in troubled:
+        if view.problem_code in _REASONS:
+            found.setdefault(_REASONS[view.problem_code], view.problem)
+    noted = state.unprotected if troubled else frozenset()
+    new = [reason for reason in found if reason not in noted]
     step = Step(replace(state, unprotected=noted.union(new)))
     for reason in new:
         step = step.post(reason, found[reason], warning=True)

@@ -77,6 +77,8 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     """Why the newest copy was given up; empty after a success."""
     problem: str = ""
     """Why nothing is protected, in words; empty when all is well."""
+    problem_code: str = ""
+    """`HoldfastError.code` of its cause; empty when no known error is."""
     skipped: int = 0
     failed: int = 0
     arena_bytes: int = 0

@@ -10,6 +10,7 @@ from holdfast_core.errors import (
     ProtocolError,
     UnknownSessionError,
     by_code,
+    known_code,
 )
 
 
@@ -38,6 +39,16 @@ def test_codes_are_unique() -> None:
 
 def test_an_unknown_code_is_still_a_holdfast_error() -> None:
     assert type(by_code("from_the_future", "x")) is HoldfastError
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_the_code_of_each_kind_is_known(kind: type[HoldfastError]) -> None:
+    assert known_code(kind.code) == kind.code
+
+
+@pytest.mark.parametrize("code", ["", "from_the_future", "Corrupt", "x" * 10**6])
+def test_an_unknown_code_counts_as_none(code: str) -> None:
+    assert known_code(code) == ""
 
 
 def test_a_budget_error_carries_both_numbers() -> None:

@@ -35,6 +35,13 @@ _FOUND = {
         "trainer-request",
         b"\x05" + trainer_pb2.ProgressReport(session="s", failure="x" * 2**21).SerializeToString(),
     ),
+    "long code": (
+        "trainer-request",
+        b"\x05"
+        + trainer_pb2.ProgressReport(
+            session="s", failure="x", failure_code="y" * 2**20
+        ).SerializeToString(),
+    ),
     "long epoch in a manifest": (
         "kept-manifest",
         seeds.manifests()[0].replace(b'"epoch":', b'"epoch":' + b"9" * 300),

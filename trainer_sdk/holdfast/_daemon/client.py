@@ -126,6 +126,7 @@ class TrainerReport:
     skipped: int
     failed: int
     failure: str
+    failure_code: str
     save_period_s: float
     staged_s: float
     interval_steps: int = 0
@@ -311,6 +312,7 @@ class GrpcClient:
             skipped=report.skipped,
             failed=report.failed,
             failure=report.failure,
+            failure_code=report.failure_code,
             save_period_s=report.save_period_s,
             staged_s=report.staged_s,
             interval_steps=report.interval_steps,

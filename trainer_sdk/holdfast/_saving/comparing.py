@@ -238,10 +238,10 @@ class Comparing:
         others = f" ({more} more units differ)" if more else ""
         known = "the first save" if self._equal_step is None else f"step {self._equal_step}"
         return ReplicasDivergedError(
-            f"unit {unit}: ranks {list(ranks)} {ReplicasDivergedError.words}: at step {step} rank "
-            f"{ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they were "
-            f"equal at {known}. No snapshot is taken until they are compared again and equal; what "
-            f"was protected since {known} may be a mixture of them. Look for what ranks do "
+            f"unit {unit}: ranks {list(ranks)} are replicas and no longer equal: at step {step} "
+            f"rank {ranks[0]} holds different bytes from ranks {list(ranks[1:])}{others}; they "
+            f"were equal at {known}. No snapshot is taken until they are compared again and equal; "
+            f"what was protected since {known} may be a mixture of them. Look for what ranks do "
             f"differently: a gradient that is not reduced, a kernel, a device"
         )
 

@@ -393,8 +393,7 @@ class Saver:
         if not (due and self.tally.changed and self._link.is_open):
             return
         self._reported_s = now
-        problem = "" if self.problem is None else str(self.problem)
         try:
-            self._client.progress(self.tally.report(self._link.session, problem))
+            self._client.progress(self.tally.report(self._link.session, self.problem))
         except HoldfastError as error:
             self._link.note_lost_session(error)

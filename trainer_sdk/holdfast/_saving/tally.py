@@ -24,6 +24,8 @@ class SaveCounters:
     failed: int = 0
     failure: str = ""
     """Newest cause of a skipped or failed save; empty when the last save succeeded."""
+    failure_code: str = ""
+    """`HoldfastError.code` of that cause."""
     step: int = 0
     """Step of the newest save."""
     save_period_s: float = 0.0
@@ -62,7 +64,7 @@ class Tally:
         """Count a committed snapshot."""
         with self._lock:
             self.counters.committed += 1
-            self.counters.failure = ""
+            self.counters.failure = self.counters.failure_code = ""
             self.changed = True
 
     def refuse(self, step: int, error: HoldfastError) -> None:
@@ -73,7 +75,7 @@ class Tally:
                 self.counters.skipped += 1
             else:
                 self.counters.failed += 1
-            self.counters.failure = str(error)
+            self.counters.failure, self.counters.failure_code = str(error), error.code
             cause = f"{error.code} {_NUMBERS.sub('#', str(error))}"
             first = cause not in self._causes
             if first and len(self._causes) >= CAUSES_MAX:
@@ -89,7 +91,7 @@ class Tally:
         with self._lock:
             self._causes.clear()
 
-    def report(self, session: str, problem: str) -> TrainerReport:
+    def report(self, session: str, problem: HoldfastError | None) -> TrainerReport:
         """Make the report for the daemon; `problem` is the reason why nothing can be saved any
         more."""
         with self._lock:
@@ -100,7 +102,8 @@ class Tally:
                 step=counters.step,
                 skipped=counters.skipped,
                 failed=counters.failed,
-                failure=problem or counters.failure,
+                failure=str(problem) if problem else counters.failure,
+                failure_code=problem.code if problem else counters.failure_code,
                 save_period_s=counters.save_period_s,
                 staged_s=counters.staged_s,
                 interval_steps=counters.interval_steps,

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from holdfast_core.errors import InvalidJobError
+from holdfast_core.errors import InvalidJobError, MemoryBudgetError
 from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_daemon.engine import EngineSettings, JobEngine
@@ -76,9 +76,12 @@ def test_a_refused_arena_is_the_problem_until_another_fits_or_the_epoch_ends(
 ) -> None:
     assert memory.membership is not None
     memory.rank(0).refused = (5, "20 bytes, and 1 are left")
-    assert problem(memory).endswith("without memory for snapshots: 20 bytes, and 1 are left")
+    found = problem(memory)
+    assert found.text.endswith("without memory for snapshots: 20 bytes, and 1 are left")
+    assert found.code == MemoryBudgetError.code
     memory.begin_epoch(replace(memory.membership, epoch=6))
-    assert "without memory" not in problem(memory)
+    assert "without memory" not in problem(memory).text
+    assert problem(memory).code == ""
 
 
 def test_an_exit_code_of_a_rank_that_lives_elsewhere_is_refused(memory: JobMemory) -> None:

@@ -45,18 +45,18 @@ def finish(engine: JobEngine, generation: Generation, error: str = "") -> None:
 
 
 def test_it_is_reported_with_its_cause(engine: JobEngine) -> None:
-    assert problem(engine.memory) == ""
+    assert problem(engine.memory).text == ""
     finish(engine, SECOND, WHY)
-    assert problem(engine.memory) == f"the newest snapshots have no parity: {WHY}"
+    assert problem(engine.memory).text == f"the newest snapshots have no parity: {WHY}"
 
 
 def test_it_is_over_once_a_block_can_be_made(engine: JobEngine) -> None:
     finish(engine, SECOND, WHY)
     finish(engine, SECOND)
-    assert problem(engine.memory) == ""
+    assert problem(engine.memory).text == ""
 
 
 def test_it_is_over_in_another_epoch(engine: JobEngine) -> None:
     finish(engine, SECOND, WHY)
     engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0)
-    assert "parity" not in problem(engine.memory)
+    assert "parity" not in problem(engine.memory).text

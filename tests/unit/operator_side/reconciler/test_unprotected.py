@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 from virtual_world import World, make_job
 
-from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError
+from holdfast_core.errors import MemoryBudgetError, ReplicasDivergedError, SnapshotSkippedError
 from holdfast_operator.reconciler.views import NodeView
 
-WHY = f"unit layer2/dense: ranks [0, 1] {ReplicasDivergedError.words}: at step 40"
+
+@dataclass(frozen=True)
+class Problem:
+    """What a daemon says keeps the job from being protected."""
+
+    text: str = ""
+    code: str = ""
 
 
-REFUSED = f"rank 0 {MemoryBudgetError.words}: it needs 20 bytes, and 1 are left"
+NONE = Problem()
+DIVERGED = Problem("unit layer2/dense: ranks [0, 1] differ at step 40", ReplicasDivergedError.code)
+REFUSED = Problem("rank 0: it needs 20 bytes, and 1 are left", MemoryBudgetError.code)
+BUSY = Problem("the save before is still in progress", SnapshotSkippedError.code)
 
 
 class SayingWorld(World):
     """Daemons that say what keeps the job from being protected."""
 
-    problem = ""
+    problem = NONE
 
     def node_view(self, name: str) -> NodeView:
         view = super().node_view(name)
-        if view.job is None or not self.problem:
+        if view.job is None or not self.problem.text:
             return view
-        job = msgspec.structs.replace(view.job, problem=self.problem)
+        job = msgspec.structs.replace(
+            view.job, problem=self.problem.text, problem_code=self.problem.code
+        )
         return msgspec.structs.replace(view, job=job)
 
 
@@ -33,47 +46,74 @@ def world() -> SayingWorld:
     return made
 
 
-def say(made: SayingWorld, problem: str) -> None:
+def say(made: SayingWorld, problem: Problem) -> None:
     made.problem = problem
     made.settle(1.0)
 
 
 def test_diverged_replicas_are_reported_once_with_the_unit_and_the_ranks() -> None:
     made = world()
+<<<<<<< HEAD
     assert made.messages("ReplicasDiverged") == []
     say(made, WHY)
     say(made, "the save before is still in progress")
     say(made, WHY)
     assert made.messages("ReplicasDiverged") == [WHY]
+=======
+    assert made.told("ReplicasDiverged") == []
+    say(made, DIVERGED)
+    say(made, BUSY)
+    say(made, DIVERGED)
+    assert made.told("ReplicasDiverged") == [DIVERGED.text]
+>>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
     assert [e.warning for e in made.events if e.reason == "ReplicasDiverged"] == [True]
-    assert WHY in {condition.message for condition in made.decision.conditions}
+    assert DIVERGED.text in {condition.message for condition in made.decision.conditions}
 
 
 def test_a_second_divergence_is_reported_again() -> None:
     made = world()
-    for problem in (WHY, "", WHY):
+    for problem in (DIVERGED, NONE, DIVERGED):
         say(made, problem)
+<<<<<<< HEAD
     assert made.messages("ReplicasDiverged") == [WHY, WHY]
+=======
+    assert made.told("ReplicasDiverged") == [DIVERGED.text, DIVERGED.text]
+>>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
 
 
 def test_refused_memory_is_reported_once_with_both_numbers() -> None:
     made = world()
     say(made, REFUSED)
-    say(made, "the save before is still in progress")
+    say(made, BUSY)
     say(made, REFUSED)
+<<<<<<< HEAD
     assert made.messages("SnapshotsRefused") == [REFUSED]
+=======
+    assert made.told("SnapshotsRefused") == [REFUSED.text]
+>>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
     assert [e.warning for e in made.events if e.reason == "SnapshotsRefused"] == [True]
 
 
 def test_a_second_reason_is_reported_beside_the_first() -> None:
     made = world()
-    for problem in (WHY, REFUSED, WHY):
+    for problem in (DIVERGED, REFUSED, DIVERGED):
         say(made, problem)
+<<<<<<< HEAD
     assert made.messages("ReplicasDiverged") == [WHY]
     assert made.messages("SnapshotsRefused") == [REFUSED]
+=======
+    assert made.told("ReplicasDiverged") == [DIVERGED.text]
+    assert made.told("SnapshotsRefused") == [REFUSED.text]
+>>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
 
 
-def test_other_problems_are_not_a_divergence() -> None:
+def test_only_the_code_tells_a_divergence_from_other_problems() -> None:
     made = world()
+<<<<<<< HEAD
     say(made, "every slot of rank 0 is in use: protection is behind")
     assert made.messages("ReplicasDiverged") == made.messages("SnapshotsRefused") == []
+=======
+    for problem in (BUSY, Problem(DIVERGED.text), Problem(DIVERGED.text, BUSY.code)):
+        say(made, problem)
+    assert made.told("ReplicasDiverged") == made.told("SnapshotsRefused") == []
+>>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
