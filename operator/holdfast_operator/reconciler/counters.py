@@ -19,6 +19,7 @@ from holdfast_core.errors import HoldfastError
 from holdfast_core.experts.loss_reports import JobLoss
 from holdfast_core.snapshots.generations import Generation
 from holdfast_operator.reconciler.last_failure import TrainerFailure
+from holdfast_operator.reconciler.shape import Shape
 
 TIME_DIGITS = 3
 """Decimal places of seconds in the document."""
@@ -71,8 +72,8 @@ class Counters:
     """When the job began, or was last resumed; None while it is suspended."""
     ran: bool = False
     """Whether training was seen running since `active_since`."""
-    shape: str = ""
-    """Layout of the training world that the snapshots belong to; empty while unknown."""
+    shape: Shape | None = None
+    """Shape of the job that the snapshots belong to; None while unknown."""
     void_epoch: int = 0
     """Memberships up to this epoch have another shape, and are not adopted."""
     outcome: Outcome | None = None
@@ -105,7 +106,7 @@ def from_document(document: object, *, now: float, wall: float) -> Counters:
     been edited or deleted. Unknown fields are ignored. `now` and `wall` are one moment on both
     clocks."""
     try:
-        found = msgspec.convert(_with_generations(document), Counters)
+        found = msgspec.convert(_with_fields(document), Counters)
     except (msgspec.ValidationError, HoldfastError, ValueError):
         return Counters()
     return _on_clock(found, now - wall)
@@ -140,9 +141,9 @@ def _plain(value: object) -> object:
             return msgspec.to_builtins(value)
 
 
-def _with_generations(document: object) -> object:
-    """Rename the fields of `document` as in `Counters`, and give generations the form that msgspec
-    reads."""
+def _with_fields(document: object) -> object:
+    """Rename the fields of `document` as in `Counters`, and give generations, and the shape that
+    earlier versions wrote in words, the form that msgspec reads."""
     if not isinstance(document, dict):
         return document
     fields_of = {written: name for name, written in _NAMES.items()}
@@ -151,4 +152,6 @@ def _with_generations(document: object) -> object:
         text = found.get(name)
         if isinstance(text, str):
             found[name] = msgspec.to_builtins(Generation.parse(text)) if text else None
+    if isinstance(shape := found.get("shape"), str):
+        found["shape"] = msgspec.to_builtins(Shape.parse(shape))
     return found

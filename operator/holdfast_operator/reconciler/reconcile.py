@@ -58,13 +58,14 @@ from holdfast_operator.reconciler.losses import note_losses
 from holdfast_operator.reconciler.notices import ask_for_copy
 from holdfast_operator.reconciler.placement import form, refreshed
 from holdfast_operator.reconciler.recovering import recover, start_missing
+from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish, stop
 from holdfast_operator.reconciler.stored_copies import (
     note_copies,
     pass_stored_epochs,
     storage_conditions,
 )
-from holdfast_operator.reconciler.suspending import free_earlier_shape, resume, shape_of, suspend
+from holdfast_operator.reconciler.suspending import free_earlier_shape, resume, suspend
 from holdfast_operator.reconciler.text import listed, ranks_in_words
 from holdfast_operator.reconciler.trainer_failures import note_first_step
 from holdfast_operator.reconciler.unprotected import note_unprotected
@@ -178,7 +179,7 @@ def _choose_nodes(look: Look, state: ControlState) -> Step:
         membership = form(look.job, ready, state.epoch + 1)
     except InvalidJobError as error:
         return end(look, state, Outcome.FAILED, str(error), "CannotBePlaced")
-    placed = replace(state, suspended=False, shape=shape_of(look.job))
+    placed = replace(state, suspended=False, shape=Shape.of(look.job))
     step = publish(look, placed, membership)
     members = listed(f"{member.index} on {member.node}" for member in membership.members)
     step = step.post(EventReason.SCHEDULED, f"members {members}; epoch {membership.epoch} begins")
@@ -243,7 +244,7 @@ def _note_progress(look: Look, state: ControlState, membership: Membership) -> S
             state,
             confirmed_epoch=membership.epoch if len(known) == len(views) else state.confirmed_epoch,
             renewed=frozenset() if whole else state.renewed,
-            shape=state.shape or shape_of(look.job),
+            shape=state.shape or Shape.of(look.job),
             started_from=start if fresh else state.started_from,
             saved=saved if newer else state.saved,
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast_core.job.parsing import MoETrainingJob
 from holdfast_core.snapshots.membership import Membership
 from holdfast_operator.reconciler.deadlines import fail_when_overdue
 from holdfast_operator.reconciler.evidence import gather
@@ -22,6 +21,7 @@ from holdfast_operator.reconciler.recovering import (
     waits_for,
 )
 from holdfast_operator.reconciler.replacing import replacements
+from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.steps import Look, Step, fold, stop
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.views import (
@@ -29,18 +29,6 @@ from holdfast_operator.reconciler.views import (
     DropJob,
     EventReason,
 )
-
-
-def shape_of(job: MoETrainingJob) -> str:
-    """Everything that determines the layout of snapshots and parity, in words."""
-    spec = job.spec
-    p = spec.parallelism
-    is_grouped = spec.redundancy.raim5 is not None or spec.redundancy.losses > 1
-    groups = f" in groups of {job.group_size}" if is_grouped else ""
-    return (
-        f"{spec.nodes} nodes of {spec.nproc_per_node}, dp {p.dp} tp {p.tp} pp {p.pp} ep {p.ep}, "
-        f"{spec.redundancy.type.value}{groups}"
-    )
 
 
 def suspend(look: Look, state: ControlState) -> Step:
@@ -90,9 +78,7 @@ def _begin_again(look: Look, state: ControlState, membership: Membership) -> Ste
 def _is_reshaped(look: Look, state: ControlState, membership: Membership) -> bool:
     spec, known = look.job.spec, state.shape
     size = (len(membership.members), membership.nproc_per_node)
-    return size != (spec.nodes, spec.nproc_per_node) or (
-        bool(known) and known != shape_of(look.job)
-    )
+    return size != (spec.nodes, spec.nproc_per_node) or known not in (None, Shape.of(look.job))
 
 
 def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -> Step:
@@ -107,7 +93,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
         suspended=False,
         membership=None,
         void_epoch=state.epoch,
-        shape="",
+        shape=None,
         saved=None,
         losses=None,
         renewed=frozenset(),
@@ -117,7 +103,7 @@ def _forget_snapshots(look: Look, state: ControlState, membership: Membership) -
     freeing = free_earlier_shape(look, forgotten)
     reshaped = Step(forgotten).post(
         EventReason.RESHAPED,
-        f"the job was {known}, and is {shape_of(look.job)}: {loses} of the earlier layout cannot "
+        f"the job was {known}, and is {Shape.of(look.job)}: {loses} of the earlier layout cannot "
         f"be restored and are freed; training starts over",
         warning=saved is not None,
     )

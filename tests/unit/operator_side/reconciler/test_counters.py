@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 
 import pytest
 
 from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.membership import Redundancy
 from holdfast_operator.reconciler.counters import Counters, Outcome, from_document, to_document
+from holdfast_operator.reconciler.shape import Shape
 from holdfast_operator.reconciler.views import ControlState
+
+SHAPE = Shape(
+    nodes=4, nproc_per_node=8, dp=8, tp=2, pp=2, ep=4, redundancy=Redundancy.RAIM6, group_size=4
+)
+WORDS = "4 nodes of 8, dp 8 tp 2 pp 2 ep 4, RAIM6 in groups of 4"
+"""What earlier versions stored of that shape."""
 
 STATE = ControlState(
     epoch=7,
@@ -22,13 +31,17 @@ STATE = ControlState(
     active_since=10.0,
     ran=True,
     no_replacement_since=99.0,
-    shape="4 nodes",
+    shape=SHAPE,
     void_epoch=2,
     outcome=Outcome.FAILED,
     outcome_reason="too many",
     outcome_word="MaxRestartsExceeded",
     ended_at=100.0,
 )
+
+
+def counters_of(state: ControlState) -> Counters:
+    return Counters(**{each.name: getattr(state, each.name) for each in fields(Counters)})
 
 
 def test_what_is_stored_is_remembered_on_another_monotonic_clock() -> None:
@@ -46,7 +59,7 @@ def test_what_is_stored_is_remembered_on_another_monotonic_clock() -> None:
         active_since=-90.0,
         ran=True,
         no_replacement_since=-1.0,
-        shape="4 nodes",
+        shape=SHAPE,
         void_epoch=2,
         outcome=Outcome.FAILED,
         outcome_reason="too many",
@@ -68,7 +81,16 @@ def test_documents_keep_their_form() -> None:
         "active_since": 5010.0,
         "ran": True,
         "no_replacement_since": 5099.0,
-        "shape": "4 nodes",
+        "shape": {
+            "nodes": 4,
+            "nproc_per_node": 8,
+            "dp": 8,
+            "tp": 2,
+            "pp": 2,
+            "ep": 4,
+            "redundancy": "RAIM6",
+            "group_size": 4,
+        },
         "void_epoch": 2,
         "outcome": "Failed",
         "outcome_reason": "too many",
@@ -83,6 +105,28 @@ def test_a_document_may_spell_out_its_defaults() -> None:
     assert found == Counters(epoch=2, stored=Generation(2, 9))
 
 
+def test_a_shape_that_an_earlier_version_wrote_in_words_is_read() -> None:
+    document = to_document(STATE, now=1.0, wall=1.0) | {"shape": WORDS}
+    assert from_document(document, now=1.0, wall=1.0) == counters_of(STATE)
+    assert str(SHAPE) == WORDS
+
+
+@pytest.mark.parametrize("words", ["", "4 nodes", WORDS + " or so", WORDS.replace("RAIM6", "X")])
+def test_words_that_are_no_shape_leave_it_unknown_and_lose_nothing_else(words: str) -> None:
+    document = to_document(STATE, now=1.0, wall=1.0) | {"shape": words}
+    found = from_document(document, now=1.0, wall=1.0)
+    assert found == replace(counters_of(STATE), shape=None)
+
+
+@pytest.mark.parametrize("redundancy", Redundancy)
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_the_words_of_every_shape_lead_back_to_it(
+    redundancy: Redundancy, group_size: int | None
+) -> None:
+    shape = replace(SHAPE, redundancy=redundancy, group_size=group_size)
+    assert Shape.parse(str(shape)) == shape
+
+
 def test_equal_states_give_equal_documents() -> None:
     first = to_document(STATE, now=100.0, wall=5100.123456)
     assert first == to_document(STATE, now=100.0, wall=5100.123456)
@@ -91,7 +135,17 @@ def test_equal_states_give_equal_documents() -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [None, {}, [], "x", {"epoch": "x"}, {"saved": "no"}, {"saved": 6.4}, {"stored": "7"}],
+    [
+        None,
+        {},
+        [],
+        "x",
+        {"epoch": "x"},
+        {"saved": "no"},
+        {"saved": 6.4},
+        {"stored": "7"},
+        {"shape": {"nodes": 4}},
+    ],
 )
 def test_a_document_that_cannot_be_understood_is_blank(document: object) -> None:
     assert from_document(document, now=1.0, wall=2.0) == Counters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from virtual_world import World, make_job, running
 
 from holdfast_core.job.parsing import MoETrainingJob
@@ -135,6 +136,20 @@ def test_a_changed_shape_is_seen_after_a_restart_of_the_control_loop() -> None:
     world.protected = None
     world.settle(2.0)
     assert world.dropped and len(world.messages("Reshaped")) == 1
+
+
+@pytest.mark.parametrize(("tp", "is_reshaped"), [(1, False), (2, True)])
+def test_a_shape_that_an_earlier_version_stored_in_words_still_counts(
+    tp: int, is_reshaped: bool
+) -> None:
+    world = suspended()
+    world.restart(world.stored() | {"shape": "4 nodes of 1, dp 4 tp 1 pp 1 ep 1, RAIM5"})
+    world.job = make_job(spec={"parallelism": {"dp": 4 // tp, "tp": tp}})
+    if is_reshaped:
+        world.protected = None
+    world.settle(2.0)
+    assert world.dropped == is_reshaped and len(world.told("Reshaped")) == is_reshaped
+    assert world.membership.epoch == 2
 
 
 def test_a_shape_that_was_changed_back_before_the_job_goes_on_costs_nothing() -> None:
