@@ -29,7 +29,7 @@ REQUEST_S = 15.0
 CONNECT_S = 5.0
 CONNECTIONS_MAX = 64
 
-CONFLICT, GONE, NOT_FOUND = 409, 410, 404
+FORBIDDEN, NOT_FOUND, CONFLICT, GONE = 403, 404, 409, 410
 
 MERGE_PATCH = "application/merge-patch+json"
 
@@ -215,7 +215,7 @@ class Api:
             async with answer as response:
                 self._counter.request(verb, what, str(response.status))
                 if response.status >= 400:
-                    raise _refusal(verb, path, response.status, await response.read())
+                    raise refusal(verb, path, response.status, await response.read())
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             self._counter.request(verb, what, "none")
@@ -248,7 +248,8 @@ def _parse(method: str, url: URL) -> tuple[str, str]:
     return verb, "/".join(parts[::2])
 
 
-def _refusal(verb: str, path: str, status: int, body: bytes) -> ApiError:
+def refusal(verb: str, path: str, status: int, body: bytes) -> ApiError:
+    """Make the error of an answer, with the API server's words from its body."""
     try:
         answer = json.loads(body)
         message, reason = answer["message"], answer.get("reason", "")

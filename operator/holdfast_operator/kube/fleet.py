@@ -15,6 +15,7 @@ from holdfast_operator.kube.job_loop import JobLoop
 from holdfast_operator.kube.resources import JOBS
 from holdfast_operator.kube.world import LoopContext
 from holdfast_operator.reconciler.renewal import JobStand
+from holdfast_operator.reconciler.views import Event
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,17 @@ class Fleet:
         """Stop the pods of a deleted job, and have daemons free its memory."""
         assert self._world is not None
         await free_memory(self._world, resource)
+
+    async def report_forbidden(self, namespace: str, name: str, error: ApiError) -> None:
+        """Post an event on the job: a request about it, which is repeated, was forbidden."""
+        assert self._world is not None
+        try:
+            job = await self._world.api.get(JOBS, namespace, name)
+        except ApiError as unread:
+            _log.warning("%s.%s: %s; no event shows it: %s", namespace, name, error, unread)
+            return
+        message = f"{error}; trying again. Grant the operator's service account this right"
+        self._world.recorder.post(job, Event(reason="Forbidden", message=message, warning=True))
 
     # --- what others ask ----------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -19,16 +20,16 @@ import kopf
 
 from holdfast_core.errors import UnreachableError
 from holdfast_core.job.parsing import MANAGER
-from holdfast_operator.kube.api import Api
+from holdfast_operator.kube.api import FORBIDDEN, Api, refusal
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.fleet import Fleet
 from holdfast_operator.kube.resources import JOBS
 
 SERVER_S = 300
 """Seconds after which the API server ends a watch; kopf resumes where it ended."""
-RETRY_S = 1.0
-"""Pause before kopf repeats a request that failed, as often as needed: no event would remind it of
-a finalizer."""
+RETRY_S_MIN, RETRY_S_MAX = 1.0, 30.0
+"""Pauses before kopf repeats a request that failed: each is twice the one before. It repeats it as
+often as needed, because no event would remind it of a finalizer."""
 LOOP_ENDS_S = 5.0
 """Seconds within which a control loop ends once kopf stops it."""
 
@@ -81,7 +82,7 @@ def _handlers(
         session = aiohttp.ClientSession(
             headers=found.as_http_headers(),
             connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
-            trace_configs=[api.counting()],
+            trace_configs=[api.counting(), _reporting(fleet)],
         )
         sessions.append(session)
         return kopf.AiohttpSession(server=found.server, aiohttp_session=session)
@@ -101,6 +102,39 @@ def _handlers(
     return registry
 
 
+_JOB_PATH = re.compile(rf"/namespaces/(?P<namespace>[^/]+)/{JOBS.plural}/(?P<name>[^/]+)$")
+
+
+def _reporting(fleet: Fleet) -> aiohttp.TraceConfig:
+    """Make a session report each request about a job that the API server forbids: kopf itself
+    repeats it, and only logs it."""
+
+    async def ended(
+        session: object, context: object, params: aiohttp.TraceRequestEndParams
+    ) -> None:
+        job = _JOB_PATH.search(params.url.path)
+        if params.response.status == FORBIDDEN and job is not None:
+            verb, body = params.method.lower(), await params.response.read()
+            error = refusal(verb, params.url.path, FORBIDDEN, body)
+            await fleet.report_forbidden(job["namespace"], job["name"], error)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_end.append(ended)
+    return trace
+
+
+class _Pauses:
+    """Seconds between the attempts of a request, without end; kopf iterates over it anew for each
+    request."""
+
+    def __iter__(self) -> Iterator[float]:
+        pause_s = RETRY_S_MIN
+        while pause_s < RETRY_S_MAX:
+            yield pause_s
+            pause_s *= 2
+        yield from itertools.repeat(RETRY_S_MAX)
+
+
 def _is_ours(spec: Mapping[str, Any], **_: Any) -> bool:
     return bool(spec.get("managedBy", MANAGER) == MANAGER)
 
@@ -114,7 +148,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.scanning.disabled = True  # the CRD is there before the operator is
     settings.watching.server_timeout = SERVER_S
-    settings.networking.error_backoffs = itertools.repeat(RETRY_S)
+    settings.networking.error_backoffs = _Pauses()
     settings.queueing.exit_timeout = 1.0
     settings.process.ultimate_exiting_timeout = None  # kopf must not end the process
     return settings

@@ -15,7 +15,7 @@ from dataclasses import replace
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.job.parsing import MoETrainingJob, parse_job
 from holdfast_operator.kube.acting import Acting
-from holdfast_operator.kube.api import ApiError, Object
+from holdfast_operator.kube.api import FORBIDDEN, ApiError, Object
 from holdfast_operator.kube.finalizer import FINALIZER
 from holdfast_operator.kube.nodes import Wants, wants_of
 from holdfast_operator.kube.pacing import pause_s
@@ -193,7 +193,7 @@ class JobLoop:
             try:
                 await self._world.trainers.try_out(job)
             except ApiError as error:
-                if error.status not in (403, *_PERMANENT):
+                if error.status not in (FORBIDDEN, *_PERMANENT):
                     raise
                 word = "InvalidTemplate" if error.status in _PERMANENT else "PodsRefused"
                 self._refusal, self._generation = (word, str(error)), generation

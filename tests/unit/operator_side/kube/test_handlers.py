@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from itertools import islice
 
 from aiohttp import ClientSession
 from fake_api import FakeApi
@@ -11,9 +13,10 @@ from kubernetes.aio import client
 from samples import job_resource
 from small_cluster import SmallCluster, on_a_cluster
 
-from holdfast_operator.kube.api import Api
+from holdfast_operator.kube.api import Api, ApiError
 from holdfast_operator.kube.finalizer import FINALIZER
-from holdfast_operator.kube.resources import JOBS, PODS
+from holdfast_operator.kube.handlers import kopf_settings
+from holdfast_operator.kube.resources import EVENTS, JOBS, PODS
 
 KEY = "team.moe"
 JOB = job_resource(
@@ -114,6 +117,32 @@ def test_the_loop_of_a_job_that_goes_without_its_finalizer_ends() -> None:
         await cluster.until_reported(lambda: not cluster.fleet.stands())
 
     on_a_cluster(test)
+
+
+def test_a_right_that_is_missing_is_in_an_event_on_the_job_until_it_is_granted() -> None:
+    words = 'User "op" cannot patch resource "moetrainingjobs" in API group "holdfast.dev"'
+
+    def notes(cluster: SmallCluster) -> list[str]:
+        posted = [o for (kind, _, _), o in cluster.api.objects.items() if kind == EVENTS.plural]
+        return [event["note"] for event in posted if event["reason"] == "Forbidden"]
+
+    async def test(cluster: SmallCluster) -> None:
+        cluster.api.refuse_next("patch", JOBS, ApiError(words, status=403))
+        cluster.apply(JOB)
+        await cluster.until(lambda: notes(cluster))
+        await cluster.runs(JOB)  # the request was repeated
+        [note] = notes(cluster)
+        assert f"403 {words}" in note
+        assert "namespaces/team/moetrainingjobs/moe" in note
+
+    on_a_cluster(test)
+
+
+def test_pauses_before_a_request_is_repeated_grow_to_a_cap_for_each_request_anew() -> None:
+    pauses = kopf_settings().networking.error_backoffs
+    assert isinstance(pauses, Iterable)
+    for _ in range(2):
+        assert list(islice(pauses, 8)) == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_requests_of_kopfs_session_are_counted_with_those_of_ours() -> None:
