@@ -209,32 +209,53 @@ class Gradients:
             return
         self._stepped.add(index)
         self._steps = max(self._steps, 1)
-        rooms = [room for room in self._rooms.values() if room.optimizer == index]
+        rooms = [r for r in self._rooms.values() if r.optimizer == index and self._is_needed(r)]
         with torch.no_grad():
-            for room in (room for room in rooms if room.parameter.grad is not None):
+            for room, recipe in self._recipes(index, rooms, self._base):
                 try:
-                    self._stage(room, self._base)
+                    self._stage(room, recipe)
                 except torch.OutOfMemoryError:  # the next snapshot has the state itself
                     report_full(room.parameter.device)
                     self._staged.difference_update(room.units)
 
-    def _stage(self, room: _Room, base: Generation) -> None:
-        optimizer = self._live.optimizers[room.optimizer]
-        state = optimizer.state.get(room.parameter, {})
-        recipe = recipe_of(optimizer.param_groups[room.group], state, base)
+    def _is_needed(self, room: _Room) -> bool:
+        """Whether the next snapshot may carry the parameter's gradient, or its step is to be
+        watched."""
         key = (room.optimizer, room.group)
-        if recipe is None:
-            return
+        if room.parameter.grad is None:
+            return False
         if key not in self._exact:
+            return True
+        return self._exact[key] is not None and not self._previous.isdisjoint(room.units)
+
+    def _recipes(
+        self, index: int, rooms: Sequence[_Room], base: Generation
+    ) -> list[tuple[_Room, Recipe]]:
+        """Recipes of the next step of optimizer `index`, for the rooms where its arithmetic is
+        known."""
+        optimizer = self._live.optimizers[index]
+        known = []
+        for room in rooms:
+            state = optimizer.state.get(room.parameter, {})
+            rule = rule_of(optimizer.param_groups[room.group], state)
+            if rule is not None:
+                known.append((room, rule, state))
+        steps = steps_of([state for _, _, state in known])
+        return [
+            (room, recipe_of(rule, optimizer.param_groups[room.group], steps[i] + 1, base))
+            for i, (room, rule, _) in enumerate(known)
+        ]
+
+    def _stage(self, room: _Room, recipe: Recipe) -> None:
+        key = (room.optimizer, room.group)
+        if key not in self._exact:
+            state = self._live.optimizers[room.optimizer].state.get(room.parameter, {})
             self._samples.setdefault(key, _sample(room.parameter, state, recipe))
             return
-        exact = self._exact[key]
-        if exact is None:
-            return
-        if not exact:
+        if not self._exact[key]:
             recipe = msgspec.structs.replace(recipe, weights=False)
         text = torch.frombuffer(bytearray(encode_recipe(recipe)), dtype=torch.uint8)
-        gradient = local_of(room.parameter.grad)  # type: ignore[arg-type]  # is there, see above
+        gradient = local_of(room.parameter.grad)  # type: ignore[arg-type]  # see `_is_needed`
         whole = len(room.units) == 1 and room.gradient.shape == gradient.shape
         for i, unit in enumerate(room.units):
             if unit in self._previous:
@@ -277,38 +298,63 @@ class Gradients:
         return frozenset(unit for unit, sent in how.items() if sent is Transfer.GRADIENTS)
 
 
-def recipe_of(
-    group: Mapping[str, Any], state: Mapping[str, Any], base: Generation
-) -> Recipe | None:
-    """Make the recipe of a parameter's next step; None when its arithmetic is not known.
+def rule_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> KnownOptimizer | None:
+    """Find the arithmetic of a parameter's next step; None when it is not known.
 
     An optimizer is recognised by its state: two moments are AdamW's, one or none SGD's.
     """
     if group.get("maximize") or group.get("amsgrad") or isinstance(group.get("lr"), torch.Tensor):
         return None
+    if "exp_avg" in state and "exp_avg_sq" in state and "betas" in group:
+        tensors = any(isinstance(beta, torch.Tensor) for beta in group["betas"])
+        return None if tensors else KnownOptimizer.ADAMW
+    momentum = group.get("momentum")
+    if momentum is None or (momentum and state.get("momentum_buffer") is None):
+        return None
+    return KnownOptimizer.SGD
+
+
+def steps_of(states: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Read the steps that each state has counted. Counts on a device, which fused optimizers keep
+    there, are fetched together: training waits for the device once, not for each parameter."""
+    counts = [state.get("step", 0) for state in states]
+    there: dict[torch.device, list[int]] = {}
+    for i, count in enumerate(counts):
+        if isinstance(count, torch.Tensor) and count.device.type != "cpu":
+            there.setdefault(count.device, []).append(i)
+    for device, places in there.items():
+        try:
+            fetched = torch.cat([counts[i].reshape(1) for i in places]).cpu()
+        except torch.OutOfMemoryError:
+            report_full(device)  # they are read one by one
+            continue
+        for i, count in zip(places, fetched.tolist(), strict=True):
+            counts[i] = count
+    return [int(count) for count in counts]
+
+
+def recipe_of(
+    rule: KnownOptimizer, group: Mapping[str, Any], step: int, base: Generation
+) -> Recipe:
+    """Make the recipe of a step of `rule`, which is the optimizer's step number `step`."""
     decay = float(group.get("weight_decay", 0.0))
     start: dict[str, Any] = {"epoch": base.epoch, "base_step": base.step, "weight_decay": decay}
-    if "exp_avg" in state and "exp_avg_sq" in state and "betas" in group:
+    if rule is KnownOptimizer.ADAMW:
         beta1, beta2 = group["betas"]
-        if isinstance(beta1, torch.Tensor) or isinstance(beta2, torch.Tensor):
-            return None
         return Recipe(
             **start,
-            rule=KnownOptimizer.ADAMW,
+            rule=rule,
             lr=float(group["lr"]),
-            step=int(state.get("step", 0)) + 1,
+            step=step,
             beta1=float(beta1),
             beta2=float(beta2),
             eps=float(group["eps"]),
         )
-    momentum = group.get("momentum")
-    if momentum is None or (momentum and state.get("momentum_buffer") is None):
-        return None
     return Recipe(
         **start,
-        rule=KnownOptimizer.SGD,
+        rule=rule,
         lr=float(group["lr"]),
-        momentum=float(momentum),
+        momentum=float(group["momentum"]),
         dampening=float(group.get("dampening", 0.0)),
         nesterov=bool(group.get("nesterov", False)),
     )
