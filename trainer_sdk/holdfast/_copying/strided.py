@@ -1,7 +1,8 @@
-"""Copies of tensors that are not contiguous, from a device that has no memory left.
+"""Copies of tensors that are not contiguous, from and to a device that has no memory left.
 
-torch copies such a tensor to another device by way of a contiguous one on its own device. Where
-that is full, the memory that the tensor spans is copied as it lies, and put in order elsewhere.
+torch copies such a tensor to or from another device by way of a contiguous one on its own device.
+Where that is full, the memory that the tensor spans is copied as it lies, and put in order
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,26 @@ def copy_of_span(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `tensor`, with its strides, to `device`; takes no memory on its own device."""
     if not tensor.numel():
         return tensor.to(device)
+    return _span_of(tensor).to(device, copy=True).as_strided(tensor.shape, tensor.stride())
+
+
+def fill_strided(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy `values`, of the same shape and dtype, into `tensor`. Where they are on another device,
+    this takes no memory on that of `tensor`, and rewrites all that `tensor` spans."""
+    if not tensor.numel():
+        return
+    # An expanded tensor has one memory for many elements; torch refuses to write it repeatedly.
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+    if tensor.device == values.device or tensor.is_contiguous():
+        tensor[once].copy_(values[once])
+        return
+    copied = copy_of_span(tensor, values.device)
+    copied[once].copy_(values[once])
+    _span_of(tensor).copy_(_span_of(copied))
+
+
+def _span_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements from the first to the last one of `tensor`, as they lie."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((length - 1) * step for length, step in steps)
-    copied = tensor.as_strided((span,), (1,)).to(device, copy=True)
-    return copied.as_strided(tensor.shape, tensor.stride())
+    return tensor.as_strided((span,), (1,))

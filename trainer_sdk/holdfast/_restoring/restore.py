@@ -19,6 +19,7 @@ from holdfast._copying.arena import MappedArena
 from holdfast._copying.collector import without_collector
 from holdfast._copying.engine import BadPieceError, CopyEngine, plan_copy
 from holdfast._copying.placed import Placed
+from holdfast._copying.strided import fill_strided
 from holdfast._daemon.client import DaemonClient, Hello, RestoreDecision
 from holdfast._exchange import Exchange
 from holdfast._experts.partial_state import START, PartialState
@@ -326,7 +327,8 @@ class Restore:
         for pair in copied.casts:
             fill(pair)
         for source in copied.sources.values():
-            source.settle()
+            if source.staging is not None:
+                fill_strided(source.tensor, source.staging)
         put_back(self.live, self.stateful, found.extras)
 
     def _corrupt(self, layout: Layout, manifest: Manifest, piece: int) -> CorruptError:

@@ -2,7 +2,8 @@
 
 Ranges of one source are packed into buffers of bounded size, so that thousands of small tensors
 cost few collectives and large ones little memory. Every rank of a group derives the same buffers
-from the same offers.
+from the same offers. Where the device of any rank has no memory left for a buffer, all ranks have
+theirs in host memory: a broadcast cannot go from one kind of memory to another.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from holdfast._exchange import Exchange
 from holdfast._restoring.fit import Offer
 from holdfast._state.capture import TensorSource
+from holdfast._state.room import report_full
 
 BUFFER_BYTES = 32 * 1024 * 1024
 
@@ -38,22 +40,42 @@ def scatter(
         (s.tensor.device for s in sources.values() if s.tensor.device.type != "cpu"),
         torch.device("cpu"),
     )
-    for group, broadcast in exchange.subgroups(groups, device):
+    if not groups:
+        return
+    most = max(sum(offer.nbytes for offer in offers) for offers in all_offers)
+    room = _room(exchange, min(BUFFER_BYTES, most), device)
+    for group, broadcast in exchange.subgroups(groups, room.device):
         for source_rank in group:
             offers = [offer for offer in all_offers[source_rank] if offer.replicas == group]
             for ranges in _buffers(offers):
                 parts = [sources[name].flat()[at : at + nbytes] for name, at, nbytes in ranges]
-                if source_rank == rank:
-                    buffer = torch.cat([part.to(device) for part in parts])
-                    broadcast(buffer, source_rank)
-                    continue
-                buffer = torch.empty(
-                    sum(nbytes for _, _, nbytes in ranges), dtype=torch.uint8, device=device
-                )
-                broadcast(buffer, source_rank)
                 lengths = [nbytes for _, _, nbytes in ranges]
-                for part, received in zip(parts, buffer.split(lengths), strict=True):
-                    part.copy_(received)
+                buffer = room[: sum(lengths)]
+                packed = buffer.split(lengths)
+                if source_rank == rank:
+                    _copy(parts, packed)
+                broadcast(buffer, source_rank)
+                if source_rank != rank:
+                    _copy(packed, parts)
+
+
+def _room(exchange: Exchange, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate uint8 [nbytes]: on `device`, unless the device of some rank has none left.
+    Collective."""
+    room: torch.Tensor | None = None
+    try:
+        room = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        report_full(device)
+    [lacking] = exchange.add([int(room is None)])
+    if room is None or lacking:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return room
+
+
+def _copy(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    for target, part in zip(into, found, strict=True):
+        target.copy_(part)
 
 
 def _buffers(offers: Sequence[Offer]) -> Iterator[list[_Range]]:

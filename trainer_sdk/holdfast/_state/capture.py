@@ -70,14 +70,6 @@ class TensorSource:
     def nbytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
-    def settle(self) -> None:
-        """Copy the staging, if there is one, back into the tensor."""
-        if self.staging is None:
-            return
-        # An expanded tensor has one memory for many elements; torch refuses to write it repeatedly.
-        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in self.tensor.stride())
-        self.tensor[once].copy_(self.staging[once])
-
     def flat(self) -> torch.Tensor:
         """Bytes to copy: uint8 [nbytes], sharing memory with the tensor or its staging."""
         tensor = self.tensor if self.staging is None else self.staging

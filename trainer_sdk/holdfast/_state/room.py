@@ -1,7 +1,7 @@
-"""Room beside live tensors: contiguous copies that a save fills.
+"""Room beside live tensors: contiguous copies that a save or a restore fills.
 
 A device whose memory is full with training state refuses more. Then the room is in host memory,
-which costs time in each save, and the log states it once for each device.
+which costs time in each of them, and the log states it once for each device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def room_like(tensor: torch.Tensor) -> torch.Tensor:
 def report_full(device: torch.device) -> None:
     """Log once that the memory of `device` is full."""
     _log.warning(
-        "%s has no memory left for the copies that saves make there; they are made in host memory "
-        "or not at all, which takes longer",
+        "%s has no memory left for the copies that saves and restores make there; they are made in "
+        "host memory or not at all, which takes longer",
         device,
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from followed_run import Optimizers, Run
 from moe_example import train_moe
-from torch.utils._pytree import tree_map_only
+from on_device import OnDevice
 
 from holdfast.testing import FakeDaemon
 from holdfast_core.experts.recompute import BESIDE_STATE, recomputables
@@ -175,31 +175,6 @@ def test_a_restore_brings_back_the_state_and_no_gradients(
         for key, value in trained.optimizer.state[mine].items():
             assert torch.equal(value, other.optimizer.state[theirs][key])
     other.session.close()
-
-
-class OnDevice(torch.Tensor):
-    """Plays a tensor on a device: it counts what would wait for the device."""
-
-    waits = 0
-    held: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> OnDevice:
-        make: Any = torch.Tensor._make_wrapper_subclass
-        made: OnDevice = make(cls, inner.shape, dtype=inner.dtype, device="meta")
-        made.held = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's is static where it is disabled
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = tree_map_only(OnDevice, lambda one: one.held, (args, kwargs or {}))
-        found = func(*given[0], **given[1])
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten._to_copy.default):
-            OnDevice.waits += 1
-            return found
-        return tree_map_only(torch.Tensor, OnDevice, found)
 
 
 def test_counts_of_steps_on_a_device_are_fetched_together(run: Callable[..., Run]) -> None:
