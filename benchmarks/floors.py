@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path(os.environ.get("HOLDFAST_SHARED_MEMORY", "/dev/shm"))
+"""A folder on a tmpfs."""
 
 READ_BYTES = 4 << 20
 

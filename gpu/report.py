@@ -66,6 +66,8 @@ class Record:
     """`name`, `value`, `unit`, `floor`, `floor_name`, `ratio`, `goal` and `met` of each."""
     skipped: Sequence[str] = ()
     """What a module of figures left out, and why."""
+    failed: Sequence[str] = ()
+    """What a module of figures could not measure, and the error."""
     tail: str = ""
     """The end of what an unsound step printed."""
 
@@ -139,7 +141,10 @@ def _steps(records: Sequence[Record]) -> str:
         outcomes = [test["outcome"] for test in record.tests]
         counts = [
             outcomes.count("passed") + len(record.figures),
-            len(outcomes) - outcomes.count("passed") - outcomes.count("skipped"),
+            len(outcomes)
+            - outcomes.count("passed")
+            - outcomes.count("skipped")
+            + len(record.failed),
             outcomes.count("skipped") + len(record.skipped),
         ]
         state = record.state if record.state in SOUND else f"**{record.state.upper()}**"
@@ -177,6 +182,7 @@ def _bad(record: Record) -> str:
         if test["outcome"] not in {"passed", "skipped"}:
             outcome = "ended the process" if test["outcome"] == "started" else test["outcome"]
             parts += [f"`{test['test']}` {outcome}", _block(test["reason"])]
+    parts += [f"`{text}`" for text in record.failed]
     if record.state is not State.FAILED or len(parts) == 1:  # else the reasons are the end
         parts.append(_block(record.tail))
     return "\n\n".join(part for part in parts if part)

@@ -39,6 +39,7 @@ from gpu.report import Record, State
 from gpu.steps import STEPS, Kind, Step
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED_MEMORY = Path("/dev/shm")
 SOURCES = ("core", "protos", "storage", "daemon", "operator", "trainer_sdk", "metadata", ".")
 
 DEADLINE_S = 480.0
@@ -83,10 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes.adopt_orphans()
     steps = [step for step in STEPS if not options.only or step.path in options.only]
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="holdfast-gpu-") as scratch:
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with (
+        tempfile.TemporaryDirectory(prefix="holdfast-gpu-") as scratch,
+        tempfile.TemporaryDirectory(prefix="hft-", dir=memory) as shared,
+    ):
         session = Session(
             Path(options.out).resolve(),
             Path(scratch),
+            Path(shared),
             small=options.small,
             limit_s=options.deadline_s,
         )
@@ -100,11 +106,18 @@ class _Attempt:
 
 
 class Session:
-    """One run of steps, with its results in a folder."""
+    """One run of steps, with its results in a folder.
 
-    def __init__(self, out: Path, scratch: Path, *, small: bool, limit_s: float) -> None:
+    Args:
+        scratch: folder on disk for what the steps need and leave behind.
+        shared: such a folder in shared memory.
+    """
+
+    def __init__(
+        self, out: Path, scratch: Path, shared: Path, *, small: bool, limit_s: float
+    ) -> None:
         self._out = out
-        self._scratch = scratch
+        self._scratch, self._shared = scratch, shared
         self._small = small
         self._deadline_s = time.monotonic() + limit_s
         self._records: list[Record] = []
@@ -180,6 +193,7 @@ class Session:
             facts=measured.get("facts", {}),
             figures=rows,
             skipped=measured.get("skipped", []),
+            failed=measured.get("failed", []),
             tail="" if state in report.SOUND else tail,
         )
 
@@ -230,23 +244,24 @@ class Session:
 
     def _attempt(self, command: Sequence[str], limit_s: float) -> _Attempt:
         """Run a command with the bundle's sources and wheels, within what is left of all limits."""
-        temporary = self._scratch / "tmp"
-        temporary.mkdir(exist_ok=True)
+        temporary, shared = self._scratch / "tmp", self._shared / "step"
+        for folder in (temporary, shared):
+            folder.mkdir(exist_ok=True)
         begin = self._output.stat().st_size
         with self._output.open("a", encoding="utf-8") as file:
             file.write(f"\n$ {' '.join(command)}\n")
         ended = processes.run(
             command,
             cwd=ROOT,
-            environment=self._environment(temporary),
+            environment=self._environment(temporary, shared),
             output=self._output,
             limit_s=max(0.0, min(limit_s, self._left_s())),
         )
-        for folder in (temporary, self._scratch / "tests"):
+        for folder in (temporary, shared, self._scratch / "tests"):
             shutil.rmtree(folder, ignore_errors=True)
         return _Attempt(ended=ended, printed=_cut(self._output, begin))
 
-    def _environment(self, temporary: Path) -> dict[str, str]:
+    def _environment(self, temporary: Path, shared: Path) -> dict[str, str]:
         roots = [*(ROOT / source for source in SOURCES), self._scratch / "site"]
         own = os.environ.get("PYTHONPATH", "")
         return os.environ | {
@@ -254,6 +269,7 @@ class Session:
             "PYTHONFAULTHANDLER": "1",
             "PYTHONPYCACHEPREFIX": str(self._scratch / "pycache"),  # the bundle stays as it came
             "PYTHONUNBUFFERED": "1",
+            "HOLDFAST_SHARED_MEMORY": str(shared),  # for large files, which a killed step leaves
             "TMPDIR": str(temporary),
         }
 

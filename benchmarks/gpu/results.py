@@ -1,7 +1,8 @@
 """Results of a module of figures: JSON that is complete after each figure.
 
     {"facts": {…}, "figures": [{"name", "value", "unit", "floor", "floor_name", "ratio", "goal",
-     "met", "runs": [[ours, floor], …]}, …], "skipped": ["NAME: reason", …]}
+     "met", "runs": [[ours, floor], …]}, …], "skipped": ["NAME: reason", …],
+     "failed": ["NAME: error", …]}
 
 `value` and `floor` are medians in `unit`, `ratio` is the median of the ratios of the runs, in which
 the floor and ours take turns; the runs show the range. A figure without a floor has none of these.
@@ -15,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -76,6 +78,8 @@ class Results:
         self._facts: dict[str, float | str] = {"device": _name_of(self.device)}
         self._figures: list[GpuFigure] = []
         self._skipped: list[str] = []
+        self.failed: list[str] = []
+        """Figures whose measurement raised, each with its error."""
         self._write()
 
     @property
@@ -101,7 +105,7 @@ class Results:
         self._write()
 
     def attempt(self, name: str, measure: Callable[[], object], least_s: float = 2.0) -> None:
-        """Measure, if there is time for it; an error or a lack of memory skips this figure alone.
+        """Measure, if there is time for it; an error fails this figure alone.
 
         Args:
             least_s: time that it takes.
@@ -112,7 +116,9 @@ class Results:
         try:
             measure()
         except Exception as error:  # the next figures do not depend on it
-            self.skip(name, f"{type(error).__name__}: {str(error)[-300:]}")
+            traceback.print_exc()
+            self.failed.append(f"{name}: {type(error).__name__}: {str(error)[-300:]}")
+            self._write()
 
     def durations(
         self, name: str, pairs: Sequence[Pair], floor_name: str, goal: Goal | None = None
@@ -195,6 +201,7 @@ class Results:
             "facts": self._facts,
             "figures": [asdict(figure) for figure in self._figures],
             "skipped": self._skipped,
+            "failed": self.failed,
         }
         new = self._path.with_name(f"{self._path.name}.new")
         new.write_text(json.dumps(whole), encoding="utf-8")
@@ -238,7 +245,7 @@ def run(
     module: str, description: str, measure: Callable[[Results], None], *, limit_s: float
 ) -> int:
     """Run `python -m MODULE --out FILE.json [--small]`, in which no figure begins after `limit_s`;
-    return the exit code."""
+    return the exit code, which is 1 when a figure failed."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--small", action="store_true", help="little of everything, to try it")
@@ -249,7 +256,7 @@ def run(
     results = Results(options.out, small=options.small, limit_s=limit_s)
     results.state("memory", pages)
     measure(results)
-    return 0
+    return 1 if results.failed else 0
 
 
 def _age_s() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from machines import Machine
 
 from holdfast._state.room import report_full
 
-_SHARED = Path("/dev/shm")
+_SHARED = Path(os.environ.get("HOLDFAST_SHARED_MEMORY", "/dev/shm"))
 _NEEDED_BYTES = 6 << 30
 
 

@@ -42,11 +42,11 @@ def test_each_module_writes_its_figures_and_names_what_it_skips(
     )
     assert ended.returncode == 0, ended.stderr
     written = json.loads(out.read_text())
-    assert set(written) == {"facts", "figures", "skipped"}
+    assert set(written) == {"facts", "figures", "skipped", "failed"}
     figures: dict[str, dict[str, Any]] = {figure["name"]: figure for figure in written["figures"]}
     assert len(figures) == len(written["figures"])
     if not torch.cuda.is_available():
-        assert MEASURED[module] <= figures.keys(), written["skipped"]
+        assert MEASURED[module] <= figures.keys(), written
         assert SKIPPED.get(module, "") in [*written["skipped"], ""]
     for figure in figures.values():
         assert set(figure) == FIELDS
@@ -73,7 +73,7 @@ def test_a_figure_that_fails_leaves_those_before_it_and_after_it(tmp_path: Path)
     results.plain("third", [3.0, 4.0, 9.0], "ms", Goal(limit=5.0))
     written = json.loads(path.read_text())
     assert [figure["name"] for figure in written["figures"]] == ["first", "third"]
-    assert written["skipped"] == ["second: ValueError: no such thing"]
+    assert (written["skipped"], written["failed"]) == ([], ["second: ValueError: no such thing"])
     assert (written["figures"][1]["value"], written["figures"][1]["met"]) == (4.0, True)
 
 

@@ -34,7 +34,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     file.write_text(record.line() + "\n")
     assert read(file) == [
         Record(
-            step=record.step, state=State.PASSED, facts={}, tests=[], figures=[FIGURE], skipped=[]
+            step=record.step,
+            state=State.PASSED,
+            facts={},
+            tests=[],
+            figures=[FIGURE],
+            skipped=[],
+            failed=[],
         )
     ]
 

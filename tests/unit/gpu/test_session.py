@@ -29,6 +29,7 @@ STEPS = (
     Step(path="benchmarks/gpu/measuring.py", limit_s=60),
     Step(path="benchmarks/gpu/breaking.py", limit_s=60),
     Step(path="benchmarks/gpu/malformed.py", limit_s=60),
+    Step(path="benchmarks/gpu/partly.py", limit_s=60),
     Step(path="tests/gpu/test_skipping.py", limit_s=60),
 )
 """
@@ -63,8 +64,12 @@ def test_hang():
 def test_after(): ...
 """,
     "tests/gpu/test_stuck.py": """
-import subprocess, threading
+import os, pathlib, subprocess, threading
 
+shared = pathlib.Path(os.environ["HOLDFAST_SHARED_MEMORY"])
+(shared / "arena").write_bytes(bytes(1 << 20))
+with open("shared", "w") as file:
+    file.write(str(shared))
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 with open("child", "w") as file:
     file.write(str(child.pid))
@@ -81,6 +86,15 @@ import sys
 
 with open(sys.argv[sys.argv.index("--out") + 1], "w") as file:
     file.write('{"figures": [{"unit": "s"}]}')
+""",
+    "benchmarks/gpu/partly.py": """
+import json, sys
+
+found = {"figures": [{"name": "copy", "value": 1.0}], "failed": ["blocked_peer: KeyError: 'w'"]}
+with open(sys.argv[sys.argv.index("--out") + 1], "w") as file:
+    json.dump(found, file)
+print("the stack")
+raise SystemExit(1)
 """,
     "benchmarks/__init__.py": "",
     "benchmarks/gpu/__init__.py": "",
@@ -182,6 +196,13 @@ def test_a_step_that_is_stuck_is_ended_with_all_its_processes(ended: Run) -> Non
     assert not Path(f"/proc/{child}").exists()
 
 
+def test_a_step_that_is_killed_leaves_nothing_in_shared_memory(ended: Run) -> None:
+    shared = Path((ended.bundle / "shared").read_text())
+    assert shared.is_relative_to("/dev/shm")
+    assert not shared.exists()
+    assert not shared.parent.exists(), "nor does the session"
+
+
 def test_a_file_that_is_not_there_or_has_no_tests_is_reported(ended: Run) -> None:
     assert ended.records()["test_absent"].state is State.MISSING
     assert ended.records()["test_without_tests"].state is State.FAILED
@@ -202,6 +223,16 @@ def test_figures_that_are_not_there_fail_with_what_was_printed(ended: Run) -> No
     assert "no such device" in broken.tail
     assert ended.records()["malformed"].state is State.FAILED
     assert "name" in ended.records()["malformed"].tail
+
+
+def test_a_figure_that_could_not_be_measured_fails_with_its_error(ended: Run) -> None:
+    partly = ended.records()["partly"]
+    assert partly.state is State.FAILED
+    assert partly.failed == ["blocked_peer: KeyError: 'w'"]
+    assert [figure["name"] for figure in partly.figures] == ["copy"]
+    summary = (ended.out / "summary.md").read_text(encoding="utf-8")
+    assert "| `benchmarks/gpu/partly.py` | **FAILED** | 1 | 1 | 0 |" in summary
+    assert "`blocked_peer: KeyError: 'w'`" in summary
 
 
 def test_a_file_that_skips_itself_is_skipped_with_its_reason(ended: Run) -> None:
