@@ -38,6 +38,8 @@ def make_catalogue(
     return RedisCatalogue(
         RedisSettings(url=settings.redis_url),
         node=settings.node,
-        source=lambda: {job: status.as_json(host) for job, host in hosts.items()},
+        source=lambda: {
+            job: status.as_json(host, host.engine.overview()) for job, host in hosts.items()
+        },
         dropped=lambda count: metrics.add("catalogue_dropped", count),
     )

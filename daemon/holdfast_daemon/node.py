@@ -405,7 +405,10 @@ class Node:
             "security": settings.security,
             "control_connected": bool(self._control and self._control.connected),
             "sent_bytes": self._bulk.sent_bytes,
-            "jobs": {job: status.as_json(host) for job, host in self.hosts.items()},
+            "jobs": {
+                job: status.as_json(host, host.engine.overview())
+                for job, host in self.hosts.items()
+            },
         }
 
     def _not_ready(self) -> str:

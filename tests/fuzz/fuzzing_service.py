@@ -168,7 +168,7 @@ def request(data: bytes) -> None:
     assert state.ByteSize() < 1 << 20, f"{state.ByteSize()} bytes of one job in each heartbeat"
     assert state.problem_code == known_code(state.problem_code), state.problem_code
     codec.report_to_proto(_report(host)).SerializeToString()
-    status.as_json(host)
+    status.as_json(host, host.engine.overview())
 
 
 def _report(host: JobHost) -> MemberReport:

@@ -161,7 +161,7 @@ class NodeObserver:
             metrics.set("saves_failed_reported", found.failed, job=job)
             self._pace(found)
             self._tokens(found)
-            self._catalogue.publish_snapshot(job, status.as_json(host))
+            self._catalogue.publish_snapshot(job, status.as_json(host, found))
             for rank in found.ranks:
                 self._catalogue.publish_rank_state(job, rank.rank, rank.health)
 

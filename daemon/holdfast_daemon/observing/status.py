@@ -88,10 +88,10 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
     )
 
 
-def as_json(host: JobHost) -> dict[str, object]:
+def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
     """All that this daemon has to report of one job, for `status` and the catalogue, as JSON
-    values."""
-    job, held = host.engine.overview(), host.engine.held()
+    values. `job` is the overview of the host's engine now."""
+    held = host.engine.held()
     line, load = job.line, job.directive.load if job.directive is not None else None
     return {
         "job": job.job,

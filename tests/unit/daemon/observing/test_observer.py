@@ -12,7 +12,7 @@ from holdfast_core.experts.loss_reports import LossReport, RecoveryLoss
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy
 from holdfast_core.snapshots.reports import Directive
-from holdfast_daemon.engine import EngineSettings, JobEngine
+from holdfast_daemon.engine import EngineSettings, JobEngine, JobOverview
 from holdfast_daemon.engine.state import SavePace, TrainerSession
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.metrics import DaemonMetrics
@@ -78,6 +78,22 @@ def test_protection_ages_until_something_newer_is_protected() -> None:
         ages.append(bench.read(now, "protection_age_seconds"))
     assert ages == [0.0, 30.0, 0.0, 10.0, 0.0]
     assert bench.read(142.0, "generation_step", stage="protected") == 8
+
+
+def test_metrics_and_catalogue_share_one_overview_of_the_job() -> None:
+    class Counting(JobEngine):
+        overviews = 0
+
+        def overview(self) -> JobOverview:
+            self.overviews += 1
+            return super().overview()
+
+    bench = Bench()
+    memory = bench.host.engine.memory
+    engine = Counting(job=JOB, node="a", memory_id="m", incarnation=1, settings=EngineSettings())
+    engine.memory, bench.host.engine = memory, engine
+    assert bench.read(100.0, "epoch") == 1
+    assert engine.overviews == 1
 
 
 def test_a_job_that_wants_no_protection_is_not_unprotected() -> None:

@@ -154,7 +154,7 @@ def test_the_catalogue_gets_recoveries_only_of_epochs_that_existed(memory: JobMe
     storage = SimpleNamespace(arena_bytes=0, parity_bytes=0)
     worker = SimpleNamespace(parity_traffic=NodeTraffic().of_job())
     host = SimpleNamespace(engine=engine, storage=storage, worker=worker)
-    document = as_json(cast(JobHost, host))
+    document = as_json(cast(JobHost, host), engine.overview())
     assert document["losses"] == [recovery(4).to_dict(), recovery(5).to_dict()]
     assert document["ranks"][0]["loss"] == {  # type: ignore[index]
         "experts_per_layer": 1,
