@@ -1,9 +1,9 @@
 """Compute weights that a session does not store, because their masters have the same information.
 
-They are compared with their masters before the layout is made, whole, and in every save, in the
-ranges that this rank captures, while training cannot change them. So a snapshot never stands for
-weights that were not there: a save that finds a difference is not taken, and the next one stores
-these weights.
+They are compared with their masters before the layout is made, whole, once for each place in
+memory, and in every save, in the ranges that this rank captures, while training cannot change them.
+So a snapshot never stands for weights that were not there: a save that finds a difference is not
+taken, and the next one stores these weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from holdfast_core.snapshots.units import UnitKey
 _PIECES_AT_ONCE = 64
 """Parts of pairs that a thread compares in one go."""
 
+_Place = tuple[int, int, int]
+"""Triple (address of the weights, address of the master, bytes of the weights)."""
+
 _log = logging.getLogger("holdfast")
 
 
@@ -36,6 +39,8 @@ class Casts:
         self._engine, self.enabled = engine, enabled
         self.masters: dict[str, str] = {}
         """Weights that equal their rounded masters → the masters."""
+        self._places: dict[str, _Place] = {}
+        """Where the pair of each of these weights was compared."""
         self._stored: set[str] = set()
         """Weights that once did not."""
         self._captured: tuple[Pair, ...] = ()
@@ -44,12 +49,13 @@ class Casts:
         """Whether the layout in use leaves out weights that must be stored."""
 
     def find(self, sources: Sequence[TensorSource], fence: Fence) -> None:
-        """Look for them among `sources`, whose bytes must not change meanwhile.
+        """Look for them among `sources`, whose bytes must not change meanwhile. Those that were
+        found before and lie where they lay are not compared: `check` does that in every save.
 
         Args:
             fence: point after which the tensors are read on their device.
         """
-        self.masters = {}
+        known, self.masters = self.masters, {}
         by_name = {source.name: source for source in sources}
         candidates = {
             name: master
@@ -60,8 +66,11 @@ class Casts:
             pair_of(by_name[name], by_name[master], 0, by_name[name].nbytes)
             for name, master in candidates.items()
         ]
-        differ = self._differing(pairs, fence)
+        places = {pair.name: _place(pair) for pair in pairs}
+        new = [p for p in pairs if p.name not in known or places[p.name] != self._places[p.name]]
+        differ = self._differing(new, fence)
         self._stored |= differ
+        self._places = places
         self.masters = {name: m for name, m in candidates.items() if name not in differ}
         nbytes = sum(by_name[name].nbytes for name in self.masters)
         if nbytes:
@@ -114,6 +123,10 @@ class Casts:
 
         self._engine.each(compare, -(-len(pieces) // _PIECES_AT_ONCE), fence)
         return differ
+
+
+def _place(pair: Pair) -> _Place:
+    return pair.weights.data_ptr(), pair.master.data_ptr(), pair.weights.nbytes
 
 
 def agreed_casts(

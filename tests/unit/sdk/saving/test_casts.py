@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from holdfast._saving.casts import agreed_casts
+from holdfast._copying.devices import Fence
+from holdfast._copying.engine import CopyEngine
+from holdfast._saving.casts import Casts, agreed_casts
+from holdfast._state.capture import TensorSource
 from holdfast.testing import FakeDaemon
 from holdfast_core.errors import SnapshotSkippedError
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import Layout, TensorRole, decode_layout, encode_layout
+from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 WAIT_S = 60
 
@@ -119,6 +124,55 @@ def test_a_nan_is_stored_with_its_own_bits(
     session.close()
     other = restored(make_trainer, open_session, tmp_path)
     assert torch.equal(other.model.head.weight.view(torch.int16), head.view(torch.int16))
+
+
+class Inline:
+    """The part of a copy engine that compares."""
+
+    def each(self, work: Callable[[int], None], count: int, fence: Fence) -> None:
+        for index in range(count):
+            work(index)
+
+
+class Rounded(TorchFunctionMode):
+    """Counts the elements that are rounded, to be compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def pair(name: str, elements: int) -> list[TensorSource]:
+    """A 16-bit parameter and its master."""
+    master = torch.randn(elements)
+    unit, weights = UnitKey(0, UnitKind.DENSE), master.bfloat16()
+    return [
+        TensorSource(unit=unit, name=n, role=role, tensor=tensor, private=False)
+        for n, role, tensor in (
+            (name, TensorRole.COMPUTE, weights),
+            (f"{name}:master", TensorRole.MASTER, master),
+        )
+    ]
+
+
+def test_after_a_change_of_form_only_weights_in_another_place_are_compared() -> None:
+    casts = Casts(cast(CopyEngine, Inline()), enabled=True)
+    first, second, third = pair("a", 1000), pair("b", 200), pair("c", 30)
+    with Rounded() as rounded:
+        casts.find([*first, *second], None)
+        assert rounded.elements == 1200
+        casts.find([*first, *second, *third], None)
+        assert rounded.elements == 1230
+        second = pair("b", 200)
+        second[0].tensor[7] += 1
+        casts.find([*first, *second, *third], None)
+        assert rounded.elements == 1430
+    assert casts.masters == {"a": "a:master", "c": "c:master"}
 
 
 def test_a_weight_is_left_out_only_where_all_that_hold_it_agree() -> None:
