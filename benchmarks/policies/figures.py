@@ -16,7 +16,7 @@ from benchmarks.policies.models import (
 from benchmarks.policies.risk import tokens_at_risk, two_selections, ways
 from benchmarks.policies.routing_traces import Traffic
 from holdfast_core.experts.pec import select_sequential
-from holdfast_core.experts.tables import ExpertTable, captured_tensors
+from holdfast_core.experts.tables import ExpertTable
 from holdfast_core.snapshots.sharding import Grain, ShardStrategy, plan_shards
 from holdfast_core.snapshots.units import TensorSize, UnitKey
 from holdfast_core.topology import Topology
@@ -66,7 +66,10 @@ def pec_figures(shape: Shape, key: str, note: str = "") -> Iterator[Figure]:
     round_of = [select_sequential(table, 1, number).units for number in range(table.experts_max)]
     partial = max(table.snapshot_bytes(units) for units in round_of)
     held = max(sum(tensor.nbytes for tensor in of_rank) for of_rank in tensors.values())
-    taken_of = [captured_tensors(tensors, table, units) for units in round_of]
+    taken_of = []
+    for units in round_of:
+        left_out = set(table.units).difference(units)
+        taken_of.append({r: [t for t in of if t.unit not in left_out] for r, of in tensors.items()})
     unsharded = [sum(t.nbytes for t in held_by) for taken in taken_of for held_by in taken.values()]
     mean = sum(unsharded) / len(unsharded)
     yield Figure(

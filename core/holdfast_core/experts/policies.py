@@ -39,12 +39,8 @@ class ExpertPolicy(Protocol):
         """Whether the choice depends on tokens, whose counts all ranks must then share."""
 
     @property
-    def recompute(self) -> bool:
-        """Whether replicas of experts that stay chosen are computed from gradients."""
-
-    @property
-    def loss_limit(self) -> float:
-        """Fraction of all routed tokens that recoveries may lose, above 0 and at most 1."""
+    def settings(self) -> LossyPolicy:
+        """What the job asks for."""
 
     @property
     def first_k(self) -> int:
@@ -91,14 +87,6 @@ class ExpertsOfLayers:
         return self.settings.selection is ExpertChoice.LOAD_AWARE
 
     @property
-    def recompute(self) -> bool:
-        return self.settings.recompute
-
-    @property
-    def loss_limit(self) -> float:
-        return self.settings.loss_limit
-
-    @property
     def first_k(self) -> int:
         return self.settings.experts_per_layer
 
@@ -124,14 +112,6 @@ class ExpertsAtRisk:
     @property
     def needs_counts(self) -> bool:
         return True
-
-    @property
-    def recompute(self) -> bool:
-        return self.settings.recompute
-
-    @property
-    def loss_limit(self) -> float:
-        return self.settings.loss_limit
 
     @property
     def first_k(self) -> int:

@@ -191,22 +191,6 @@ def layer_of(unit: UnitKey) -> int:
     return unit.layer
 
 
-def captured_tensors(
-    tensors_by_rank: Mapping[int, Sequence[TensorSize]],
-    table: ExpertTable,
-    selected: Iterable[UnitKey],
-) -> dict[int, list[TensorSize]]:
-    """The tensors on each rank that a snapshot of these experts and the non-expert part captures.
-
-    Passed to `snapshots.sharding.plan_shards` for each snapshot, they rebalance the non-expert part
-    around the chosen experts (adaptive data-parallel sharding, PEC §3.2)."""
-    left_out = set(table.units) - set(selected)
-    return {
-        rank: [tensor for tensor in tensors if tensor.unit not in left_out]
-        for rank, tensors in tensors_by_rank.items()
-    }
-
-
 def _is_first_replica(rank: int, tensor: TensorSize, topology: Topology) -> bool:
     replicas = topology.expert_replicas if tensor.is_expert else topology.dense_replicas
     return replicas(rank)[0] == rank

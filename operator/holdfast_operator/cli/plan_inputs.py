@@ -143,7 +143,7 @@ def assumptions_of(
         node_losses_per_s=1 / (node_mtbf_days * DAY_S),
         process_failures_per_s=1 / (process_mtbf_days * DAY_S),
         first_k=asked or policy.first_k,
-        loss_limit=policy.loss_limit,
+        loss_limit=policy.settings.loss_limit,
         routing_skew=options.routing_skew,
     )
 

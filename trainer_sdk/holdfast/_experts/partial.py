@@ -293,7 +293,7 @@ class PartialCapture:
             self._recoveries,
             k=k,
             experts_max=experts_max,
-            limit=self._policy.loss_limit,
+            limit=self._policy.settings.loss_limit,
         )
         return Loss(
             at_risk=report.risk.plt,

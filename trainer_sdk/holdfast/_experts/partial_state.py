@@ -194,7 +194,7 @@ class PartialState:
             experts_max=policy.k_for_all(self.ledger.tokens),
             lost_by_k=account.lost_by_k,
             total_tokens=sum(assignments.values()),
-            limit=policy.loss_limit,
+            limit=policy.settings.loss_limit,
         )
         _log.warning(
             "experts returned to older versions: %d tokens, %.2f %% of all, are lost to them; %s",

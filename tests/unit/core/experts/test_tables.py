@@ -6,7 +6,7 @@ import pytest
 from expert_worlds import unit, world
 
 from holdfast_core.errors import InvalidJobError
-from holdfast_core.experts.tables import ExpertTable, captured_tensors
+from holdfast_core.experts.tables import ExpertTable
 from holdfast_core.snapshots.layouts import TensorRole
 from holdfast_core.snapshots.sharding import ShardStrategy, plan_shards
 from holdfast_core.snapshots.units import TensorSize, UnitKey
@@ -82,21 +82,20 @@ def test_the_bytes_of_a_selection_are_what_all_ranks_capture_of_it(ep: int) -> N
     held = tables(topology, experts=4)
     table = ExpertTable.of(held, topology)
     for chosen in ((), (unit(0, 1),), (unit(0, 0), unit(0, 3), unit(1, 2)), table.units):
-        captured = captured_tensors(held, table, chosen)
+        left_out = set(table.units).difference(chosen)
+        captured = {rank: [t for t in of if t.unit not in left_out] for rank, of in held.items()}
         for strategy in ShardStrategy:
             plan = plan_shards(captured, topology, strategy)
             assert sum(map(plan.load_bytes, held)) == table.snapshot_bytes(chosen)
     assert table.snapshot_bytes(table.units) == table.full_bytes
 
 
-def test_shared_experts_are_not_candidates_and_are_always_captured() -> None:
+def test_shared_experts_are_not_candidates_and_count_as_dense() -> None:
     topology = Topology(dp=1)
     held = tables(topology, experts=4)
     table = ExpertTable.of(held, topology, shared={unit(0, 3)})
     assert unit(0, 3) not in table.units
     assert table.dense_bytes == 1024 + 10 + 5 * 128
-    captured = captured_tensors(held, table, ())
-    assert {str(t.unit) for t in captured[0]} == {"layer0/dense", "other", "layer0/expert3"}
 
 
 def test_layers_differ_in_number_and_size_of_experts() -> None:
