@@ -11,11 +11,12 @@ import pytest
 
 from holdfast_core.errors import ReplicasDivergedError
 from holdfast_core.snapshots.generations import Generation, Line
+from holdfast_core.snapshots.layouts import Layout
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RestoreSource
 from holdfast_daemon.engine.overview import evidence, overview
-from holdfast_daemon.engine.slots import ParityState
+from holdfast_daemon.engine.slots import ArenaView, ParityState
 from holdfast_daemon.engine.state import JobMemory, TrainerSession
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.observing.status import job_state
@@ -25,6 +26,9 @@ from holdfast_operator.reconciler.views import JobView
 from holdfast_protos import control_pb2
 
 SESSION = TrainerSession(id="s", rank=0, epoch=5, layout_id="l", pid=1, claimed=True)
+LAYOUT = Layout(
+    rank=0, world_size=1, topology="raw", entries=(), extras_offset=0, extras_capacity=64
+)
 
 
 @pytest.fixture
@@ -66,6 +70,20 @@ def found(memory: JobMemory, fetched_bytes: int = 0) -> object:
 def test_what_parity_fetches_is_reported_but_is_not_evidence(memory: JobMemory) -> None:
     assert view_of(memory, 50_000_000).protection_bytes_s == 5e6
     assert found(memory, 50_000_000) == found(memory)
+
+
+def test_the_fewest_slots_of_a_ranks_arenas_are_reported_but_are_no_evidence(
+    memory: JobMemory,
+) -> None:
+    before = told(memory)
+    assert view_of(memory).slots == 0
+    for rank, layout, slots in ((0, "old", 3), (0, "new", 2), (1, "of another node", 1)):
+        arena = ArenaView(rank=rank, layout_id=layout, layout=LAYOUT, encoded=b"")
+        memory.arenas[rank, layout] = arena
+        arena.allocated(slots)
+    memory.arenas[0, "next"] = ArenaView(rank=0, layout_id="next", layout=LAYOUT, encoded=b"")
+    assert view_of(memory).slots == 2
+    assert told(memory) == before
 
 
 def test_a_newer_step_is_not_evidence(memory: JobMemory) -> None:

@@ -243,6 +243,16 @@ class JobStatus(_Part, frozen=True, kw_only=True):
     ) = None
     token_loss: TokenLossStatus | None = None
     protection_traffic: ProtectionTrafficStatus | None = None
+    slots: (
+        Annotated[
+            int,
+            Meta(
+                description="the snapshots of each rank that its node has room for, on the node "
+                "with the least room: what auto has come to"
+            ),
+        ]
+        | None
+    ) = None
     counters: (
         Annotated[
             dict[str, Any],

@@ -135,6 +135,8 @@ class JobOverview:
     """Whether a snapshot is being loaded from storage."""
     problem: ProtectionProblem
     storage_problem: str
+    slots: int
+    """Fewest slots of an arena of the ranks here; 0 while none is allocated."""
     stored_epoch: int
     """Epoch of an earlier run in storage, which this epoch must pass first; 0: none."""
     skipped: int
@@ -176,6 +178,7 @@ def overview(memory: JobMemory) -> JobOverview:
         loading=any(job.stored for job in memory.rebuilds.values()),
         problem=problem(memory),
         storage_problem=memory.loading.problem,
+        slots=_fewest_slots(memory),
         stored_epoch=memory.loading.beyond,
         skipped=sum(record.skipped for record in memory.ranks.values()),
         failed=sum(record.failed for record in memory.ranks.values()),
@@ -332,6 +335,12 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         loss=record.loss,
         committed=max(committed, default=None),
     )
+
+
+def _fewest_slots(memory: JobMemory) -> int:
+    ranks = memory.my_ranks()
+    arenas = (each for each in memory.arenas.values() if each.ready and each.rank in ranks)
+    return min((len(arena.slots) for arena in arenas), default=0)
 
 
 def _committed(memory: JobMemory) -> dict[int, set[Generation]]:

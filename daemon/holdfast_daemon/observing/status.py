@@ -40,6 +40,7 @@ def job_state(host: JobHost) -> control_pb2.JobState:
         storage_problem=job.storage_problem,
         stored_epoch=job.stored_epoch,
         protection_bytes_s=host.worker.parity_traffic.bytes_s,
+        slots=job.slots,
     )
 
 

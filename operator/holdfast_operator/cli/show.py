@@ -132,7 +132,8 @@ def _agent(member: LocalMemberStatus) -> str:
 
 def _nodes(status: Status) -> Table:
     table = make_table(
-        *("node", "role", "daemon", "starts", "memory used", "budget", "arenas", "parity"),
+        *("node", "role", "daemon", "starts", "memory used", "budget", "slots", "arenas"),
+        "parity",
         "fetched for parity",
     )
     members = {member.node: member for member in status.members}
@@ -146,6 +147,7 @@ def _nodes(status: Status) -> Table:
             str(node.incarnation),
             _gib(node.memory_used_bytes),
             _gib(node.memory_budget_bytes),
+            str(member.slots) if member and member.slots else "-",
             _gib(member.arena_bytes) if member else "-",
             _gib(member.parity_bytes) if member else "-",
             format_rate(member.protection_bytes_s) if member else "-",

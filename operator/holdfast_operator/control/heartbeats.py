@@ -71,6 +71,7 @@ def job_view(state: control_pb2.JobState) -> JobView:
         arena_bytes=state.arena_bytes,
         parity_bytes=state.parity_bytes,
         protection_bytes_s=_rate(state.protection_bytes_s),
+        slots=state.slots,
         loss=loss_from_proto(state.loss) if state.HasField("loss") else None,
     )
 

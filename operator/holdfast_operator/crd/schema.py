@@ -32,6 +32,7 @@ _COLUMNS = (
     ("Age", "date", ".metadata.creationTimestamp", "Since the job was created"),
 )
 _WIDE_COLUMNS = (
+    ("Slots", "integer", ".status.slots", "Snapshots of each rank that its node has room for"),
     ("Lost", "string", ".status.tokenLoss.lost", "Tokens that recoveries have lost, of all"),
 )
 

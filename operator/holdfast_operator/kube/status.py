@@ -32,7 +32,7 @@ from holdfast_operator.reconciler.conditions import newest_protected, newest_ste
 from holdfast_operator.reconciler.conditions import phase as phase_of
 from holdfast_operator.reconciler.counters import to_document
 from holdfast_operator.reconciler.last_failure import TrainerFailure
-from holdfast_operator.reconciler.lookups import agent_at
+from holdfast_operator.reconciler.lookups import agent_at, fewest_slots
 from holdfast_operator.reconciler.losses import loss_text
 from holdfast_operator.reconciler.protection_traffic import (
     ProtectionTraffic,
@@ -104,6 +104,7 @@ def status_of(
             last_recoveries=tuple(_recovery(each) for each in recoveries[-RECOVERIES_SHOWN:]),
             token_loss=None if state.losses is None else _token_loss(state.losses),
             protection_traffic=None if traffic is None else _traffic(traffic),
+            slots=fewest_slots(observed, membership) or None,
             counters=to_document(state, now=clocks.now, wall=clocks.wall),
         )
     )

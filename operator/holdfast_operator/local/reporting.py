@@ -104,6 +104,7 @@ def _members(
                 arena_bytes=view.arena_bytes,
                 parity_bytes=view.parity_bytes,
                 protection_bytes_s=view.protection_bytes_s,
+                slots=view.slots,
                 skipped=view.skipped,
                 failed=view.failed,
                 rebuilding=view.rebuilding,

@@ -58,6 +58,8 @@ class LocalMemberStatus:
     parity_bytes: int
     protection_bytes_s: float = 0.0
     """Bytes per second that were lately fetched from other nodes for parity."""
+    slots: int = 0
+    """Fewest slots of an arena of its ranks; 0 while none is allocated."""
     skipped: int
     failed: int
     rebuilding: bool

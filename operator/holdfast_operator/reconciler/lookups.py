@@ -49,6 +49,12 @@ def ranks_in(observed: Observed, membership: Membership) -> list[RankView]:
     return sorted((r for view in views if view for r in view.ranks), key=_rank_number)
 
 
+def fewest_slots(observed: Observed, membership: Membership | None) -> int:
+    """Slots of the job's ranks, on the node where they have fewest; 0 while no arena is known."""
+    views = observed.views(membership) if membership is not None else ()
+    return min((view.slots for view in views if view and view.slots), default=0)
+
+
 def agent_at(observed: Observed, member: Member) -> AgentView | None:
     """Agent of the member on the member's node; None when there is none."""
     return observed.agent(member.index, member.node)

@@ -85,6 +85,8 @@ class JobView(Struct, frozen=True, kw_only=True, gc=False):
     parity_bytes: int = 0
     protection_bytes_s: float = 0.0
     """Bytes a second recently fetched from other nodes for parity."""
+    slots: int = 0
+    """Fewest slots of an arena of its ranks; 0 while none is allocated."""
     loss: LossReport | None = None
     """Losses of its ranks that have a session in this epoch; None when snapshots hold all experts,
     or no rank has reported yet."""

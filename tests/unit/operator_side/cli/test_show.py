@@ -13,7 +13,7 @@ from holdfast_operator.reconciler.last_failure import TrainerFailure
 from holdfast_operator.reconciler.views import Condition, ConditionType
 
 
-def test_each_node_shows_what_it_fetches_for_parity() -> None:
+def test_each_node_shows_its_slots_and_what_it_fetches_for_parity() -> None:
     member = LocalMemberStatus(
         index=0,
         node="n0",
@@ -25,6 +25,7 @@ def test_each_node_shows_what_it_fetches_for_parity() -> None:
         arena_bytes=0,
         parity_bytes=0,
         protection_bytes_s=42.4e6,
+        slots=2,
         skipped=0,
         failed=0,
         rebuilding=False,
@@ -53,11 +54,12 @@ def test_each_node_shows_what_it_fetches_for_parity() -> None:
     out = StringIO()
     Console(file=out, width=200).print(status_view(status))
     lines = [line for line in out.getvalue().splitlines() if line.startswith(("node", "n0", "n1"))]
-    assert [line.split()[-3:] for line in lines] == [
-        ["fetched", "for", "parity"],
-        ["GiB", "42", "MB/s"],
-        ["-", "-", "-"],
+    assert [line.split()[-6:] for line in lines] == [
+        ["slots", "arenas", "parity", "fetched", "for", "parity"],
+        ["0.000", "GiB", "0.000", "GiB", "42", "MB/s"],
+        ["GiB", "0.000", "GiB", "-", "-", "-", "-"][-6:],
     ]
+    assert lines[1].split()[-7] == "2"
 
 
 def test_a_failed_run_shows_the_last_lines_as_they_are() -> None:

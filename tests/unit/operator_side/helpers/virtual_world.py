@@ -120,6 +120,7 @@ class World:
         self.losses: dict[str, LossReport] = {}
         """Node → its daemon's report of lost tokens."""
         self.fetched: dict[str, float] = {}
+        self.slots: dict[str, int] = {}
         """Node → bytes per second that its daemon fetches for parity."""
         self.events: list[Event] = []
         self.actions: list[Action] = []
@@ -219,6 +220,7 @@ class World:
             agent_waiting=daemon.waiting,
             loss=self.losses.get(name),
             protection_bytes_s=self.fetched.get(name, 0.0),
+            slots=self.slots.get(name, 0),
         )
 
     def _is_protected_in(self, epoch: int) -> bool:

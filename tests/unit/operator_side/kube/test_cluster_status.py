@@ -28,6 +28,7 @@ def running_job() -> dict[str, object]:
         "protectedStep": 39,
         "restarts": 1,
         "tokenLoss": {"lost": "0.42%", "text": "tokens lost 0.42%"},
+        "slots": 2,
         "protectionTraffic": {"text": "protection fetches 12 MB/s over all nodes"},
         "members": [{"index": 0, "node": "n0", "pod": "moe-0-1", "state": "running"}],
         "lastRecoveries": [{"cause": "rank 2 lost", "seconds": 3.25, "source": "parity"}],
@@ -70,7 +71,10 @@ def test_one_job_is_shown_with_members_recoveries_conditions_and_events() -> Non
         "type": "Warning",
     }
     shown = text(job_view(running_job(), [event]))
-    assert "team/moe  Running  epoch 2  step 40  protected 2.39  ready 8/8  restarts 1" in shown
+    assert (
+        "team/moe  Running  epoch 2  step 40  protected 2.39  ready 8/8  restarts 1  slots 2"
+        in shown
+    )
     assert "moe-0-1" in shown
     assert "3.25" in shown
     assert "parity" in shown

@@ -92,6 +92,15 @@ def test_the_status_has_the_rate_at_which_protection_fetches() -> None:
     assert "protectionTraffic" not in status(alone)
 
 
+def test_the_status_has_the_slots_of_the_node_that_has_room_for_fewest() -> None:
+    world = running()
+    assert "slots" not in status(world)  # no rank has opened its session
+    world.slots = {"n0": 3, "n1": 2, "n2": 3}
+    found = status(world)
+    assert found["slots"] == 2
+    assert msgspec.convert(found, JobStatus).slots == 2
+
+
 def test_a_rate_that_is_nearly_zero_is_shown_as_zero() -> None:
     world = running()
     world.fetched = {"n0": 999.0}
