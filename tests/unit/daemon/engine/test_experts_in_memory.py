@@ -149,6 +149,58 @@ def test_a_load_takes_experts_from_the_oldest_snapshot_after_the_copy(
     assert load.slot != 1
 
 
+def load_stored(memory: JobMemory, arena: ArenaView) -> LoadStored:
+    """The load of STORED, from the choice of what it reads in memory to its slot."""
+    lose_the_line(memory)
+    upkeep.release(memory, epoch_of(memory))
+    loading.start(memory, epoch_of(memory), 0, STORED)
+    job = memory.rebuilds[0]
+    job.manifest, job.layout_id = manifest_of(STORED), arena.layout_id
+    upkeep.release(memory, epoch_of(memory))
+    loading.load_into_slot(memory, epoch_of(memory), 0, job, arena)
+    load = memory.out[-1]
+    assert isinstance(load, LoadStored), memory.out
+    return load
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_with_two_slots_a_load_leaves_the_one_alone_that_it_takes_experts_from(
+    memory: JobMemory, arena: ArenaView, source: int
+) -> None:
+    del arena.slots[2]
+    seal(arena.slots[source], NEXT)
+    seal(arena.slots[1 - source], NEWEST)
+    load = load_stored(memory, arena)
+    assert [(held.slot, held.manifest.generation) for held in load.held] == [(source, NEXT)]
+    assert load.slot == 1 - source
+    assert set(load.places) <= {1 - source}
+    kept = arena.slots[source]
+    assert (kept.state, kept.generation) == (SlotState.SEALED, NEXT)
+    freed = [each.slot for each in memory.out if isinstance(each, FreeSlot)]
+    assert freed == [1 - source]
+
+
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("given_up", [False, True])
+def test_with_two_slots_a_load_leaves_the_one_alone_that_is_being_persisted(
+    memory: JobMemory, arena: ArenaView, written: int, given_up: bool
+) -> None:
+    del arena.slots[2]
+    other, being_written = arena.slots[1 - written], arena.slots[written]
+    seal(other, NEXT)
+    seal(being_written, NEWEST)
+    being_written.persisting, being_written.places = NEWEST, bytes([written])
+    if given_up:
+        being_written.clear()
+    load = load_stored(memory, arena)
+    # The one before it could serve the load, too, but then no slot would be left to load into.
+    assert [held.slot for held in load.held] == ([] if given_up else [written])
+    assert load.slot == other.index
+    assert being_written.state is (SlotState.LEFT if given_up else SlotState.SEALED)
+    assert (being_written.persisting, being_written.places) == (NEWEST, bytes([written]))
+    assert FreeSlot(rank=0, layout_id=arena.layout_id, slot=written) not in memory.out
+
+
 def test_a_load_begins_anew_when_what_it_counted_on_is_gone(
     memory: JobMemory, arena: ArenaView
 ) -> None:
