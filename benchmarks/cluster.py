@@ -88,8 +88,10 @@ class Control(control_pb2_grpc.ControlServicer):
         nproc_per_node: int = 1,
         tier: Tier | None = None,
         protection_bytes_s: int = 0,
+        slots: int = 0,
     ) -> Membership:
-        """Begin `epoch` of `job` with one member on each of `nodes`, all in one parity group."""
+        """Begin `epoch` of `job` with one member on each of `nodes`, all in one parity group, and
+        so many slots; 0 leaves their number to the daemons."""
         heartbeats = [self.heartbeat_of(node) for node in nodes]
         membership = Membership(
             job=job,
@@ -109,6 +111,7 @@ class Control(control_pb2_grpc.ControlServicer):
             redundancy=redundancy,
             tier=tier,
             protection_bytes_s=protection_bytes_s,
+            slots=slots,
         )
         message = control_pb2.ControlMessage(membership=codec.membership_to_proto(membership))
         for node in nodes:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import Figure, Outcome
-from benchmarks.targets import TARGETS, Target
+from benchmarks.targets import OF_SLOTS, TARGETS, Target
+from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
 
 mpl.use("Agg")
 
@@ -91,11 +92,33 @@ def print_tables(
             _duration(figure.seconds),
             _duration(figure.floor_seconds),
         )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+    if any(each.key_of(SLOTS_MAX) in rows for each in OF_SLOTS):
+        console.print(_slots_table(rows))
     if peers:
         console.print(_peer_table(rows, peers))
     for name, why in skipped.items():
         console.print(f"[yellow]{name} was left out: {why}[/]")
+
+
+def _slots_table(rows: Mapping[str, Figure]) -> Table:
+    numbers = range(SLOTS_MAX, SLOTS_MIN - 1, -1)
+    table = Table(
+        title="two slots beside three: four nodes, all of the state changes (spread)",
+        title_justify="left",
+    )
+    table.add_column("figure")
+    for slots in numbers:
+        table.add_column(f"{slots} slots", justify="right")
+    for each in OF_SLOTS:
+        cells = []
+        for slots in numbers:
+            f = rows[each.key_of(slots)]
+            spread = f" ({f.low:.1f} … {f.high:.1f})" if f.low < f.high else ""
+            cells.append(f"{f.value:.2f} {f.unit}{spread}")
+        table.add_row(each.figure, *cells)
+    return table
 
 
 def _peer_table(rows: Mapping[str, Figure], peers: Mapping[str, Outcome]) -> Table:

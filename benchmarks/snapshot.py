@@ -26,6 +26,7 @@ PARTS = (
     "partial",
     "compute_weights",
     "protection",
+    "slots",
     "overhead",
     "persist_loop",
     "many_tensors",

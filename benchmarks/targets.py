@@ -1,4 +1,4 @@
-"""Targets that Holdfast must reach, as data."""
+"""Targets that Holdfast must reach, and figures shown side by side, as data."""
 
 from __future__ import annotations
 
@@ -57,4 +57,41 @@ TARGETS: tuple[Target, ...] = (
     Target(key="many_changed", figure="… looking for tensors that moved", at_most=None),
     Target(key="many_noted", figure="… recording what may not change", at_most=None),
     Target(key="many_checked", figure="… … compared, beside training", at_most=None),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One row of the table that has a column for each number of slots."""
+
+    figure: str
+    """Name of the measured quantity, for people."""
+    key: str
+    """Key of the row in the report, without the number of slots before it."""
+
+    def key_of(self, slots: int) -> str:
+        """Key of the row in the report for so many slots."""
+        return f"slots_{slots}_{self.key}"
+
+
+_STAGES = {
+    "interval": "from save to save",
+    "call": "save() call",
+    "blocked": "trainer blocked",
+    "committed": "committed",
+    "protected": "protected",
+    "skipped": "saves skipped",
+    "planned": "… as `holdfast plan` computes it",
+}
+
+OF_SLOTS: tuple[Compared, ...] = (
+    *(
+        Compared(figure=f"{pace}: {figure}", key=f"{name}_{stage}")
+        for name, pace in (("dense", "back to back"), ("roomy", "with room"))
+        for stage, figure in _STAGES.items()
+    ),
+    Compared(figure="memory of a node, at most", key="taken"),
+    Compared(figure="… reserved, as predicted", key="taken_predicted"),
+    Compared(figure="memory of a node between builds", key="settled"),
+    Compared(figure="… as predicted", key="settled_predicted"),
 )
