@@ -258,6 +258,7 @@ class FakeDaemon:
                 token=f"claim {self._home}",
                 arena_bytes=decoded.arena_bytes(SLOTS_MAX),
                 slot_bytes=decoded.slot_bytes,
+                slots=SLOTS_MAX,
             )
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:

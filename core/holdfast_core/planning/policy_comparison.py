@@ -13,7 +13,7 @@ module puts them together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -275,13 +275,10 @@ class _World:
             process_failures_per_s=assumed.process_failures_per_s,
             redundant=self._redundant,
         )
-        steps = snapshot_interval_steps(
-            copy_s=copy_s,
-            protect_s=protect_s,
-            step_s=assumed.step_s,
-            rate_per_s=rate_per_s,
-            asked_steps=self._job.spec.snapshot.interval.least_steps,
+        steps_of = partial(
+            self._interval_steps, copy_s=copy_s, protect_s=protect_s, rate_per_s=rate_per_s
         )
+        steps = steps_of(self._slots_chosen(plan))
         interval_s = steps * assumed.step_s
         # A snapshot is usable once its copy has ended; after a lost node, once it is protected.
         late_s = copy_s + protect_s * nodes * losses_per_s / rate_per_s
@@ -301,7 +298,7 @@ class _World:
             rank_bytes=max(max(loads) for loads in by_rank),
             job_bytes=job_bytes,
             memory_bytes=self._memory_bytes(plan) + self._recomputes * gradient_bytes,
-            slots=self._slots(plan, steps, copy_s, protect_s),
+            slots=self._slots(plan, steps_of, copy_s, protect_s),
             network_bytes=job_bytes * self._job.spec.redundancy.losses,
             recomputed_bytes=recomputed_bytes,
             gradient_bytes=gradient_bytes,
@@ -330,22 +327,42 @@ class _World:
         ranks = self._job.spec.nproc_per_node
         return [sum(loads[at : at + ranks]) for at in range(0, len(loads), ranks)]
 
+    def _interval_steps(
+        self, slots: int, *, copy_s: float, protect_s: float, rate_per_s: float
+    ) -> int:
+        return snapshot_interval_steps(
+            copy_s=copy_s,
+            protect_s=protect_s,
+            slots=slots,
+            step_s=self._assumed.step_s,
+            rate_per_s=rate_per_s,
+            asked_steps=self._job.spec.snapshot.interval.least_steps,
+        )
+
     def _slots(
-        self, plan: CapturePlan, steps: int, copy_s: float, protect_s: float
+        self,
+        plan: CapturePlan,
+        steps_of: Callable[[int], int],
+        copy_s: float,
+        protect_s: float,
     ) -> tuple[SlotsCost, ...]:
+        asked_steps = self._job.spec.snapshot.interval.asked_steps
         return compare_slots(
             partial(self._nodes, plan),
-            interval_s=self._job.spec.snapshot.interval.asked_steps(steps) * self._assumed.step_s,
+            interval_of=lambda slots: asked_steps(steps_of(slots)) * self._assumed.step_s,
             copy_s=copy_s,
             protect_s=protect_s,
         )
 
-    def _memory_bytes(self, plan: CapturePlan, *, gradients: bool = False) -> int:
-        slots = slots_chosen(
+    def _slots_chosen(self, plan: CapturePlan) -> int:
+        return slots_chosen(
             self._job.spec.snapshot.slot_choices,
             partial(self._nodes, plan),
             self._job.memory_per_node_bytes,
         )
+
+    def _memory_bytes(self, plan: CapturePlan, *, gradients: bool = False) -> int:
+        slots = self._slots_chosen(plan)
         return max(node.total_bytes for node in self._nodes(plan, slots, gradients=gradients))
 
     def _nodes(

@@ -19,6 +19,10 @@ SAVES_LOOKED_AT = 1000
 NodesOf = Callable[[int], Sequence[NodeMemory]]
 """Function from a number of slots to the memory of each member's node."""
 
+IntervalOf = Callable[[int], float]
+"""Function from a number of slots to the seconds from save to save, which may depend on it where
+the job leaves the interval to measurements."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotsCost:
@@ -32,12 +36,12 @@ class SlotsCost:
 
 
 def compare_slots(
-    nodes_of: NodesOf, *, interval_s: float, copy_s: float, protect_s: float
+    nodes_of: NodesOf, *, interval_of: IntervalOf, copy_s: float, protect_s: float
 ) -> tuple[SlotsCost, ...]:
     """The cost of each number of slots, most slots first.
 
     Args:
-        interval_s: time from save to save.
+        interval_of: time from save to save.
         copy_s: time of the copy into a slot.
         protect_s: time from there until all nodes have the snapshot's parity.
     """
@@ -45,7 +49,7 @@ def compare_slots(
         SlotsCost(
             slots=slots,
             memory=max(nodes_of(slots), key=lambda node: node.total_bytes),
-            skipped=skipped_saves(interval_s, copy_s, protect_s, slots=slots),
+            skipped=skipped_saves(interval_of(slots), copy_s, protect_s, slots=slots),
         )
         for slots in range(SLOTS_MAX, SLOTS_MIN - 1, -1)
     )

@@ -15,7 +15,9 @@ steps passes a multiple of the interval, so that nothing depends on when a rank 
 
 The optimum is flat: half the best interval costs a quarter more, and one that is a tenth too short
 costs half a percent. So an interval that is nearly right is kept, and each time it is, twice as
-many snapshots pass before ranks state their costs again.
+many snapshots pass before ranks state their costs again. Where saves would find no slot the cost is
+no longer flat: with two slots, an interval that is a little too short loses every second save. So
+one that is too short for protection is never kept.
 
 This module neither communicates nor measures; the trainer SDK does both.
 """
@@ -29,7 +31,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast_core.errors import ProtocolError
-from holdfast_core.protection.intervals import STEPS_MAX, interval_steps
+from holdfast_core.protection.intervals import STEPS_MAX, interval_steps, least_interval_s
 
 DAY_S = 86400.0
 
@@ -59,8 +61,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     blocked_s: float
     """Time that training waited for one snapshot, in `save` and before the next change of tensors:
     O_save of REFT appendix A, eq. 8, measured instead of derived."""
+    copy_s: float
+    """Time from the call of a save until its copy had ended."""
     protect_s: float
-    """Time from the end of a snapshot's copy until it was protected."""
+    """Time from there until the snapshot was protected."""
+    slots: int
+    """Slots of the rank's arena."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +81,10 @@ def decide_interval(
     statements: Sequence[Costs], *, recoveries_per_day: float, current: int
 ) -> IntervalDecision:
     """The interval that loses the least time (REFT appendix A, eq. 9); `current` where that is
-    nearly as good, or where a rank has measured nothing.
+    nearly as good and skips no saves, or where a rank has measured nothing.
 
-    All ranks wait for the slowest: the longest waits count. A rank that waits for a slower one
-    measures a longer step than it needs itself: the shortest step counts.
+    All ranks wait for the slowest: the longest times count, and the fewest slots. A rank that waits
+    for a slower one measures a longer step than it needs itself: the shortest step counts.
 
     Args:
         statements: the statements of all ranks, in any order.
@@ -95,23 +101,24 @@ def decide_interval(
     step_s = min(one.step_s for one in statements)
     if step_s <= 0:
         return IntervalDecision(steps=current, reason="no snapshot was measured on all ranks")
-    blocked_s, protect_s = (
-        max(one.blocked_s for one in statements),
-        max(one.protect_s for one in statements),
-    )
+    blocked_s = max(one.blocked_s for one in statements)
+    copy_s = max(one.copy_s for one in statements)
+    protect_s = max(one.protect_s for one in statements)
+    slots = min(one.slots for one in statements)
+    least_s = least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=slots)
     best = interval_steps(
         overhead_s=blocked_s,
-        protect_s=protect_s,
+        least_s=least_s,
         step_s=step_s,
         rate_per_s=recoveries_per_day / DAY_S,
     )
     best = min(best, STEPS_MAX)
     reason = (
-        f"a step takes {step_s:.3g} s, a snapshot delays it by {blocked_s:.3g} s and is "
-        f"protected after {protect_s:.3g} s, and {recoveries_per_day:.3g} recoveries a day are "
-        f"expected: {best} (REFT eq. 9)"
+        f"a step takes {step_s:.3g} s, a snapshot delays it by {blocked_s:.3g} s, is copied within "
+        f"{copy_s:.3g} s and protected {protect_s:.3g} s later, ranks have {slots} slots, and "
+        f"{recoveries_per_day:.3g} recoveries a day are expected: {best} (REFT eq. 9)"
     )
-    kept = abs(current - best) < KEPT_WITHIN * best
+    kept = abs(current - best) < KEPT_WITHIN * best and current * step_s >= least_s
     return IntervalDecision(steps=current if kept else best, reason=reason)
 
 

@@ -13,6 +13,7 @@ from math import ceil, comb, expm1, inf, sqrt
 
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.groups import MIN_GROUP_SIZE
+from holdfast_core.snapshots.layouts import SLOTS_MIN
 
 DIFFERENCE_FROM = 0.25
 """Expected number of lost nodes, per loss that is survived, from which eq. 7 is computed as it is
@@ -129,18 +130,40 @@ def recoveries_per_s(
     return nodes * (process_failures_per_s + (node_losses_per_s if redundant else 0.0))
 
 
+def least_interval_s(*, copy_s: float, protect_s: float, slots: int) -> float:
+    """The shortest time from save to save in which every save finds a slot.
+
+    Snapshots are copied one after the other, and protected one after the other. With three slots,
+    one is copied while the one before it is protected. With two, the slot that is not the recovery
+    line's takes part in both, and nothing overlaps.
+
+    Args:
+        copy_s: time from the call of a save until its copy has ended.
+        protect_s: time from there until it is protected.
+        slots: slots of each rank's arena.
+    """
+    _check(copy_s=copy_s, protect_s=protect_s)
+    return copy_s + protect_s if slots <= SLOTS_MIN else max(copy_s, protect_s)
+
+
 def snapshot_interval_steps(
-    *, copy_s: float, protect_s: float, step_s: float, rate_per_s: float, asked_steps: int
+    *,
+    copy_s: float,
+    protect_s: float,
+    slots: int,
+    step_s: float,
+    rate_per_s: float,
+    asked_steps: int,
 ) -> int:
     """The interval in steps of snapshots whose copy takes `copy_s`, of which a step hides what it
-    can (REFT appendix A, eq. 8); see `interval_steps`.
+    can (REFT appendix A, eq. 8); see `interval_steps` and `least_interval_s`.
 
     Raises:
         InvalidJobError: when there is no such number.
     """
     return interval_steps(
         overhead_s=save_overhead_s(copy_s, step_s),
-        protect_s=protect_s,
+        least_s=least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=slots),
         step_s=step_s,
         rate_per_s=rate_per_s,
         least_steps=asked_steps,
@@ -148,21 +171,21 @@ def snapshot_interval_steps(
 
 
 def interval_steps(
-    *, overhead_s: float, protect_s: float, step_s: float, rate_per_s: float, least_steps: int = 1
+    *, overhead_s: float, least_s: float, step_s: float, rate_per_s: float, least_steps: int = 1
 ) -> int:
     """The steps from snapshot to snapshot that lose the least time (REFT appendix A, eq. 9), but no
-    fewer than `least_steps` or than protection needs: a save is skipped while the previous one is
-    being protected.
+    fewer than `least_steps`, or than take `least_s`.
 
     Args:
         overhead_s: what one snapshot adds to training, O_save of eq. 8.
+        least_s: time from save to save that no save is skipped in; see `least_interval_s`.
         rate_per_s: rate of recoveries, see `recoveries_per_s`; above 0 unless the copy hides.
 
     Raises:
         InvalidJobError: when there is no such number.
     """
     best_s = optimal_interval_s(overhead_s, rate_per_s)
-    return max(steps_of(best_s, step_s), least_steps, ceil(protect_s / step_s))
+    return max(steps_of(best_s, step_s), least_steps, ceil(least_s / step_s))
 
 
 def steps_of(interval_s: float, step_s: float) -> int:

@@ -175,9 +175,14 @@ def _groups(job: MoETrainingJob) -> tuple[tuple[int, ...], ...]:
 def _node_memory(
     job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int
 ) -> tuple[NodeMemory, ...]:
+    return _with_slots(job, groups, bytes_per_rank, _slots_chosen(job, groups, bytes_per_rank))
+
+
+def _slots_chosen(
+    job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_rank: int
+) -> int:
     nodes_of = partial(_with_slots, job, groups, bytes_per_rank)
-    choices = job.spec.snapshot.slot_choices
-    return nodes_of(slots_chosen(choices, nodes_of, job.memory_per_node_bytes))
+    return slots_chosen(job.spec.snapshot.slot_choices, nodes_of, job.memory_per_node_bytes)
 
 
 def _with_slots(
@@ -215,10 +220,15 @@ def _memory(job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], bytes_per_
 def _slots_costs(
     job: MoETrainingJob, groups: tuple[tuple[int, ...], ...], settings: PlanSettings
 ) -> tuple[SlotsCost, ...]:
-    copy_s, protect_s, steps = _interval(job, settings)
+    copy_s, protect_s = _times(job, settings)
+
+    def interval_s(slots: int) -> float:
+        steps = _interval_steps(job, settings, slots)
+        return job.spec.snapshot.interval.asked_steps(steps) * settings.step_s
+
     return compare_slots(
         partial(_with_slots, job, groups, settings.bytes_per_rank or 0),
-        interval_s=job.spec.snapshot.interval.asked_steps(steps) * settings.step_s,
+        interval_of=interval_s,
         copy_s=copy_s,
         protect_s=protect_s,
     )
@@ -291,17 +301,22 @@ def _odds_rows(job: MoETrainingJob, settings: PlanSettings) -> Iterator[tuple[st
         )
 
 
-def _interval(job: MoETrainingJob, settings: PlanSettings) -> tuple[float, float, int]:
-    """Seconds of a copy and of protection, and the interval in steps that the comparison of
-    policies finds for Full, as far as sizes are known."""
+def _times(job: MoETrainingJob, settings: PlanSettings) -> tuple[float, float]:
+    """Seconds of a copy and of protection, as far as sizes are known."""
     node_bytes = (settings.bytes_per_rank or 0) * job.spec.nproc_per_node
     snapshot_s = settings.snapshot_s
     if snapshot_s is None:
         snapshot_s = node_bytes / COPY_BYTES_S
-    protect_s = node_bytes * job.spec.redundancy.losses / NETWORK_BYTES_S
-    steps = snapshot_interval_steps(
-        copy_s=snapshot_s,
+    return snapshot_s, node_bytes * job.spec.redundancy.losses / NETWORK_BYTES_S
+
+
+def _interval_steps(job: MoETrainingJob, settings: PlanSettings, slots: int) -> int:
+    """The interval in steps that the comparison of policies finds for Full."""
+    copy_s, protect_s = _times(job, settings)
+    return snapshot_interval_steps(
+        copy_s=copy_s,
         protect_s=protect_s,
+        slots=slots,
         step_s=settings.step_s,
         rate_per_s=recoveries_per_s(
             job.spec.nodes,
@@ -311,15 +326,15 @@ def _interval(job: MoETrainingJob, settings: PlanSettings) -> tuple[float, float
         ),
         asked_steps=job.spec.snapshot.interval.least_steps,
     )
-    return snapshot_s, protect_s, steps
 
 
 def _interval_row(job: MoETrainingJob, settings: PlanSettings) -> tuple[str, str, str]:
-    snapshot_s, protect_s, steps = _interval(job, settings)
+    copy_s, protect_s = _times(job, settings)
+    slots = _slots_chosen(job, _groups(job), settings.bytes_per_rank or 0)
     return (
         "snapshot interval, steps",
-        str(steps),
-        f"REFT eq. 9, for lost nodes and processes; copy {snapshot_s:.2f} s, protection "
+        str(_interval_steps(job, settings, slots)),
+        f"REFT eq. 9, for lost nodes and processes; copy {copy_s:.2f} s, protection "
         f"{protect_s:.2f} s, step {settings.step_s:g} s; the job has "
         f"{job.spec.snapshot.interval.steps}",
     )

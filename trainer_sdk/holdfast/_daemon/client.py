@@ -67,6 +67,8 @@ class Opened:
     token: str
     arena_bytes: int
     slot_bytes: int
+    slots: int
+    """Number of the arena's slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +249,7 @@ class GrpcClient:
             token=reply.token,
             arena_bytes=reply.arena_bytes,
             slot_bytes=reply.slot_bytes,
+            slots=reply.slots,
         )
 
     def claim(self, token: str, nbytes: int, timeout_s: float) -> MappedArena:

@@ -56,6 +56,8 @@ class SaveHandle:
         """Done when this generation or a newer one is in durable storage, complete: training
         survives the loss of the cluster. Never reached where the job has no such storage."""
         self._stages = (self.staged, self.committed, self.protected)
+        self._slots = 0
+        """Slots of the arena that has one for the snapshot; 0 before. For the session only."""
         self._lock = threading.Lock()
         for future in (*self._stages, self.persisted):
             future.set_running_or_notify_cancel()  # a caller that waits cannot cancel a stage

@@ -51,6 +51,8 @@ class Link:
         self.layout: Layout | None = None
         self.plan: CopyPlan | None = None
         self.session = ""
+        self.slots = 0
+        """Slots of the newest session's arena."""
         self._arena: MappedArena | None = None
         self._lost = False
         self._pause_s = 0.0
@@ -93,6 +95,7 @@ class Link:
         )
         arena = client.claim(opened.token, opened.arena_bytes, settings.rpc_timeout_s)
         self.layout, self.session, self._arena, self._lost = layout, opened.session, arena, False
+        self.slots = opened.slots
         try:
             Placed(arena=arena.view(0, arena.nbytes), address=arena.address, layout=layout, slot=0)
             self._device.register(arena.address, arena.nbytes)

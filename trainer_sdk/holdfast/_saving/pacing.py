@@ -29,6 +29,7 @@ from holdfast_core.protection.automatic_interval import (
     IntervalSchedule,
     decide_interval,
 )
+from holdfast_core.snapshots.layouts import SLOTS_MAX
 
 _log = logging.getLogger("holdfast")
 _COSTS = msgspec.json.Decoder(Costs)
@@ -80,7 +81,9 @@ class Pacing:
         self._schedule = IntervalSchedule()
         self._steps_s: deque[float] = deque(maxlen=MEASURED)
         self._blocked_s: deque[float] = deque(maxlen=MEASURED)
+        self._copy_s: deque[float] = deque(maxlen=MEASURED)
         self._protect_s: deque[float] = deque(maxlen=MEASURED)
+        self._slots = SLOTS_MAX
         self._last: tuple[int, float] | None = None
         """Step and time of the newest call of `save`."""
         self._handle: SaveHandle | None = None
@@ -133,12 +136,16 @@ class Pacing:
             step=step,
             step_s=statistics.median(self._steps_s) if known else 0.0,
             blocked_s=statistics.fmean(self._blocked_s) if known else 0.0,
+            copy_s=statistics.fmean(self._copy_s) if self._copy_s else 0.0,
             protect_s=statistics.fmean(self._protect_s) if self._protect_s else 0.0,
+            slots=self._slots,
         )
 
-    def _protected(self, seconds: float) -> None:
+    def _protected(self, copy_s: float, protect_s: float, slots: int) -> None:
         with self._rounds.changed:
-            self._protect_s.append(seconds)
+            self._copy_s.append(copy_s)
+            self._protect_s.append(protect_s)
+            self._slots = slots or SLOTS_MAX
 
     def _next(self) -> Round | None:
         statement, self._statement = self._statement, None
@@ -170,11 +177,11 @@ class Pacing:
 
 
 class _Protecting:
-    """Measurement of the time from the end of a snapshot's copy until it is protected."""
+    """Measurement of a snapshot's copy, and of the time from its end until it is protected."""
 
-    def __init__(self, handle: SaveHandle, record: Callable[[float], None]) -> None:
-        self._record = record
-        self._staged_s = 0.0
+    def __init__(self, handle: SaveHandle, record: Callable[[float, float, int], None]) -> None:
+        self._handle, self._record = handle, record
+        self._called_s, self._staged_s = time.monotonic(), 0.0
         handle.staged.add_done_callback(self._staged)
         handle.protected.add_done_callback(self._protected)
 
@@ -183,7 +190,8 @@ class _Protecting:
 
     def _protected(self, stage: Future[int]) -> None:
         if _reached(stage):
-            self._record(time.monotonic() - self._staged_s)
+            copy_s, protect_s = self._staged_s - self._called_s, time.monotonic() - self._staged_s
+            self._record(copy_s, protect_s, self._handle._slots)
 
 
 def _reached(stage: Future[int]) -> bool:

@@ -218,6 +218,7 @@ class Saver:
         due = self.comparing.due(task.number, self._settings.start_wait_s / 2)
         choice = self._policy.choose(task.number, self._newest)
         placed, carried = link.grant(step, choice.base, choice.unchanged)
+        task.handle._slots = link.slots
         if not task.hold():
             link.abort(step, "training went on before the copy began")
             return

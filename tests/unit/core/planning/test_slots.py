@@ -9,6 +9,7 @@ import pytest
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.planning.slots import compare_slots, skipped_saves, slots_chosen
 from holdfast_core.protection.budget import NodeMemory
+from holdfast_core.protection.intervals import least_interval_s
 
 
 def nodes_of(slots: int) -> tuple[NodeMemory, ...]:
@@ -42,13 +43,31 @@ def test_slower_protection_skips_no_fewer_saves() -> None:
         assert all(less <= more + 0.002 for less, more in pairwise(portions))
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize(("copy_s", "protect_s"), [(0.5, 4.0), (4.0, 0.5), (2.0, 2.0), (3.0, 0.0)])
+def test_the_least_interval_is_the_shortest_that_skips_nothing(
+    slots: int, copy_s: float, protect_s: float
+) -> None:
+    least_s = least_interval_s(copy_s=copy_s, protect_s=protect_s, slots=slots)
+    assert skipped_saves(least_s, copy_s, protect_s, slots=slots) == 0
+    assert skipped_saves(least_s * 63 / 64, copy_s, protect_s, slots=slots) > 0
+
+
+def test_where_the_interval_depends_on_the_slots_each_number_has_its_own() -> None:
+    def least_s(slots: int) -> float:
+        return least_interval_s(copy_s=4.0, protect_s=9.0, slots=slots)
+
+    costs = compare_slots(nodes_of, interval_of=least_s, copy_s=4.0, protect_s=9.0)
+    assert [cost.skipped for cost in costs] == [0, 0]
+
+
 def test_an_interval_of_nothing_is_refused() -> None:
     with pytest.raises(InvalidJobError, match=r"interval_s=0.0: an interval"):
         skipped_saves(0.0, 1.0, 1.0, slots=2)
 
 
 def test_both_numbers_are_compared_on_the_node_that_needs_most() -> None:
-    three, two = compare_slots(nodes_of, interval_s=10.0, copy_s=4.0, protect_s=9.0)
+    three, two = compare_slots(nodes_of, interval_of=lambda slots: 10.0, copy_s=4.0, protect_s=9.0)
     assert (three.slots, three.memory.total_bytes, three.skipped) == (3, 363, 0)
     assert (two.slots, two.memory.total_bytes, two.skipped) == (2, 262, 0.5)
     assert two.memory.settled_bytes == 232

@@ -10,6 +10,7 @@ from math import sqrt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast_core.errors import ProtocolError
 from holdfast_core.protection.automatic_interval import (
@@ -30,13 +31,27 @@ FIRST = WARMING_UP + MEASURED
 
 
 def costs(
-    *, step_s: float = 1.0, blocked_s: float = 0.1, protect_s: float = 0.0, call: int = 9
+    *,
+    step_s: float = 1.0,
+    blocked_s: float = 0.1,
+    copy_s: float = 0.0,
+    protect_s: float = 0.0,
+    slots: int = 3,
+    call: int = 9,
 ) -> Costs:
-    return Costs(call=call, step=call + 1, step_s=step_s, blocked_s=blocked_s, protect_s=protect_s)
+    return Costs(
+        call=call,
+        step=call + 1,
+        step_s=step_s,
+        blocked_s=blocked_s,
+        copy_s=copy_s,
+        protect_s=protect_s,
+        slots=slots,
+    )
 
 
 def decided(*costs: Costs, a_day: float = 4.0, current: int = 1) -> int:
-    return decide_interval(costs, recoveries_per_day=a_day, current=current).steps
+    return decide_interval(statements, recoveries_per_day=a_day, current=current).steps
 
 
 def test_the_interval_is_that_of_reft_equation_9() -> None:
@@ -64,6 +79,19 @@ def test_snapshots_that_cost_nothing_are_taken_as_often_as_protection_can_follow
     assert decided(costs(blocked_s=0.0, protect_s=2.5)) == 3
 
 
+def test_with_two_slots_a_snapshot_is_protected_before_the_next_is_copied() -> None:
+    hidden = costs(blocked_s=0.0, copy_s=1.7, protect_s=2.5)
+    assert decided(hidden) == 3
+    assert decided(replace(hidden, slots=2)) == 5  # 4.2 s
+    assert decided(hidden, replace(hidden, slots=2)) == 5  # they do not all have the same
+    assert decided(costs(blocked_s=0.0, copy_s=2.5, protect_s=1.7)) == 3
+
+
+def test_an_interval_that_is_a_little_too_short_for_the_slots_is_not_kept() -> None:
+    two = costs(blocked_s=0.0, copy_s=17.0, protect_s=25.0, slots=2)
+    assert [decided(two, current=steps) for steps in (38, 41, 42, 46)] == [42, 42, 42, 46]
+
+
 def test_the_slowest_rank_decides_what_a_snapshot_costs_and_how_long_a_step_is() -> None:
     slow = costs(step_s=0.5, blocked_s=0.2, protect_s=1.0)  # its step is not the others' wait
     waiting = costs(step_s=0.7, blocked_s=0.0, protect_s=0.2)
@@ -83,8 +111,8 @@ def test_before_all_ranks_have_measured_the_interval_stays() -> None:
 def test_the_reason_has_what_was_measured() -> None:
     found = decide_interval([costs()], recoveries_per_day=4.0, current=1)
     assert found.reason == (
-        "a step takes 1 s, a snapshot delays it by 0.1 s and is protected after 0 s, and 4 "
-        "recoveries a day are expected: 66 (REFT eq. 9)"
+        "a step takes 1 s, a snapshot delays it by 0.1 s, is copied within 0 s and protected 0 s "
+        "later, ranks have 3 slots, and 4 recoveries a day are expected: 66 (REFT eq. 9)"
     )
 
 
@@ -226,15 +254,15 @@ def test_all_ranks_take_the_same_saves_whatever_they_measure_and_whenever_they_d
             run.call()
         n = len(decisions)
         if all(len(run.statements) > n for run in ranks):
-            costs = [
-                Costs(call=call, step=step, step_s=a, blocked_s=b, protect_s=c)
+            statements = [
+                replace(costs(step_s=a, blocked_s=b, protect_s=c), call=call, step=step)
                 for (call, step), (a, b, c) in zip(
                     (run.statements[n] for run in ranks), measured, strict=True
                 )
             ]
             current = ranks[0].schedule.steps
             decisions.append(
-                (tick, decide_interval(costs, recoveries_per_day=a_day, current=current))
+                (tick, decide_interval(statements, recoveries_per_day=a_day, current=current))
             )
     agreed = max((sorted(run.taken + run.missed) for run in ranks), key=len)
     for run in ranks:

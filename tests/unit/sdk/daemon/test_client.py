@@ -97,7 +97,9 @@ class Trainer(trainer_pb2_grpc.TrainerServicer):
 
     def Open(self, request: Any, context: Any) -> trainer_pb2.OpenReply:
         self._enter(request, context)
-        return trainer_pb2.OpenReply(session="s", token="t", arena_bytes=12288, slot_bytes=4096)
+        return trainer_pb2.OpenReply(
+            session="s", token="t", arena_bytes=12288, slot_bytes=4096, slots=2
+        )
 
     def Grant(self, request: Any, context: Any) -> trainer_pb2.GrantReply:
         self._enter(request, context)
@@ -172,7 +174,7 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
     assert (hello.epoch, hello.world_size) == (2, 4)
     assert service.seen[-1].store_address == "node0:1"
     opened = client.open(2, b"layout", 99, WAIT_S)
-    assert (opened.session, opened.arena_bytes) == ("s", 12288)
+    assert (opened.session, opened.arena_bytes, opened.slots) == ("s", 12288, 2)
     assert service.seen[-1].largest_slot_bytes == 99
     assert client.grant("s", 2, 1).slot == 0
     skipped = client.grant("s", 2, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from meeting import WAIT_S, Meeting, Seat
 
 import holdfast
 from holdfast._copying.devices import CpuDevice
+from holdfast._daemon.client import Opened
 from holdfast._daemon.handles import SaveHandle
 from holdfast._environment import read_environment
 from holdfast._exchange import Alone
@@ -153,11 +155,23 @@ def test_every_save_is_due_where_nothing_is_measured() -> None:
 # --- in a session ---------------------------------------------------------------------------------
 
 
+class TwoSlots(FakeDaemon):
+    """Calls the arenas that it gives arenas of two slots."""
+
+    def open(self, *request: Any) -> Opened:
+        return replace(super().open(*request), slots=2)
+
+
+@pytest.mark.parametrize(("kind", "slots"), [(FakeDaemon, 3), (TwoSlots, 2)])
 def test_a_session_takes_the_saves_that_are_worth_it(
-    make_trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_trainer: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[FakeDaemon],
+    slots: int,
 ) -> None:
     caplog.set_level("INFO", "holdfast")
-    trainer, daemon = make_trainer(), FakeDaemon(tmp_path)
+    trainer, daemon = make_trainer(), kind(tmp_path)
     session = trainer.open(daemon, recoveries_per_day=NEVER, report_interval_s=0.0)
     step, until = 0, time.monotonic() + WAIT_S
     while session.counters.interval_steps != STEPS_MAX:
@@ -166,6 +180,7 @@ def test_a_session_takes_the_saves_that_are_worth_it(
         trainer.train()
         session.save(step)
     assert f"snapshots are {STEPS_MAX} steps apart from now on: a step takes" in caplog.text
+    assert f"later, ranks have {slots} slots, and" in caplog.text
     skipped = session.counters.skipped
     trainer.train()
     handle = session.save(step + 1)
