@@ -1,7 +1,8 @@
 """What each number of slots costs a job: memory on a node, and saves that are skipped.
 
 A rank with three slots can write a snapshot while the one before it is being protected; with two,
-the other slot holds the recovery line until then, and the save is skipped.
+the other slot holds the recovery line until then, and the save is skipped. Beside the memory stands
+what it would be without compute weights (`snapshot.storeComputeWeights: false`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from dataclasses import dataclass
 from holdfast_core.errors import InvalidJobError
 from holdfast_core.protection.budget import NodeMemory
 from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN
+
+WITHOUT_WEIGHTS = 12 / 14
+"""Portion of a snapshot that is left without compute weights: Adam with float32 masters has 14
+bytes of state for each parameter, and 2 of them are the 16-bit weight, which follows from its
+master."""
 
 SAVES_LOOKED_AT = 1000
 """Consecutive saves among which skipped ones are counted."""
@@ -31,8 +37,15 @@ class SlotsCost:
     slots: int
     memory: NodeMemory
     """Memory of the node that needs most."""
+    interval_s: float
+    """Time from save to save."""
     skipped: float
     """Portion of the saves that are skipped, 0 to 1."""
+
+    @property
+    def bytes_without_weights(self) -> int:
+        """Bytes to reserve on that node where all compute weights are left out of snapshots."""
+        return round(self.memory.total_bytes * WITHOUT_WEIGHTS)
 
 
 def compare_slots(
@@ -49,6 +62,7 @@ def compare_slots(
         SlotsCost(
             slots=slots,
             memory=max(nodes_of(slots), key=lambda node: node.total_bytes),
+            interval_s=interval_of(slots),
             skipped=skipped_saves(interval_of(slots), copy_s, protect_s, slots=slots),
         )
         for slots in range(SLOTS_MAX, SLOTS_MIN - 1, -1)

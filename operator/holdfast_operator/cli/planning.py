@@ -38,6 +38,11 @@ from holdfast_core.snapshots.membership import Redundancy
 from holdfast_operator.cli.policy_view import comparison_view
 from holdfast_operator.cli.sources_view import sources_view
 
+WITHOUT_WEIGHTS_TEXT = (
+    "without weights: with snapshot.storeComputeWeights: false, where 16-bit weights, 2 of a "
+    "parameter's 14 bytes of state, follow from float32 masters"
+)
+
 DAY_S = 86400.0
 COPY_BYTES_S = 10e9
 """Rate at which the ranks of a node copy snapshots, when none is given."""
@@ -72,14 +77,18 @@ class PlannedModel:
     sizes: ModelSizes
     assumed: Assumptions
 
+    @property
+    def state_bytes(self) -> int:
+        """Training state of all ranks together, one copy."""
+        return sum(self.sizes.experts.values()) + self.sizes.other_bytes
+
     def __str__(self) -> str:
         layers = self.sizes.by_layer.values()
         counts = sorted({len(units) for units in layers})
-        experts = sum(self.sizes.experts.values())
         return (
             f"{len(layers)} MoE layers of {' or '.join(map(str, counts))} experts, "
-            f"{format_bytes(experts + self.sizes.other_bytes).partition(' (')[0]} of training "
-            f"state, {experts / (experts + self.sizes.other_bytes):.0%} of it in experts"
+            f"{_short(self.state_bytes)} of training state, "
+            f"{1 - self.sizes.other_bytes / self.state_bytes:.0%} of it in experts"
         )
 
 
@@ -146,8 +155,8 @@ def plan_view(
                 auto=job.spec.snapshot.interval.auto,
             )
         )
-        share_bytes = found.best.job_bytes / spec.nodes
-        parts += ["", _slots(job, found.best.slots, share_bytes)]
+        share_bytes = model.state_bytes / spec.nodes
+        parts += ["", _slots(job, found.best.slots, share_bytes), WITHOUT_WEIGHTS_TEXT]
         if groups:
             parts += ["", sources_view(job, model.sizes, model.assumed, found)]
     elif settings.bytes_per_rank is None:
@@ -158,7 +167,8 @@ def plan_view(
     else:
         parts += [_memory(job, groups, settings.bytes_per_rank), ""]
         share_bytes = settings.bytes_per_rank * spec.nproc_per_node
-        parts.append(_slots(job, _slots_costs(job, groups, settings), share_bytes))
+        costs = _slots_costs(job, groups, settings)
+        parts += [_slots(job, costs, share_bytes), WITHOUT_WEIGHTS_TEXT]
     parts.append("")
     parts.append(_odds(job, settings, with_interval=found is None))
     return Group(*parts)
@@ -236,22 +246,37 @@ def _slots_costs(
 
 def _slots(job: MoETrainingJob, costs: Sequence[SlotsCost], share_bytes: float) -> Table:
     """What each number of slots costs, on the node that needs most."""
-    limit = job.memory_per_node_bytes
-    heads = ("slots", "memory of a node", "x of its share", "between builds", "saves skipped", "")
-    table = Table(*heads, box=None, pad_edge=False)
+    heads = ("slots", "memory of a node", "x of its share", "between builds", "without weights")
+    more = ("x of its share", "a save every", "saves skipped", "")
+    table = Table(*heads, *more, box=None, pad_edge=False)
     for cost in costs:
-        needed = cost.memory.total_bytes
-        too_much = limit is not None and needed > limit
+        needed, without = cost.memory.total_bytes, cost.bytes_without_weights
+        verdict = _verdict(job.memory_per_node_bytes, needed, without)
         table.add_row(
             str(cost.slots),
-            format_bytes(needed),
+            _short(needed),
             f"{needed / share_bytes:.2f}",
             f"{cost.memory.settled_bytes / share_bytes:.2f}",
+            _short(without),
+            f"{without / share_bytes:.2f}",
+            f"{cost.interval_s:.3g} s",
             f"{cost.skipped:.1%}",
-            "" if limit is None else "does not fit" if too_much else "fits",
-            style="red" if too_much else None,
+            verdict,
+            style="red" if verdict.startswith("does not") else None,
         )
     return table
+
+
+def _verdict(limit_bytes: int | None, needed_bytes: int, without_bytes: int) -> str:
+    if limit_bytes is None:
+        return ""
+    if needed_bytes <= limit_bytes:
+        return "fits"
+    return "fits without weights" if without_bytes <= limit_bytes else "does not fit"
+
+
+def _short(nbytes: int) -> str:
+    return format_bytes(nbytes).partition(" (")[0]
 
 
 def _odds(job: MoETrainingJob, settings: PlanSettings, *, with_interval: bool) -> Table:

@@ -71,6 +71,7 @@ def test_both_numbers_are_compared_on_the_node_that_needs_most() -> None:
     assert (three.slots, three.memory.total_bytes, three.skipped) == (3, 363, 0)
     assert (two.slots, two.memory.total_bytes, two.skipped) == (2, 262, 0.5)
     assert two.memory.settled_bytes == 232
+    assert (two.interval_s, two.bytes_without_weights) == (10.0, round(262 * 12 / 14))
 
 
 def test_three_slots_are_chosen_where_they_fit_the_limit() -> None:

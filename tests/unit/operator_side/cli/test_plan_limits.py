@@ -66,7 +66,41 @@ def test_both_numbers_of_slots_are_shown_with_what_each_costs(
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 90Gi}\n")
     out = " ".join(printed(capsys, job, "--bytes-per-rank", "12Gi").split())
-    three, two = re.findall(r"([23]) [\d.]+ GiB \(\d+ bytes\) ([\d.]+) ([\d.]+) ([\d.]+)%", out)
-    assert (three[:3], two[:3]) == (("3", "3.67", "3.33"), ("2", "2.67", "2.33"))
-    assert float(three[3]) < float(two[3])
-    assert "saves skipped" in out
+    size, ratio = r"[\d.]+ GiB", r"([\d.]+)"
+    row = rf"([23]) {size} {ratio} {ratio} {size} {ratio} {ratio} s {ratio}% (fits|does not fit)"
+    three, two = re.findall(row, out)
+    assert three[:4] == ("3", "3.67", "3.33", "3.14")
+    assert two[:4] == ("2", "2.67", "2.33", "2.29")  # below 2.4 with RAIM5 of four
+    assert three[4] == two[4] == "1"  # the job's interval, of steps of a second
+    assert 0 < float(three[5]) < float(two[5])
+
+
+def test_the_share_of_a_node_is_of_the_whole_state_also_where_snapshots_of_experts_are_best(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = " ".join(printed(capsys, job, *SIZES, "--copy-bandwidth", "2G").split())
+    assert "recommended: PartialExperts" in out
+    two = re.search(r" 2 [\d.]+ GiB ([\d.]+) ([\d.]+) [\d.]+ GiB ([\d.]+) ", out)
+    assert two is not None
+    assert two.groups() == ("2.67", "2.33", "2.29")
+
+
+def test_a_measured_interval_leaves_room_for_the_slots_that_a_job_has(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(JOB + "  snapshot: {interval: {steps: auto}}\n")
+    hidden = ("--snapshot-seconds", "0.9", "--bytes-per-rank", "12Gi")
+    out = " ".join(printed(capsys, job, *hidden).split())
+    three, two = re.findall(r"[23] [\d.]+ GiB .*? ([\d.]+) s ([\d.]+)%", out)
+    assert int(three[0]) < int(two[0])
+    assert three[1] == two[1] == "0.0"
+
+
+def test_a_job_that_fits_only_without_compute_weights_is_told_so(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(JOB + "  snapshot: {memoryPerNode: 60Gi}\n")
+    out, error = said_of(capsys, job, "--bytes-per-rank", "12Gi")
+    assert out.count("fits without weights") == 1
+    assert "storeComputeWeights: false" in out
+    assert "snapshots of one node need" in error
