@@ -75,7 +75,7 @@ def test_what_parity_fetches_is_reported_but_is_not_evidence(memory: JobMemory) 
 def test_the_fewest_slots_of_a_ranks_arenas_are_reported_but_are_no_evidence(
     memory: JobMemory,
 ) -> None:
-    before = told(memory)
+    before = found(memory)
     assert view_of(memory).slots == 0
     for rank, layout, slots in ((0, "old", 3), (0, "new", 2), (1, "of another node", 1)):
         arena = ArenaView(rank=rank, layout_id=layout, layout=LAYOUT, encoded=b"")
@@ -83,7 +83,7 @@ def test_the_fewest_slots_of_a_ranks_arenas_are_reported_but_are_no_evidence(
         arena.allocated(slots)
     memory.arenas[0, "next"] = ArenaView(rank=0, layout_id="next", layout=LAYOUT, encoded=b"")
     assert view_of(memory).slots == 2
-    assert told(memory) == before
+    assert found(memory) == before
 
 
 def test_a_newer_step_is_not_evidence(memory: JobMemory) -> None:

@@ -51,7 +51,7 @@ def costs(
 
 
 def decided(*costs: Costs, a_day: float = 4.0, current: int = 1) -> int:
-    return decide_interval(statements, recoveries_per_day=a_day, current=current).steps
+    return decide_interval(costs, recoveries_per_day=a_day, current=current).steps
 
 
 def test_the_interval_is_that_of_reft_equation_9() -> None:

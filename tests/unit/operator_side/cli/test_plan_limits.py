@@ -100,7 +100,7 @@ def test_a_job_that_fits_only_without_compute_weights_is_told_so(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.write_text(JOB + "  snapshot: {memoryPerNode: 60Gi}\n")
-    out, error = said_of(capsys, job, "--bytes-per-rank", "12Gi")
+    out, error = outputs(capsys, job, "--bytes-per-rank", "12Gi")
     assert out.count("fits without weights") == 1
     assert "storeComputeWeights: false" in out
     assert "snapshots of one node need" in error

@@ -148,7 +148,7 @@ def test_a_shape_that_an_earlier_version_stored_in_words_still_counts(
     if is_reshaped:
         world.protected = None
     world.settle(2.0)
-    assert world.dropped == is_reshaped and len(world.told("Reshaped")) == is_reshaped
+    assert world.dropped == is_reshaped and len(world.messages("Reshaped")) == is_reshaped
     assert world.membership.epoch == 2
 
 

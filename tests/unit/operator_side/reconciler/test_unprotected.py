@@ -53,19 +53,11 @@ def say(made: SayingWorld, problem: Problem) -> None:
 
 def test_diverged_replicas_are_reported_once_with_the_unit_and_the_ranks() -> None:
     made = world()
-<<<<<<< HEAD
     assert made.messages("ReplicasDiverged") == []
-    say(made, WHY)
-    say(made, "the save before is still in progress")
-    say(made, WHY)
-    assert made.messages("ReplicasDiverged") == [WHY]
-=======
-    assert made.told("ReplicasDiverged") == []
     say(made, DIVERGED)
     say(made, BUSY)
     say(made, DIVERGED)
-    assert made.told("ReplicasDiverged") == [DIVERGED.text]
->>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
+    assert made.messages("ReplicasDiverged") == [DIVERGED.text]
     assert [e.warning for e in made.events if e.reason == "ReplicasDiverged"] == [True]
     assert DIVERGED.text in {condition.message for condition in made.decision.conditions}
 
@@ -74,11 +66,7 @@ def test_a_second_divergence_is_reported_again() -> None:
     made = world()
     for problem in (DIVERGED, NONE, DIVERGED):
         say(made, problem)
-<<<<<<< HEAD
-    assert made.messages("ReplicasDiverged") == [WHY, WHY]
-=======
-    assert made.told("ReplicasDiverged") == [DIVERGED.text, DIVERGED.text]
->>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
+    assert made.messages("ReplicasDiverged") == [DIVERGED.text, DIVERGED.text]
 
 
 def test_refused_memory_is_reported_once_with_both_numbers() -> None:
@@ -86,11 +74,7 @@ def test_refused_memory_is_reported_once_with_both_numbers() -> None:
     say(made, REFUSED)
     say(made, BUSY)
     say(made, REFUSED)
-<<<<<<< HEAD
-    assert made.messages("SnapshotsRefused") == [REFUSED]
-=======
-    assert made.told("SnapshotsRefused") == [REFUSED.text]
->>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
+    assert made.messages("SnapshotsRefused") == [REFUSED.text]
     assert [e.warning for e in made.events if e.reason == "SnapshotsRefused"] == [True]
 
 
@@ -98,22 +82,12 @@ def test_a_second_reason_is_reported_beside_the_first() -> None:
     made = world()
     for problem in (DIVERGED, REFUSED, DIVERGED):
         say(made, problem)
-<<<<<<< HEAD
-    assert made.messages("ReplicasDiverged") == [WHY]
-    assert made.messages("SnapshotsRefused") == [REFUSED]
-=======
-    assert made.told("ReplicasDiverged") == [DIVERGED.text]
-    assert made.told("SnapshotsRefused") == [REFUSED.text]
->>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
+    assert made.messages("ReplicasDiverged") == [DIVERGED.text]
+    assert made.messages("SnapshotsRefused") == [REFUSED.text]
 
 
 def test_only_the_code_tells_a_divergence_from_other_problems() -> None:
     made = world()
-<<<<<<< HEAD
-    say(made, "every slot of rank 0 is in use: protection is behind")
-    assert made.messages("ReplicasDiverged") == made.messages("SnapshotsRefused") == []
-=======
     for problem in (BUSY, Problem(DIVERGED.text), Problem(DIVERGED.text, BUSY.code)):
         say(made, problem)
-    assert made.told("ReplicasDiverged") == made.told("SnapshotsRefused") == []
->>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
+    assert made.messages("ReplicasDiverged") == made.messages("SnapshotsRefused") == []

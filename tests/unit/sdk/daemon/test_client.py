@@ -206,17 +206,10 @@ def test_calls_carry_what_they_should(client: GrpcClient, service: Trainer) -> N
             loss=Loss(report=LOSS),
         )
     )
-<<<<<<< HEAD
     sent = service.seen[-1]
-    assert (sent.failed, sent.failure) == (3, "f")
+    assert (sent.failed, sent.failure, sent.failure_code) == (3, "f", "corrupt")
     assert (sent.save_period_s, sent.staged_s, sent.interval_steps) == (0.1, 0.2, 3)
     assert loss_from_proto(sent.loss) == LOSS
-=======
-    said = service.seen[-1]
-    assert (said.failed, said.failure, said.failure_code) == (3, "f", "corrupt")
-    assert (said.save_period_s, said.staged_s, said.interval_steps) == (0.1, 0.2, 3)
-    assert loss_from_proto(said.loss) == LOSS
->>>>>>> 4bbd817 (Carry the kind of a problem as a code from the trainer to the control loop)
 
 
 def test_the_headers_of_a_sessions_calls_name_it_before_the_request_is_read(
