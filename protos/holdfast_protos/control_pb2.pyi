@@ -250,6 +250,7 @@ class RankState(_message.Message):
     RESTORED_FROM_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     LAST_LINES_FIELD_NUMBER: _builtins.int
+    FOLLOWS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     state: _builtins.str
     """HEALTHY, SNAPSHOTTING, UNHEALTHY, OFFLINE (REFT §4.2)"""
@@ -266,6 +267,8 @@ class RankState(_message.Message):
     """its worker failed in this epoch with this code; 0 when none has"""
     last_lines: _builtins.str
     """last lines that the worker wrote to stderr"""
+    follows: _builtins.bool
+    """its worker stays in its process when its world changes"""
     @_builtins.property
     def restored(self) -> _values_pb2.Generation: ...
     def __init__(
@@ -281,10 +284,11 @@ class RankState(_message.Message):
         restored_from: _builtins.str = ...,
         exit_code: _builtins.int = ...,
         last_lines: _builtins.str = ...,
+        follows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "idle_s", b"idle_s", "last_lines", b"last_lines", "lost", b"lost", "pid", b"pid", "rank", b"rank", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "follows", b"follows", "idle_s", b"idle_s", "last_lines", b"last_lines", "lost", b"lost", "pid", b"pid", "rank", b"rank", "restored", b"restored", "restored_from", b"restored_from", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,6 +346,7 @@ class MembershipChange(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    RESTARTING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     base_digest: _builtins.bytes
     """of the base's encoding; versions alone do not identify it"""
@@ -351,6 +356,10 @@ class MembershipChange(_message.Message):
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_values_pb2.Member]:
         """only of members that have changed since the base"""
 
+    @_builtins.property
+    def restarting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as in Membership; not a difference"""
+
     def __init__(
         self,
         *,
@@ -359,10 +368,11 @@ class MembershipChange(_message.Message):
         epoch: _builtins.int = ...,
         revision: _builtins.int = ...,
         members: _abc.Iterable[_values_pb2.Member] | None = ...,
+        restarting: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "epoch", b"epoch", "job", b"job", "members", b"members", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "epoch", b"epoch", "job", b"job", "members", b"members", "restarting", b"restarting", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

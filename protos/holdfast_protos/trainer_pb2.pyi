@@ -652,6 +652,8 @@ class World(_message.Message):
     SERVES_STORE_FIELD_NUMBER: _builtins.int
     NODE_HOST_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    ARRIVED_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     epoch: _builtins.int
     node_rank: _builtins.int
@@ -664,6 +666,10 @@ class World(_message.Message):
     """address of this node, where the store should listen"""
     finished: _builtins.bool
     """the job has ended; do not wait"""
+    keep: _builtins.bool
+    """this node's workers can be kept: all of them follow their worlds"""
+    arrived: _builtins.bool
+    """all of this node's ranks have called Hello in this epoch"""
     def __init__(
         self,
         *,
@@ -675,14 +681,45 @@ class World(_message.Message):
         serves_store: _builtins.bool = ...,
         node_host: _builtins.str = ...,
         finished: _builtins.bool = ...,
+        keep: _builtins.bool = ...,
+        arrived: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finished", b"finished", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "epoch", b"epoch", "finished", b"finished", "keep", b"keep", "node_host", b"node_host", "node_rank", b"node_rank", "nodes", b"nodes", "ready", b"ready", "serves_store", b"serves_store", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___World: _TypeAlias = World  # noqa: Y015
+
+@_typing.final
+class FollowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    job: _builtins.str
+    rank: _builtins.int
+    pid: _builtins.int
+    """shown in messages"""
+    def __init__(
+        self,
+        *,
+        protocol_version: _builtins.int = ...,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "pid", b"pid", "protocol_version", b"protocol_version", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
 
 @_typing.final
 class PublishStoreRequest(_message.Message):

@@ -89,6 +89,11 @@ class TrainerStub:
                 request_serializer=holdfast__protos_dot_trainer__pb2.PublishStoreRequest.SerializeToString,
                 response_deserializer=holdfast__protos_dot_trainer__pb2.PublishStoreReply.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/holdfast.v1.Trainer/Follow',
+                request_serializer=holdfast__protos_dot_trainer__pb2.FollowRequest.SerializeToString,
+                response_deserializer=holdfast__protos_dot_trainer__pb2.World.FromString,
+                _registered_method=True)
         self.WorkerExited = channel.unary_unary(
                 '/holdfast.v1.Trainer/WorkerExited',
                 request_serializer=holdfast__protos_dot_trainer__pb2.WorkerExitedRequest.SerializeToString,
@@ -188,6 +193,15 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """Streams the training worlds of a worker that stays in its process when its world changes: the
+        present one, then each newer one, as soon as its epoch begins and again once its store is
+        published (`ready`). While the stream is open, the worker can be kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WorkerExited(self, request, context):
         """Reports a failed worker before the agent stops the others; failure rules use its exit code.
         """
@@ -266,6 +280,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.PublishStore,
                     request_deserializer=holdfast__protos_dot_trainer__pb2.PublishStoreRequest.FromString,
                     response_serializer=holdfast__protos_dot_trainer__pb2.PublishStoreReply.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=holdfast__protos_dot_trainer__pb2.FollowRequest.FromString,
+                    response_serializer=holdfast__protos_dot_trainer__pb2.World.SerializeToString,
             ),
             'WorkerExited': grpc.unary_unary_rpc_method_handler(
                     servicer.WorkerExited,
@@ -580,6 +599,33 @@ class Trainer:
             '/holdfast.v1.Trainer/PublishStore',
             holdfast__protos_dot_trainer__pb2.PublishStoreRequest.SerializeToString,
             holdfast__protos_dot_trainer__pb2.PublishStoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/holdfast.v1.Trainer/Follow',
+            holdfast__protos_dot_trainer__pb2.FollowRequest.SerializeToString,
+            holdfast__protos_dot_trainer__pb2.World.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,6 +67,11 @@ class TrainerStub:
     for up to `wait_s` until there is news.
     """
     PublishStore: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]
+    Follow: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]
+    """Streams the training worlds of a worker that stays in its process when its world changes: the
+    present one, then each newer one, as soon as its epoch begins and again once its store is
+    published (`ready`). While the stream is open, the worker can be kept.
+    """
     WorkerExited: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Persist: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]
@@ -104,6 +109,11 @@ class TrainerAsyncStub(TrainerStub):
     for up to `wait_s` until there is news.
     """
     PublishStore: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishStoreRequest, _trainer_pb2.PublishStoreReply]  # type: ignore[assignment]
+    Follow: _aio.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]  # type: ignore[assignment]
+    """Streams the training worlds of a worker that stays in its process when its world changes: the
+    present one, then each newer one, as soon as its epoch begins and again once its store is
+    published (`ready`). While the stream is open, the worker can be kept.
+    """
     WorkerExited: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]  # type: ignore[assignment]
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
     Persist: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PersistRequest, _trainer_pb2.PersistReply]  # type: ignore[assignment]
@@ -204,6 +214,17 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.PublishStoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.PublishStoreReply, _abc.Awaitable[_trainer_pb2.PublishStoreReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request: _trainer_pb2.FollowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.World], _abc.AsyncIterator[_trainer_pb2.World]]:
+        """Streams the training worlds of a worker that stays in its process when its world changes: the
+        present one, then each newer one, as soon as its epoch begins and again once its store is
+        published (`ready`). While the stream is open, the worker can be kept.
+        """
 
     @_abc_1.abstractmethod
     def WorkerExited(

@@ -109,6 +109,7 @@ class Membership(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    RESTARTING_FIELD_NUMBER: _builtins.int
     PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
@@ -131,6 +132,10 @@ class Membership(_message.Message):
     def tier(self) -> Global___Tier:
         """absent: generations are in memory only"""
 
+    @_builtins.property
+    def restarting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Members whose workers are started anew in this epoch, even if they could be kept."""
+
     def __init__(
         self,
         *,
@@ -145,11 +150,12 @@ class Membership(_message.Message):
         replicas: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         slots: _builtins.int = ...,
+        restarting: _abc.Iterable[_builtins.int] | None = ...,
         protection_bytes_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "revision", b"revision", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "revision", b"revision", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
