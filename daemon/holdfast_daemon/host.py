@@ -167,6 +167,13 @@ class JobHost:
         if self.engine.agent_waits(after_epoch):
             self.carry_out([])
 
+    def follows(self, rank: int, pid: int) -> int:
+        """Note that the worker of `rank` follows its worlds, and end the stream that it replaces.
+        Returns and raises as `JobEngine.follows` does."""
+        number = self.engine.follows(rank, pid)
+        self.carry_out([])
+        return number
+
     def worker_exited(self, epoch: int, rank: int, exit_code: int, written: str) -> None:
         """Note that a worker failed, and report it to the control loop.
 

@@ -14,11 +14,18 @@ from holdfast_protos import codec, control_pb2, values_pb2
 
 
 def change_between(base: Membership, value: Membership) -> control_pb2.MembershipChange | None:
-    """The change from `base` to `value`; None when they differ in more than versions and members'
-    nodes and addresses."""
+    """The change from `base` to `value`; None when they differ in more than versions, members'
+    nodes and addresses, and the members that restart."""
     if [place.index for place in base.members] != [place.index for place in value.members]:
         return None
-    if replace(base, epoch=value.epoch, revision=value.revision, members=value.members) != value:
+    like = replace(
+        base,
+        epoch=value.epoch,
+        revision=value.revision,
+        members=value.members,
+        restarting=value.restarting,
+    )
+    if like != value:
         return None
     pairs = zip(base.members, value.members, strict=True)
     return control_pb2.MembershipChange(
@@ -27,6 +34,7 @@ def change_between(base: Membership, value: Membership) -> control_pb2.Membershi
         epoch=value.epoch,
         revision=value.revision,
         members=[codec.member_to_proto(after) for before, after in pairs if before != after],
+        restarting=sorted(value.restarting),
     )
 
 
@@ -39,6 +47,7 @@ def changed(
     found = values_pb2.Membership()
     found.CopyFrom(base)
     found.epoch, found.revision = change.epoch, change.revision
+    found.restarting[:] = change.restarting
     members = {member.index: member for member in found.members}
     for member in change.members:
         if member.index not in members:

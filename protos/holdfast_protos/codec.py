@@ -181,6 +181,7 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         memory_bytes=value.memory_bytes,
         slots=value.slots,
         protection_bytes_s=value.protection_bytes_s,
+        restarting=sorted(value.restarting),
     )
 
 
@@ -206,6 +207,7 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             memory_bytes=message.memory_bytes,
             slots=message.slots,
             protection_bytes_s=message.protection_bytes_s,
+            restarting=frozenset(message.restarting),
         )
     except (InvalidJobError, ValueError) as error:
         raise ProtocolError(f"membership of job {message.job!r} is malformed: {error}") from error

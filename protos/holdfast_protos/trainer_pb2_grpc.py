@@ -196,7 +196,9 @@ class TrainerServicer:
     def Follow(self, request, context):
         """Streams the training worlds of a worker that stays in its process when its world changes: the
         present one, then each newer one, as soon as its epoch begins and again once its store is
-        published (`ready`). While the stream is open, the worker can be kept.
+        published (`ready`). While the stream is open, the worker can be kept. A rank has one stream: a
+        newer one ends it with RankInUseError. It also ends when the rank no longer lives on this node;
+        a last world that is `finished` means that the job has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,7 +70,9 @@ class TrainerStub:
     Follow: _grpc.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]
     """Streams the training worlds of a worker that stays in its process when its world changes: the
     present one, then each newer one, as soon as its epoch begins and again once its store is
-    published (`ready`). While the stream is open, the worker can be kept.
+    published (`ready`). While the stream is open, the worker can be kept. A rank has one stream: a
+    newer one ends it with RankInUseError. It also ends when the rank no longer lives on this node;
+    a last world that is `finished` means that the job has ended.
     """
     WorkerExited: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
@@ -112,7 +114,9 @@ class TrainerAsyncStub(TrainerStub):
     Follow: _aio.UnaryStreamMultiCallable[_trainer_pb2.FollowRequest, _trainer_pb2.World]  # type: ignore[assignment]
     """Streams the training worlds of a worker that stays in its process when its world changes: the
     present one, then each newer one, as soon as its epoch begins and again once its store is
-    published (`ready`). While the stream is open, the worker can be kept.
+    published (`ready`). While the stream is open, the worker can be kept. A rank has one stream: a
+    newer one ends it with RankInUseError. It also ends when the rank no longer lives on this node;
+    a last world that is `finished` means that the job has ended.
     """
     WorkerExited: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WorkerExitedRequest, _trainer_pb2.WorkerExitedReply]  # type: ignore[assignment]
     """Reports a failed worker before the agent stops the others; failure rules use its exit code."""
@@ -223,7 +227,9 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.World], _abc.AsyncIterator[_trainer_pb2.World]]:
         """Streams the training worlds of a worker that stays in its process when its world changes: the
         present one, then each newer one, as soon as its epoch begins and again once its store is
-        published (`ready`). While the stream is open, the worker can be kept.
+        published (`ready`). While the stream is open, the worker can be kept. A rank has one stream: a
+        newer one ends it with RankInUseError. It also ends when the rank no longer lives on this node;
+        a last world that is `finished` means that the job has ended.
         """
 
     @_abc_1.abstractmethod

@@ -104,6 +104,7 @@ MEMBERSHIP = Membership(
     nproc_per_node=2,
     groups=((0, 1, 2),),
     tier=Tier(uri="s3://bucket/run", every_steps=10, restore_from="1.7"),
+    restarting=frozenset({1}),
 )
 REPORT = MemberReport(
     job=JOB,
@@ -324,6 +325,10 @@ def trainer_requests() -> list[bytes]:
         ),
         (9, trainer_pb2.RestoreRequest(job=JOB, epoch=1).SerializeToString()),
         (10, trainer_pb2.CloseRequest(session="s").SerializeToString()),
+        (
+            11,
+            trainer_pb2.FollowRequest(protocol_version=1, job=JOB, pid=7).SerializeToString(),
+        ),
     ]
     return [bytes([kind]) + message for kind, message in messages]
 

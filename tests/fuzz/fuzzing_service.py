@@ -47,6 +47,7 @@ CALLS: tuple[tuple[str, Any], ...] = (
     ("WorkerExited", trainer_pb2.WorkerExitedRequest),
     ("Restore", trainer_pb2.RestoreRequest),
     ("Close", trainer_pb2.CloseRequest),
+    ("Follow", trainer_pb2.FollowRequest),
 )
 
 
@@ -137,6 +138,9 @@ class _Host:
     def agent_waits(self, after_epoch: int) -> None:
         self.engine.agent_waits(after_epoch)
 
+    def follows(self, rank: int, pid: int) -> int:
+        return self.engine.follows(rank, pid)
+
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         self.engine.worker_exited(epoch, rank, exit_code, last_lines)
 
@@ -188,8 +192,8 @@ def _report(host: JobHost) -> MemberReport:
 async def _call(service: TrainerService, name: str, message: Any) -> None:
     context: Any = _Context()
     try:
-        if name == "Restore":
-            async for _ in service.Restore(message, context):
+        if name in ("Restore", "Follow"):
+            async for _ in getattr(service, name)(message, context):
                 pass
         else:
             await getattr(service, name)(message, context)

@@ -92,6 +92,9 @@ class Membership:
     """Slots of each rank's arena; 0: three where they fit on the rank's node, else two."""
     protection_bytes_s: int = 0
     """Bytes that each node may fetch in a second for parity of new generations; 0: no limit."""
+    restarting: frozenset[int] = frozenset()
+    """Members whose workers are started anew in this epoch, even if they could be kept: the causes
+    of the recovery, and members that move. Agents of the others keep workers that can stay."""
 
     def __post_init__(self) -> None:
         indices = [member.index for member in self.members]
@@ -100,6 +103,10 @@ class Membership:
         if sorted(m for group in self.groups for m in group) != indices:
             raise InvalidJobError(
                 f"parity groups {self.groups} of {self.job} must hold each member of {indices} once"
+            )
+        if strangers := self.restarting.difference(indices):
+            raise InvalidJobError(
+                f"{min(strangers)} is to be restarted but is not a member of {self.job}: {indices}"
             )
 
     @property

@@ -67,6 +67,11 @@ class WorldState:
     nodes: int
     store_address: str
     serves_store: bool
+    keep: bool
+    """Whether this node's workers can be kept in this epoch: all of them follow their worlds, and
+    the member is not to be restarted."""
+    arrived: bool
+    """Whether the workers of all ranks of this node have joined this epoch's world."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,10 +208,14 @@ def world_state(memory: JobMemory, after_epoch: int) -> WorldState | None:
     if epoch is None or epoch.number <= after_epoch or memory.fenced:
         return None
     position, store_address = epoch.membership.position(epoch.me), epoch.directive.rendezvous
+    records = [memory.rank(rank) for rank in epoch.ranks]
     return WorldState(
         epoch=epoch.number,
         node_rank=position,
         nodes=len(epoch.membership.members),
         store_address=store_address,
         serves_store=position == 0 and not store_address,
+        keep=epoch.me not in epoch.membership.restarting
+        and all(record.follower is not None for record in records),
+        arrived=all(record.arrived_in == epoch.number for record in records),
     )

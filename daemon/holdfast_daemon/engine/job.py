@@ -57,7 +57,13 @@ from holdfast_daemon.engine.effects import Completion, Effect, JobEvent, SaveEpo
 from holdfast_daemon.engine.epoch import Epoch
 from holdfast_daemon.engine.overview import HeldOverview, JobOverview
 from holdfast_daemon.engine.slots import ArenaView, ParityState, SlotState
-from holdfast_daemon.engine.state import JobMemory, RankRecord, SavePace, TrainerSession
+from holdfast_daemon.engine.state import (
+    Follower,
+    JobMemory,
+    RankRecord,
+    SavePace,
+    TrainerSession,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +88,7 @@ class JobEngine:
         self.memory = JobMemory(job=job, node=node, memory_id=memory_id, incarnation=incarnation)
         self._convergence = Convergence(self.memory)
         self._settings = settings
-        self._sessions_made = 0
+        self._sessions_made = self._followers_made = 0
 
     # --- what happened: membership and peers ------------------------------------------------------
 
@@ -247,7 +253,8 @@ class JobEngine:
     # --- what happened: trainers ------------------------------------------------------------------
 
     def hello(self, rank: int, store_address: str) -> Membership:
-        """The membership that a worker of the world behind `store_address` belongs to.
+        """The membership that a worker of the world behind `store_address` belongs to; it has
+        arrived there, unless that store may still be an earlier epoch's.
 
         Raises:
             StaleEpochError: that world has ended.
@@ -260,6 +267,8 @@ class JobEngine:
                 f"rank {rank} of {self.memory.job}: its training world {store_address} has ended; "
                 f"epoch {epoch.number} meets at {rendezvous}"
             )
+        if not store_address or rendezvous:
+            self.memory.rank(rank).arrived_in = epoch.number
         return epoch.membership
 
     def open(
@@ -301,6 +310,7 @@ class JobEngine:
             pid=pid,
         )
         memory.sessions[session.id] = record.session = session
+        record.arrived_in = epoch
         upkeep.release(memory, current)
         upkeep.allocate(memory, current, memory.arenas.get((rank, arena.layout_id), arena))
         return session.id, self._convergence.settle(now)
@@ -502,6 +512,26 @@ class JobEngine:
         record.pace = pace or SavePace()
         record.loss = loss
 
+    def follows(self, rank: int, pid: int) -> int:
+        """Record that the worker of `rank` follows its worlds from now on, until `unfollows`.
+
+        Returns:
+            The number of its stream, which replaces any earlier one of the rank.
+
+        Raises:
+            UnreachableError, InvalidJobError: the rank does not live here, or not yet.
+        """
+        self._epoch_with(rank)
+        self._followers_made += 1
+        self.memory.rank(rank).follower = Follower(self._followers_made, pid)
+        return self._followers_made
+
+    def unfollows(self, rank: int, number: int) -> None:
+        """Record that the stream `number` of `rank` has ended; one that was replaced is ignored."""
+        record = self.memory.rank(rank)
+        if record.follower is not None and record.follower.number == number:
+            record.follower = None
+
     def agent_waits(self, after_epoch: int) -> bool:
         """Record that this member's agent has left the world of `after_epoch` and waits for the
         next.
@@ -676,6 +706,23 @@ class JobEngine:
     def world_state(self, after_epoch: int) -> WorldState | None:
         """The world of an epoch newer than `after_epoch`, or None while there is none."""
         return answers.world_state(self.memory, after_epoch)
+
+    def followed_world(self, rank: int, number: int) -> WorldState | None:
+        """The current world, for the stream `number` of `rank`; None while this daemon is fenced.
+
+        Raises:
+            RankInUseError: a newer stream has replaced this one.
+            UnreachableError, InvalidJobError: the rank no longer lives here.
+        """
+        self._epoch_with(rank)
+        follower = self.memory.rank(rank).follower
+        if follower is None or follower.number != number:
+            holder = f"process {follower.pid}" if follower is not None else "no process"
+            raise RankInUseError(
+                f"{holder} follows the worlds of rank {rank} of {self.memory.job} now, in place of "
+                f"this one"
+            )
+        return self.world_state(0)
 
     # --- inside -----------------------------------------------------------------------------------
 

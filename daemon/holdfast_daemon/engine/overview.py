@@ -33,6 +33,8 @@ class RankOverview:
     """Process id of the rank's trainer; 0 without a session."""
     lost: bool
     """Whether its session broke off in this epoch."""
+    follows: bool
+    """Whether its worker stays in its process when its world changes."""
     restored: tuple[Generation | None, RestoreSource] | None
     exit_code: int
     """Exit code with which its worker failed in this epoch; 0 when it has not."""
@@ -326,6 +328,7 @@ def _rank(memory: JobMemory, rank: int, committed: set[Generation]) -> RankOverv
         last_sign=record.last_sign,
         pid=record.session.pid if record.session else 0,
         lost=record.lost_in == memory.epoch,
+        follows=record.follower is not None,
         restored=record.restored,
         exit_code=exit_code(memory, record),
         last_lines=last_lines(memory, record),

@@ -58,11 +58,25 @@ class SavePace:
     """Steps from snapshot to snapshot where measurement decides; else 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A worker that stays in its process when its world changes, for as long as its stream of
+    worlds is open."""
+
+    number: int
+    """Number of the stream on this daemon: a newer one replaces it."""
+    pid: int
+
+
 @dataclass(slots=True)
 class RankRecord:
     """Record of one of this node's ranks."""
 
     session: TrainerSession | None = None
+    follower: Follower | None = None
+    """Living process, so it outlasts epochs."""
+    arrived_in: int = 0
+    """Epoch whose world its worker has joined most recently."""
     passed: Generation | None = None
     lost_in: int = 0
     """Epoch in which its session ended without Close."""

@@ -86,6 +86,7 @@ def _rank(rank: RankOverview, now: float) -> control_pb2.RankState:
         restored_from=source,
         exit_code=rank.exit_code,
         last_lines=rank.last_lines,
+        follows=rank.follows,
     )
 
 
@@ -119,6 +120,7 @@ def as_json(host: JobHost, job: JobOverview) -> dict[str, object]:
                 "step": rank.step,
                 "skipped": rank.skipped,
                 "failed": rank.failed,
+                "follows": rank.follows,
                 "loss": _loss(rank.loss),
             }
             for rank in job.ranks

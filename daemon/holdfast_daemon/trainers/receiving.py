@@ -33,7 +33,7 @@ SHARE_BYTES_MAX = 4 * channels.MESSAGE_BYTES_MAX
 """Bytes of one job's requests that are being read or handled. While less than the limit of one
 message is left, further requests wait unread."""
 SHARE_CALLS_MAX = 256
-"""Calls of one job at once: a rank has two or three, and an agent one. Callers who prove nothing,
+"""Calls of one job at once: a rank has two to four, and an agent one. Callers who prove nothing,
 where that is allowed, have no job, and their calls are not counted."""
 
 

@@ -319,7 +319,47 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             store_address=state.store_address,
             serves_store=state.serves_store,
             node_host=self._node_host,
+            keep=state.keep,
+            arrived=state.arrived,
         )
+
+    async def Follow(
+        self, request: trainer_pb2.FollowRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.World]:
+        try:
+            await self.admit(request, context)
+            codec.check_version(request.protocol_version, f"the SDK of rank {request.rank}")
+            if self._host_of(request.job) is not None or not self._ended(request.job):
+                host = self._placed(request.job)
+                async for world in self._followed_worlds(host, request.rank, request.pid):
+                    yield world
+            if self._ended(request.job):
+                yield trainer_pb2.World(finished=True)
+        except HoldfastError as error:
+            await self.refuse(request, context, error)
+
+    async def _followed_worlds(
+        self, host: JobHost, rank: int, pid: int
+    ) -> AsyncIterator[trainer_pb2.World]:
+        """The worlds of `rank`, until its job is dropped here. Raises as `followed_world` does."""
+        number = host.follows(rank, pid)
+        sent: tuple[int, str] | None = None
+        try:
+            while not host.dropped:
+                state = host.engine.followed_world(rank, number)
+                if state is not None and (state.epoch, state.store_address) != sent:
+                    sent = state.epoch, state.store_address
+                    yield trainer_pb2.World(
+                        ready=bool(state.store_address),
+                        epoch=state.epoch,
+                        node_rank=state.node_rank,
+                        nodes=state.nodes,
+                        store_address=state.store_address,
+                        node_host=self._node_host,
+                    )
+                await host.changed(ASK_AGAIN_S)
+        finally:
+            host.engine.unfollows(rank, number)
 
     @_translating
     async def PublishStore(self, request: trainer_pb2.PublishStoreRequest, context: Any) -> Any:

@@ -201,6 +201,7 @@ def memberships(draw: st.DrawFn) -> Membership:
         protection_bytes_s=draw(U64),
         replicas=draw(st.integers(1, 2**32 - 1)),
         tier=draw(st.none() | TIERS),
+        restarting=draw(st.frozensets(st.sampled_from(indices))),
     )
 
 
@@ -266,6 +267,7 @@ def _membership(**changes: Any) -> values_pb2.Membership:
         ({"members": [values_pb2.Member(index=1)] * 2}, "unique and ascending"),
         ({"groups": [values_pb2.ParityGroup(members=[0])]}, "parity groups"),
         ({"nproc_per_node": 0}, "no ranks"),
+        ({"restarting": [1, 7]}, "7 is to be restarted but is not a member"),
         ({"redundancy": "RAIM7"}, "RAIM7"),
     ],
 )

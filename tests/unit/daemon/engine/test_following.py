@@ -1,0 +1,176 @@
+"""Workers that stay when their world changes: which ones there are, which node can keep its own,
+and whether they have arrived in the new world."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from member_engines import engine_of, membership_of
+
+from holdfast_core.errors import (
+    InvalidJobError,
+    RankInUseError,
+    StaleEpochError,
+    UnreachableError,
+)
+from holdfast_core.snapshots.layouts import Layout, encode_layout
+from holdfast_core.snapshots.membership import Membership
+from holdfast_daemon.engine import JobEngine
+from holdfast_daemon.engine.answers import WorldState
+
+MEMBERSHIP = replace(membership_of((0, 1, 2)), nproc_per_node=2)
+RANKS = (2, 3)
+"""Ranks of the member under test, member 1."""
+
+
+def member(membership: Membership = MEMBERSHIP) -> JobEngine:
+    return engine_of(membership, 1)
+
+
+def world(engine: JobEngine) -> WorldState:
+    found = engine.world_state(0)
+    assert found is not None
+    return found
+
+
+def follow_all(engine: JobEngine) -> dict[int, int]:
+    """Rank → number of its stream."""
+    return {rank: engine.follows(rank, 100 + rank) for rank in RANKS}
+
+
+def begin(engine: JobEngine, epoch: int, *restarting: int) -> None:
+    following = replace(MEMBERSHIP, epoch=epoch, restarting=frozenset(restarting))
+    engine.set_membership(following, 0.0)
+
+
+def moved_away(epoch: int) -> Membership:
+    first, second, third = MEMBERSHIP.members
+    return replace(MEMBERSHIP, epoch=epoch, members=(first, replace(second, node="n9"), third))
+
+
+def follows(engine: JobEngine) -> list[bool]:
+    return [rank.follows for rank in engine.overview().ranks]
+
+
+def test_workers_can_be_kept_once_all_ranks_of_the_node_follow() -> None:
+    engine = member()
+    assert not world(engine).keep and follows(engine) == [False, False]
+    engine.follows(2, 102)
+    assert not world(engine).keep and follows(engine) == [True, False]
+    engine.follows(3, 103)
+    assert world(engine).keep and follows(engine) == [True, True]
+
+
+def test_those_who_follow_still_do_in_the_next_epoch() -> None:
+    engine = member()
+    follow_all(engine)
+    begin(engine, 2, 0)
+    assert world(engine).epoch == 2 and world(engine).keep
+
+
+def test_a_member_that_is_to_be_restarted_keeps_no_worker_in_that_epoch_only() -> None:
+    engine = member()
+    follow_all(engine)
+    begin(engine, 2, 1, 2)
+    assert not world(engine).keep
+    begin(engine, 3)
+    assert world(engine).keep
+
+
+def test_a_stream_that_ended_leaves_nothing_to_keep() -> None:
+    engine = member()
+    streams = follow_all(engine)
+    engine.unfollows(3, streams[3])
+    assert not world(engine).keep and follows(engine) == [True, False]
+
+
+def test_the_end_of_a_replaced_stream_does_not_end_the_newer_one() -> None:
+    engine = member()
+    streams = follow_all(engine)
+    newer = engine.follows(3, 203)
+    with pytest.raises(RankInUseError, match="process 203 follows the worlds of rank 3"):
+        engine.followed_world(3, streams[3])
+    engine.unfollows(3, streams[3])
+    assert world(engine).keep
+    assert engine.followed_world(3, newer) == engine.world_state(0)
+    engine.unfollows(3, newer)
+    assert not world(engine).keep
+
+
+def test_a_rank_of_another_node_cannot_follow_here() -> None:
+    engine = member()
+    with pytest.raises(InvalidJobError, match="rank 1 is not on node n1"):
+        engine.follows(1, 101)
+
+
+def test_a_stream_ends_when_its_rank_no_longer_lives_here() -> None:
+    engine = member()
+    streams = follow_all(engine)
+    engine.set_membership(moved_away(epoch=2), 0.0)
+    with pytest.raises(UnreachableError):
+        engine.followed_world(2, streams[2])
+    with pytest.raises(UnreachableError):
+        engine.follows(2, 102)
+
+
+def test_a_fenced_daemon_has_no_world_to_follow_until_it_learns_the_next() -> None:
+    engine = member()
+    streams = follow_all(engine)
+    engine.on_peer_epoch(2, 0.0)
+    assert engine.followed_world(2, streams[2]) is None
+    begin(engine, 2)
+    following = engine.followed_world(2, streams[2])
+    assert following is not None and following.epoch == 2
+
+
+def test_ranks_have_arrived_once_all_have_greeted_the_daemon_from_the_new_world() -> None:
+    engine = member()
+    engine.publish_store(1, "a:1", 0.0)
+    assert not world(engine).arrived
+    engine.hello(2, "a:1")
+    assert not world(engine).arrived
+    engine.hello(3, "a:1")
+    assert world(engine).arrived
+    begin(engine, 2)
+    assert not world(engine).arrived
+
+
+def test_a_greeting_from_a_world_that_has_ended_is_no_arrival() -> None:
+    engine = member()
+    engine.publish_store(1, "a:1", 0.0)
+    begin(engine, 2)
+    for rank in RANKS:  # the new store is not known yet, so these could not be refused
+        engine.hello(rank, "a:1")
+    assert not world(engine).arrived
+    engine.publish_store(2, "a:2", 0.0)
+    with pytest.raises(StaleEpochError):
+        engine.hello(2, "a:1")
+    assert not world(engine).arrived
+    for rank in RANKS:
+        engine.hello(rank, "a:2")
+    assert world(engine).arrived
+
+
+def test_a_worker_without_a_store_has_arrived_when_it_greets() -> None:
+    engine = member()
+    for rank in RANKS:
+        engine.hello(rank, "")
+    assert world(engine).arrived
+
+
+def test_a_session_of_the_epoch_shows_arrival_to_a_daemon_that_restarted() -> None:
+    engine = member()
+    for rank in RANKS:
+        assert not world(engine).arrived
+        layout = Layout(
+            rank=rank,
+            world_size=6,
+            topology="raw",
+            entries=(),
+            extras_offset=0,
+            extras_capacity=64,
+        )
+        encoded = encode_layout(layout)
+        engine.open(rank=rank, epoch=1, layout=encoded, largest_slot_bytes=4096, pid=rank, now=0.0)
+    assert world(engine).arrived
