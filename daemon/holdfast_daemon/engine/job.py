@@ -504,8 +504,10 @@ class JobEngine:
         loss: LossReport | None = None,
     ) -> None:
         """Record a rank's sign of life and the state of its saves."""
-        record = self.memory.rank(self._session(session_id).rank)
-        if step > record.last_step:
+        session = self._session(session_id)
+        record = self.memory.rank(session.rank)
+        # A worker that stays may still report steps of the epoch that has ended.
+        if step > record.last_step and session.epoch == self.memory.epoch:
             record.last_step, record.last_sign = step, now
         record.skipped, record.failed = skipped, failed
         record.failure, record.failure_code = failure, failure_code

@@ -65,6 +65,15 @@ def test_a_session_learns_of_the_epoch_that_ends_its_own() -> None:
     assert watched is not None and watched.epoch_ended == 2
 
 
+def test_steps_of_a_session_whose_epoch_has_ended_are_no_progress() -> None:
+    engine, session = directed(MEMBERSHIP)
+    engine.progress(session, step=8, now=1.0)
+    engine.set_membership(replace(MEMBERSHIP, epoch=2), 2.0)
+    engine.progress(session, step=9, now=3.0, failure="no slot")
+    (rank,) = engine.overview().ranks
+    assert (rank.step, rank.last_sign) == (0, 2.0)
+
+
 def test_a_session_learns_of_an_epoch_without_its_node() -> None:
     engine, session = directed(MEMBERSHIP)
     engine.set_membership(membership_elsewhere(epoch=3), 0.0)
