@@ -17,7 +17,7 @@ from holdfast_core.snapshots.reports import Directive
 from holdfast_core.states import RestoreSource
 from holdfast_daemon.engine.overview import evidence, overview
 from holdfast_daemon.engine.slots import ArenaView, ParityState
-from holdfast_daemon.engine.state import JobMemory, TrainerSession
+from holdfast_daemon.engine.state import Follower, JobMemory, TrainerSession
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.observing.status import job_state
 from holdfast_daemon.parity.traffic import NodeTraffic
@@ -84,6 +84,14 @@ def test_the_fewest_slots_of_a_ranks_arenas_are_reported_but_are_no_evidence(
     memory.arenas[0, "next"] = ArenaView(rank=0, layout_id="next", layout=LAYOUT, encoded=b"")
     assert view_of(memory).slots == 2
     assert found(memory) == before
+
+
+def test_who_follows_is_reported_but_is_not_evidence(memory: JobMemory) -> None:
+    before = evidence(memory), found(memory)
+    assert not view_of(memory).ranks[0].follows
+    memory.rank(0).follower = Follower(number=1, pid=1)
+    assert view_of(memory).ranks[0].follows
+    assert (evidence(memory), found(memory)) == before
 
 
 def test_a_newer_step_is_not_evidence(memory: JobMemory) -> None:

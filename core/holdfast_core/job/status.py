@@ -35,6 +35,15 @@ ENDED = (Phase.COMPLETE, Phase.FAILED)
 """Phases that a job does not leave."""
 
 
+class RecoveryMode(StrEnum):
+    """What a recovery does to the workers of members that have not failed."""
+
+    IN_PLACE = "InPlace"
+    """They stay in their processes, and restore there."""
+    RESTART = "Restart"
+    """They are started anew."""
+
+
 class ConditionStatus(StrEnum):
     """Whether a condition holds."""
 
@@ -188,6 +197,20 @@ class JobStatus(_Part, frozen=True, kw_only=True):
         Annotated[int, Meta(description="recoveries that count towards maxRestarts")] | None
     ) = None
     recoveries: Annotated[int, Meta(description="all recoveries")] | None = None
+    recovery_mode: (
+        Annotated[
+            RecoveryMode,
+            Meta(
+                description="what a recovery does to workers that have not failed",
+                extra={
+                    "more": "InPlace: they stay in their processes, since all ranks use "
+                    "`holdfast.elastic`. Restart: they are started anew. Missing while the ranks "
+                    "are not at work yet."
+                },
+            ),
+        ]
+        | None
+    ) = None
     started_at: Annotated[_Time, Meta(description="when the job was first placed")] | None = None
     ended_at: Annotated[_Time, Meta(description="when the job ended")] | None = None
     problem: (

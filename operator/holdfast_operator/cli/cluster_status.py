@@ -137,7 +137,8 @@ def job_view(job: Object, events: Sequence[Object]) -> RenderableType:
         (phase, PHASE_STYLES.get(phase, "")),
         f"  epoch {found.get('epoch', 0)}  step {found.get('step', 0)}"
         f"  protected {found.get('protected', '-')}  ready {found.get('readyText', '-')}"
-        f"  restarts {found.get('restarts', 0)}  slots {found.get('slots', '-')}",
+        f"  restarts {found.get('restarts', 0)}  slots {found.get('slots', '-')}"
+        f"  recovery {found.get('recoveryMode', '-')}",
     )
     parts: list[RenderableType] = [head]
     if found.get("problem"):

@@ -65,7 +65,8 @@ def status_view(status: Status, *, stale: str = "") -> RenderableType:
         "  ",
         (status.phase, PHASE_STYLES.get(status.phase, "")),
         f"  epoch {status.epoch}  step {status.step}  complete {status.complete or '-'}"
-        f"  protected {status.protected or '-'}  restarts {status.restarts}",
+        f"  protected {status.protected or '-'}  restarts {status.restarts}"
+        f"  recovery {status.recovery_mode or '-'}",
     )
     parts: list[RenderableType] = [head]
     if status.security == "insecure":

@@ -101,6 +101,7 @@ def _rank_view(state: control_pb2.RankState) -> RankView:
         restored_from=RestoreSource.of(state.restored_from),
         exit_code=state.exit_code or None,
         last_lines=last_lines(state.last_lines),
+        follows=state.follows,
     )
 
 

@@ -33,6 +33,12 @@ _COLUMNS = (
 )
 _WIDE_COLUMNS = (
     ("Slots", "integer", ".status.slots", "Snapshots of each rank that its node has room for"),
+    (
+        "Recovery",
+        "string",
+        ".status.recoveryMode",
+        "What a recovery does to workers that have not failed",
+    ),
     ("Lost", "string", ".status.tokenLoss.lost", "Tokens that recoveries have lost, of all"),
 )
 

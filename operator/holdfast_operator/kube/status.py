@@ -40,6 +40,7 @@ from holdfast_operator.reconciler.protection_traffic import (
     traffic_text,
 )
 from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.staying import recovery_mode
 from holdfast_operator.reconciler.views import (
     Condition,
     Decision,
@@ -93,6 +94,7 @@ def status_of(
             protected_step=None if protected is None else protected.step,
             restarts=state.counted,
             recoveries=state.recoveries,
+            recovery_mode=recovery_mode(observed, membership),
             started_at=started,
             ended_at=None if state.ended_at is None else clocks.text(state.ended_at),
             problem=_problem(decision, phase)[:PROBLEM_CHARACTERS_MAX] or None,

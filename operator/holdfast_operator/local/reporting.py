@@ -25,6 +25,7 @@ from holdfast_operator.reconciler.conditions import (
 from holdfast_operator.reconciler.counters import Outcome
 from holdfast_operator.reconciler.lookups import agent_at, node_of
 from holdfast_operator.reconciler.recoveries import Recovery
+from holdfast_operator.reconciler.staying import recovery_mode
 from holdfast_operator.reconciler.views import (
     AgentState,
     AgentView,
@@ -70,6 +71,7 @@ def status_of(
         complete=_text(complete),
         protected=_text(newest_protected(observed)),
         restarts=state.recoveries,
+        recovery_mode=recovery_mode(observed, membership),
         failure=state.failure,
         token_loss=state.losses,
         conditions=decision.conditions,

@@ -14,7 +14,7 @@ import msgspec
 
 from holdfast_core.errors import StorageError
 from holdfast_core.experts.loss_reports import JobLoss
-from holdfast_core.job.status import Phase
+from holdfast_core.job.status import Phase, RecoveryMode
 from holdfast_core.states import RestoreSource
 from holdfast_operator.reconciler.last_failure import TrainerFailure
 from holdfast_operator.reconciler.recoveries import Recovery
@@ -121,6 +121,8 @@ class Status:
     protected: str
     restarts: int
     """Number of recoveries so far."""
+    recovery_mode: RecoveryMode | None = None
+    """What a recovery does to workers that have not failed; None while it is not known."""
     failure: TrainerFailure | None = None
     """The newest rank or agent that failed by itself, and what it wrote last."""
     token_loss: JobLoss | None = None

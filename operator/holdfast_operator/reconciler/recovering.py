@@ -22,6 +22,7 @@ from holdfast_operator.reconciler.evidence import (
 from holdfast_operator.reconciler.failure_rules import distinguishes_exit_codes, rule_for
 from holdfast_operator.reconciler.lookups import agent_at
 from holdfast_operator.reconciler.replacing import Moves, replacements
+from holdfast_operator.reconciler.staying import others_stay, partial_restart
 from holdfast_operator.reconciler.steps import Look, Step, end, fold, publish_next, stop
 from holdfast_operator.reconciler.text import listed
 from holdfast_operator.reconciler.trainer_failures import fail_alike, note_failure, with_last_lines
@@ -166,9 +167,17 @@ def _count(look: Look, state: ControlState, case: _Case) -> Step:
 def _begin(look: Look, state: ControlState, case: _Case) -> Step:
     """Begin the next epoch, and emit an event with the reason."""
     step = begin_epoch(look, state, case.membership, case.moves, case.causes)
-    how = case.moves.in_words(case.membership) or "restart in place"
-    text = f"{case.text}; {how} in epoch {step.state.epoch}"
+    text = f"{case.text}; {_response(look, step.state, case)} in epoch {step.state.epoch}"
     return step.post(EventReason.RECOVERING, text, warning=True).wait()
+
+
+def _response(look: Look, begun: ControlState, case: _Case) -> str:
+    """Text on what happens to the members in the epoch that has begun."""
+    takes = case.moves.in_words(case.membership)
+    restarting = begun.membership.restarting if begun.membership is not None else frozenset()
+    if others_stay(look.observed, case.membership, restarting):
+        return partial_restart(restarting.difference(case.moves.away(case.membership)), takes)
+    return takes or "restart in place"
 
 
 _RULES = (
@@ -264,7 +273,8 @@ def begin_epoch(
     # begin it.
     ended = [a for a in agents if away.get(a.member) != a.node and _ends(a)]
     step = step.then(stop(look, step.state, ended))
-    step = step.then(publish_next(look, step.state, membership, moves.to))
+    failed = {cause.member for cause in causes if cause.member is not None}
+    step = step.then(publish_next(look, step.state, membership, moves.to, failed))
     step = step.then(stop(look, step.state, leaving))
     assert step.state.membership is not None
     return step.then(start_missing(look, step.state, step.state.membership))

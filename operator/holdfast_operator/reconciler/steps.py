@@ -7,7 +7,7 @@ look.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVarTuple, Unpack
 
@@ -215,10 +215,14 @@ def _put_into(state: ControlState, uri: str) -> str:
 
 
 def publish_next(
-    look: Look, state: ControlState, membership: Membership, moved: dict[int, NodeView]
+    look: Look,
+    state: ControlState,
+    membership: Membership,
+    moved: dict[int, NodeView],
+    failed: Collection[int],
 ) -> Step:
     """Publish the next epoch, with `moved` members on new nodes and all others where their daemons
-    report that they are now."""
+    report that they are now. Workers of `moved` and `failed` members are not kept."""
     nodes = {
         member.index: moved.get(member.index) or node_of(look.observed, member)
         for member in membership.members
@@ -234,6 +238,7 @@ def publish_next(
         revision=0,
         members=tuple(member_at(index, node) for index, node in sorted(nodes.items())),
         tier=_tier(look, state, membership),
+        restarting=frozenset(moved).union(failed),
     )
     return publish(look, replace(state, renewed=state.renewed | renewed), following)
 

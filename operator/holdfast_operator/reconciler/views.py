@@ -47,6 +47,8 @@ class RankView(Struct, frozen=True, kw_only=True, gc=False):
     last_lines: str = ""
     """Last lines that the worker wrote to stderr; empty when there are none or they were not
     kept."""
+    follows: bool = False
+    """Whether its worker stays in its process when its world changes."""
 
 
 class JobView(Struct, frozen=True, kw_only=True, gc=False):

@@ -6,7 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from holdfast_core.job.status import Phase
+from holdfast_core.job.status import Phase, RecoveryMode
 from holdfast_operator.cli.show import event_line, status_view
 from holdfast_operator.local.status import LocalMemberStatus, NodeStatus, Status, TimedEvent
 from holdfast_operator.reconciler.last_failure import TrainerFailure
@@ -49,10 +49,11 @@ def test_each_node_shows_its_slots_and_what_it_fetches_for_parity() -> None:
     status = Status(
         job="default.job", time=0.0, pid=1, directory="", phase=Phase.RUNNING, reason="", epoch=1,
         revision=0, world_size=1, step=5, line="", line_reason="", complete="", protected="",
-        restarts=0, members=(member,), nodes=nodes,
+        restarts=0, recovery_mode=RecoveryMode.IN_PLACE, members=(member,), nodes=nodes,
     )  # fmt: skip
     out = StringIO()
     Console(file=out, width=200).print(status_view(status))
+    assert "restarts 0  recovery InPlace" in out.getvalue()
     lines = [line for line in out.getvalue().splitlines() if line.startswith(("node", "n0", "n1"))]
     assert [line.split()[-6:] for line in lines] == [
         ["slots", "arenas", "parity", "fetched", "for", "parity"],

@@ -117,6 +117,8 @@ class World:
         self.step, self.idle_s = 0, 0.0
         self.protected: Generation | None = None
         self.line: Line | None = None
+        self.following: set[int] = set()
+        """Ranks whose workers stay in their processes when the world changes."""
         self.losses: dict[str, LossReport] = {}
         """Node → its daemon's report of lost tokens."""
         self.fetched: dict[str, float] = {}
@@ -214,6 +216,7 @@ class World:
                     exit_code=daemon.exits.get(rank),
                     last_lines=daemon.last_lines.get(rank, ""),
                     restored_from=source,
+                    follows=rank in self.following - daemon.lost,
                 )
                 for rank in ranks
             ),

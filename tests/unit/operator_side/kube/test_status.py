@@ -71,6 +71,17 @@ def test_the_status_of_a_running_job_has_its_phase_and_numbers() -> None:
     assert "problem" not in found
 
 
+def test_the_status_says_what_a_recovery_does_to_workers_once_that_is_known() -> None:
+    world = World(virtual_job(), nodes=1)
+    world.look()
+    assert "recoveryMode" not in status(world)
+    world = running()
+    assert status(world)["recoveryMode"] == "Restart"
+    world.following = set(range(4))
+    assert status(world)["recoveryMode"] == "InPlace"
+    msgspec.convert(status(world), JobStatus)
+
+
 def test_the_status_has_the_rate_at_which_protection_fetches() -> None:
     world = running()
     assert status(world)["protectionTraffic"]["nodeBytesPerSecond"] == 0
