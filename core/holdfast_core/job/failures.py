@@ -9,6 +9,9 @@ from msgspec import Meta, field
 
 from holdfast_core.job.documents import YEAR_S, Document
 
+REFORM_S = 30.0
+"""Seconds that a worker which stays has to join the new world, unless the job sets others."""
+
 
 class On(StrEnum):
     """Kind of failure that a rule applies to."""
@@ -166,6 +169,19 @@ class FailurePolicy(Document, frozen=True, kw_only=True):
             extra={"more": "A spare replaces a lost node at once."},
         ),
     ] = 0
+    reform_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=YEAR_S,
+            description="seconds that a worker which stays has to join the new world",
+            examples=[30],
+            extra={
+                "more": "They begin when the store of the new world is there. A worker that has "
+                "not arrived by then is killed, and counts as a lost rank."
+            },
+        ),
+    ] = REFORM_S
     detection: Detection = Detection()
     rules: Annotated[
         tuple[FailureRule, ...],

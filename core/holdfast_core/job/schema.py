@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, field
 
 from holdfast_core.job.documents import YEAR_S, Document
-from holdfast_core.job.failures import FailurePolicy
+from holdfast_core.job.failures import REFORM_S, FailurePolicy
 from holdfast_core.job.persistence import Persistence, RestoreSpec
 from holdfast_core.job.snapshots import (
     COMPARE_REPLICAS_EVERY,
@@ -296,6 +296,13 @@ class MoETrainingJob(Document, frozen=True, kw_only=True):
     def command(self) -> tuple[str, ...]:
         """The trainer's command line: `command`, then `args`."""
         return (*self.container["command"], *self.container.get("args", ()))
+
+    @property
+    def launcher_options(self) -> tuple[str, ...]:
+        """Options of the launcher that are the same wherever it runs. A default is left out: the
+        launcher in the job's image may be too old to know the option."""
+        reform_s = self.spec.failure_policy.reform_seconds
+        return () if reform_s == REFORM_S else ("--reform-s", str(reform_s))
 
     @property
     def variables(self) -> dict[str, str]:

@@ -178,6 +178,7 @@ def _launch(job: MoETrainingJob, container: Object, node: str) -> None:
         *("--nproc", str(job.spec.nproc_per_node)),
         *("--member-node", node),
         *("--host", f"$({POD_IP})"),
+        *job.launcher_options,
         "--",
         *job.command,
     ]

@@ -80,6 +80,7 @@ class Commands:
             *("--member-node", node.name),
             *("--exit-file", str(directory.exit_file(member, attempt))),
             *("--wait-file", str(directory.wait_file(member, attempt))),
+            *job.launcher_options,
             "--",
             *job.command,
         ]

@@ -303,6 +303,10 @@ CASES = [
         "to hold",
     ),
     (
+        put("spec.failurePolicy.reformSeconds", 0),
+        "spec.failurePolicy.reformSeconds = 0: expected float > 0.0; give seconds that a worker ",
+    ),
+    (
         put("spec.failurePolicy.detection.heartbeatSeconds", 0),
         "spec.failurePolicy.detection.heartbeatSeconds = 0: expected float > 0.0; give seconds b",
     ),

@@ -37,6 +37,15 @@ def test_the_trainers_command_is_run_by_the_launcher() -> None:
     assert env["HOLDFAST_TOKEN_FILE"] == "/var/run/secrets/holdfast.dev/token"
 
 
+def test_the_launcher_is_told_of_a_time_that_is_not_its_default() -> None:
+    job = make_job(failurePolicy={"reformSeconds": 7.5})
+    command = pod_manifest(job, 1, "n7", 2)["spec"]["containers"][0]["command"]
+    given = command[: command.index("--")]
+    assert given[-2:] == ["--reform-s", "7.5"]
+    default = make_job(failurePolicy={"reformSeconds": 30})
+    assert "--reform-s" not in pod_manifest(default, 1, "n7", 2)["spec"]["containers"][0]["command"]
+
+
 def test_a_pod_is_named_labelled_owned_and_never_restarted() -> None:
     pod = pod_manifest(make_job(), 1, "n7", 2)
     assert pod["metadata"]["name"] == "moe-1-2"
