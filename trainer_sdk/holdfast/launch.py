@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from holdfast._environment import read_secrets, read_token_file, set_for_workers
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
-from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
+from holdfast._launch.rendezvous import REFORM_S, GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast_core.errors import AccessDeniedError
@@ -59,7 +59,8 @@ a process that has imported torch already; restarts then cost no import. Any oth
 started afresh each time, and so is every command with --fresh.
 
 Workers see what torchrun gives them, HOLDFAST_SOCKET and HOLDFAST_JOB. TORCHELASTIC_RESTART_COUNT
-is the epoch. HOLDFAST_TOKEN_FILE names the file with the token that the daemon requires
+is the epoch in which they were started; workers that stay when their world changes keep it.
+HOLDFAST_TOKEN_FILE names the file with the token that the daemon requires
 in Kubernetes.
 """
 
@@ -87,6 +88,8 @@ class LaunchSettings:
     """File that gives the reason while the workers cannot be started."""
     grace_s: float = GRACE_S
     """Time that workers get between SIGTERM and SIGKILL."""
+    reform_s: float = REFORM_S
+    """Time that workers that stay when their world changes have to arrive in the new one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +120,7 @@ def launch(settings: LaunchSettings) -> int:
 
 def _run_agent(settings: LaunchSettings, script: tuple[str, ...] | None) -> int:
     daemon = GrpcDaemon(settings.socket, settings.job, read_token_file())
-    rendezvous = HoldfastRendezvous(daemon, settings.job, settings.host)
+    rendezvous = HoldfastRendezvous(daemon, settings.job, settings.host, settings.reform_s)
     entrypoint: Callable[..., None] | str = run_script if script else settings.command[0]
     # With a log directory, files already keep everything that workers write.
     stderr = None if settings.log_dir else WorkerStderr(settings.nproc, read_secrets())
@@ -228,6 +231,14 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
         metavar="S",
         help="seconds between SIGTERM and SIGKILL for workers (default: %(default)s)",
     )
+    add(
+        "--reform-s",
+        type=float,
+        default=REFORM_S,
+        metavar="S",
+        help="seconds that workers which stay when their world changes have to arrive in the new "
+        "one before they are killed and started anew (default: %(default)s)",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="the trainer's command")
     args = parser.parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -235,6 +246,8 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
         parser.error("the trainer's command is missing; give it after `--`")
     if args.nproc < 1 or args.nodes < 1:
         parser.error(f"--nodes {args.nodes} and --nproc {args.nproc} must be at least 1")
+    if not args.reform_s > 0:  # not NaN either
+        parser.error(f"--reform-s {args.reform_s:g} must be above 0")
     _log_to_stderr(args.member_node)
     settings = LaunchSettings(
         socket=args.socket,
@@ -246,6 +259,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[LaunchSettings, Path | None]:
         log_dir=args.log_dir,
         wait_file=args.wait_file,
         grace_s=args.grace_s,
+        reform_s=args.reform_s,
     )
     return settings, args.exit_file
 

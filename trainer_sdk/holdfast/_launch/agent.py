@@ -1,9 +1,13 @@
 """Agent of torchrun for a world whose membership comes from the daemon.
 
-It differs from torchrun's own in three ways. Restarts are epochs: every node counts alike, so
-workers of all nodes derive the same keys of the store. Workers that are to be replaced are killed
-at once: their state is with the daemon, and a hung worker would make all others wait. And an agent
-whose workers have finished resumes work when another node is lost before all have finished.
+It differs from torchrun's own in four ways. Restarts are epochs: every node counts alike, so
+workers of all nodes derive the same keys of the store, and workers that are started learn the epoch
+from TORCHELASTIC_RESTART_COUNT and its store from MASTER_ADDR and MASTER_PORT. Workers that are to
+be replaced are killed at once: their state is with the daemon, and a hung worker would make all
+others wait. Workers that follow their worlds stay through epochs, and torchrun sees nothing of it:
+what it has recorded of the epoch in which they started holds for their environment and log folders
+only. And an agent whose workers have finished resumes work when another node is lost before all
+have finished.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsSpecs, MultiprocessContext
 
 from holdfast._launch.rendezvous import HoldfastRendezvous
 
@@ -72,7 +77,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._grace_s, self._last_lines = grace_s, last_lines
         self._record_waiting = record_waiting
         self._started = False
-        rendezvous.kill = self.kill_workers
+        rendezvous.kill, rendezvous.can_keep = self.kill_workers, self.workers_run
 
     def kill_workers(self) -> None:
         """Send SIGKILL to every running worker. Safe from any thread."""
@@ -81,6 +86,15 @@ class HoldfastAgent(LocalElasticAgent):
             for pid in context.pids().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def workers_run(self) -> bool:
+        """Whether all workers were started and none has finished or died. Safe from any thread."""
+        context = self._pcontext
+        if not self._started or context is None:
+            return False
+        # One whose function has returned lives on until all have.
+        returned = isinstance(context, MultiprocessContext) and bool(context._return_values)
+        return not returned and all(_runs(pid) for pid in context.pids().values())
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._started = False
@@ -109,6 +123,8 @@ class HoldfastAgent(LocalElasticAgent):
                     raise EpochEndedError from error
             else:
                 self._record_waiting("")  # an agent of an earlier epoch may have waited
+                # Only the rendezvous holds the store from now on: it leaves it with its epoch.
+                self._store = worker_group.store = None
                 self._started = True
                 return workers
 
@@ -138,10 +154,12 @@ class HoldfastAgent(LocalElasticAgent):
         """Wait until the workers of all nodes have finished.
 
         Raises:
-            EpochEndedError: when a node was lost before its workers had finished.
+            EpochEndedError: when a node was lost before its workers had finished, or when the
+                workers of this one finished without arriving in the epoch that they were kept for.
         """
-        nodes = self._worker_group.group_world_size
-        store: Any = self._store
+        if not self._membership.wait_arrived(EXIT_WAIT_S) and not self._membership.is_closed():
+            raise EpochEndedError
+        nodes, store = self._membership.nodes, self._membership.store
         until = time.monotonic() + EXIT_WAIT_S
         try:
             store.add(FINISHED, 1)
@@ -162,3 +180,12 @@ class HoldfastAgent(LocalElasticAgent):
         if self._membership.wait_ended(POLL_S) and not self._membership.is_closed():
             raise EpochEndedError
         return self._membership.is_closed() or time.monotonic() > until
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -2,11 +2,17 @@
 
 Membership comes from the control loop by way of the daemon, so agents do not vote: an agent asks
 for the world of the next epoch, one of them serves the store, all start their workers. While
-workers run, a thread keeps asking whether a newer epoch has begun. If so it kills them at once,
-because a worker in a hung collective, or a stopped one, does not react to SIGTERM and would hold
-all others up.
+workers run, a thread keeps asking whether a newer epoch has begun. If so, one of two things
+happens, and the daemon and the agent say which:
 
-This module must not decide anything: neither when an epoch begins nor when a job is over.
+- All workers run, and all follow their worlds (`World.keep`): they are kept. They form their groups
+  anew by themselves; the thread enters the store of the new epoch, serves it if it has to, and goes
+  on watching. Workers that do not arrive in time are killed, which is an ordinary failure.
+- Otherwise the thread kills them at once, because a worker in a hung collective, or a stopped one,
+  does not react to SIGTERM and would hold all others up. torchrun then starts new ones.
+
+This module must not decide anything: neither when an epoch begins nor when a job is over, nor
+which workers can be kept.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -32,6 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
@@ -55,6 +62,11 @@ RETRY_S = 0.2
 """Pause before a daemon that does not answer is asked again."""
 CONNECT_S = 10.0
 """Time to try to reach the store of an epoch before asking whether the epoch still stands."""
+KEEP_ASK_S = 1.0
+"""Time for which the daemon may hold a call while workers are kept: they may die meanwhile, or a
+newer epoch may have them restarted."""
+REFORM_S = 30.0
+"""Time that workers that are kept have to arrive in the new epoch once its store is published."""
 STORE_S = 600.0
 """Time that a worker or agent may wait for a key in the store."""
 DAEMON_ABSENT_S = 300.0
@@ -74,6 +86,21 @@ class World:
     serves_store: bool = False
     node_host: str = ""
     finished: bool = False
+    keep: bool = False
+    arrived: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedWorld:
+    """Training world that this node has joined, and its open store."""
+
+    epoch: int = 0
+    node_rank: int = 0
+    nodes: int = 0
+    address: str = ""
+    serves_store: bool = False
+    store: TCPStore | None = None
+    """None before the first world, and after the last."""
 
 
 class Daemon(Protocol):
@@ -121,6 +148,8 @@ class GrpcDaemon:
             serves_store=reply.serves_store,
             node_host=reply.node_host,
             finished=reply.finished,
+            keep=reply.keep,
+            arrived=reply.arrived,
         )
 
     def publish_store(self, epoch: int, store_address: str) -> None:
@@ -159,41 +188,82 @@ class GrpcDaemon:
 class HoldfastRendezvous(RendezvousHandler):
     """Rendezvous that forms the worlds of one job on one node, epoch after epoch.
 
+    Two threads can move this node to a newer epoch: torchrun's, in `next_rendezvous`, and the one
+    that watches the epoch, which keeps the workers. The invariant is: **only the owner replaces the
+    joined world, ends it, or kills its workers, and it does so while it holds the lock.**
+    `next_rendezvous` makes itself the owner at its start, and the thread that it starts at its end
+    inherits that. So whatever the watching thread was about to do when a worker died has no effect
+    any more. Stores are entered one at a time, by the owner, so no epoch gets two stores from one
+    node: one that the watching thread published just before it lost its ownership is taken over.
+
     Args:
         daemon: the node's daemon.
         job: key of the job; torchrun's run id.
         host: address at which the job's other nodes reach this process; the daemon's when empty. A
             pod has its own.
+        reform_s: time that workers that are kept have to arrive in a new epoch.
 
     Attributes:
         kill: kills this agent's workers at once, whatever state they are in. Replace it before the
             first rendezvous where the agent has other children than workers.
+        can_keep: returns whether all workers run, so that they can be kept. Both are called from
+            any thread. Never, unless replaced: torchrun's own agent waits for its exit barrier in
+            the store that it began with.
     """
 
-    def __init__(self, daemon: Daemon, job: str, host: str = "") -> None:
+    def __init__(
+        self, daemon: Daemon, job: str, host: str = "", reform_s: float = REFORM_S
+    ) -> None:
         self.kill: Callable[[], None] = kill_children
-        self._daemon, self._job, self._host = daemon, job, host
-        self._epoch = 0
-        self._serves_store = False
-        self._store: TCPStore | None = None
+        self.can_keep: Callable[[], bool] = lambda: False
+        self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
+        self._joined = JoinedWorld()
+        self._published: JoinedWorld | None = None
+        """World whose store this agent serves, and which it has yet to join."""
+        self._owner = object()
         self._lock = threading.Lock()
+        self._entering = threading.Lock()
+        """Held while a store is entered; taken before `_lock`."""
         self._ended = threading.Event()
         self._closed = threading.Event()
+        self._settled = threading.Event()
+        """Set unless the arrival of kept workers is awaited."""
+        self._arrived = False
         self._finished = False
 
     @property
     def epoch(self) -> int:
         """Epoch of the last world; 0 before the first."""
-        return self._epoch
+        return self._joined.epoch
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the last world."""
+        return self._joined.nodes
 
     @property
     def serves_store(self) -> bool:
         """Whether this agent serves the store of the last world."""
-        return self._serves_store
+        return self._joined.serves_store
+
+    @property
+    def store(self) -> PrefixStore:
+        """Store of the last world, below its prefix `epoch-<n>`: the same keys on all nodes,
+        whether their workers were kept or started anew."""
+        return _prefixed(self._joined)
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the end of the last world's epoch; return whether it has ended."""
         return self._ended.wait(timeout_s)
+
+    def wait_arrived(self, timeout_s: float) -> bool:
+        """Wait until it is known whether the workers have arrived in the last world; return that.
+
+        They have where they were started in it. Kept ones have not when their time is over, or when
+        the world ended first.
+        """
+        self._settled.wait(timeout_s)
+        return self._arrived
 
     def worker_exited(self, rank: int, exit_code: int, last_lines: str) -> None:
         """Report to the control loop a worker that failed in the present epoch, with its last
@@ -203,7 +273,7 @@ class HoldfastRendezvous(RendezvousHandler):
             return  # it was killed because the epoch has ended
         code = 128 - exit_code if exit_code < 0 else exit_code
         try:
-            self._daemon.worker_exited(self._epoch, rank, code, last_lines)
+            self._daemon.worker_exited(self.epoch, rank, code, last_lines)
         except HoldfastError as error:
             log.warning(
                 "rank %d exited with code %d, which was not reported: %s", rank, code, error
@@ -228,7 +298,7 @@ class HoldfastRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 when the epoch has ended, so that torchrun restarts its workers, which are
-        killed; 0 otherwise."""
+        killed; 0 otherwise, also while workers are kept."""
         if not self._ended.is_set():
             return 0
         self.kill()
@@ -236,8 +306,10 @@ class HoldfastRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         self._closed.set()
+        with self._lock:
+            self._owner = object()
+            self._joined, self._published = replace(self._joined, store=None), None
         self._daemon.close()
-        self._store = None
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -248,40 +320,40 @@ class HoldfastRendezvous(RendezvousHandler):
             RendezvousConnectionError: when the daemon stays away, has another protocol version, or
                 denies this job to this process; the cause is in `__cause__`.
         """
-        after_epoch, self._store = self._epoch, None
+        mine = object()
+        with self._lock:
+            self._owner = mine
+            after_epoch = self.epoch
         while True:
-            world = self._ask(after_epoch)
+            world = self._ask(after_epoch, ASK_S)
             if not world.ready or world.epoch <= after_epoch:
                 continue
-            try:
-                address = self._enter_store(world)
-            except (DistError, HoldfastError) as error:
-                log.warning("epoch %d: no store: %s; asking again", world.epoch, error)
-                self._closed.wait(RETRY_S)
+            entered = self._enter_store(mine, world)
+            if entered is None:
                 continue
             with self._lock:
-                self._epoch, self._serves_store = world.epoch, world.serves_store
+                self._joined, self._published = entered, None
                 self._ended.clear()
-            name = f"holdfast-epoch-{world.epoch}"
-            threading.Thread(
-                target=self._watch, args=(world.epoch,), name=name, daemon=True
-            ).start()
+                self._arrived = True
+                self._settled.set()
             log.info("epoch %d: node %d of %d", world.epoch, world.node_rank, world.nodes)
-            assert self._store is not None
-            host, _, port = address.rpartition(":")
+            threading.Thread(
+                target=self._watch, args=(mine,), name="holdfast-epochs", daemon=True
+            ).start()
+            host, _, port = entered.address.rpartition(":")
             return RendezvousInfo(
-                PrefixStore(f"epoch-{world.epoch}", self._store),
-                world.node_rank,
-                world.nodes,
+                _prefixed(entered),
+                entered.node_rank,
+                entered.nodes,
                 RendezvousStoreInfo(host, int(port)),
             )
 
-    def _ask(self, after_epoch: int) -> World:
+    def _ask(self, after_epoch: int, wait_s: float) -> World:
         """Ask the daemon until it answers; return its answer."""
         until = time.monotonic() + DAEMON_ABSENT_S
         while True:
             try:
-                world = self._daemon.join_world(after_epoch, ASK_S, peek=False)
+                world = self._daemon.join_world(after_epoch, wait_s, peek=False)
             except UnreachableError as error:
                 if time.monotonic() > until or self._closed.wait(RETRY_S):
                     raise RendezvousConnectionError(str(error)) from error
@@ -293,47 +365,170 @@ class HoldfastRendezvous(RendezvousHandler):
                     raise RendezvousClosedError(f"job {self._job} has ended")
                 return world
 
-    def _enter_store(self, world: World) -> str:
-        """Open the world's store, and serve it if this node has to; return its address."""
-        if not world.serves_store:
-            host, _, port = world.store_address.rpartition(":")
-            self._store = TCPStore(
-                host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S)
-            )
-            self._store.set_timeout(timedelta(seconds=STORE_S))
-            return world.store_address
-        host = self._host or world.node_host
-        self._store = TCPStore(
-            host,
-            0,
-            is_master=True,
-            timeout=timedelta(seconds=STORE_S),
-            wait_for_workers=False,
-        )
-        address = f"{host}:{self._store.port}"
-        self._daemon.publish_store(world.epoch, address)
-        return address
+    def _enter_store(self, mine: object, world: World) -> JoinedWorld | None:
+        """Open the world's store, and serve it if this node has to.
 
-    def _watch(self, epoch: int) -> None:
-        """Wait for the end of `epoch`, then stop the workers that belong to it."""
-        while self._epoch == epoch and not self._closed.is_set():
+        Returns:
+            None when that failed, after a pause, or when the caller is no longer the owner.
+        """
+        with self._entering:
+            if self._owner is not mine:
+                return None
             try:
-                world = self._daemon.join_world(epoch, ASK_S, peek=True)
+                return self._serve(world) if self._serves(world) else _connect(world)
+            except (DistError, HoldfastError) as error:
+                log.warning("epoch %d: no store: %s; asking again", world.epoch, error)
+        self._closed.wait(RETRY_S)
+        return None
+
+    def _serves(self, world: World) -> bool:
+        """Whether this agent is to serve the world's store, or does so already."""
+        published = self._published
+        ours = published is not None and published.address == world.store_address
+        return world.serves_store or ours
+
+    def _serve(self, world: World) -> JoinedWorld:
+        """Serve the world's store and publish it; once more if it is unknown whether the daemon
+        has received the address."""
+        served = self._published
+        if served is None or served.epoch != world.epoch:
+            host = self._host or world.node_host
+            store = TCPStore(
+                host,
+                0,
+                is_master=True,
+                timeout=timedelta(seconds=STORE_S),
+                wait_for_workers=False,
+            )
+            served = JoinedWorld(
+                epoch=world.epoch,
+                node_rank=world.node_rank,
+                nodes=world.nodes,
+                address=f"{host}:{store.port}",
+                serves_store=True,
+                store=store,
+            )
+            self._published = served
+        if world.serves_store:
+            self._daemon.publish_store(served.epoch, served.address)
+        return served
+
+    def _watch(self, mine: object) -> None:
+        """Follow the epochs for as long as the workers are kept; stop them when they cannot be."""
+        left: list[JoinedWorld] = []  # kept until the workers have left their stores
+        until = 0.0
+        while self._owner is mine:
+            joined = self._joined
+            after_epoch = left[0].epoch if left else joined.epoch
+            try:
+                # Asked for an older epoch, the daemon answers at once.
+                world = self._daemon.join_world(after_epoch, RETRY_S if left else ASK_S, peek=True)
             except ProtocolError as error:
-                log.error("epoch %d is no longer watched: %s", epoch, error)
+                log.error("epoch %d is no longer watched: %s", joined.epoch, error)
                 return
             except HoldfastError:
                 self._closed.wait(RETRY_S)
                 continue
-            if world.epoch <= epoch and not world.finished:
-                continue
-            with self._lock:
-                if self._epoch == epoch:
-                    log.info("epoch %d has ended; stopping its workers", epoch)
-                    self._finished = world.finished
-                    self._ended.set()
+            if world.finished or world.epoch > joined.epoch:
+                if not self._keep(mine, world):
+                    return
+                left.append(joined)
+                until = time.monotonic() + self._reform_s
+            elif left and self._arrival_settled(mine, world, until):
+                left.clear()
+
+    def _keep(self, mine: object, world: World) -> bool:
+        """Move to the newest epoch with the running workers, or stop them if they cannot be kept.
+
+        Returns:
+            Whether this thread has moved and goes on watching.
+        """
+        after_epoch = self.epoch
+        try:
+            while self._owner is mine and self._keeps_workers(world):
+                world = self._ask(after_epoch, KEEP_ASK_S)
+                if not world.ready or world.epoch <= after_epoch or not self._keeps_workers(world):
+                    continue
+                entered = self._enter_store(mine, world)
+                if entered is not None and self._move(mine, world, entered):
+                    return True
+        except RendezvousError as error:
+            log.warning("epoch %d: workers cannot be kept: %s", after_epoch, error)
+        self._end(mine, finished=world.finished or self._finished)
+        return False
+
+    def _keeps_workers(self, world: World) -> bool:
+        """Whether the workers can go on in `world`: their ranks depend on the shape of it."""
+        joined = self._joined
+        same_shape = (world.node_rank, world.nodes) == (joined.node_rank, joined.nodes)
+        return world.keep and not world.finished and same_shape and self.can_keep()
+
+    def _move(self, mine: object, world: World, entered: JoinedWorld) -> bool:
+        """Join the world of `entered` with the workers of the last one; return whether they still
+        could be kept. A worker that has exited before is one of the last epoch."""
+        with self._lock:
+            if self._owner is not mine or not self._keeps_workers(world):
+                return False
+            self._joined, self._published = entered, None
+            self._arrived = False
+            self._settled.clear()
+        log.info(
+            "epoch %d: node %d of %d, with its workers of before",
+            entered.epoch,
+            entered.node_rank,
+            entered.nodes,
+        )
+        return True
+
+    def _arrival_settled(self, mine: object, world: World, until: float) -> bool:
+        """Return whether all kept workers have arrived, or are killed because it is too late; pause
+        if neither."""
+        arrived = world.arrived and world.epoch == self.epoch
+        if not arrived and time.monotonic() < until:
+            self._closed.wait(RETRY_S)
+            return False
+        with self._lock:
+            if self._owner is mine:
+                if not arrived:
+                    log.warning(
+                        "epoch %d: workers have not arrived within %g s; killing them",
+                        self.epoch,
+                        self._reform_s,
+                    )
                     self.kill()
-            return
+                self._arrived = arrived
+                self._settled.set()
+        return True
+
+    def _end(self, mine: object, *, finished: bool) -> None:
+        """Note that the joined world has ended, and kill its workers."""
+        with self._lock:
+            if self._owner is not mine:
+                return
+            log.info("epoch %d has ended; stopping its workers", self.epoch)
+            self._finished = finished
+            self._ended.set()
+            self._settled.set()
+            self.kill()
+
+
+def _connect(world: World) -> JoinedWorld:
+    """Connect to the store that another agent serves."""
+    host, _, port = world.store_address.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
+    store.set_timeout(timedelta(seconds=STORE_S))
+    return JoinedWorld(
+        epoch=world.epoch,
+        node_rank=world.node_rank,
+        nodes=world.nodes,
+        address=world.store_address,
+        store=store,
+    )
+
+
+def _prefixed(joined: JoinedWorld) -> PrefixStore:
+    assert joined.store is not None, "no world was joined"
+    return PrefixStore(f"epoch-{joined.epoch}", joined.store)
 
 
 def kill_children() -> None:

@@ -92,7 +92,7 @@ def test_causes_and_members_that_move_restart_and_the_others_stay(
     fault(world)
     world.settle(10.0)
     assert world.membership.epoch == 2 and world.membership.restarting == restarting
-    (told,) = world.told("Recovering")
+    (text,) = world.messages("Recovering")
     assert told.endswith(f"; {text} in epoch 2")
     assert all(each.restarting == restarting for each in world.published if each.epoch == 2)
 
@@ -103,7 +103,7 @@ def test_members_that_stay_are_not_promised_where_a_rank_does_not_follow() -> No
     world.exit_rank(2, 42)
     world.look()
     assert world.membership.restarting == {2}
-    assert world.told("Recovering") == ["rank 2 exited with code 42; restart in place in epoch 2"]
+    assert world.messages("Recovering") == ["rank 2 exited with code 42; restart in place in epoch 2"]
 
 
 def test_a_rank_that_does_not_follow_and_restarts_keeps_no_other_from_staying() -> None:
@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_follow_and_restarts_keeps_no_other_from_staying() 
     world.following.discard(2)
     world.exit_rank(2, 42)
     world.look()
-    assert world.told("Recovering")[0].endswith("the others' workers stay in epoch 2")
+    assert world.messages("Recovering")[0].endswith("the others' workers stay in epoch 2")
 
 
 def test_members_that_restarted_once_are_not_restarted_by_the_next_failure() -> None:

@@ -23,7 +23,13 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
         """What a call for a world is refused with."""
         self.bearers: list[str] = []
         """What calls for a world carried as authorization."""
+        self.keeps: set[int] = set()
+        """Epochs for which workers can be kept."""
+        self.arrived: set[int] = set()
+        """Epochs in which the kept ones are."""
         self.stores: dict[int, str] = {}
+        self.watched: list[int] = []
+        """Epochs whose end was asked for while workers ran in them."""
         self.left: list[int] = []
         self.exits: list[tuple[int, int]] = []
         """(epoch, exit code) of workers that failed."""
@@ -61,9 +67,8 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
             context.set_trailing_metadata(codec.error_to_metadata(self.denial))
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.denial))
         with self.changed:
-            if not request.peek:
-                self.left.append(request.after_epoch)
-                self.changed.notify_all()
+            (self.watched if request.peek else self.left).append(request.after_epoch)
+            self.changed.notify_all()
             self.changed.wait_for(
                 lambda: self.finished or self.epoch > request.after_epoch, request.wait_s
             )
@@ -75,6 +80,8 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
                 serves_store=True,
                 node_host="127.0.0.1",
                 finished=self.finished,
+                keep=ready and self.epoch in self.keeps,
+                arrived=ready and self.epoch in self.arrived,
             )
 
     def PublishStore(

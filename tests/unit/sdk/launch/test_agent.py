@@ -1,14 +1,20 @@
-"""How an agent whose workers have finished waits for the other nodes."""
+"""How an agent whose workers have finished waits for other nodes, and which workers it keeps."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from played_daemon import PlayedDaemon, Worlds
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
@@ -58,6 +64,20 @@ class FinishedAgent(HoldfastAgent):
 
     def wait_for_others(self) -> None:
         self._exit_barrier()
+
+    def start(self) -> list[int]:
+        """Start the workers of the next epoch; return their process ids."""
+        self._initialize_workers(self._worker_group)
+        return [worker.id for worker in self._worker_group.workers]
+
+    def restart(self) -> None:
+        self._restart_workers(self._worker_group)
+
+    def state(self) -> WorkerState:
+        return self._monitor_workers(self._worker_group).state
+
+    def end(self) -> None:
+        self._stop_workers(self._worker_group)
 
 
 @pytest.fixture
@@ -112,3 +132,120 @@ def test_the_agent_goes_back_to_work_when_another_node_is_lost_before_it_finishe
 def test_the_agent_ends_when_the_job_has_ended(daemon: OneEpoch, agent: FinishedAgent) -> None:
     daemon.end(World(epoch=1, finished=True))
     agent.wait_for_others()
+
+
+class Node:
+    """An agent with one worker that runs until `finish`, as a program or in a fork."""
+
+    def __init__(self, daemon: PlayedDaemon, folder: Path, forked: bool, reform_s: float) -> None:
+        self.fifo, self.daemon = folder / f"node-{daemon.rank}", daemon
+        os.mkfifo(self.fifo)
+        self.rendezvous = HoldfastRendezvous(daemon, "default.moe", reform_s=reform_s)
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=1,
+            rdzv_handler=self.rendezvous,
+            entrypoint=_read if forked else "cat",
+            args=(str(self.fifo),),
+            max_restarts=RESTARTS_MAX,
+            monitor_interval=0.1,
+        )
+        self.agent = FinishedAgent(spec, self.rendezvous, DefaultLogsSpecs(), "forkserver", 1.0)
+
+    def finish(self) -> None:
+        self.fifo.write_bytes(b"")  # once the worker reads
+        until(lambda: self.agent.state() is WorkerState.SUCCEEDED)
+
+
+def _read(path: str) -> None:
+    Path(path).read_bytes()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Ask until `condition` holds; the test's limit of time ends what never does."""
+    while not condition():
+        pass
+
+
+@pytest.fixture
+def worlds() -> Worlds:
+    return Worlds()
+
+
+@pytest.fixture
+def node(worlds: Worlds, tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Function that makes the node of a daemon."""
+    with ExitStack() as ends, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+
+        def make(daemon: PlayedDaemon, *, forked: bool = False, reform_s: float = 60.0) -> Node:
+            node = Node(daemon, tmp_path, forked, reform_s)
+            ends.callback(node.rendezvous.shutdown)
+            ends.callback(node.agent.end)
+            return node
+
+        yield make
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["program", "fork"])
+def test_workers_run_until_one_of_them_has_died_or_returned(
+    worlds: Worlds, node: Callable[..., Node], forked: bool
+) -> None:
+    worlds.begin(1)
+    here = node(PlayedDaemon(worlds), forked=forked)
+    assert not here.agent.workers_run()
+    (pid,) = here.agent.start()
+    assert here.agent.workers_run()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not here.agent.workers_run())  # before torchrun has looked
+    worlds.begin(2)
+    here.agent.restart()
+    assert here.agent.workers_run()
+    here.finish()
+    assert not here.agent.workers_run()
+
+
+def test_nodes_that_kept_and_that_replaced_their_workers_finish_together(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    kept, replaced = (node(PlayedDaemon(worlds, rank, 2)) for rank in range(2))
+    kept.daemon.keeps.add(4)
+    worlds.begin(1)
+    before = kept.agent.start()
+    replaced.agent.start()
+    worlds.begin(4)
+    until(lambda: replaced.rendezvous.num_nodes_waiting() == 1)
+    replaced.agent.restart()
+    worlds.wait(lambda: kept.rendezvous.epoch == 4)
+    kept.daemon.arrived.add(4)
+    assert kept.rendezvous.wait_arrived(TIMEOUT_S)
+    assert [worker.id for worker in kept.agent.get_worker_group().workers] == before
+    assert kept.agent.state() is replaced.agent.state() is WorkerState.HEALTHY
+    with ThreadPoolExecutor() as pool:
+        kept.finish()
+        first: Future[None] = pool.submit(kept.agent.wait_for_others)
+        store = replaced.rendezvous.store
+        until(lambda: store.add(FINISHED, 0) == 1)
+        assert not first.done()
+        replaced.finish()
+        second: Future[None] = pool.submit(replaced.agent.wait_for_others)
+        first.result(TIMEOUT_S)
+        second.result(TIMEOUT_S)
+
+
+def test_an_agent_whose_workers_finished_without_arriving_joins_the_next_epoch(
+    worlds: Worlds, node: Callable[..., Node]
+) -> None:
+    here = node(PlayedDaemon(worlds, 0, 2), reform_s=1e-3)
+    here.daemon.keeps.add(2)
+    worlds.begin(1)
+    here.agent.start()
+    here.daemon.may_reply.clear()
+    worlds.begin(2)
+    worlds.wait(lambda: 2 in worlds.stores)
+    here.rendezvous.kill = lambda: None  # the deadline finds them finished
+    here.daemon.may_reply.set()
+    worlds.wait(lambda: here.rendezvous.epoch == 2)
+    here.finish()
+    with pytest.raises(EpochEndedError):
+        here.agent.wait_for_others()

@@ -30,7 +30,9 @@ import json, os, signal, sys, time
 import torch.distributed as dist
 dist.init_process_group("gloo")
 note = {"pid": os.getpid(), "epoch": os.environ["TORCHELASTIC_RESTART_COUNT"], "argv": sys.argv[1:],
-        "main": __name__, "world": dist.get_world_size(), "job": os.environ["HOLDFAST_JOB"]}
+        "main": __name__, "world": dist.get_world_size(), "job": os.environ["HOLDFAST_JOB"],
+        "store": os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]}
+print("epoch", note["epoch"], file=sys.stderr, flush=True)
 with open(sys.argv[1], "a") as file:
     file.write(json.dumps(note) + "\\n")
 if int(note["epoch"]) < 4:
@@ -91,7 +93,9 @@ def daemon(fake_daemon: ModuleType, tmp_path: Path) -> Iterator[Any]:
 class Agent:
     """A launcher's process with two workers that note their starts in a pipe."""
 
-    def __init__(self, folder: Path, *before: str, stderr: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *before: str, stderr: int | None = None, options: tuple[str, ...] = ()
+    ) -> None:
         script, self.notes = folder / "worker.py", folder / "notes"
         script.write_text(WORKER)
         os.mkfifo(self.notes)
@@ -101,7 +105,7 @@ class Agent:
         command = [sys.executable, "-m", "holdfast.launch", "--socket", str(folder / "daemon.sock")]
         command += ["--job", "default.moe", "--nodes", "1", "--nproc", "2"]
         command += ["--exit-file", str(self.exit_file), "--wait-file", str(self.wait_file)]
-        command += ["--", "python", str(script)]
+        command += [*options, "--", "python", str(script)]
         self.process = subprocess.Popen(
             [*before, *command, str(self.notes)], start_new_session=True, stderr=stderr
         )
@@ -171,6 +175,50 @@ def test_a_terminated_agent_takes_its_workers_along(daemon: Any, agent: Agent) -
     for worker in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(worker["pid"], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("logged", [False, True], ids=["stderr", "log folders"])
+def test_workers_that_follow_their_worlds_stay_until_one_dies_or_does_not_arrive(
+    daemon: Any, tmp_path: Path, logged: bool
+) -> None:
+    logs = tmp_path / "logs"
+    options = ("--log-dir", str(logs)) if logged else ()
+    agent = Agent(tmp_path, options=("--reform-s", "1", *options))
+    try:
+        daemon.keeps, daemon.arrived = {1, 2, 4}, {1, 2}
+        daemon.begin(1)
+        first = agent.workers(START_S)
+        daemon.begin(2)
+        daemon.wait(lambda: 2 in daemon.watched)  # they have arrived
+        os.kill(first[0]["pid"], signal.SIGKILL)
+        daemon.wait(lambda: 2 in daemon.left)  # the agent waits for the epoch after 2
+        assert daemon.exits == [(2, 128 + signal.SIGKILL)]
+        daemon.begin(3)
+        second = agent.workers(RESTART_S)
+        assert [worker["epoch"] for worker in second] == ["3", "3"]
+        assert {worker["store"] for worker in second} == {daemon.stores[3]}
+        assert daemon.last_lines == ["" if logged else "epoch 1"]  # since they were started
+        daemon.begin(4)
+        daemon.wait(lambda: len(daemon.exits) == 2)  # they did not arrive
+        assert daemon.exits[1] == (4, 128 + signal.SIGKILL)
+        daemon.begin(5)
+        assert [worker["epoch"] for worker in agent.workers(RESTART_S)] == ["5", "5"]
+        assert agent.process.wait(RESTART_S) == 0
+        attempts = sorted(path.name for path in logs.glob("*/attempt_*"))
+        assert attempts == (["attempt_1", "attempt_3", "attempt_5"] if logged else [])
+    finally:
+        agent.end()
+
+
+def test_a_time_to_arrive_that_no_worker_can_meet_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--socket", "s", "--job", "j", "--nodes", "1", "--nproc", "1", "--reform-s", "nan"]
+    with pytest.raises(SystemExit):
+        main([*given, "--", "true"])
+    assert "--reform-s nan must be above 0" in capsys.readouterr().err
 
 
 ALONE = ("unshare", "--mount", "--propagation", "private", "sh", "-c")

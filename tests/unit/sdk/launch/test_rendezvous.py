@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
+from played_daemon import TIMEOUT_S, PlayedDaemon, Worlds, rendezvous
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -14,99 +13,9 @@ from torch.distributed.elastic.rendezvous.api import (
     rendezvous_handler_registry,
 )
 
-from holdfast._launch.rendezvous import HoldfastRendezvous, World
+from holdfast._launch.rendezvous import HoldfastRendezvous
 from holdfast.rendezvous import create_handler, handler_of
 from holdfast_core.errors import HoldfastError, UnreachableError, VersionMismatchError
-
-TIMEOUT_S = 30.0
-
-
-class Worlds:
-    """What all nodes' daemons agree on."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.epoch, self.finished = 0, False
-        self.stores: dict[int, str] = {}
-
-    def begin(self, epoch: int) -> None:
-        with self.changed:
-            self.epoch = epoch
-            self.changed.notify_all()
-
-    def finish(self) -> None:
-        with self.changed:
-            self.finished = True
-            self.changed.notify_all()
-
-
-class PlayedDaemon:
-    """The daemon of node `rank` of `nodes`; fails with `failures` first."""
-
-    def __init__(
-        self,
-        worlds: Worlds,
-        rank: int = 0,
-        nodes: int = 1,
-        failures: list[HoldfastError] | None = None,
-    ) -> None:
-        self.worlds, self.rank, self.nodes = worlds, rank, nodes
-        self.failures = failures or []
-        self.closed = False
-        self.exits: list[tuple[int, int, int]] = []
-        self.lines: list[str] = []
-        self.deaf = False
-
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
-        worlds = self.worlds
-        with worlds.changed:
-            if self.failures:
-                raise self.failures.pop(0)
-            worlds.changed.wait_for(lambda: self._ready(after_epoch, peek) or self.closed, wait_s)
-            if self.closed:
-                raise UnreachableError("closed")
-            return World(
-                ready=self._ready(after_epoch, peek),
-                epoch=worlds.epoch,
-                node_rank=self.rank,
-                nodes=self.nodes,
-                store_address=worlds.stores.get(worlds.epoch, ""),
-                serves_store=self.rank == 0,
-                node_host="127.0.0.1",
-                finished=worlds.finished,
-            )
-
-    def _ready(self, after_epoch: int, peek: bool) -> bool:
-        worlds = self.worlds
-        served = peek or self.rank == 0 or worlds.epoch in worlds.stores
-        return worlds.finished or (worlds.epoch > after_epoch and served)
-
-    def publish_store(self, epoch: int, store_address: str) -> None:
-        with self.worlds.changed:
-            self.worlds.stores[epoch] = store_address
-            self.worlds.changed.notify_all()
-
-    def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
-        if self.deaf:
-            raise UnreachableError("away")
-        self.exits.append((epoch, rank, exit_code))
-        self.lines.append(last_lines)
-
-    def close(self) -> None:
-        with self.worlds.changed:
-            self.closed = True
-            self.worlds.changed.notify_all()
-
-
-@contextmanager
-def rendezvous(daemon: PlayedDaemon) -> Iterator[tuple[HoldfastRendezvous, threading.Event]]:
-    """A handler, and the event that its workers were killed."""
-    handler, killed = HoldfastRendezvous(daemon, "default.moe"), threading.Event()
-    handler.kill = killed.set
-    try:
-        yield handler, killed
-    finally:
-        handler.shutdown()
 
 
 def test_the_nodes_of_an_epoch_meet_in_the_store_that_the_first_one_serves() -> None:

@@ -1,0 +1,278 @@
+"""How a node moves to a new epoch with the workers that it has, and when it does not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from played_daemon import TIMEOUT_S, PlayedDaemon, Worlds, rendezvous
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported by torch
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousInfo
+
+from holdfast._launch.rendezvous import HoldfastRendezvous
+from holdfast_core.errors import UnreachableError
+
+LATE_S = 1e-3
+"""A deadline that has passed when the daemon is asked for the second time."""
+
+
+class Workers:
+    """Workers of a node, which run until the test or the handler ends them."""
+
+    def __init__(self, handler: HoldfastRendezvous) -> None:
+        self.run, self.killed = True, threading.Event()
+        handler.kill, handler.can_keep = self.kill, lambda: self.run
+
+    def kill(self) -> None:
+        self.run = False
+        self.killed.set()
+
+
+@pytest.fixture
+def worlds() -> Worlds:
+    return Worlds()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """The thread of torchrun."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def moved(worlds: Worlds, epoch: int, *handlers: HoldfastRendezvous) -> None:
+    """Wait until all nodes are in `epoch`, and watch it."""
+    worlds.wait(lambda: all(handler.epoch == epoch for handler in handlers))
+
+
+def test_the_nodes_meet_in_the_next_store_with_the_workers_that_they_have(worlds: Worlds) -> None:
+    daemons = [PlayedDaemon(worlds, rank, 2) for rank in range(2)]
+    with rendezvous(daemons[0]) as (first, _), rendezvous(daemons[1]) as (second, _):
+        workers = [Workers(first), Workers(second)]
+        worlds.begin(1)
+        for handler, daemon in zip((first, second), daemons, strict=True):
+            handler.next_rendezvous()
+            daemon.keeps |= {2, 3}
+        for epoch in (2, 3):
+            worlds.begin(epoch)
+            moved(worlds, epoch, first, second)
+            first.store.set("key", f"value {epoch}")
+            assert second.store.get("key") == f"value {epoch}".encode()
+        assert first.serves_store
+        assert not second.serves_store
+        assert first.nodes == second.nodes == 2
+        for handler, worker in zip((first, second), workers, strict=True):
+            assert not worker.killed.is_set()
+            assert handler.num_nodes_waiting() == 0
+            assert not handler.wait_ended(0.0)
+
+
+def test_workers_that_a_daemon_or_an_agent_cannot_keep_are_killed(worlds: Worlds) -> None:
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, killed):
+        worlds.begin(1)
+        handler.next_rendezvous()
+        daemon.keeps.add(2)
+        worlds.begin(2)  # torchrun's own agent keeps none
+        assert killed.wait(TIMEOUT_S)
+        workers = Workers(handler)
+        handler.next_rendezvous()
+        worlds.begin(3)
+        assert workers.killed.wait(TIMEOUT_S)
+        workers = Workers(handler)
+        handler.next_rendezvous()
+        daemon.keeps.add(4)
+        daemon.nodes = 2  # their ranks would no longer be right
+        worlds.begin(4)
+        assert workers.killed.wait(TIMEOUT_S)
+        assert handler.epoch == 3
+        assert daemon.asked.count((3, False)) == 0
+
+
+@pytest.mark.parametrize("replied", [False, True], ids=["before it is known", "once it is known"])
+def test_a_worker_that_dies_while_the_store_is_published_takes_the_node_to_the_same_store(
+    worlds: Worlds, pool: ThreadPoolExecutor, replied: bool
+) -> None:
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        workers = Workers(handler)
+        worlds.begin(1)
+        handler.next_rendezvous()
+        daemon.keeps.add(2)
+        gate = daemon.may_reply if replied else daemon.may_publish
+        gate.clear()
+        worlds.begin(2)
+        worlds.wait(lambda: len(daemon.published) == 2 and (not replied or 2 in worlds.stores))
+        joined: Future[RendezvousInfo] = pool.submit(handler.next_rendezvous)
+        worlds.wait(lambda: daemon.asked.count((1, False)) == 2)  # torchrun's thread is the owner
+        assert handler.epoch == 1
+        gate.set()
+        info = joined.result(TIMEOUT_S)
+        assert handler.epoch == 2
+        assert handler.serves_store
+        assert {address for epoch, address in daemon.published if epoch == 2} == {worlds.stores[2]}
+        assert info.bootstrap_store_info is not None
+        assert worlds.stores[2] == f"127.0.0.1:{info.bootstrap_store_info.master_port}"
+        other_node(worlds.stores[2]).set("epoch-2/key", "value")
+        assert info.store.get("key") == b"value"
+        assert not workers.killed.is_set()  # by then they may be those of epoch 2
+        assert handler.num_nodes_waiting() == 0
+
+
+def test_a_worker_that_is_seen_dead_once_the_store_is_published_has_the_others_killed(
+    worlds: Worlds,
+) -> None:
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        workers = Workers(handler)
+        worlds.begin(1)
+        handler.next_rendezvous()
+        daemon.keeps.add(2)
+        daemon.may_reply.clear()
+        worlds.begin(2)
+        worlds.wait(lambda: 2 in worlds.stores)
+        workers.run = False
+        daemon.may_reply.set()
+        assert workers.killed.wait(TIMEOUT_S)
+        assert handler.num_nodes_waiting() == 1
+        assert handler.epoch == 1
+        handler.worker_exited(0, -9, "")
+        assert daemon.exits == []  # epoch 1 is over for all
+        handler.next_rendezvous()
+        assert handler.epoch == 2
+        assert [epoch for epoch, _ in daemon.published] == [1, 2]
+
+
+def node_that_waits_for_a_store(
+    worlds: Worlds, daemon: PlayedDaemon, handler: HoldfastRendezvous
+) -> TCPStore:
+    """Bring the second of two nodes to where epoch 2 has no store yet; return that of epoch 1."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    worlds.stores[1] = f"127.0.0.1:{store.port}"
+    worlds.begin(1)
+    handler.next_rendezvous()
+    daemon.keeps |= {2, 3}
+    worlds.begin(2)
+    worlds.wait(lambda: (1, False) in daemon.asked)
+    return store
+
+
+def test_a_newer_epoch_is_entered_instead_of_one_whose_store_never_came(worlds: Worlds) -> None:
+    daemon = PlayedDaemon(worlds, rank=1, nodes=2)
+    with rendezvous(daemon) as (handler, _):
+        workers = Workers(handler)
+        store = node_that_waits_for_a_store(worlds, daemon, handler)
+        worlds.stores[3] = worlds.stores[1]
+        worlds.begin(3)
+        moved(worlds, 3, handler)
+        handler.store.set("key", "value")
+        assert store.get("epoch-3/key") == b"value"
+        assert not workers.killed.is_set()
+
+
+def test_a_newer_epoch_that_has_them_started_anew_kills_workers_before_it_has_a_store(
+    worlds: Worlds,
+) -> None:
+    daemon = PlayedDaemon(worlds, rank=1, nodes=2)
+    with rendezvous(daemon) as (handler, _):
+        workers = Workers(handler)
+        _store = node_that_waits_for_a_store(worlds, daemon, handler)
+        daemon.keeps.discard(3)
+        worlds.begin(3)
+        assert workers.killed.wait(TIMEOUT_S)
+        assert handler.num_nodes_waiting() == 1
+
+
+def test_the_end_of_the_job_kills_workers_that_wait_for_their_store(worlds: Worlds) -> None:
+    daemon = PlayedDaemon(worlds, rank=1, nodes=2)
+    with rendezvous(daemon) as (handler, _):
+        workers = Workers(handler)
+        _store = node_that_waits_for_a_store(worlds, daemon, handler)
+        worlds.finish()
+        assert workers.killed.wait(TIMEOUT_S)
+        assert handler.wait_ended(TIMEOUT_S)
+        assert handler.is_closed()
+        with pytest.raises(RendezvousClosedError, match=r"default\.moe"):
+            handler.next_rendezvous()
+
+
+def test_a_store_that_cannot_be_entered_and_a_daemon_that_is_away_are_asked_again(
+    worlds: Worlds,
+) -> None:
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        workers = Workers(handler)
+        worlds.begin(1)
+        handler.next_rendezvous()
+        daemon.keeps.add(2)
+        daemon.lose_replies = 1
+        daemon.may_reply.clear()
+        worlds.begin(2)
+        worlds.wait(lambda: 2 in worlds.stores)
+        daemon.failures.append(UnreachableError("restarting"))
+        daemon.may_reply.set()
+        moved(worlds, 2, handler)
+        assert not daemon.failures
+        assert handler.serves_store
+        assert [epoch for epoch, _ in daemon.published] == [1, 2]  # the address has arrived
+        other_node(worlds.stores[2]).set("epoch-2/key", "value")
+        assert handler.store.get("key") == b"value"
+        assert not workers.killed.is_set()
+
+
+def test_workers_that_do_not_arrive_in_time_are_killed_and_reported_in_the_new_epoch(
+    worlds: Worlds,
+) -> None:
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon, reform_s=LATE_S) as (handler, _):
+        workers = Workers(handler)
+        worlds.begin(1)
+        handler.next_rendezvous()
+        daemon.keeps.add(2)
+        worlds.begin(2)
+        assert workers.killed.wait(TIMEOUT_S)
+        assert handler.epoch == 2
+        assert handler.num_nodes_waiting() == 0  # torchrun's thread sees them fail
+        assert not handler.wait_arrived(TIMEOUT_S)
+        handler.worker_exited(0, -9, "")
+        assert daemon.exits == [(2, 0, 137)]
+        worlds.begin(3)
+        handler.next_rendezvous()
+        assert handler.epoch == 3
+        assert handler.wait_arrived(TIMEOUT_S)
+
+
+def test_the_store_of_the_last_epoch_is_served_until_the_workers_have_arrived_in_the_next(
+    worlds: Worlds,
+) -> None:
+    daemon = PlayedDaemon(worlds)
+    with rendezvous(daemon) as (handler, _):
+        workers = Workers(handler)
+        worlds.begin(1)
+        handler.next_rendezvous()
+        worker = other_node(worlds.stores[1])
+        daemon.keeps |= {2, 3}
+        for epoch in (2, 3):  # the workers have seen nothing of epoch 2 when it ends
+            worlds.begin(epoch)
+            moved(worlds, epoch, handler)
+        worker.set("key", "value")
+        assert worker.get("key") == b"value"
+        daemon.arrived.add(3)
+        assert handler.wait_arrived(TIMEOUT_S)
+        worlds.wait(lambda: daemon.asked[-1] == (3, True))  # the next epoch is awaited as ever
+        other_node(worlds.stores[3]).set("key", "value")
+        for epoch in (1, 2):
+            port = int(worlds.stores[epoch].rpartition(":")[2])
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
+        assert not workers.killed.is_set()
+
+
+def other_node(address: str) -> TCPStore:
+    """A client of the store at `address`."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
