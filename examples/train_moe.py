@@ -21,7 +21,6 @@ import json
 import os
 import sysconfig
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,11 @@ from torch.optim.adamw import adamw
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from holdfast import elastic
 
 BYTE_VALUES, CHOICES, HEAD_WIDTH = 256, 2, 32
 CAPACITY_FACTOR, BALANCE_WEIGHT = 1.25, 0.01
-Group = dist.ProcessGroup | None
+Group = elastic.WorldGroup
 
 
 class AllToAll(torch.autograd.Function):
@@ -47,7 +47,7 @@ class AllToAll(torch.autograd.Function):
         ctx.group = group
         sent = x.contiguous().view(torch.uint8)  # bytes: not every backend supports bfloat16
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        group.wait(dist.all_to_all_single(received, sent, group=group.now, async_op=True))
         return received.view(x.dtype)
 
     @staticmethod
@@ -220,22 +220,24 @@ class Passages(Dataset[Tensor]):
 
 
 @torch.no_grad()
-def average_gradients(model: ByteLM, loss: Tensor, replicas: Group, copies: int) -> float:
+def average_gradients(
+    world: elastic.World, model: ByteLM, loss: Tensor, replicas: Group, copies: int
+) -> float:
     """Average gradients over the ranks that hold the same weights; return the mean loss. Experts
     already have the gradients of every token that was sent to them."""
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     dense = [grad for name, grad in grads.items() if ".experts." not in name]
     flat = torch.cat([loss.detach().view(1), *(grad.float().view(-1) for grad in dense)])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
+    world.wait(dist.all_reduce(flat, async_op=True))
+    flat /= world.size
     mean_loss, *means = flat.split([1, *(grad.numel() for grad in dense)])
     for grad, mean in zip(dense, means, strict=True):
         grad.copy_(mean.view_as(grad))
     for grad in (grad for name, grad in grads.items() if ".experts." in name):
         total = grad.float()
         if copies > 1:
-            dist.all_reduce(total, group=replicas)
-        grad.copy_(total / dist.get_world_size())
+            replicas.wait(dist.all_reduce(total, group=replicas.now, async_op=True))
+        grad.copy_(total / world.size)
     return float(mean_loss)
 
 
@@ -273,6 +275,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stay", action="store_true", help="stay when other ranks are lost")
     parser.add_argument("--held-out", type=int, default=0, help="passages for losses at the end")
     parser.add_argument("--log-file", type=Path, help="append a JSON line for each step (rank 0)")
     parser.add_argument("--hash-file", type=Path, help="receives the hash of the final state")
@@ -294,12 +297,11 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    ep = args.ep or world
-    split: Any = dist.new_subgroups_by_enumeration
-    sharing, _ = split([list(range(first, first + ep)) for first in range(0, world, ep)])
-    replicas, _ = split([list(range(first, world, ep)) for first in range(ep)])
+    world = elastic.init("nccl" if on_gpu else "gloo", stay=args.stay)
+    rank, size = world.rank, world.size
+    ep = args.ep or size
+    sharing = world.group([list(range(first, first + ep)) for first in range(0, size, ep)])
+    replicas = world.group([list(range(first, size, ep)) for first in range(ep)])
 
     torch.manual_seed(args.seed)  # the same dense weights everywhere
     model = ByteLM(args, ep, sharing)
@@ -309,40 +311,43 @@ def main(argv: list[str] | None = None) -> None:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)
     model.to(device, torch.bfloat16)
     optimizer = MasterAdamW(model.parameters(), lr=1e-3)
-    data = Passages(args.seq + 1, args.batch * world, args.held_out)
-    sampler = holdfast.RecoverableSampler(data, rank=rank, replicas=world, seed=args.seed)
+    data = Passages(args.seq + 1, args.batch * size, args.held_out)
+    sampler = holdfast.RecoverableSampler(data, rank=rank, replicas=size, seed=args.seed)
     loader = DataLoader(data, args.batch, sampler=sampler)
 
-    topology, stateful = holdfast.Topology(dp=world, ep=ep), {"sampler": sampler}
-    session = holdfast.init(model=model, optimizer=optimizer, stateful=stateful, topology=topology)
-    start = session.restore() or 0
+    topology, stateful = holdfast.Topology(dp=size, ep=ep), {"sampler": sampler}
+    session = holdfast.init(
+        model=model, optimizer=optimizer, stateful=stateful, topology=topology, world=world
+    )
     moes = [module for module in model.modules() if isinstance(module, MoE)]
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    for step, bytes_BT in zip(range(start + 1, args.steps + 1), batches, strict=False):
-        for layer, moe in enumerate(moes):
-            moe.factors = session.capacity_factors(layer, args.experts)
-            moe.room = session.capacity_room
-        loss, balance = model(bytes_BT.to(device))
-        optimizer.zero_grad()
-        (loss + BALANCE_WEIGHT * balance).backward()
-        mean_loss = average_gradients(model, loss, replicas, world // ep)
-        optimizer.step()
-        sampler.advance(args.batch)
-        for layer, moe in enumerate(moes):
-            session.count_tokens(layer, moe.routed_E, CHOICES * args.batch * args.seq)
-        session.save(step)
-        line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
-        line["lost"] = session.counters.loss.lost
-        line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
-        if args.held_out and step > 0.9 * args.steps and step % 5 == 0:
-            line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)
-        if rank == 0:
-            report(args, **line)
+    for step in session.steps(args.steps):
+        with step:
+            if step.resumed:
+                batches = itertools.chain.from_iterable(itertools.repeat(loader))
+            bytes_BT = next(batches)
+            for layer, moe in enumerate(moes):
+                moe.factors = session.capacity_factors(layer, args.experts)
+                moe.room = session.capacity_room
+            loss, balance = model(bytes_BT.to(device))
+            optimizer.zero_grad()
+            (loss + BALANCE_WEIGHT * balance).backward()
+            mean_loss = average_gradients(world, model, loss, replicas, size // ep)
+            optimizer.step()
+            sampler.advance(args.batch)
+            for layer, moe in enumerate(moes):
+                session.count_tokens(layer, moe.routed_E, CHOICES * args.batch * args.seq)
+            line = {"step": step, "loss": mean_loss, "time": time.time(), "epoch": session.epoch}
+            line["lost"] = session.counters.loss.lost
+            line["boosted"] = sum(factor > 1 for moe in moes for factor in moe.factors)
+            if args.held_out and step > 0.9 * args.steps and step % 5 == 0:
+                line["held_out"] = held_out_loss(model, moes, data.held_out_PT, args.batch)
+            if rank == 0:
+                report(args, **line)
     sha256 = state_sha256(model, optimizer)
     if rank == 0 and args.hash_file:
         args.hash_file.write_text(sha256 + "\n")
     session.close()
-    dist.destroy_process_group()
+    world.close()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ These names are the public API; `holdfast.testing` has a daemon for tests, and `
 and writes checkpoints through torch.distributed.checkpoint.
 """
 
+from holdfast import elastic
 from holdfast._daemon.handles import SaveHandle
 from holdfast._init import init
 from holdfast._interface import Session
@@ -73,6 +74,7 @@ __all__ = [
     "UnreachableError",
     "UnsupportedValueError",
     "VersionMismatchError",
+    "elastic",
     "init",
     "topology_from_device_mesh",
 ]

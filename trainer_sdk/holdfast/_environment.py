@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.job.failures import REFORM_S
 from holdfast_core.job.snapshots import COMPARE_REPLICAS_EVERY, PolicySpec
 from holdfast_core.last_lines import secrets_among
 
@@ -34,6 +35,8 @@ class Environment:
     """`WORLD_SIZE`."""
     local_rank: int
     """`LOCAL_RANK`."""
+    local_world_size: int
+    """`LOCAL_WORLD_SIZE`."""
     store_address: str
     """`MASTER_ADDR:MASTER_PORT` of the training world's store; empty outside torchrun."""
     copy_threads: int | None
@@ -41,6 +44,8 @@ class Environment:
     token_file: Path | None
     """`HOLDFAST_TOKEN_FILE`: file with the token that proves to the daemon which pod this is; None
     when the daemon requires none."""
+    reform_s: float
+    """`HOLDFAST_REFORM_SECONDS`: time in which a process that stays must be in its new world."""
     policy: PolicySpec
     """`HOLDFAST_POLICY`: the job's `snapshot.policy`, as JSON."""
     recoveries_per_day: float | None
@@ -72,8 +77,10 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         rank=_number(found, "RANK", 0),
         world_size=_number(found, "WORLD_SIZE", 1),
         local_rank=_number(found, "LOCAL_RANK", 0),
+        local_world_size=_number(found, "LOCAL_WORLD_SIZE", 1),
         store_address=f"{address}:{port}" if address and port else "",
         token_file=read_token_file(found),
+        reform_s=_rate(found, "HOLDFAST_REFORM_SECONDS") or REFORM_S,
         policy=_policy(found.get("HOLDFAST_POLICY", "")),
         recoveries_per_day=_rate(found, "HOLDFAST_RECOVERIES_PER_DAY"),
         compare_replicas_every=_number(
@@ -100,9 +107,10 @@ def read_token_file(variables: Mapping[str, str] | None = None) -> Path | None:
     return Path(found) if found else None
 
 
-def set_for_workers(*, socket: Path, job: str, nproc: int) -> None:
+def set_for_workers(*, socket: Path, job: str, nproc: int, reform_s: float) -> None:
     """Set the environment variables for this process's agent and its workers."""
     os.environ["HOLDFAST_SOCKET"] = str(socket)
+    os.environ["HOLDFAST_REFORM_SECONDS"] = str(reform_s)
     os.environ["HOLDFAST_JOB"] = job
     # All nodes start equally many workers, so the agent need not ask them through the store, where
     # it would wait for a node that has just been lost.

@@ -7,7 +7,7 @@ bytes travel; nothing is unpickled. A world of one needs no group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast_core.errors import UnreachableError
+
+SLICE = timedelta(seconds=0.1)
+"""Time for which a collective is waited for before the world is looked at again."""
 
 
 class Broadcast(Protocol):
@@ -66,19 +69,25 @@ class Alone:
 
 class GlooExchange:
     """Exchange between all ranks of torch's default process group. Making one is itself a
-    collective."""
+    collective.
+
+    Args:
+        timeout_s: time that one collective may take.
+        ended: whether the training world has ended, so that no rank may be waited for any more.
+    """
 
     together = True
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, ended: Callable[[], bool] = lambda: False) -> None:
         self._timeout = timedelta(seconds=timeout_s)
+        self._ended = ended
         self._group = _new_group(None, "gloo", self._timeout)
         self._rank = dist.get_rank()
 
     def add(self, numbers: Sequence[int]) -> list[int]:
         with _translated():
             total = torch.tensor(numbers, dtype=torch.int64)
-            dist.all_reduce(total, group=self._group)
+            wait(dist.all_reduce(total, group=self._group, async_op=True), self._ended)
         found: list[int] = total.tolist()
         return found
 
@@ -86,13 +95,13 @@ class GlooExchange:
         with _translated():
             size = torch.tensor([len(data)])
             sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-            dist.all_gather(sizes, size, group=self._group)
+            wait(dist.all_gather(sizes, size, group=self._group, async_op=True), self._ended)
             longest = max(int(one) for one in sizes)
             own = torch.zeros(max(longest, 1), dtype=torch.uint8)
             if data:
                 own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             all_data = [torch.zeros_like(own) for _ in sizes]
-            dist.all_gather(all_data, own, group=self._group)
+            wait(dist.all_gather(all_data, own, group=self._group, async_op=True), self._ended)
         return [
             one[: int(size)].numpy().tobytes() for one, size in zip(all_data, sizes, strict=True)
         ]
@@ -112,7 +121,11 @@ class GlooExchange:
                 buffer: torch.Tensor, source: int, group: dist.ProcessGroup = group
             ) -> None:
                 with _translated():
-                    dist.broadcast(buffer, src=source, group=group)
+                    if backend is None:
+                        dist.broadcast(buffer, src=source, group=group)
+                    else:
+                        work = dist.broadcast(buffer, src=source, group=group, async_op=True)
+                        wait(work, self._ended)
 
             yield ranks, broadcast
             dist.destroy_process_group(group)
@@ -136,8 +149,32 @@ def _translated() -> Iterator[None]:
         ) from error
 
 
-def make_exchange(world_size: int, timeout_s: float) -> Exchange:
+def wait(work: Any, ended: Callable[[], bool]) -> None:
+    """Wait for a collective of host memory, and no longer than its world lasts.
+
+    Args:
+        work: `torch.distributed.Work`.
+
+    Raises:
+        UnreachableError: the world has ended.
+        RuntimeError: the collective failed.
+    """
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # it may have succeeded since; if not, this raises why
+                return
+        if ended():
+            raise UnreachableError("the training world has ended")
+
+
+def make_exchange(
+    world_size: int, timeout_s: float, ended: Callable[[], bool] = lambda: False
+) -> Exchange:
     """Make the exchange of this world's ranks; collective when there is a process group."""
     if world_size > 1 and dist.is_available() and dist.is_initialized():
-        return GlooExchange(timeout_s)
+        return GlooExchange(timeout_s, ended)
     return Alone()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import nn
 
 from holdfast._copying.devices import device_of
 from holdfast._daemon.client import DaemonClient, GrpcClient
+from holdfast._elastic.session import ElasticSession, check_staying
+from holdfast._elastic.world import World
 from holdfast._environment import Environment, read_environment
-from holdfast._exchange import Alone, make_exchange
+from holdfast._exchange import Alone, Exchange, make_exchange
 from holdfast._experts.counting import Counting
 from holdfast._experts.gradients import NO_GRADIENTS, Gradients
 from holdfast._experts.partial import PartialCapture
@@ -47,6 +49,7 @@ def init(
     job: str | None = None,
     rank: int | None = None,
     daemon: DaemonClient | None = None,
+    world: World | None = None,
 ) -> Session:
     """Make a session for this rank. Every rank calls it, after any `init_process_group`.
 
@@ -69,74 +72,137 @@ def init(
         job: the job's key, instead of `HOLDFAST_JOB`.
         rank: this rank, instead of `RANK`; a process group's rank must equal it.
         daemon: a client to use as it is, such as `holdfast.testing.FakeDaemon`.
+        world: the world of `holdfast.elastic.init`: then train in `session.steps`, and this process
+            stays when other ranks are lost.
 
     Raises:
         InvalidJobError: when the topology does not fit the training world, an optimizer lacks
             torch's `param_groups` and `state`, or arguments contradict each other.
     """
     environment = read_environment()
-    path = Path(socket) if socket is not None else environment.socket
-    if daemon is None and path is None:
-        return UnprotectedSession()
-    own_rank, world_size = _world(environment, rank)
-    chosen = topology if topology is not None else Topology(dp=world_size)
-    chosen.check_world(world_size)
-    tuned = _tuned(settings, environment)
-    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    live = LiveState(model, optimizers, chosen, own_rank, units=units, private=frozenset(private))
-    client = daemon
-    if client is None:
-        name = job if job is not None else environment.job
-        if not name or path is None:
-            raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
-        store, token_file = environment.store_address, environment.token_file
-        client = GrpcClient(path, name, own_rank, store, tuned.rpc_timeout_s, token_file)
-    return ProtectedSession(
-        live=live,
+    maker = _Maker(
+        model=model,
+        optimizers=optimizer if isinstance(optimizer, list | tuple) else [optimizer],
         stateful=stateful or {},
-        topology=chosen,
-        rank=own_rank,
-        client=client,
-        exchange=make_exchange(world_size, tuned.exchange_timeout_s),
-        policy=_policy(live, own_rank, world_size, tuned),
-        comparing=_comparing(chosen, tuned),
-        pacing=_pacing(world_size, tuned),
-        device=device_of(raw(parameter) for parameter in model.parameters()),
-        settings=tuned,
+        topology=topology,
+        units=units,
+        private=frozenset(private),
+        settings=_tuned(settings, environment),
+        socket=Path(socket) if socket is not None else environment.socket,
+        job=job if job is not None else environment.job,
+        rank=rank,
+        daemon=daemon,
+        world=world,
+        environment=environment,
     )
+    if world is None:
+        return maker.session()
+    check_staying(model)
+    timeout_s = maker.settings.exchange_timeout_s
+    return ElasticSession(world, maker.session, maker.optimizers, timeout_s)
 
 
-def _comparing(topology: Topology, settings: Settings) -> Comparing:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Maker:
+    """What sessions are made of: one session, or one in each world."""
+
+    model: nn.Module
+    optimizers: Sequence[Any]
+    stateful: Mapping[str, Stateful]
+    topology: Topology | None
+    units: UnitNamer | None
+    private: frozenset[str]
+    settings: Settings
+    socket: Path | None
+    job: str
+    rank: int | None
+    daemon: DaemonClient | None
+    world: World | None
+    environment: Environment
+
+    def session(self) -> Session:
+        """Make a session of the present world. Collective."""
+        if self.daemon is None and self.socket is None:
+            return UnprotectedSession()
+        rank, world_size = _world(self.environment, self.rank)
+        topology = self.topology if self.topology is not None else Topology(dp=world_size)
+        topology.check_world(world_size)
+        live = LiveState(
+            self.model, self.optimizers, topology, rank, units=self.units, private=self.private
+        )
+        client = self.daemon or self._connect(rank)
+
+        def exchange() -> Exchange:
+            timeout_s = self.settings.exchange_timeout_s
+            if self.world is not None:
+                return self.world.exchange(timeout_s)
+            return make_exchange(world_size, timeout_s)
+
+        return ProtectedSession(
+            live=live,
+            stateful=self.stateful,
+            topology=topology,
+            rank=rank,
+            client=client,
+            exchange=exchange(),
+            policy=_policy(live, rank, world_size, self.settings, exchange),
+            comparing=_comparing(topology, self.settings, exchange),
+            pacing=_pacing(self.settings, exchange),
+            device=device_of(raw(parameter) for parameter in self.model.parameters()),
+            settings=self.settings,
+        )
+
+    def _connect(self, rank: int) -> DaemonClient:
+        if not self.job or self.socket is None:
+            raise InvalidJobError("a daemon is named without a job; set HOLDFAST_JOB or pass job=")
+        store = self.environment.store_address
+        if self.world is not None:
+            store = self.world.store_address
+        return GrpcClient(
+            self.socket,
+            self.job,
+            rank,
+            store,
+            self.settings.rpc_timeout_s,
+            self.environment.token_file,
+        )
+
+
+def _comparing(
+    topology: Topology, settings: Settings, exchange: Callable[[], Exchange]
+) -> Comparing:
     """Make the comparison of replicas after the first save, where there are any. Collective."""
     every = settings.compare_replicas_every if settings.check_replicas else None
     if not every or len(topology.dense_replicas(0)) == 1:
         return Comparing(Alone(), topology, 0)
-    return Comparing(
-        make_exchange(topology.world_size, settings.exchange_timeout_s), topology, every
-    )
+    return Comparing(exchange(), topology, every)
 
 
-def _policy(live: LiveState, rank: int, world_size: int, settings: Settings) -> CapturePolicy:
+def _policy(
+    live: LiveState,
+    rank: int,
+    world_size: int,
+    settings: Settings,
+    exchange: Callable[[], Exchange],
+) -> CapturePolicy:
     """Make this rank's part of the policy. Collective."""
     policy = settings.policy
     if policy is None or isinstance(policy, Full):
         return FullCapture()
-    exchange = make_exchange(world_size, settings.exchange_timeout_s)
     return PartialCapture(
         policy_of(policy),
-        Counting(exchange, rank, world_size),
+        Counting(exchange(), rank, world_size),
         # Half of it, because the training thread gives up a save that does not begin within all.
         settings.start_wait_s / 2,
         Gradients(live) if policy.recompute else NO_GRADIENTS,
     )
 
 
-def _pacing(world_size: int, settings: Settings) -> DueSaves:
+def _pacing(settings: Settings, exchange: Callable[[], Exchange]) -> DueSaves:
     """Make the choice of the saves to take. Collective where the interval is measured."""
     if settings.recoveries_per_day is None:
         return EverySave()
-    exchange = make_exchange(world_size, settings.exchange_timeout_s)
-    return Pacing(exchange, settings.recoveries_per_day)
+    return Pacing(exchange(), settings.recoveries_per_day)
 
 
 def _tuned(settings: Settings | None, environment: Environment) -> Settings:

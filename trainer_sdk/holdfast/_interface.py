@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -14,6 +14,7 @@ import torch
 
 from holdfast._daemon.handles import SaveHandle
 from holdfast._saving.tally import SaveCounters
+from holdfast._steps import Restarting, TrainStep, steps_of
 from holdfast_core.errors import HoldfastError
 
 
@@ -54,6 +55,24 @@ class Session(ABC):
             UnreachableError: the daemon or another rank did not answer in time.
             StaleEpochError: this process belongs to a training world that has ended.
         """
+
+    def steps(self, total: int) -> Iterator[TrainStep]:
+        """Restore, then yield the number of each step to run, from 1 to `total`.
+
+            for step in session.steps(total):
+                with step:
+                    train_one_step()
+
+        The end of the `with` block saves the state after the step. With a `world` of
+        `holdfast.elastic`, a failure elsewhere unwinds to it: this process restores in place, and
+        the loop goes on after the restored step, whose `resumed` is then true. Every rank calls it,
+        once, instead of `restore` and `save`.
+
+        Raises:
+            HoldfastError: as `restore`; also where a world has nothing to restore, because this
+                process cannot begin again.
+        """
+        return steps_of(Restarting(self), total)
 
     @abstractmethod
     def save(self, step: int) -> SaveHandle:

@@ -33,10 +33,11 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from holdfast._environment import read_secrets, read_token_file, set_for_workers
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
-from holdfast._launch.rendezvous import REFORM_S, GrpcDaemon, HoldfastRendezvous
+from holdfast._launch.rendezvous import GrpcDaemon, HoldfastRendezvous
 from holdfast._launch.script import run_script
 from holdfast._launch.stderr import StderrLogs, WorkerStderr
 from holdfast_core.errors import AccessDeniedError
+from holdfast_core.job.failures import REFORM_S
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(settings: LaunchSettings) -> int:
     """Run the workers until they are done or the job has ended; return the exit code."""
-    set_for_workers(socket=settings.socket, job=settings.job, nproc=settings.nproc)
+    set_for_workers(
+        socket=settings.socket,
+        job=settings.job,
+        nproc=settings.nproc,
+        reform_s=settings.reform_s,
+    )
     script = None if settings.fresh else script_of(settings.command, sys.executable)
     if script is not None:
         # Started now, so that it imports while this process waits for the world.

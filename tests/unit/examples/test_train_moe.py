@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
+
+import holdfast
+from holdfast.elastic import WorldGroup
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_moe.py"
 RANKS = 2
@@ -39,24 +41,25 @@ def train_moe() -> ModuleType:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process only."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def alone() -> Iterator[WorldGroup]:
+    """A group of a world of this process only."""
+    world = holdfast.elastic.init("gloo")
+    yield world.group([[0]])
+    world.close()
 
 
-def make_moe(train_moe: ModuleType, dim: int, experts: int) -> Any:
+def make_moe(train_moe: ModuleType, group: WorldGroup, dim: int, experts: int) -> Any:
     torch.manual_seed(3)
-    moe = train_moe.MoE(dim, experts, 1, None)
+    moe = train_moe.MoE(dim, experts, 1, group)
     for parameter in moe.experts.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return moe
 
 
-@pytest.mark.usefixtures("alone")
-def test_every_token_gets_its_two_best_experts_where_there_is_room(train_moe: ModuleType) -> None:
-    moe = make_moe(train_moe, dim=8, experts=2)  # two experts: each token goes to both
+def test_every_token_gets_its_two_best_experts_where_there_is_room(
+    train_moe: ModuleType, alone: WorldGroup
+) -> None:
+    moe = make_moe(train_moe, alone, dim=8, experts=2)  # two experts: each token goes to both
     x = torch.randn(10, 8)
     answer, _ = moe(x)
     probs = moe.gate(x).softmax(-1)
@@ -65,9 +68,10 @@ def test_every_token_gets_its_two_best_experts_where_there_is_room(train_moe: Mo
     torch.testing.assert_close(answer, expected)
 
 
-@pytest.mark.usefixtures("alone")
-def test_tokens_beyond_an_experts_capacity_get_nothing_from_it(train_moe: ModuleType) -> None:
-    moe = make_moe(train_moe, dim=8, experts=8)
+def test_tokens_beyond_an_experts_capacity_get_nothing_from_it(
+    train_moe: ModuleType, alone: WorldGroup
+) -> None:
+    moe = make_moe(train_moe, alone, dim=8, experts=8)
     x = torch.randn(1, 8).expand(32, 8)  # all tokens want the same two experts
     answer, balance = moe(x)
     capacity = int(train_moe.CAPACITY_FACTOR * train_moe.CHOICES * 32 / 8)
@@ -76,11 +80,10 @@ def test_tokens_beyond_an_experts_capacity_get_nothing_from_it(train_moe: Module
     assert balance > 1.0  # 1 is a perfect balance
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_expert_with_more_capacity_takes_more_tokens_and_the_others_do_not(
-    train_moe: ModuleType,
+    train_moe: ModuleType, alone: WorldGroup
 ) -> None:
-    moe = make_moe(train_moe, dim=8, experts=8)
+    moe = make_moe(train_moe, alone, dim=8, experts=8)
     x = torch.randn(1, 8).expand(64, 8)  # all tokens want the same two experts
     plain, _ = moe(x)
     capacity = int(train_moe.CAPACITY_FACTOR * train_moe.CHOICES * 64 / 8)
@@ -95,11 +98,12 @@ def test_an_expert_with_more_capacity_takes_more_tokens_and_the_others_do_not(
     assert moe.routed_E[second] == capacity
 
 
-@pytest.mark.usefixtures("alone")
-def test_the_held_out_loss_does_not_depend_on_what_is_in_a_batch(train_moe: ModuleType) -> None:
+def test_the_held_out_loss_does_not_depend_on_what_is_in_a_batch(
+    train_moe: ModuleType, alone: WorldGroup
+) -> None:
     args = train_moe.parse_args([*SMALL, "--experts", "16"])
     torch.manual_seed(4)
-    model = train_moe.ByteLM(args, 1, None)
+    model = train_moe.ByteLM(args, 1, alone)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     moes = [module for module in model.modules() if isinstance(module, train_moe.MoE)]

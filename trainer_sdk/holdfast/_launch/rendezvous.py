@@ -46,6 +46,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from holdfast._daemon.token import Token
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
+from holdfast_core.job.failures import REFORM_S
 from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,6 @@ CONNECT_S = 10.0
 KEEP_ASK_S = 1.0
 """Time for which the daemon may hold a call while workers are kept: they may die meanwhile, or a
 newer epoch may have them restarted."""
-REFORM_S = 30.0
-"""Time that workers that are kept have to arrive in the new epoch once its store is published."""
 STORE_S = 600.0
 """Time that a worker or agent may wait for a key in the store."""
 DAEMON_ABSENT_S = 300.0
@@ -75,7 +74,7 @@ node whose daemon does not come back is lost anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class EpochWorld:
     """Training world, as the daemon describes it; see `World` in trainer.proto."""
 
     ready: bool = False
@@ -106,7 +105,7 @@ class JoinedWorld:
 class Daemon(Protocol):
     """Calls from an agent to its node's daemon. Methods raise only HoldfastError."""
 
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> EpochWorld:
         """Ask for the world of an epoch newer than `after_epoch`; the daemon holds the call for up
         to `wait_s`."""
 
@@ -130,7 +129,7 @@ class GrpcDaemon:
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
         self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
 
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> EpochWorld:
         request = trainer_pb2.JoinWorldRequest(
             protocol_version=codec.PROTOCOL_VERSION,
             job=self._job,
@@ -139,7 +138,7 @@ class GrpcDaemon:
             peek=peek,
         )
         reply = self._ask(self._stub.JoinWorld, request, wait_s + REPLY_S)
-        return World(
+        return EpochWorld(
             ready=reply.ready,
             epoch=reply.epoch,
             node_rank=reply.node_rank,
@@ -219,7 +218,7 @@ class HoldfastRendezvous(RendezvousHandler):
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
         self._published: JoinedWorld | None = None
-        """World whose store this agent serves, and which it has yet to join."""
+        """EpochWorld whose store this agent serves, and which it has yet to join."""
         self._owner = object()
         self._lock = threading.Lock()
         self._entering = threading.Lock()
@@ -348,7 +347,7 @@ class HoldfastRendezvous(RendezvousHandler):
                 RendezvousStoreInfo(host, int(port)),
             )
 
-    def _ask(self, after_epoch: int, wait_s: float) -> World:
+    def _ask(self, after_epoch: int, wait_s: float) -> EpochWorld:
         """Ask the daemon until it answers; return its answer."""
         until = time.monotonic() + DAEMON_ABSENT_S
         while True:
@@ -365,7 +364,7 @@ class HoldfastRendezvous(RendezvousHandler):
                     raise RendezvousClosedError(f"job {self._job} has ended")
                 return world
 
-    def _enter_store(self, mine: object, world: World) -> JoinedWorld | None:
+    def _enter_store(self, mine: object, world: EpochWorld) -> JoinedWorld | None:
         """Open the world's store, and serve it if this node has to.
 
         Returns:
@@ -381,13 +380,13 @@ class HoldfastRendezvous(RendezvousHandler):
         self._closed.wait(RETRY_S)
         return None
 
-    def _serves(self, world: World) -> bool:
+    def _serves(self, world: EpochWorld) -> bool:
         """Whether this agent is to serve the world's store, or does so already."""
         published = self._published
         ours = published is not None and published.address == world.store_address
         return world.serves_store or ours
 
-    def _serve(self, world: World) -> JoinedWorld:
+    def _serve(self, world: EpochWorld) -> JoinedWorld:
         """Serve the world's store and publish it; once more if it is unknown whether the daemon
         has received the address."""
         served = self._published
@@ -437,7 +436,7 @@ class HoldfastRendezvous(RendezvousHandler):
             elif left and self._arrival_settled(mine, world, until):
                 left.clear()
 
-    def _keep(self, mine: object, world: World) -> bool:
+    def _keep(self, mine: object, world: EpochWorld) -> bool:
         """Move to the newest epoch with the running workers, or stop them if they cannot be kept.
 
         Returns:
@@ -457,13 +456,13 @@ class HoldfastRendezvous(RendezvousHandler):
         self._end(mine, finished=world.finished or self._finished)
         return False
 
-    def _keeps_workers(self, world: World) -> bool:
+    def _keeps_workers(self, world: EpochWorld) -> bool:
         """Whether the workers can go on in `world`: their ranks depend on the shape of it."""
         joined = self._joined
         same_shape = (world.node_rank, world.nodes) == (joined.node_rank, joined.nodes)
         return world.keep and not world.finished and same_shape and self.can_keep()
 
-    def _move(self, mine: object, world: World, entered: JoinedWorld) -> bool:
+    def _move(self, mine: object, world: EpochWorld, entered: JoinedWorld) -> bool:
         """Join the world of `entered` with the workers of the last one; return whether they still
         could be kept. A worker that has exited before is one of the last epoch."""
         with self._lock:
@@ -480,7 +479,7 @@ class HoldfastRendezvous(RendezvousHandler):
         )
         return True
 
-    def _arrival_settled(self, mine: object, world: World, until: float) -> bool:
+    def _arrival_settled(self, mine: object, world: EpochWorld, until: float) -> bool:
         """Return whether all kept workers have arrived, or are killed because it is too late; pause
         if neither."""
         arrived = world.arrived and world.epoch == self.epoch
@@ -512,7 +511,7 @@ class HoldfastRendezvous(RendezvousHandler):
             self.kill()
 
 
-def _connect(world: World) -> JoinedWorld:
+def _connect(world: EpochWorld) -> JoinedWorld:
     """Connect to the store that another agent serves."""
     host, _, port = world.store_address.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))

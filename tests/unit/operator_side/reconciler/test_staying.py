@@ -92,8 +92,8 @@ def test_causes_and_members_that_move_restart_and_the_others_stay(
     fault(world)
     world.settle(10.0)
     assert world.membership.epoch == 2 and world.membership.restarting == restarting
-    (text,) = world.messages("Recovering")
-    assert told.endswith(f"; {text} in epoch 2")
+    (event,) = world.messages("Recovering")
+    assert event.endswith(f"; {text} in epoch 2")
     assert all(each.restarting == restarting for each in world.published if each.epoch == 2)
 
 
@@ -103,7 +103,9 @@ def test_members_that_stay_are_not_promised_where_a_rank_does_not_follow() -> No
     world.exit_rank(2, 42)
     world.look()
     assert world.membership.restarting == {2}
-    assert world.messages("Recovering") == ["rank 2 exited with code 42; restart in place in epoch 2"]
+    assert world.messages("Recovering") == [
+        "rank 2 exited with code 42; restart in place in epoch 2"
+    ]
 
 
 def test_a_rank_that_does_not_follow_and_restarts_keeps_no_other_from_staying() -> None:
@@ -145,7 +147,7 @@ def test_a_control_loop_that_forgot_everything_knows_them_again() -> None:
     world.exit_rank(2, 42)
     world.settle(2.0)
     world.forget()
-    world.unheard.clear()
+    world.unconnected.clear()
     world.settle(2.0)
     assert world.membership.epoch == 2 and world.membership.restarting == {2}
 

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast._launch.rendezvous import REFORM_S, HoldfastRendezvous, World
+from holdfast._launch.rendezvous import EpochWorld, HoldfastRendezvous
 from holdfast_core.errors import HoldfastError, UnreachableError
+from holdfast_core.job.failures import REFORM_S
 
 TIMEOUT_S = 30.0
 
@@ -66,7 +67,7 @@ class PlayedDaemon:
         self.lines: list[str] = []
         self.deaf = False
 
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> World:
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> EpochWorld:
         worlds = self.worlds
         with worlds.changed:
             self.asked.append((after_epoch, peek))
@@ -77,8 +78,8 @@ class PlayedDaemon:
             if self.closed:
                 raise UnreachableError("closed")
             if worlds.finished or worlds.epoch <= after_epoch:
-                return World(finished=worlds.finished)
-            return World(
+                return EpochWorld(finished=worlds.finished)
+            return EpochWorld(
                 ready=self._ready(after_epoch, peek),
                 epoch=worlds.epoch,
                 node_rank=self.rank,

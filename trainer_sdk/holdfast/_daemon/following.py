@@ -1,0 +1,131 @@
+"""Following of a training world: which epoch is current, and where its ranks meet.
+
+A thread reads the daemon's stream `Follow`. While the stream is open, the daemon knows that this
+process can stay when its world changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from holdfast._daemon.token import Token
+from holdfast_core.errors import AccessDeniedError, HoldfastError, ProtocolError, RankInUseError
+from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
+
+_log = logging.getLogger("holdfast")
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """World of one epoch, and the store at which its ranks meet."""
+
+    epoch: int
+    node_rank: int
+    nodes: int
+    store_address: str
+    """`host:port`; empty until it is published."""
+
+
+class Following:
+    """Newest world of this worker, from construction to `close`. Safe from any thread.
+
+    Args:
+        socket: the daemon's Unix socket.
+        job: the job's key.
+        rank: this worker's rank.
+        token_file: file with the token that the daemon requires, or None.
+    """
+
+    def __init__(self, socket: Path, job: str, rank: int, token_file: Path | None) -> None:
+        self._request = trainer_pb2.FollowRequest(
+            protocol_version=codec.PROTOCOL_VERSION, job=job, rank=rank, pid=os.getpid()
+        )
+        self._token = Token(token_file)
+        options = channels.channel_options(reconnect_ms_max=500)
+        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
+        self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
+        self._changed = threading.Condition()
+        self._newest: Meeting | None = None
+        self._problem: HoldfastError | None = None
+        self._closed = False
+        threading.Thread(target=self._follow, name="holdfast-follow", daemon=True).start()
+
+    @property
+    def epoch(self) -> int:
+        """Newest epoch that the daemon has named; 0 before the first."""
+        newest = self._newest
+        return 0 if newest is None else newest.epoch
+
+    def wait_newer(self, epoch: int, timeout_s: float) -> bool:
+        """Wait for an epoch newer than `epoch`; return whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.epoch > epoch, timeout_s)
+
+    def wait_ready(self, epoch: int, timeout_s: float) -> Meeting | None:
+        """Wait until the newest epoch is newer than `epoch` and its store is published; return
+        None after `timeout_s`.
+
+        Raises:
+            HoldfastError: the daemon refuses this worker for good.
+        """
+
+        def ready() -> bool:
+            newest = self._newest
+            published = newest is not None and newest.store_address != ""
+            return (published and self.epoch > epoch) or self._problem is not None
+
+        with self._changed:
+            self._changed.wait_for(ready, timeout_s)
+            if self._problem is not None:
+                raise self._problem
+            return self._newest if ready() else None
+
+    def close(self) -> None:
+        """End the stream: from now on, a change of the world ends this process."""
+        self._closed = True
+        self._channel.close()
+
+    def _follow(self) -> None:
+        while not self._closed:
+            try:
+                for world in self._stub.Follow(self._request, metadata=self._token.metadata()):
+                    self._take(world)
+                    if world.finished:
+                        return
+            except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
+                if self._is_final(error):
+                    return
+            time.sleep(_RETRY_S)
+
+    def _take(self, world: trainer_pb2.World) -> None:
+        if world.epoch < self.epoch:
+            return
+        with self._changed:
+            self._newest = Meeting(
+                epoch=world.epoch,
+                node_rank=world.node_rank,
+                nodes=world.nodes,
+                store_address=world.store_address if world.ready else "",
+            )
+            self._changed.notify_all()
+
+    def _is_final(self, error: Exception) -> bool:
+        """Whether trying again is of no use; if so, waiting calls raise the reason."""
+        if not isinstance(error, grpc.Call):
+            return self._closed
+        ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
+        if not isinstance(ours, AccessDeniedError | ProtocolError | RankInUseError):
+            return self._closed
+        _log.warning("worlds cannot be followed: %s", ours)
+        with self._changed:
+            self._problem = ours
+            self._changed.notify_all()
+        return True

@@ -1,0 +1,1 @@
+"""Training worlds that change while their processes stay."""

@@ -1,0 +1,277 @@
+"""`World`: the ranks that train together now, and this process's part in it.
+
+The process groups belong to the world. When a rank or a node is lost, the world ends: this process
+leaves its groups and forms them again in the next epoch, with the processes that took the places of
+the lost ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
+    HashStore,
+)
+
+from holdfast._daemon.following import Following, Meeting
+from holdfast._elastic import groups
+from holdfast._exchange import Exchange, make_exchange, wait
+from holdfast_core.errors import (
+    HoldfastError,
+    InvalidJobError,
+    UnreachableError,
+)
+
+_log = logging.getLogger("holdfast")
+_WAIT_S = 20.0
+"""Time for which one wait for the daemon's news lasts."""
+
+
+class WorldGroup:
+    """Process group of a part of the world; it changes with the world.
+
+    Pass `group.now` to a collective each time, and keep no reference to it.
+    """
+
+    def __init__(self, world: World, partition: Sequence[Sequence[int]]) -> None:
+        self._world = world
+        self._partition = tuple(tuple(part) for part in partition)
+        self._now: dist.ProcessGroup | None = None
+
+    @property
+    def now(self) -> dist.ProcessGroup:
+        """The process group in the present world.
+
+        Raises:
+            UnreachableError: this process has left its groups.
+        """
+        if self._now is None:
+            raise UnreachableError("the training world has ended; its groups are formed again")
+        return self._now
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for `work` of a collective; see `World.wait`."""
+        self._world.wait(work)
+
+
+class World:
+    """Training world of this process. Made by `holdfast.elastic.init`.
+
+    Args:
+        backend: torch's backend for training's collectives.
+        following: the daemon's news; None where this process ends with its world.
+        store_address: `host:port` of the store of torchrun's environment; empty without torchrun.
+        local_rank: number of this process among its node's.
+        nproc: processes of each node.
+        timeout_s: time that one of training's collectives may take.
+        reform_s: time to wait for a new world after a collective has failed.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        following: Following | None,
+        *,
+        store_address: str,
+        local_rank: int,
+        nproc: int,
+        timeout_s: float,
+        reform_s: float,
+    ) -> None:
+        self._backend, self._following = backend, following
+        self._local_rank, self._nproc = local_rank, nproc
+        self._timeout_s, self._reform_s = timeout_s, reform_s
+        self._groups: list[WorldGroup] = []
+        self._rank, self._size, self._epoch = 0, 1, 0
+        self._store_address = store_address
+        self._left = True
+        self._process = os.getpid()
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the present world."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the present world."""
+        return self._size
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process among its node's: the number of its device."""
+        return self._local_rank
+
+    @property
+    def epoch(self) -> int:
+        """Membership epoch of the present world; 0 without a daemon."""
+        return self._epoch
+
+    @property
+    def store_address(self) -> str:
+        """`host:port` of the store at which the ranks met; empty in a world of one process."""
+        return self._store_address
+
+    @property
+    def stays(self) -> bool:
+        """Whether this process stays when its world changes."""
+        return self._following is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether this world has ended: its collectives fail, and its saves are refused."""
+        return self._left or (self._following is not None and self._following.epoch > self._epoch)
+
+    def group(self, partition: Sequence[Sequence[int]]) -> WorldGroup:
+        """Form process groups of parts of the world, now and in each later world.
+
+        All ranks call it with equal arguments, before `session.steps`.
+
+        Args:
+            partition: lists of ranks; each rank of the world is in exactly one of them.
+
+        Returns:
+            The group that this rank is in.
+
+        Raises:
+            InvalidJobError: when a rank is missing, or in several parts.
+        """
+        if sorted(rank for part in partition for rank in part) != list(range(self._size)):
+            raise InvalidJobError(
+                f"partition {[list(part) for part in partition]} must hold each of the "
+                f"{self._size} ranks once"
+            )
+        made = WorldGroup(self, partition)
+        made._now = groups.split(made._partition, self._rank, self._timeout_s)
+        self._groups.append(made)
+        return made
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for `work` of a collective with `async_op=True`, no longer than this world lasts.
+
+        A collective without it notices when a rank dies, but not when a node falls silent.
+
+        Raises:
+            UnreachableError: the world has ended.
+            RuntimeError: the collective failed.
+        """
+        if work is None:  # this rank is not in the collective's group
+            return
+        if self._backend == "gloo":
+            wait(work, lambda: self.ended)
+        else:
+            work.wait()
+
+    def close(self) -> None:
+        """Leave the groups for good. From now on, a failure elsewhere ends this process."""
+        if self._following is not None:
+            self._following.close()
+        self.leave()
+
+    # --- called by the session --------------------------------------------------------------------
+
+    def exchange(self, timeout_s: float) -> Exchange:
+        """Make an exchange of this world's ranks. Collective."""
+        return make_exchange(self._size, timeout_s, ended=lambda: self.ended)
+
+    def join(self, cause: Exception | None = None) -> None:
+        """Form the groups of the newest world, as soon as there is one.
+
+        Args:
+            cause: failure of the world before; raised when no newer one comes in `reform_s`.
+
+        Raises:
+            HoldfastError: the daemon refuses this process.
+        """
+        if self._process != os.getpid():
+            raise InvalidJobError("a forked process cannot use its parent's world")
+        if self._following is None:
+            self._form_alone()
+            return
+        while True:
+            meeting = self._next(self._following, cause)
+            self._left = False
+            try:
+                self._form(self._following, meeting)
+                return
+            except (RuntimeError, OSError, HoldfastError) as error:
+                _log.warning("epoch %d: its groups could not be formed: %s", meeting.epoch, error)
+                cause = error if isinstance(error, HoldfastError) else UnreachableError(str(error))
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave all groups, which wakes the ranks that wait for this one."""
+        self._left = True
+        for group in self._groups:
+            group._now = None
+        groups.leave()
+
+    def survives(self, error: Exception) -> bool:
+        """Whether `error` follows from the end of this world, so that this process goes on in the
+        next one. If so, collectives of other threads end soon."""
+        if self._following is None or not (self.ended or groups.is_of_group(error)):
+            return False
+        self._left = True
+        return True
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _next(self, following: Following, cause: Exception | None) -> Meeting:
+        """Wait for a world newer than the present one."""
+        if cause is not None and not following.wait_newer(self._epoch, self._reform_s):
+            raise cause
+        while True:
+            meeting = following.wait_ready(self._epoch, _WAIT_S)
+            if meeting is not None:
+                return meeting
+            _log.info("waiting for a world newer than epoch %d", self._epoch)
+
+    def _form(self, following: Following, meeting: Meeting) -> None:
+        began_s = time.monotonic()
+        self._epoch, self._store_address = meeting.epoch, meeting.store_address
+        self._rank = meeting.node_rank * self._nproc + self._local_rank
+        self._size = meeting.nodes * self._nproc
+        groups.form(
+            self._backend,
+            meeting.store_address,
+            meeting.epoch,
+            self._rank,
+            self._size,
+            lambda: self.ended,
+        )
+        assert dist.group.WORLD is not None
+        groups.set_timeout(dist.group.WORLD, self._timeout_s)
+        for group in self._groups:
+            group._now = groups.split(group._partition, self._rank, self._timeout_s)
+        threading.Thread(
+            target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
+        ).start()
+        _log.info(
+            "epoch %d: rank %d of %d, groups formed in %.3f s",
+            meeting.epoch,
+            self._rank,
+            self._size,
+            time.monotonic() - began_s,
+        )
+
+    def _form_alone(self) -> None:
+        """Form the groups that torchrun's environment names, or those of one process."""
+        if self._store_address:
+            dist.init_process_group(self._backend, timeout=timedelta(seconds=self._timeout_s))
+        else:
+            dist.init_process_group(self._backend, store=HashStore(), rank=0, world_size=1)
+        self._rank, self._size, self._left = dist.get_rank(), dist.get_world_size(), False
+
+    def _wake_at_end(self, following: Following, epoch: int) -> None:
+        """Wake this process out of collectives on its device once `epoch` has ended."""
+        while not following.wait_newer(epoch, _WAIT_S):
+            if self._epoch != epoch or self._left:
+                return
+        if self._epoch == epoch:
+            groups.wake()

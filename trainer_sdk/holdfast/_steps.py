@@ -1,0 +1,115 @@
+"""The loop over training steps: `for step in session.steps(total): with step: …`."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol
+
+
+class SavingSession(Protocol):
+    """Session as far as a loop that restarts needs it."""
+
+    def restore(self) -> int | None:
+        """Load the recovery line; return the last completed step, or None."""
+
+    def save(self, step: int) -> object:
+        """Begin to capture the state after `step`."""
+
+
+class Runner(Protocol):
+    """What the loop asks of its session."""
+
+    def begin_steps(self) -> int:
+        """Restore, and return the number of completed steps."""
+
+    def complete(self, step: int) -> bool:
+        """Save the state after `step`; return False when it has to be run again."""
+
+    def survives(self, error: Exception) -> bool:
+        """Whether training goes on after `error`, from the recovery line."""
+
+    def go_back(self) -> int:
+        """Enter the next world, restore, and return the number of completed steps."""
+
+    def finish_steps(self) -> bool:
+        """Return once all ranks have completed all steps; False when some have to be run again."""
+
+
+class Restarting:
+    """Runner of a session whose process ends with its world."""
+
+    def __init__(self, session: SavingSession) -> None:
+        self._session = session
+
+    def begin_steps(self) -> int:
+        return self._session.restore() or 0
+
+    def complete(self, step: int) -> bool:
+        self._session.save(step)
+        return True
+
+    def survives(self, error: Exception) -> bool:
+        del error
+        return False
+
+    def go_back(self) -> int:
+        raise AssertionError("a process that ends with its world never goes back")
+
+    def finish_steps(self) -> bool:
+        return True
+
+
+class TrainStep(int):
+    """Number of the step to run, from 1. `with step:` runs it, and saves the state after it."""
+
+    resumed: bool
+    """Whether this is the first step after a restore: make iterators over data anew."""
+    _runner: Runner
+    _completed: bool | None
+
+    @classmethod
+    def _of(cls, number: int, runner: Runner, resumed: bool) -> TrainStep:
+        made = cls(number)
+        made.resumed, made._runner, made._completed = resumed, runner, None
+        return made
+
+    def __enter__(self) -> TrainStep:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            self._completed = self._runner.complete(int(self))
+            return False
+        if not isinstance(error, Exception) or not self._runner.survives(error):
+            return False
+        # Frames hold references to process groups, whose sockets would stay open.
+        traceback.clear_frames(trace)
+        self._completed = False
+        return True
+
+
+def steps_of(runner: Runner, total: int) -> Iterator[TrainStep]:
+    """Yield the steps to run, up to `total`; see `Session.steps`."""
+    done, resumed = runner.begin_steps(), True
+    while True:
+        while done < total:
+            step = TrainStep._of(done + 1, runner, resumed)
+            yield step
+            if step._completed is None:
+                raise RuntimeError(
+                    f"step {done + 1} was not run: write `with step:` around the loop's body"
+                )
+            if not step._completed:
+                break
+            done, resumed = done + 1, False
+        else:
+            if runner.finish_steps():
+                return
+        done, resumed = runner.go_back(), True
