@@ -325,10 +325,7 @@ def trainer_requests() -> list[bytes]:
         ),
         (9, trainer_pb2.RestoreRequest(job=JOB, epoch=1).SerializeToString()),
         (10, trainer_pb2.CloseRequest(session="s").SerializeToString()),
-        (
-            11,
-            trainer_pb2.FollowRequest(protocol_version=1, job=JOB, pid=7).SerializeToString(),
-        ),
+        (11, trainer_pb2.FollowRequest(protocol_version=1, job=JOB, pid=7).SerializeToString()),
     ]
     return [bytes([kind]) + message for kind, message in messages]
 

@@ -74,7 +74,7 @@ node whose daemon does not come back is lost anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochWorld:
+class AnnouncedWorld:
     """Training world, as the daemon describes it; see `World` in trainer.proto."""
 
     ready: bool = False
@@ -105,7 +105,7 @@ class JoinedWorld:
 class Daemon(Protocol):
     """Calls from an agent to its node's daemon. Methods raise only HoldfastError."""
 
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> EpochWorld:
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
         """Ask for the world of an epoch newer than `after_epoch`; the daemon holds the call for up
         to `wait_s`."""
 
@@ -129,7 +129,7 @@ class GrpcDaemon:
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
         self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
 
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> EpochWorld:
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
         request = trainer_pb2.JoinWorldRequest(
             protocol_version=codec.PROTOCOL_VERSION,
             job=self._job,
@@ -138,7 +138,7 @@ class GrpcDaemon:
             peek=peek,
         )
         reply = self._ask(self._stub.JoinWorld, request, wait_s + REPLY_S)
-        return EpochWorld(
+        return AnnouncedWorld(
             ready=reply.ready,
             epoch=reply.epoch,
             node_rank=reply.node_rank,
@@ -218,7 +218,7 @@ class HoldfastRendezvous(RendezvousHandler):
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
         self._published: JoinedWorld | None = None
-        """EpochWorld whose store this agent serves, and which it has yet to join."""
+        """AnnouncedWorld whose store this agent serves, and which it has yet to join."""
         self._owner = object()
         self._lock = threading.Lock()
         self._entering = threading.Lock()
@@ -347,7 +347,7 @@ class HoldfastRendezvous(RendezvousHandler):
                 RendezvousStoreInfo(host, int(port)),
             )
 
-    def _ask(self, after_epoch: int, wait_s: float) -> EpochWorld:
+    def _ask(self, after_epoch: int, wait_s: float) -> AnnouncedWorld:
         """Ask the daemon until it answers; return its answer."""
         until = time.monotonic() + DAEMON_ABSENT_S
         while True:
@@ -364,7 +364,7 @@ class HoldfastRendezvous(RendezvousHandler):
                     raise RendezvousClosedError(f"job {self._job} has ended")
                 return world
 
-    def _enter_store(self, mine: object, world: EpochWorld) -> JoinedWorld | None:
+    def _enter_store(self, mine: object, world: AnnouncedWorld) -> JoinedWorld | None:
         """Open the world's store, and serve it if this node has to.
 
         Returns:
@@ -380,13 +380,13 @@ class HoldfastRendezvous(RendezvousHandler):
         self._closed.wait(RETRY_S)
         return None
 
-    def _serves(self, world: EpochWorld) -> bool:
+    def _serves(self, world: AnnouncedWorld) -> bool:
         """Whether this agent is to serve the world's store, or does so already."""
         published = self._published
         ours = published is not None and published.address == world.store_address
         return world.serves_store or ours
 
-    def _serve(self, world: EpochWorld) -> JoinedWorld:
+    def _serve(self, world: AnnouncedWorld) -> JoinedWorld:
         """Serve the world's store and publish it; once more if it is unknown whether the daemon
         has received the address."""
         served = self._published
@@ -436,7 +436,7 @@ class HoldfastRendezvous(RendezvousHandler):
             elif left and self._arrival_settled(mine, world, until):
                 left.clear()
 
-    def _keep(self, mine: object, world: EpochWorld) -> bool:
+    def _keep(self, mine: object, world: AnnouncedWorld) -> bool:
         """Move to the newest epoch with the running workers, or stop them if they cannot be kept.
 
         Returns:
@@ -456,13 +456,13 @@ class HoldfastRendezvous(RendezvousHandler):
         self._end(mine, finished=world.finished or self._finished)
         return False
 
-    def _keeps_workers(self, world: EpochWorld) -> bool:
+    def _keeps_workers(self, world: AnnouncedWorld) -> bool:
         """Whether the workers can go on in `world`: their ranks depend on the shape of it."""
         joined = self._joined
         same_shape = (world.node_rank, world.nodes) == (joined.node_rank, joined.nodes)
         return world.keep and not world.finished and same_shape and self.can_keep()
 
-    def _move(self, mine: object, world: EpochWorld, entered: JoinedWorld) -> bool:
+    def _move(self, mine: object, world: AnnouncedWorld, entered: JoinedWorld) -> bool:
         """Join the world of `entered` with the workers of the last one; return whether they still
         could be kept. A worker that has exited before is one of the last epoch."""
         with self._lock:
@@ -479,7 +479,7 @@ class HoldfastRendezvous(RendezvousHandler):
         )
         return True
 
-    def _arrival_settled(self, mine: object, world: EpochWorld, until: float) -> bool:
+    def _arrival_settled(self, mine: object, world: AnnouncedWorld, until: float) -> bool:
         """Return whether all kept workers have arrived, or are killed because it is too late; pause
         if neither."""
         arrived = world.arrived and world.epoch == self.epoch
@@ -511,7 +511,7 @@ class HoldfastRendezvous(RendezvousHandler):
             self.kill()
 
 
-def _connect(world: EpochWorld) -> JoinedWorld:
+def _connect(world: AnnouncedWorld) -> JoinedWorld:
     """Connect to the store that another agent serves."""
     host, _, port = world.store_address.rpartition(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast._launch.rendezvous import EpochWorld, HoldfastRendezvous
+from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import HoldfastError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
 
@@ -67,7 +67,7 @@ class PlayedDaemon:
         self.lines: list[str] = []
         self.deaf = False
 
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> EpochWorld:
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
         worlds = self.worlds
         with worlds.changed:
             self.asked.append((after_epoch, peek))
@@ -78,8 +78,8 @@ class PlayedDaemon:
             if self.closed:
                 raise UnreachableError("closed")
             if worlds.finished or worlds.epoch <= after_epoch:
-                return EpochWorld(finished=worlds.finished)
-            return EpochWorld(
+                return AnnouncedWorld(finished=worlds.finished)
+            return AnnouncedWorld(
                 ready=self._ready(after_epoch, peek),
                 epoch=worlds.epoch,
                 node_rank=self.rank,

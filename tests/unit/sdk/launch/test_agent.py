@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from holdfast._launch.agent import RESTARTS_MAX, EpochEndedError, HoldfastAgent
-from holdfast._launch.rendezvous import EpochWorld, HoldfastRendezvous
+from holdfast._launch.rendezvous import AnnouncedWorld, HoldfastRendezvous
 from holdfast_core.errors import UnreachableError
 
 TIMEOUT_S = 30.0
@@ -30,10 +30,12 @@ class OneEpoch:
 
     def __init__(self) -> None:
         self.changed = threading.Event()
-        self.after = EpochWorld()
+        self.after = AnnouncedWorld()
 
-    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> EpochWorld:
-        first = EpochWorld(ready=True, epoch=1, nodes=2, serves_store=True, node_host="127.0.0.1")
+    def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
+        first = AnnouncedWorld(
+            ready=True, epoch=1, nodes=2, serves_store=True, node_host="127.0.0.1"
+        )
         if after_epoch < 1:
             return first
         if not self.changed.wait(wait_s):
@@ -48,7 +50,7 @@ class OneEpoch:
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         raise AssertionError("no worker runs here")
 
-    def end(self, world: EpochWorld) -> None:
+    def end(self, world: AnnouncedWorld) -> None:
         self.after = world
         self.changed.set()
 
@@ -124,13 +126,15 @@ def test_the_agent_ends_when_the_workers_of_all_nodes_have_finished(
 def test_the_agent_goes_back_to_work_when_another_node_is_lost_before_it_finished(
     daemon: OneEpoch, agent: FinishedAgent
 ) -> None:
-    daemon.end(EpochWorld(ready=True, epoch=2, nodes=2, serves_store=True, node_host="127.0.0.1"))
+    daemon.end(
+        AnnouncedWorld(ready=True, epoch=2, nodes=2, serves_store=True, node_host="127.0.0.1")
+    )
     with pytest.raises(EpochEndedError):
         agent.wait_for_others()
 
 
 def test_the_agent_ends_when_the_job_has_ended(daemon: OneEpoch, agent: FinishedAgent) -> None:
-    daemon.end(EpochWorld(epoch=1, finished=True))
+    daemon.end(AnnouncedWorld(epoch=1, finished=True))
     agent.wait_for_others()
 
 
