@@ -61,6 +61,8 @@ class Run:
     cluster: Cluster
     name: str
     steps: int
+    stays: bool = False
+    """Whether processes of ranks that are not lost stay."""
     say: Callable[[str], None] = print
     job: Job = field(init=False)
     injected: list[Injected] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Run:
             arguments=(
                 *("--log-file", f"{_OUTPUT}/log.jsonl"),
                 *("--hash-file", f"{_OUTPUT}/sha256"),
+                *["--stay"][: self.stays],
             ),
         )
         document["spec"]["failurePolicy"]["detection"] = DETECTION

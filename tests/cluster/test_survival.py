@@ -1,7 +1,7 @@
 """A real job in real pods survives everything that a cluster does to it, byte for byte.
 
-One job takes all faults, one after another, and another all shortages; what each led to is looked
-at afterwards.
+One job takes all faults, one after another, and its processes stay when others are lost; another
+takes all shortages, and starts all processes again. What each led to is looked at afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def undisturbed(cluster: Cluster, holdfast: Holdfast) -> Undisturbed:
 
 @pytest.fixture(scope="module")
 def outcome(cluster: Cluster, undisturbed: Undisturbed) -> Outcome:
-    return _outcome(Run(cluster, "survivor", STEPS), EVERYTHING)
+    return _outcome(Run(cluster, "survivor", STEPS, stays=True), EVERYTHING)
 
 
 @pytest.fixture(scope="module")
