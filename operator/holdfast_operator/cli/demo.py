@@ -176,7 +176,7 @@ class DemoRun:
 def main(options: argparse.Namespace) -> int:
     """Run the demo; returns the exit code.
 
-    `options` has `report`, `steps`, `quick`, `policy` and `keep`.
+    `options` has `report`, `steps`, `quick`, `policy`, `restart` and `keep`.
 
     Raises:
         InvalidJobError: when the examples are missing.
@@ -207,13 +207,14 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
     )
     with Progress(*columns, console=console) as screen:
         console.print(
-            f"A run without faults, then the same run with {len(SCRIPT)}; {steps} steps each"
+            f"A run without faults, then the same run with {len(SCRIPT)}; {steps} steps each. "
+            + ("All processes start again." if options.restart else "Processes not lost stay.")
         )
-        folder = work / "undisturbed"
-        job = demo_job(folder, steps, options.policy)
+        folder, stay = work / "undisturbed", not options.restart
+        job = demo_job(folder, steps, options.policy, stay=stay)
         undisturbed = await DemoRun("undisturbed run", job, folder, screen, steps).carry_out(())
         folder = work / "faults"
-        job = demo_job(folder, steps, options.policy)
+        job = demo_job(folder, steps, options.policy, stay=stay)
         disturbed = await DemoRun("run with faults", job, folder, screen, steps).carry_out(SCRIPT)
     report = DemoReport(
         final_state_sha256=disturbed.sha256,
@@ -250,8 +251,13 @@ async def _demo(options: argparse.Namespace, work: Path, console: Console) -> bo
     return report.success
 
 
-def demo_job(folder: Path, steps: int, policy: str = "Full") -> MoETrainingJob:
+def demo_job(
+    folder: Path, steps: int, policy: str = "Full", *, stay: bool = False
+) -> MoETrainingJob:
     """The job of the examples, with its log and hash in `folder`.
+
+    Args:
+        stay: whether processes stay when others are lost.
 
     Raises:
         InvalidJobError: when the examples are missing.
@@ -269,6 +275,7 @@ def demo_job(folder: Path, steps: int, policy: str = "Full") -> MoETrainingJob:
         *("--steps", str(steps)),
         *("--log-file", str(folder / "log.jsonl")),
         *("--hash-file", str(folder / "sha256")),
+        *["--stay"][:stay],
     ]
     return parse_job(job)
 

@@ -293,6 +293,11 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="what snapshots capture; unless it is Full, some experts return to older versions "
         "and losses are compared instead of bytes (default %(default)s)",
     )
+    add(
+        "--restart",
+        action="store_true",
+        help="start all processes again after a failure; otherwise those not lost stay",
+    )
     add("--keep", action="store_true", help="keep the run's directory")
     parser.set_defaults(handler=_demo)
 

@@ -20,6 +20,15 @@ def test_the_demo_runs_the_example_with_a_spare_and_parity(tmp_path: Path) -> No
     assert job.group_size == 4
 
 
+def test_the_demo_keeps_processes_that_are_not_lost_unless_it_is_to_restart_them(
+    tmp_path: Path,
+) -> None:
+    assert "--stay" in demo_job(tmp_path, 70, stay=True).command
+    assert "--stay" not in demo_job(tmp_path, 70, stay=False).command
+    assert build_parser().parse_args(["demo", "--restart"]).restart
+    assert not build_parser().parse_args(["demo"]).restart
+
+
 @pytest.mark.parametrize("policy", ["Full", "PartialExperts", "Selective"])
 def test_the_demo_runs_under_each_policy(policy: str, tmp_path: Path) -> None:
     assert build_parser().parse_args(["demo", "--policy", policy]).policy == policy
