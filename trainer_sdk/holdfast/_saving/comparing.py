@@ -92,7 +92,7 @@ class Comparing:
         self._due = 0
         """Number of the save to compare next."""
         self._awaited = -1
-        """Number of the newest save for which the saver handed over digests."""
+        """Number of the newest save that the saver knows to be compared."""
         self._verdict: _Verdict | None = None
         """Verdict on that save."""
         self._equal_step: int | None = None
@@ -147,13 +147,20 @@ class Comparing:
             compared = not self._rounds.failed and self._due == number
             if not compared and self.problem is not None:
                 raise self.problem
+            if compared:
+                self._await(number)
             return compared
 
     def hand_over(self, number: int, digests: Digests) -> None:
         """Hand over this rank's digests for save `number`, which is due."""
         with self._rounds.change():
-            self._awaited, self._verdict = number, None
+            self._await(number)
             self._digests.setdefault(number, digests)
+
+    def _await(self, number: int) -> None:
+        """Keep the verdict on save `number` from now on: it may come before the digests do."""
+        if self._awaited != number:
+            self._awaited, self._verdict = number, None
 
     def settle(self, number: int) -> None:
         """Return when replicas are known to be equal in save `number`, or when it was not due. Call

@@ -187,6 +187,19 @@ def test_a_session_that_ends_takes_part_in_what_it_has_called() -> None:
         world.ranks[0].settle(0)
 
 
+def test_a_verdict_that_comes_before_the_digests_is_not_waited_for_again() -> None:
+    comparing = Comparing(Seat(Meeting(1), 0), Topology(dp=1), 1)
+    comparing.called(0, 0)
+    assert comparing.due(0, WAIT_S)
+    comparing.missed(0)
+    while comparing.due(0, WAIT_S):  # until the ranks have concluded without this one
+        pass
+    comparing.hand_over(0, held(0))
+    with pytest.raises(SnapshotSkippedError, match=r"ranks \[0\] could not read"):
+        comparing.settle(0)
+    comparing.close(WAIT_S)
+
+
 def test_when_the_exchange_fails_the_save_is_given_up_and_later_ones_are_not_compared() -> None:
     world = World(every=1)
     world.meeting.break_up()
