@@ -81,13 +81,24 @@ class GlooExchange:
     def __init__(self, timeout_s: float, ended: Callable[[], bool] = lambda: False) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._ended = ended
-        self._group = _new_group(None, "gloo", self._timeout)
+        self._group: dist.ProcessGroup | None = _new_group(None, "gloo", self._timeout)
         self._rank = dist.get_rank()
+
+    def leave(self) -> None:
+        """Let go of the group: its sockets close with the last reference to it. Any thread."""
+        self._group = None
+
+    def _here(self) -> dist.ProcessGroup:
+        """The group; without one, torch would take the default group."""
+        group = self._group
+        if group is None:
+            raise UnreachableError("the training world has ended")
+        return group
 
     def add(self, numbers: Sequence[int]) -> list[int]:
         with _translated():
             total = torch.tensor(numbers, dtype=torch.int64)
-            wait(dist.all_reduce(total, group=self._group, async_op=True), self._ended)
+            wait(dist.all_reduce(total, group=self._here(), async_op=True), self._ended)
         found: list[int] = total.tolist()
         return found
 
@@ -95,13 +106,13 @@ class GlooExchange:
         with _translated():
             size = torch.tensor([len(data)])
             sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-            wait(dist.all_gather(sizes, size, group=self._group, async_op=True), self._ended)
+            wait(dist.all_gather(sizes, size, group=self._here(), async_op=True), self._ended)
             longest = max(int(one) for one in sizes)
             own = torch.zeros(max(longest, 1), dtype=torch.uint8)
             if data:
                 own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             all_data = [torch.zeros_like(own) for _ in sizes]
-            wait(dist.all_gather(all_data, own, group=self._group, async_op=True), self._ended)
+            wait(dist.all_gather(all_data, own, group=self._here(), async_op=True), self._ended)
         return [
             one[: int(size)].numpy().tobytes() for one, size in zip(all_data, sizes, strict=True)
         ]

@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 
 from holdfast._daemon.following import Following, Meeting
 from holdfast._elastic import groups
-from holdfast._exchange import Exchange, make_exchange, wait
+from holdfast._exchange import Exchange, GlooExchange, make_exchange, wait
 from holdfast_core.errors import (
     HoldfastError,
     InvalidJobError,
@@ -88,6 +88,7 @@ class World:
         self._local_rank, self._nproc = local_rank, nproc
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._groups: list[WorldGroup] = []
+        self._exchanges: list[GlooExchange] = []
         self._rank, self._size, self._epoch = 0, 1, 0
         self._store_address = store_address
         self._left = True
@@ -163,7 +164,7 @@ class World:
         """
         if work is None:  # this rank is not in the collective's group
             return
-        if self._backend == "gloo":
+        if "nccl" not in self._backend:
             wait(work, lambda: self.ended)
         else:
             work.wait()
@@ -178,7 +179,13 @@ class World:
 
     def exchange(self, timeout_s: float) -> Exchange:
         """Make an exchange of this world's ranks. Collective."""
-        return make_exchange(self._size, timeout_s, ended=lambda: self.ended)
+        epoch = self._epoch
+        made = make_exchange(
+            self._size, timeout_s, ended=lambda: self.ended or self._epoch != epoch
+        )
+        if isinstance(made, GlooExchange):
+            self._exchanges.append(made)
+        return made
 
     def join(self, cause: Exception | None = None) -> None:
         """Form the groups of the newest world, as soon as there is one.
@@ -210,6 +217,9 @@ class World:
         self._left = True
         for group in self._groups:
             group._now = None
+        for exchange in self._exchanges:
+            exchange.leave()
+        self._exchanges.clear()
         groups.leave()
 
     def survives(self, error: Exception) -> bool:
@@ -249,9 +259,10 @@ class World:
         groups.set_timeout(dist.group.WORLD, self._timeout_s)
         for group in self._groups:
             group._now = groups.split(group._partition, self._rank, self._timeout_s)
-        threading.Thread(
-            target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
-        ).start()
+        if "nccl" in self._backend:
+            threading.Thread(
+                target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
+            ).start()
         _log.info(
             "epoch %d: rank %d of %d, groups formed in %.3f s",
             meeting.epoch,
