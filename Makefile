@@ -266,6 +266,10 @@ bench-persist: $(STAMP) ## Measure writing into storage against the bare write p
 bench-loss: $(STAMP) ## Train the example with and without recoveries and compare its loss
 	@$(BIN)/python -m benchmarks.loss $(ARGS)
 
+.PHONY: bench-recovery
+bench-recovery: $(STAMP) ## Measure each phase of a recovery, with processes that stay and without
+	@$(BIN)/python -m benchmarks.recovery $(ARGS)
+
 .PHONY: protos
 protos: $(STAMP) ## Generate the stubs from the .proto files
 	@$(call generate,protos)

@@ -57,6 +57,10 @@ TARGETS: tuple[Target, ...] = (
     Target(key="many_changed", figure="… looking for tensors that moved", at_most=None),
     Target(key="many_noted", figure="… recording what may not change", at_most=None),
     Target(key="many_checked", figure="… … compared, beside training", at_most=None),
+    Target(key="stay_rank_step", figure="rank crash to the next step", at_most=1.0),
+    Target(
+        key="stay_node_after_noticed", figure="node loss, detection to the next step", at_most=2.0
+    ),
 )
 
 

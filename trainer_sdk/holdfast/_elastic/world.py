@@ -263,21 +263,27 @@ class World:
             threading.Thread(
                 target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
             ).start()
-        _log.info(
-            "epoch %d: rank %d of %d, groups formed in %.3f s",
-            meeting.epoch,
-            self._rank,
-            self._size,
-            time.monotonic() - began_s,
-        )
+        self._log_formed(began_s)
 
     def _form_alone(self) -> None:
         """Form the groups that torchrun's environment names, or those of one process."""
+        began_s = time.monotonic()
         if self._store_address:
             dist.init_process_group(self._backend, timeout=timedelta(seconds=self._timeout_s))
         else:
             dist.init_process_group(self._backend, store=HashStore(), rank=0, world_size=1)
         self._rank, self._size, self._left = dist.get_rank(), dist.get_world_size(), False
+        self._log_formed(began_s)
+
+    def _log_formed(self, began_s: float) -> None:
+        """Log the time that forming the groups took. The epoch is 0 where it is not known yet."""
+        _log.info(
+            "epoch %d: rank %d of %d, groups formed in %.3f s",
+            self._epoch,
+            self._rank,
+            self._size,
+            time.monotonic() - began_s,
+        )
 
     def _wake_at_end(self, following: Following, epoch: int) -> None:
         """Wake this process out of collectives on its device once `epoch` has ended."""

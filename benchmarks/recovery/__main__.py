@@ -1,0 +1,143 @@
+"""`make bench-recovery`: phases of recoveries, with processes that stay and without.
+
+The example trains on four virtual nodes and a spare. A rank is killed, then a node with its memory,
+in runs with --stay and without, alternating. From the kill to the next completed step each phase is
+timed. In every run the processes that should have stayed must have, and the others not, and the
+final state must have the bytes of an undisturbed run; a run that fails a check gives no figures.
+Writes build/bench/recovery.json and recovery.png; the exit code is 1 when a check failed or a
+target was missed. Ctrl-C ends it with the figures of the runs so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import facts
+from benchmarks.measure import REPETITIONS, Figure
+from benchmarks.recovery.figures import AFTER_NOTICED, Results, key
+from benchmarks.recovery.picture import draw
+from benchmarks.recovery.runs import RANKS, Kind, Mode, Plan, carry_out
+from benchmarks.recovery.traces import Phase
+from benchmarks.report import verdict, write_json
+from benchmarks.targets import TARGETS
+from holdfast_core.errors import HoldfastError
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 100
+STEPS_MIN = 40
+"""Least number of steps: fewer may be over before the control loop has seen a protected one."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="make bench-recovery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--repetitions",
+        type=int,
+        default=REPETITIONS,
+        help="runs with --stay, and as many without; 1 is a short run (default: %(default)s)",
+    )
+    add("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
+    add("--output", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
+    options = parser.parse_args(argv)
+    if options.repetitions < 1 or options.steps < STEPS_MIN:
+        parser.error(f"give at least 1 repetition and {STEPS_MIN} steps")
+    began, console, machine = time.monotonic(), Console(), facts()
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-recovery-"))
+    results = Results()
+    try:
+        measure(results, folder, options.repetitions, options.steps, console)
+    except KeyboardInterrupt:
+        results.failed.append("the benchmark was interrupted")
+    rows = results.rows()
+    machine |= {"steps": options.steps, "repetitions": options.repetitions}
+    write_json(options.output, rows, {}, machine, dict(enumerate_problems(results)))
+    print_tables(console, rows, machine)
+    for problem in results.failed:
+        console.print(f"[bold red]left out: {problem}[/]", soft_wrap=True)
+    if rows:
+        draw(options.output.with_suffix(".png"), rows)
+    console.print(
+        f"{time.monotonic() - began:.0f} s; wrote {options.output}; logs: {folder}", soft_wrap=True
+    )
+    met = [verdict(target, rows[target.key]) for target in TARGETS if target.key in rows]
+    return 0 if not results.failed and all(met) else 1
+
+
+def measure(results: Results, folder: Path, repetitions: int, steps: int, console: Console) -> None:
+    """Carry out all runs and add them to `results`.
+
+    The rank that is lost differs from repetition to repetition, so that the daemon that leads and
+    the launcher that serves the store are lost too.
+    """
+    undisturbed = Plan(mode=Mode.STAY, steps=steps, folder=folder / "undisturbed", kinds=())
+    sha256 = carry_out(undisturbed).sha256
+    if not sha256:
+        results.failed.append("the undisturbed run did not reach its final state")
+        return
+    for repetition in range(repetitions):
+        modes = list(Mode) if repetition % 2 == 0 else list(Mode)[::-1]
+        for mode in modes:
+            name = f"{mode}-{repetition + 1}"
+            rank = (2 + repetition) % RANKS
+            try:
+                run = carry_out(Plan(mode=mode, steps=steps, folder=folder / name, rank=rank))
+            except HoldfastError as error:
+                results.failed.append(f"{name}: {error}")
+                continue
+            results.add(name, run, sha256)
+            console.print(f"{name}: rank {rank} and its node lost", style="dim")
+
+
+def enumerate_problems(results: Results) -> list[tuple[str, str]]:
+    """Failed checks by the name of their run."""
+    return [(problem.partition(":")[0], problem) for problem in results.failed]
+
+
+def print_tables(
+    console: Console, rows: Mapping[str, Figure], machine: Mapping[str, float | str]
+) -> None:
+    """Print when each phase was reached, then the targets."""
+    counts = sorted({figure.repetitions for figure in rows.values()})
+    title = (
+        f"Seconds since the kill, median (range) of {' or '.join(map(str, counts)) or 'no'} runs; "
+        f"{machine['cores']} cores, load {machine['load_before']} before, torch {machine['torch']}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("all ranks have")
+    columns = [(mode, kind) for kind in Kind for mode in Mode]
+    for mode, kind in columns:
+        table.add_column(f"{kind} lost, {mode}", justify="right")
+    for what in (*Phase, AFTER_NOTICED):
+        found = [rows.get(key(mode, kind, what)) for mode, kind in columns]
+        name = "step, since noticed" if what == AFTER_NOTICED else what
+        table.add_row(name, *("–" if each is None else shown(each) for each in found))
+    console.print(table)
+    for target in TARGETS:
+        figure = rows.get(target.key)
+        if figure is not None:
+            mark = "[green]✓[/]" if verdict(target, figure) else "[red]✗[/]"
+            limit = f"at most {target.at_most:g} s"
+            console.print(f"{target.figure}, processes stay: {shown(figure)} s, {limit} {mark}")
+
+
+def shown(figure: Figure) -> str:
+    """A figure in seconds, with its range."""
+    return f"{figure.value:.2f} ({figure.low:.2f} – {figure.high:.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

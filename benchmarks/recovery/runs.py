@@ -1,0 +1,157 @@
+"""Runs of the example on four virtual nodes and a spare, disturbed by SIGKILL.
+
+A run has two faults: first a rank is killed, later a node with all its processes and its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.recovery import traces
+from benchmarks.recovery.traces import Traces
+from holdfast_core.job.parsing import MoETrainingJob, parse_job
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.reconciler.counters import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / "examples" / "moe-job.yaml"
+WORKER = Path(__file__).with_name("worker.py")
+RANKS = 4
+"""Ranks of the example's job, one on each node."""
+EXPERTS, LAYERS = 8, 2
+MODEL = ("--dim", "64", "--layers", f"{LAYERS}", "--experts", f"{EXPERTS}", "--batch", "1")
+WITHIN_S = 120.0
+"""Upper limit for whatever a run waits for, the start of all processes included."""
+
+
+class Mode(StrEnum):
+    """Whether the processes of ranks that were not lost stay."""
+
+    STAY = "stay"
+    RESTART = "restart"
+
+
+class Kind(StrEnum):
+    """What is lost."""
+
+    RANK = "rank"
+    NODE = "node"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A fault that was injected."""
+
+    kind: Kind
+    rank: int
+    """The rank that was killed, by itself or with its node."""
+    at: float
+    """Time right before the kill, in seconds since the Unix epoch."""
+    epoch: int
+    """Epoch in which it happened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A run to be carried out."""
+
+    mode: Mode
+    steps: int
+    folder: Path
+    """Directory of the run, which is made."""
+    rank: int = 0
+    """The rank that is lost, each time."""
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    """Faults, in this order, all in the first three quarters; none for an undisturbed run."""
+
+    @property
+    def workers(self) -> Path:
+        """Folder of the workers' messages."""
+        return self.folder / "workers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that has ended."""
+
+    mode: Mode
+    sha256: str
+    """Hash of the final state; empty when the run did not reach it."""
+    faults: tuple[Fault, ...]
+    traces: Traces
+
+
+def make_job(plan: Plan) -> MoETrainingJob:
+    """The job of the examples, with a small model."""
+    document: dict[str, Any] = yaml.safe_load(JOB.read_text(encoding="utf-8"))
+    document["spec"]["model"] = {"numExperts": EXPERTS, "numMoELayers": LAYERS}
+    container = document["spec"]["trainer"]["template"]["spec"]["containers"][0]
+    container["command"] = ["python", str(WORKER), str(plan.workers)]
+    container["args"] = [
+        *(*MODEL, "--seq", "64", "--steps", str(plan.steps)),
+        *("--log-file", str(plan.folder / "steps.jsonl")),
+        *("--hash-file", str(plan.folder / "sha256")),
+        *(["--stay"] if plan.mode is Mode.STAY else []),
+    ]
+    return parse_job(document)
+
+
+def carry_out(plan: Plan) -> Run:
+    """Run the example to its end.
+
+    Raises:
+        HoldfastError: the job failed before its faults, or something did not happen in time.
+    """
+    plan.workers.mkdir(parents=True)
+    return asyncio.run(_carry_out(plan))
+
+
+async def _carry_out(plan: Plan) -> Run:
+    faults = []
+    run_directory = plan.folder / "run"
+    async with LocalCluster(make_job(plan), LocalSettings(directory=run_directory)) as cluster:
+        for number, kind in enumerate(plan.kinds, 1):
+            at_step = number * plan.steps // (len(plan.kinds) + 2)
+            faults.append(await _disturb(cluster, plan.rank, kind, at_step))
+        outcome = await cluster.finished(timeout_s=WITHIN_S)
+        events = tuple(cluster.events)
+    hash_file = plan.folder / "sha256"
+    complete = outcome is Outcome.COMPLETE and hash_file.exists()
+    return Run(
+        mode=plan.mode,
+        sha256=hash_file.read_text().strip() if complete else "",
+        faults=tuple(faults),
+        traces=traces.read(run_directory, plan.workers, plan.folder / "steps.jsonl", events, RANKS),
+    )
+
+
+async def _disturb(cluster: LocalCluster, rank: int, kind: Kind, at_step: int) -> Fault:
+    """Kill a rank or its node, once all ranks have completed `at_step` and a snapshot of this epoch
+    is protected."""
+    status = await cluster.wait_for(
+        lambda status: _completed(status, at_step), timeout_s=WITHIN_S, what=f"step {at_step}"
+    )
+    member = status.member_of(rank)
+    assert member is not None
+    at = time.time()
+    if kind is Kind.RANK:
+        await cluster.kill_rank(rank)
+    else:
+        await cluster.kill_node(member.node)
+    return Fault(kind=kind, rank=rank, at=at, epoch=status.epoch)
+
+
+def _completed(status: Status, step: int) -> bool:
+    ranks = [rank for member in status.members for rank in member.ranks]
+    return (
+        len(ranks) == RANKS
+        and all(rank.state == "HEALTHY" and rank.pid and rank.step >= step for rank in ranks)
+        and status.protected.startswith(f"{status.epoch}.")
+    )

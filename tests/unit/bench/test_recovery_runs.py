@@ -1,0 +1,24 @@
+"""A short run of `make bench-recovery`: the example with processes that stay, really killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.recovery.figures import check
+from benchmarks.recovery.runs import Kind, Mode, Plan, carry_out
+from benchmarks.recovery.traces import Phase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_only_the_lost_ranks_process_is_new_and_each_phase_has_its_time(tmp_path: Path) -> None:
+    run = carry_out(
+        Plan(mode=Mode.STAY, steps=60, folder=tmp_path / "run", rank=0, kinds=(Kind.RANK,))
+    )
+    assert run.sha256
+    assert list(check(run, run.sha256)) == []
+    (fault,) = run.faults
+    phases = run.traces.phases(fault.at, fault.epoch + 1)
+    assert 0 < phases[Phase.NOTICED] < phases[Phase.FORMED] < phases[Phase.LINE]
+    assert phases[Phase.LINE] < phases[Phase.RESTORED] < phases[Phase.STEP]
