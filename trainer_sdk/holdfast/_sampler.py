@@ -153,4 +153,5 @@ class RecoverableSampler(Sampler[int]):
         wanted = self._length * self._replicas
         if wanted > self._total:
             order = order.repeat(-(-wanted // self._total))
-        return [int(index) for index in order[self._rank : wanted : self._replicas]]
+        indices: list[int] = order[self._rank : wanted : self._replicas].tolist()
+        return indices
