@@ -201,9 +201,11 @@ class Passages(Dataset[Tensor]):
     are left out."""
 
     def __init__(self, length: int, multiple: int, held_out: int = 0) -> None:
-        root, left_out = Path(sysconfig.get_path("stdlib")), {"site-packages", "test"}
-        files = sorted(f for f in root.rglob("*.py") if left_out.isdisjoint(f.parts))
-        text = bytearray().join(f.read_bytes() for f in files)
+        files, left_out = [], {"site-packages", "test"}
+        for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+            folders[:] = set(folders) - left_out  # the rest is never entered
+            files += [Path(folder, name) for name in names if name.endswith(".py")]
+        text = bytearray().join(f.read_bytes() for f in sorted(files))
         count = len(text) // length
         text_PT = torch.frombuffer(text, dtype=torch.uint8)[: count * length].view(-1, length)
         is_held_out_P = torch.zeros(count, dtype=torch.bool)
