@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         results.failed.append("the benchmark was interrupted")
     rows = results.rows()
     machine |= {"steps": options.steps, "repetitions": options.repetitions}
-    write_json(options.output, rows, {}, machine, dict(enumerate_problems(results)))
+    left_out = {f"problem {number}": text for number, text in enumerate(results.failed, 1)}
+    write_json(options.output, rows, {}, machine, left_out)
     print_tables(console, rows, machine)
     for problem in results.failed:
         console.print(f"[bold red]left out: {problem}[/]", soft_wrap=True)
@@ -102,19 +103,15 @@ def measure(results: Results, folder: Path, repetitions: int, steps: int, consol
             console.print(f"{name}: rank {rank} and its node lost", style="dim")
 
 
-def enumerate_problems(results: Results) -> list[tuple[str, str]]:
-    """Failed checks by the name of their run."""
-    return [(problem.partition(":")[0], problem) for problem in results.failed]
-
-
 def print_tables(
     console: Console, rows: Mapping[str, Figure], machine: Mapping[str, float | str]
 ) -> None:
     """Print when each phase was reached, then the targets."""
     counts = sorted({figure.repetitions for figure in rows.values()})
+    runs, load = " or ".join(map(str, counts)) or "no", f"{machine['load_before']:.1f}"
     title = (
-        f"Seconds since the kill, median (range) of {' or '.join(map(str, counts)) or 'no'} runs; "
-        f"{machine['cores']} cores, load {machine['load_before']} before, torch {machine['torch']}"
+        f"Seconds since the kill, median (range) of {runs} runs; "
+        f"{machine['cores']} cores, load {load} before, torch {machine['torch']}"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("all ranks have")
