@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
 
+from holdfast._causes import chain_of
+
 
 class SavingSession(Protocol):
     """Session as far as a loop that restarts needs it."""
@@ -89,8 +91,10 @@ class TrainStep(int):
             return False
         if not isinstance(error, Exception) or not self._runner.survives(error):
             return False
-        # Frames hold references to process groups, whose sockets would stay open.
-        traceback.clear_frames(trace)
+        # Frames hold references to process groups, whose sockets would stay open. So do those of
+        # the errors that the script has turned into this one.
+        for one in chain_of(error):
+            traceback.clear_frames(one.__traceback__)
         self._completed = False
         return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
     TCPStore,
 )
 
+from holdfast._causes import chain_of
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
 _log = logging.getLogger("holdfast")
@@ -121,16 +122,5 @@ def is_of_group(error: BaseException) -> bool:
     return any(
         isinstance(one, dist.DistError | UnreachableError | StaleEpochError)
         or (isinstance(one, RuntimeError) and any(name in str(one) for name in ("gloo", "NCCL")))
-        for one in _chain(error)
+        for one in chain_of(error)
     )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    left = [error]
-    while left:
-        one = left.pop()
-        if not any(one is other for other in seen):
-            seen.append(one)
-            yield one
-            left += [other for other in (one.__cause__, one.__context__) if other is not None]

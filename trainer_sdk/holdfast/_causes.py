@@ -1,0 +1,17 @@
+"""Errors that led to an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error`, and each error that it was raised from or during, once."""
+    seen: list[BaseException] = []
+    left = [error]
+    while left:
+        one = left.pop()
+        if not any(one is other for other in seen):
+            seen.append(one)
+            yield one
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
