@@ -92,6 +92,7 @@ class World:
         self._rank, self._size, self._epoch = 0, 1, 0
         self._store_address = store_address
         self._left = True
+        self._has_session = False
         self._process = os.getpid()
 
     @property
@@ -132,7 +133,8 @@ class World:
     def group(self, partition: Sequence[Sequence[int]]) -> WorldGroup:
         """Form process groups of parts of the world, now and in each later world.
 
-        All ranks call it with equal arguments, before `session.steps`.
+        All ranks call it with equal arguments, before `holdfast.init`: in later worlds these groups
+        come first.
 
         Args:
             partition: lists of ranks; each rank of the world is in exactly one of them.
@@ -141,8 +143,13 @@ class World:
             The group that this rank is in.
 
         Raises:
-            InvalidJobError: when a rank is missing, or in several parts.
+            InvalidJobError: when a rank is missing, or in several parts; after `holdfast.init`.
         """
+        if self._has_session:
+            raise InvalidJobError(
+                "world.group after holdfast.init: processes that stay would form groups in another "
+                "order than new ones; form all groups before holdfast.init"
+            )
         if sorted(rank for part in partition for rank in part) != list(range(self._size)):
             raise InvalidJobError(
                 f"partition {[list(part) for part in partition]} must hold each of the "
@@ -179,6 +186,7 @@ class World:
 
     def exchange(self, timeout_s: float) -> Exchange:
         """Make an exchange of this world's ranks. Collective."""
+        self._has_session = True
         epoch = self._epoch
         made = make_exchange(
             self._size, timeout_s, ended=lambda: self.ended or self._epoch != epoch
