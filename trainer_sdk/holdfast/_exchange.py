@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from holdfast_core.errors import UnreachableError
 
@@ -74,14 +75,22 @@ class GlooExchange:
     Args:
         timeout_s: time that one collective may take.
         ended: whether the training world has ended, so that no rank may be waited for any more.
+        form_s: time that forming the group may take; `timeout_s` when None.
     """
 
     together = True
 
-    def __init__(self, timeout_s: float, ended: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        ended: Callable[[], bool] = lambda: False,
+        form_s: float | None = None,
+    ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._ended = ended
-        self._group: dist.ProcessGroup | None = _new_group(None, "gloo", self._timeout)
+        forming = self._timeout if form_s is None else timedelta(seconds=form_s)
+        self._group: dist.ProcessGroup | None = _new_group(None, "gloo", forming)
+        set_timeout(self._group, timeout_s)
         self._rank = dist.get_rank()
 
     def leave(self) -> None:
@@ -160,6 +169,12 @@ def _translated() -> Iterator[None]:
         ) from error
 
 
+def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Set the time that each collective of `group` may take from now on."""
+    set_it: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its name before
+    set_it(timedelta(seconds=timeout_s), group)
+
+
 def wait(work: Any, ended: Callable[[], bool]) -> None:
     """Wait for a collective of host memory, and no longer than its world lasts.
 
@@ -182,10 +197,8 @@ def wait(work: Any, ended: Callable[[], bool]) -> None:
             raise UnreachableError("the training world has ended")
 
 
-def make_exchange(
-    world_size: int, timeout_s: float, ended: Callable[[], bool] = lambda: False
-) -> Exchange:
+def make_exchange(world_size: int, timeout_s: float) -> Exchange:
     """Make the exchange of this world's ranks; collective when there is a process group."""
     if world_size > 1 and dist.is_available() and dist.is_initialized():
-        return GlooExchange(timeout_s, ended)
+        return GlooExchange(timeout_s)
     return Alone()

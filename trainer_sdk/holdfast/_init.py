@@ -97,6 +97,8 @@ def init(
     )
     if world is None:
         return maker.session()
+    if daemon is not None:
+        raise InvalidJobError("daemon= is one client, and each world needs its own: leave out one")
     check_staying(model)
     timeout_s = maker.settings.exchange_timeout_s
     return ElasticSession(world, maker.session, maker.optimizers, timeout_s)

@@ -356,6 +356,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                         nodes=state.nodes,
                         store_address=state.store_address,
                         node_host=self._node_host,
+                        keep=state.keep,
                     )
                 await host.changed(ASK_AGAIN_S)
         finally:

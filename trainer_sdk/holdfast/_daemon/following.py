@@ -16,11 +16,18 @@ from pathlib import Path
 import grpc
 
 from holdfast._daemon.token import Token
-from holdfast_core.errors import AccessDeniedError, HoldfastError, ProtocolError, RankInUseError
+from holdfast_core.errors import (
+    AccessDeniedError,
+    HoldfastError,
+    ProtocolError,
+    RankInUseError,
+    UnreachableError,
+)
 from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
 
 _log = logging.getLogger("holdfast")
 _RETRY_S = 0.2
+_REPLY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +39,8 @@ class Meeting:
     nodes: int
     store_address: str
     """`host:port`; empty until it is published."""
+    keep: bool
+    """Whether this node's workers are kept in it; new ones take their place otherwise."""
 
 
 class Following:
@@ -88,6 +97,23 @@ class Following:
                 raise self._problem
             return self._newest if ready() else None
 
+    def arrive(self, store_address: str) -> None:
+        """Report that this worker has left its old world and is at the store of the new one.
+
+        Raises:
+            HoldfastError: the daemon does not answer, or that world has ended.
+        """
+        request = trainer_pb2.HelloRequest(
+            protocol_version=codec.PROTOCOL_VERSION,
+            job=self._request.job,
+            rank=self._request.rank,
+            store_address=store_address,
+        )
+        try:
+            self._stub.Hello(request, timeout=_REPLY_S, metadata=self._token.metadata())
+        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
+            raise _translated(error) from error
+
     def close(self) -> None:
         """End the stream: from now on, a change of the world ends this process."""
         self._closed = True
@@ -114,14 +140,13 @@ class Following:
                 node_rank=world.node_rank,
                 nodes=world.nodes,
                 store_address=world.store_address if world.ready else "",
+                keep=world.keep,
             )
             self._changed.notify_all()
 
     def _is_final(self, error: Exception) -> bool:
         """Whether trying again is of no use; if so, waiting calls raise the reason."""
-        if not isinstance(error, grpc.Call):
-            return self._closed
-        ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
+        ours = _translated(error)
         if not isinstance(ours, AccessDeniedError | ProtocolError | RankInUseError):
             return self._closed
         _log.warning("worlds cannot be followed: %s", ours)
@@ -129,3 +154,12 @@ class Following:
             self._problem = ours
             self._changed.notify_all()
         return True
+
+
+def _translated(error: Exception) -> HoldfastError:
+    """The daemon's error behind a failed call, or that it does not answer."""
+    if isinstance(error, grpc.Call):
+        ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
+        if ours is not None:
+            return ours
+    return UnreachableError(f"the daemon does not answer: {error}")

@@ -22,49 +22,72 @@ from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by 
 )
 
 from holdfast._causes import chain_of
+from holdfast._exchange import set_timeout
 from holdfast_core.errors import StaleEpochError, UnreachableError
 
 _log = logging.getLogger("holdfast")
 
 FORM_S = 15.0
-"""Time to form a group once all of its ranks are there. A rank that dies in between takes it."""
+"""Time to form a group once all ranks have met. A rank that dies in between costs that much."""
 CONNECT_S = 10.0
 """Time to reach the store of an epoch."""
 _POLL_S, _POLL_S_MAX = 0.002, 0.05
 
 
-def form(
-    backend: str,
-    store_address: str,
-    epoch: int,
-    rank: int,
-    size: int,
-    ended: Callable[[], bool],
-) -> None:
-    """Form the default process group of an epoch, once all ranks are at its store.
+class MeetingPoint:
+    """Store of one world, at which its ranks meet before they form a group: some may take long to
+    come, and forming has a deadline.
+
+    Args:
+        store_address: `host:port`.
+        epoch: membership epoch of the world.
+        size: number of its ranks.
+        ended: whether the world has ended.
 
     Raises:
-        StaleEpochError: the epoch ended first.
-        RuntimeError: the store or a rank was lost.
+        RuntimeError: the store cannot be reached.
     """
-    host, _, port = store_address.rpartition(":")
-    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
-    own = PrefixStore(f"world-{epoch}", store)
-    if own.add("here", 1) == size:
-        own.set("complete", "")
-    pause_s = _POLL_S
-    while not own.check(["complete"]):
-        if ended():
-            raise StaleEpochError(f"epoch {epoch} ended before its ranks had met")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S_MAX)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("groups", own),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=FORM_S),
-    )
+
+    def __init__(
+        self, store_address: str, epoch: int, size: int, ended: Callable[[], bool]
+    ) -> None:
+        host, _, port = store_address.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
+        self._store = PrefixStore(f"world-{epoch}", store)
+        self._epoch, self._size, self._ended = epoch, size, ended
+        self._meetings = 0
+
+    def meet(self) -> None:
+        """Return when all ranks have called this equally often.
+
+        Raises:
+            StaleEpochError: the world ended first.
+            RuntimeError: the store was lost.
+        """
+        self._meetings += 1
+        come, complete = f"come-{self._meetings}", f"complete-{self._meetings}"
+        if self._store.add(come, 1) == self._size:
+            self._store.set(complete, "")
+        pause_s = _POLL_S
+        while not self._store.check([complete]):
+            if self._ended():
+                raise StaleEpochError(f"epoch {self._epoch} ended before its ranks had met")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S_MAX)
+
+    def form(self, backend: str, rank: int, timeout_s: float) -> None:
+        """Form the default process group. Collective; raises as `meet`, or RuntimeError when a rank
+        was lost meanwhile."""
+        self.meet()
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("groups", self._store),
+            rank=rank,
+            world_size=self._size,
+            timeout=timedelta(seconds=FORM_S),
+        )
+        assert dist.group.WORLD is not None
+        set_timeout(dist.group.WORLD, timeout_s)
 
 
 def split(partition: Sequence[Sequence[int]], rank: int, timeout_s: float) -> dist.ProcessGroup:
@@ -78,12 +101,6 @@ def split(partition: Sequence[Sequence[int]], rank: int, timeout_s: float) -> di
     set_timeout(mine, timeout_s)
     found: dist.ProcessGroup = mine
     return found
-
-
-def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Set the time that each collective of `group` may take from now on."""
-    set_it: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # its name before
-    set_it(timedelta(seconds=timeout_s), group)
 
 
 def leave() -> None:

@@ -89,6 +89,7 @@ class World:
         self._timeout_s, self._reform_s = timeout_s, reform_s
         self._groups: list[WorldGroup] = []
         self._exchanges: list[GlooExchange] = []
+        self._point: groups.MeetingPoint | None = None
         self._rank, self._size, self._epoch = 0, 1, 0
         self._store_address = store_address
         self._left = True
@@ -156,14 +157,15 @@ class World:
                 f"{self._size} ranks once"
             )
         made = WorldGroup(self, partition)
-        made._now = groups.split(made._partition, self._rank, self._timeout_s)
+        self._split(made)
         self._groups.append(made)
         return made
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for `work` of a collective with `async_op=True`, no longer than this world lasts.
 
-        A collective without it notices when a rank dies, but not when a node falls silent.
+        A collective without it notices when a rank dies, but not when a node falls silent. Wait for
+        `isend` and `irecv` with their own `wait`: gloo ends them when a wait for them times out.
 
         Raises:
             UnreachableError: the world has ended.
@@ -187,12 +189,14 @@ class World:
     def exchange(self, timeout_s: float) -> Exchange:
         """Make an exchange of this world's ranks. Collective."""
         self._has_session = True
+        if self._point is None:
+            return make_exchange(self._size, timeout_s)
+        self._point.meet()
         epoch = self._epoch
-        made = make_exchange(
-            self._size, timeout_s, ended=lambda: self.ended or self._epoch != epoch
+        made = GlooExchange(
+            timeout_s, lambda: self.ended or self._epoch != epoch, form_s=groups.FORM_S
         )
-        if isinstance(made, GlooExchange):
-            self._exchanges.append(made)
+        self._exchanges.append(made)
         return made
 
     def join(self, cause: Exception | None = None) -> None:
@@ -228,6 +232,7 @@ class World:
         for exchange in self._exchanges:
             exchange.leave()
         self._exchanges.clear()
+        self._point = None
         groups.leave()
 
     def survives(self, error: Exception) -> bool:
@@ -246,32 +251,37 @@ class World:
             raise cause
         while True:
             meeting = following.wait_ready(self._epoch, _WAIT_S)
-            if meeting is not None:
+            if meeting is None:
+                _log.info("waiting for a world newer than epoch %d", self._epoch)
+            elif meeting.keep or not self._epoch:
                 return meeting
-            _log.info("waiting for a world newer than epoch %d", self._epoch)
+            else:
+                # Another process takes this one's place; its launcher is about to end this one.
+                following.wait_newer(meeting.epoch, _WAIT_S)
 
     def _form(self, following: Following, meeting: Meeting) -> None:
         began_s = time.monotonic()
         self._epoch, self._store_address = meeting.epoch, meeting.store_address
         self._rank = meeting.node_rank * self._nproc + self._local_rank
         self._size = meeting.nodes * self._nproc
-        groups.form(
-            self._backend,
-            meeting.store_address,
-            meeting.epoch,
-            self._rank,
-            self._size,
-            lambda: self.ended,
+        # From here on, the launcher waits for others only: this process is free of the old world.
+        following.arrive(meeting.store_address)
+        self._point = groups.MeetingPoint(
+            meeting.store_address, meeting.epoch, self._size, lambda: self.ended
         )
-        assert dist.group.WORLD is not None
-        groups.set_timeout(dist.group.WORLD, self._timeout_s)
+        self._point.form(self._backend, self._rank, self._timeout_s)
         for group in self._groups:
-            group._now = groups.split(group._partition, self._rank, self._timeout_s)
+            self._split(group)
         if "nccl" in self._backend:
             threading.Thread(
                 target=self._wake_at_end, args=(following, meeting.epoch), daemon=True
             ).start()
         self._log_formed(began_s)
+
+    def _split(self, group: WorldGroup) -> None:
+        if self._point is not None:
+            self._point.meet()
+        group._now = groups.split(group._partition, self._rank, self._timeout_s)
 
     def _form_alone(self) -> None:
         """Form the groups that torchrun's environment names, or those of one process."""
