@@ -1,0 +1,233 @@
+"""A small trainer whose processes stay, and which fails where a file tells it to.
+
+Each rank appends a line for each step to `log-<rank>`. A file `fault-<rank>` holds the name of a
+point and a signal, or a pid to kill: the rank that comes to the point takes the file away and
+does it, so each fault happens once. Gradients are rounded so that their sum is exact, whatever
+order the ranks are added in: `replay` in one process finds the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast._daemon.client import GrpcClient
+from holdfast._elastic import groups
+
+SAMPLES, BATCH, WIDTH = 48, 2, 8
+PACE_S = 0.03
+"""Part of each step in which a rank computes nothing: ranks outnumber cores."""
+
+
+class Faults:
+    """The faults that a test has put into `directory` for `rank`."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._file = directory / f"fault-{rank}"
+
+    def at(self, point: str) -> None:
+        """Suffer the fault of `point`, if there is one."""
+        try:
+            wanted, kind, *pid = self._file.read_text().split()
+        except FileNotFoundError:
+            return
+        if wanted == point:
+            self._file.unlink()
+            os.kill(int(pid[0]) if pid else os.getpid(), signal.Signals[kind])
+
+    def before(self, owner: Any, name: str, point: str, after: str = "") -> None:
+        """Make calls of `owner.name` points, before they begin and after they return."""
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.at(point)
+            result = inner(*args, **kwargs)
+            self.at(after)
+            return result
+
+        setattr(owner, name, call)
+
+
+class Model(nn.Module):
+    """Two layers; `at` is called in the middle of a forward pass."""
+
+    def __init__(self, at: Callable[[str], None] = lambda point: None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self._at = at
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        self._at("forward")
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._at("backward"))
+        output: torch.Tensor = self.second(hidden)
+        return output
+
+
+def samples() -> torch.Tensor:
+    """The data set: inputs, and in the last column targets."""
+    return torch.randn(SAMPLES, WIDTH + 1, generator=torch.Generator().manual_seed(2))
+
+
+def compute_gradients(model: nn.Module, data: torch.Tensor, indices: list[int]) -> None:
+    """Put the rounded gradients of a batch into the parameters."""
+    batch = data[indices]
+    loss = (model(batch[:, :-1]).squeeze(1) - batch[:, -1]).square().mean()
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2**12).round_().div_(2**12)
+
+
+def make_optimizers(model: Model) -> list[torch.optim.Optimizer]:
+    """One for each layer, so that a fault can come between them."""
+    return [torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in (model.first, model.second)]
+
+
+def state_hash(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str:
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                found.update(state[name].numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def replay(steps: int, ranks: int) -> list[tuple[str, list[list[int]]]]:
+    """For each step of an undisturbed run: the hash of the state after it, and each rank's
+    samples."""
+    model, data = Model(), samples()
+    optimizers = make_optimizers(model)
+    samplers = [holdfast.RecoverableSampler(data, rank=r, replicas=ranks) for r in range(ranks)]
+    loaders = [batches_of(sampler) for sampler in samplers]
+    found = []
+    for _ in range(steps):
+        batches = [next(loader) for loader in loaders]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for indices in batches:
+            model.zero_grad()
+            compute_gradients(model, data, indices)
+            for one, parameter in zip(total, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                one.add_(parameter.grad)
+        for one, parameter in zip(total, model.parameters(), strict=True):
+            parameter.grad = one / ranks
+        for optimizer in optimizers:
+            optimizer.step()
+        for sampler in samplers:
+            sampler.advance(BATCH)
+        found.append((state_hash(model, optimizers), batches))
+    return found
+
+
+def batches_of(sampler: holdfast.RecoverableSampler) -> Iterator[list[int]]:
+    loader: DataLoader[int] = DataLoader(
+        range(SAMPLES),  # type: ignore[arg-type]
+        BATCH,
+        sampler=sampler,
+        collate_fn=list,
+    )
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def reduce_gradients(world: Any, everyone: Any, model: nn.Module, faults: Faults) -> None:
+    """Average gradients by each kind of collective in turn."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    faults.at("before-plain")
+    dist.all_reduce(gradients[0])
+    faults.at("before-group")
+    dist.all_reduce(gradients[1], group=everyone.now)
+    faults.at("before-async")
+    work = dist.all_reduce(gradients[2], async_op=True)
+    faults.at("in-async")
+    world.wait(work)
+    faults.at("before-async-group")
+    everyone.wait(dist.all_reduce(gradients[3], group=everyone.now, async_op=True))
+    for gradient in gradients:
+        gradient.div_(world.size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    faults = Faults(args.directory, rank)
+    faults.at("start")
+    faults.before(GrpcClient, "grant", "before-grant", "after-grant")
+    faults.before(GrpcClient, "commit", "before-commit", "after-commit")
+    faults.before(GrpcClient, "restore", "before-restore", "after-restore")
+    faults.before(groups, "leave", "before-leave", "after-leave")
+    faults.before(groups.MeetingPoint, "form", "before-form", "after-form")
+
+    world = holdfast.elastic.init("gloo")
+    assert world.rank == rank
+    faults.at("joined")
+    everyone = world.group([list(range(world.size))])
+    model, data = Model(faults.at), samples()
+    optimizers = make_optimizers(model)
+    sampler = holdfast.RecoverableSampler(data, rank=world.rank, replicas=world.size)
+    faults.at("before-session")
+    session = holdfast.init(
+        model=model, optimizer=optimizers, stateful={"sampler": sampler}, world=world
+    )
+    with (args.directory / f"log-{rank}").open("a", buffering=1) as log:
+        for step in session.steps(args.steps):
+            with step:
+                if step.resumed:
+                    batches = batches_of(sampler)
+                indices = next(batches)
+                time.sleep(PACE_S)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                compute_gradients(model, data, indices)
+                reduce_gradients(world, everyone, model, faults)
+                faults.at("before-optimizer")
+                optimizers[0].step()
+                faults.at("in-optimizer")
+                optimizers[1].step()
+                sampler.advance(BATCH)
+                line = {
+                    "step": int(step),
+                    "epoch": world.epoch,
+                    "pid": os.getpid(),
+                    "samples": indices,
+                    "hash": state_hash(model, optimizers),
+                    "resumed": step.resumed,
+                }
+                log.write(json.dumps(line) + "\n")
+                if step == args.steps:
+                    faults.at("last-step")
+            faults.at("after-save")
+        faults.at("finished")
+        log.write(
+            json.dumps({"finished": state_hash(model, optimizers), "pid": os.getpid()}) + "\n"
+        )
+    session.close()
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

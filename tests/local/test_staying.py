@@ -1,0 +1,329 @@
+"""Training goes on in the same processes after faults at every point of a step and of a reform."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import staying_trainer
+from staying_trainer import SAMPLES, replay
+
+from holdfast_core.job.parsing import parse_job
+from holdfast_core.job.status import RecoveryMode
+from holdfast_operator.local import LocalCluster, LocalSettings, Status
+from holdfast_operator.reconciler.counters import Outcome
+
+WAIT_S = 60.0
+RANKS = 3
+ENDLESS = 10**6
+REFORM_S = 8
+
+
+def make_job(directory: Path, steps: int, **spec: Any) -> Any:
+    command = [sys.executable, staying_trainer.__file__]
+    container = {
+        "name": "trainer",
+        "command": [*command, "--steps", str(steps), "--directory", str(directory)],
+    }
+    return parse_job(
+        {
+            "apiVersion": "holdfast.dev/v1alpha1",
+            "kind": "MoETrainingJob",
+            "metadata": {"name": "staying"},
+            "spec": {
+                "nodes": RANKS,
+                "nprocPerNode": 1,
+                "parallelism": {"dp": RANKS},
+                "snapshot": {"memoryPerNode": "16Mi"},
+                "redundancy": {"type": "RAIM5"},
+                "failurePolicy": {
+                    "spares": 1,
+                    "maxRestarts": 1000,
+                    "reformSeconds": REFORM_S,
+                    "detection": {
+                        "heartbeatSeconds": 0.5,
+                        "missedHeartbeats": 4,
+                        "hangSeconds": 3,
+                    },
+                },
+                "trainer": {"template": {"spec": {"containers": [container]}}},
+                **spec,
+            },
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step that a rank has run."""
+
+    step: int
+    epoch: int
+    pid: int
+    samples: list[int]
+    hash: str
+    resumed: bool
+
+
+class Run:
+    """A job in a cluster, and what its ranks have logged."""
+
+    def __init__(self, directory: Path, steps: int, **spec: Any) -> None:
+        self.directory = directory
+        self.cluster = LocalCluster(
+            make_job(directory, steps, **spec), LocalSettings(directory=directory / "run")
+        )
+
+    def fail(self, rank: int, point: str, what: str = "SIGKILL") -> None:
+        """Have the rank suffer a fault at its next arrival at a point."""
+        written = self.directory / f"fault-{rank}.tmp"
+        written.write_text(f"{point} {what}")
+        written.replace(self.directory / f"fault-{rank}")
+
+    def pending(self) -> list[Path]:
+        """Faults that have not happened yet."""
+        return [p for p in self.directory.glob("fault-*") if p.suffix != ".tmp"]
+
+    def lines(self, rank: int) -> list[Line]:
+        """Steps that the rank has run, in its processes one after the other."""
+        try:
+            text = (self.directory / f"log-{rank}").read_text()
+        except FileNotFoundError:
+            return []
+        found = [json.loads(line) for line in text.split("\n")[:-1]]
+        return [Line(**one) for one in found if "step" in one]
+
+    def last(self) -> list[Line | None]:
+        """The newest step of each rank; cheap, because the control loop waits meanwhile."""
+        return [self._last(self.directory / f"log-{rank}") for rank in range(RANKS)]
+
+    def _last(self, path: Path) -> Line | None:
+        if not path.exists():
+            return None
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - 1000))
+            ended = log.read().split(b"\n")[:-1]
+        found = json.loads(ended[-1]) if ended else {}
+        return Line(**found) if "step" in found else None
+
+    def works(self, after_epoch: int) -> Callable[[Status], bool]:
+        """Whether all ranks run steps in the same epoch, which is newer than `after_epoch`, and no
+        fault is pending."""
+
+        def holds(status: Status) -> bool:
+            last = [one for one in self.last() if one is not None]
+            epochs = {one.epoch for one in last}
+            return (
+                len(last) == RANKS
+                and epochs == {status.epoch}
+                and status.epoch > after_epoch
+                and not self.pending()
+                and status.protected.startswith(f"{status.epoch}.")
+            )
+
+        return holds
+
+    async def wait_works(self, after_epoch: int, what: str) -> Status:
+        return await self.cluster.wait_for(self.works(after_epoch), timeout_s=WAIT_S, what=what)
+
+    def check(self) -> None:
+        """Check what must hold of every history."""
+        histories = [self.lines(rank) for rank in range(RANKS)]
+        expected = replay(max(line.step for lines in histories for line in lines), RANKS)
+        begins: dict[int, set[int]] = {}
+        for rank, lines in enumerate(histories):
+            final: dict[int, Line] = {}
+            for before, line in zip([None, *lines], lines, strict=False):
+                state, batches = expected[line.step - 1]
+                assert line.hash == state, (rank, line)
+                assert line.samples == batches[rank], (rank, line)
+                begun = before is None or before.epoch != line.epoch
+                assert line.resumed == begun, (rank, before, line)
+                if begun:
+                    begins.setdefault(line.epoch, set()).add(line.step)
+                    assert line.step <= max(final, default=0) + 1, (rank, before, line)
+                    final = {n: one for n, one in final.items() if n < line.step}
+                else:
+                    assert before is not None and line.step == before.step + 1, (rank, line)
+                final[line.step] = line
+            assert list(final) == list(range(1, len(final) + 1))
+        assert all(len(steps) == 1 for steps in begins.values()), begins
+        per_pass = SAMPLES // RANKS // staying_trainer.BATCH
+        done = min(lines[-1].step for lines in histories)
+        for first in range(0, done - per_pass + 1, per_pass):
+            used = [
+                n for _, batches in expected[first : first + per_pass] for b in batches for n in b
+            ]
+            assert sorted(used) == list(range(SAMPLES))
+
+    def report(self) -> str:
+        """Last lines of all logs."""
+        logs = sorted((self.directory / "run" / "logs").glob("*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in logs)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def run(runner: asyncio.Runner) -> Iterator[Run]:
+    """A run that all rows of a table disturb, one after the other."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        made = Run(Path(path), ENDLESS)
+        runner.run(made.cluster.start())
+        try:
+            runner.run(made.wait_works(0, "the first steps"))
+            yield made
+        finally:
+            runner.run(made.cluster.stop())
+            print(made.report())
+
+
+POINTS = (
+    "forward",
+    "backward",
+    "before-plain",
+    "before-group",
+    "in-async",
+    "before-async-group",
+    "before-optimizer",
+    "in-optimizer",
+    "before-grant",
+    "after-grant",
+    "before-commit",
+    "after-commit",
+    "after-save",
+)
+
+
+async def disturb(run: Run, what: str, faults: dict[int, tuple[str, str]]) -> list[int]:
+    """Have ranks suffer faults; return the ranks whose processes are new afterwards."""
+    before = [one.pid for one in run.last() if one is not None]
+    epoch = run.cluster.status.epoch
+    for rank, (point, signal) in faults.items():
+        run.fail(rank, point, signal)
+    await run.wait_works(epoch, f"recovery from {what}")
+    after = [one.pid for one in run.last() if one is not None]
+    await asyncio.to_thread(run.check)  # the control loop goes on meanwhile
+    return [rank for rank in range(RANKS) if before[rank] != after[rank]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rank_that_dies_is_the_only_one_that_starts_anew(
+    runner: asyncio.Runner, run: Run, point: str
+) -> None:
+    rank = POINTS.index(point) % RANKS
+    epoch = run.cluster.status.epoch
+    assert runner.run(disturb(run, point, {rank: (point, "SIGKILL")})) == [rank]
+    assert run.cluster.status.epoch == epoch + 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_ranks_that_die_at_once_leave_the_third_in_its_process(
+    runner: asyncio.Runner, run: Run
+) -> None:
+    faults = {0: ("in-async", "SIGKILL"), 1: ("in-optimizer", "SIGKILL")}
+    assert set(runner.run(disturb(run, "two ranks", faults))) >= {0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", ["before-form", "after-form", "before-restore"])
+def test_a_second_rank_dies_while_the_first_reform_is_going_on(
+    runner: asyncio.Runner, run: Run, point: str
+) -> None:
+    faults = {1: ("forward", "SIGKILL"), 2: (point, "SIGKILL")}
+    changed = runner.run(disturb(run, f"a second rank {point}", faults))
+    assert {1, 2} <= set(changed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_leaders_daemon_dies_during_the_reform(runner: asyncio.Runner, run: Run) -> None:
+    node = run.cluster.status.members[0].node
+    pid = next(one.daemon_pid for one in run.cluster.status.nodes if one.name == node)
+    faults = {1: ("forward", "SIGKILL"), 2: ("before-form", f"SIGKILL {pid}")}
+    assert 1 in runner.run(disturb(run, "the leader's daemon", faults))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_new_daemon_of_a_survivor_learns_that_its_worker_stays(
+    runner: asyncio.Runner, run: Run
+) -> None:
+    node = run.cluster.status.members[1].node
+    incarnation = next(one for one in run.cluster.status.nodes if one.name == node).incarnation
+
+    def back(status: Status) -> bool:
+        found = status.node(node)
+        return found is not None and found.connected and found.incarnation > incarnation
+
+    async def restart() -> None:
+        await run.cluster.kill_daemon(node)
+        await run.cluster.wait_for(back, timeout_s=WAIT_S)
+        await run.cluster.wait_for(
+            lambda status: status.recovery_mode is RecoveryMode.IN_PLACE, timeout_s=WAIT_S
+        )
+
+    runner.run(restart())
+    assert runner.run(disturb(run, "a rank", {0: ("forward", "SIGKILL")})) == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", ["before-plain", "before-async", "before-group"])
+def test_a_rank_that_hangs_is_replaced(runner: asyncio.Runner, run: Run, point: str) -> None:
+    changed = runner.run(disturb(run, f"a rank that hangs {point}", {2: (point, "SIGSTOP")}))
+    assert 2 in changed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(
+    runner: asyncio.Runner, run: Run
+) -> None:
+    before = [one.pid for one in run.last() if one is not None]
+
+    async def lose() -> None:
+        epoch = run.cluster.status.epoch
+        await run.cluster.kill_node(run.cluster.status.members[1].node)
+        await run.wait_works(epoch, "recovery from a lost node")
+
+    runner.run(lose())
+    runner.run(asyncio.to_thread(run.check))
+    after = [one.pid for one in run.last() if one is not None]
+    assert [rank for rank in range(RANKS) if before[rank] != after[rank]] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
+    runner: asyncio.Runner,
+) -> None:
+    steps = 20
+
+    async def finish(run: Run) -> None:
+        run.fail(1, "last-step", "SIGKILL")
+        async with run.cluster as cluster:
+            assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        run = Run(Path(path), steps)
+        runner.run(finish(run))
+        run.check()
+        ends = [(Path(path) / f"log-{rank}").read_text().splitlines()[-1] for rank in range(RANKS)]
+        assert {json.loads(end)["finished"] for end in ends} == {replay(steps, RANKS)[-1][0]}
+        assert [len({line.pid for line in run.lines(rank)}) for rank in range(RANKS)] == [1, 2, 1]
