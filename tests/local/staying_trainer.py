@@ -111,15 +111,14 @@ def state_hash(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str
     return found.hexdigest()[:16]
 
 
-def replay(steps: int, ranks: int) -> list[tuple[str, list[list[int]]]]:
+def replay(ranks: int) -> Iterator[tuple[str, list[list[int]]]]:
     """For each step of an undisturbed run: the hash of the state after it, and each rank's
     samples."""
     model, data = Model(), samples()
     optimizers = make_optimizers(model)
     samplers = [holdfast.RecoverableSampler(data, rank=r, replicas=ranks) for r in range(ranks)]
     loaders = [batches_of(sampler) for sampler in samplers]
-    found = []
-    for _ in range(steps):
+    while True:
         batches = [next(loader) for loader in loaders]
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -136,8 +135,7 @@ def replay(steps: int, ranks: int) -> list[tuple[str, list[list[int]]]]:
             optimizer.step()
         for sampler in samplers:
             sampler.advance(BATCH)
-        found.append((state_hash(model, optimizers), batches))
-    return found
+        yield state_hash(model, optimizers), batches
 
 
 def batches_of(sampler: holdfast.RecoverableSampler) -> Iterator[list[int]]:
