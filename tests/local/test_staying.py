@@ -196,6 +196,27 @@ def run(runner: asyncio.Runner) -> Iterator[Run]:
             print(made.report())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
+    runner: asyncio.Runner,
+) -> None:
+    steps = 20
+
+    async def finish(run: Run) -> None:
+        run.fail(1, "last-step", "SIGKILL")
+        async with run.cluster as cluster:
+            assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
+
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
+        run = Run(Path(path), steps)
+        runner.run(finish(run))
+        run.check()
+        ends = [(Path(path) / f"log-{rank}").read_text().splitlines()[-1] for rank in range(RANKS)]
+        assert {json.loads(end)["finished"] for end in ends} == {run.expected(steps)[-1][0]}
+        assert [len({line.pid for line in run.lines(rank)}) for rank in range(RANKS)] == [1, 2, 1]
+
+
 POINTS = (
     "forward",
     "backward",
@@ -291,7 +312,7 @@ def test_a_new_daemon_of_a_survivor_learns_that_its_worker_stays(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", ["before-plain", "before-async", "before-group"])
+@pytest.mark.parametrize("point", ["before-plain", "before-group"])
 def test_a_rank_that_hangs_is_replaced(runner: asyncio.Runner, run: Run, point: str) -> None:
     changed = runner.run(disturb(run, f"a rank that hangs {point}", {2: (point, "SIGSTOP")}))
     assert 2 in changed
@@ -313,24 +334,3 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(
     runner.run(asyncio.to_thread(run.check))
     after = [one.pid for one in run.last() if one is not None]
     assert [rank for rank in range(RANKS) if before[rank] != after[rank]] == [1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_ranks_that_have_finished_wait_for_one_that_dies_in_the_last_step(
-    runner: asyncio.Runner,
-) -> None:
-    steps = 20
-
-    async def finish(run: Run) -> None:
-        run.fail(1, "last-step", "SIGKILL")
-        async with run.cluster as cluster:
-            assert await cluster.finished(timeout_s=WAIT_S) is Outcome.COMPLETE
-
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as path:
-        run = Run(Path(path), steps)
-        runner.run(finish(run))
-        run.check()
-        ends = [(Path(path) / f"log-{rank}").read_text().splitlines()[-1] for rank in range(RANKS)]
-        assert {json.loads(end)["finished"] for end in ends} == {run.expected(steps)[-1][0]}
-        assert [len({line.pid for line in run.lines(rank)}) for rank in range(RANKS)] == [1, 2, 1]
