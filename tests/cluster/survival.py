@@ -61,9 +61,9 @@ class Run:
     cluster: Cluster
     name: str
     steps: int
+    say: Callable[[str], None] = print
     stays: bool = False
     """Whether processes of ranks that are not lost stay."""
-    say: Callable[[str], None] = print
     job: Job = field(init=False)
     injected: list[Injected] = field(default_factory=list)
     faults: list[FaultReport] = field(default_factory=list)
