@@ -218,7 +218,7 @@ class HoldfastRendezvous(RendezvousHandler):
         self._daemon, self._job, self._host, self._reform_s = daemon, job, host, reform_s
         self._joined = JoinedWorld()
         self._published: JoinedWorld | None = None
-        """AnnouncedWorld whose store this agent serves, and which it has yet to join."""
+        """World whose store this agent serves, and which it has yet to join."""
         self._owner = object()
         self._lock = threading.Lock()
         self._entering = threading.Lock()
