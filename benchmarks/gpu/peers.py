@@ -4,7 +4,7 @@
 - `survives_NAME`: until the bytes survive this process;
 
 each against one copy of the same bytes to pinned memory, and in memory only, where each package is
-at its best. Packages that are not installed are skipped by name.
+at its best. Packages that are not installed, or fail, are skipped by name, with the reason.
 
     python -m benchmarks.gpu.peers --out FILE.json
 """
@@ -108,14 +108,27 @@ def _holdfast(results: Results, floor: _Floor, model: nn.Module, nbytes: int) ->
         _compare(results, floor, "holdfast", save)
 
 
+class _PeerError(Exception):
+    """Failure of another package, which is no failure of ours."""
+
+
 def _peer(results: Results, floor: _Floor, name: str, tensors: dict[str, Tensor]) -> None:
     directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=SHARED_MEMORY))
     try:
         peer = PEERS[name](directory)
+
+        def save(step: int) -> float:
+            try:
+                return peer.save(step, tensors)
+            except Exception as error:
+                raise _PeerError(f"{type(error).__name__}: {error}") from error
+
         try:
-            _compare(results, floor, name, lambda step: peer.save(step, tensors))
+            _compare(results, floor, name, save)
         finally:
             peer.close()
+    except _PeerError as error:
+        results.skip(f"blocked_{name}", f"the package failed: {error}")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
