@@ -13,21 +13,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
-from holdfast._daemon.token import Token
+from holdfast._daemon.calls import JobCalls
 from holdfast_core.errors import (
     AccessDeniedError,
     HoldfastError,
     ProtocolError,
     RankInUseError,
-    UnreachableError,
 )
-from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import codec, trainer_pb2
 
 _log = logging.getLogger("holdfast")
 _RETRY_S = 0.2
-_REPLY_S = 10.0
+_HELLO_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +54,7 @@ class Following:
         self._request = trainer_pb2.FollowRequest(
             protocol_version=codec.PROTOCOL_VERSION, job=job, rank=rank, pid=os.getpid()
         )
-        self._token = Token(token_file)
-        options = channels.channel_options(reconnect_ms_max=500)
-        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
-        self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
+        self._calls = JobCalls(socket, token_file)
         self._changed = threading.Condition()
         self._newest: Meeting | None = None
         self._problem: HoldfastError | None = None
@@ -109,24 +103,21 @@ class Following:
             rank=self._request.rank,
             store_address=store_address,
         )
-        try:
-            self._stub.Hello(request, timeout=_REPLY_S, metadata=self._token.metadata())
-        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
-            raise _translated(error) from error
+        self._calls.ask(self._calls.stub.Hello, request, _HELLO_S)
 
     def close(self) -> None:
         """End the stream: from now on, a change of the world ends this process."""
         self._closed = True
-        self._channel.close()
+        self._calls.close()
 
     def _follow(self) -> None:
         while not self._closed:
             try:
-                for world in self._stub.Follow(self._request, metadata=self._token.metadata()):
+                for world in self._calls.stream(self._calls.stub.Follow, self._request):
                     self._take(world)
                     if world.finished:
                         return
-            except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
+            except HoldfastError as error:
                 if self._is_final(error):
                     return
             time.sleep(_RETRY_S)
@@ -144,22 +135,12 @@ class Following:
             )
             self._changed.notify_all()
 
-    def _is_final(self, error: Exception) -> bool:
+    def _is_final(self, error: HoldfastError) -> bool:
         """Whether trying again is of no use; if so, waiting calls raise the reason."""
-        ours = _translated(error)
-        if not isinstance(ours, AccessDeniedError | ProtocolError | RankInUseError):
+        if not isinstance(error, AccessDeniedError | ProtocolError | RankInUseError):
             return self._closed
-        _log.warning("worlds cannot be followed: %s", ours)
+        _log.warning("worlds cannot be followed: %s", error)
         with self._changed:
-            self._problem = ours
+            self._problem = error
             self._changed.notify_all()
         return True
-
-
-def _translated(error: Exception) -> HoldfastError:
-    """The daemon's error behind a failed call, or that it does not answer."""
-    if isinstance(error, grpc.Call):
-        ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
-        if ours is not None:
-            return ours
-    return UnreachableError(f"the daemon does not answer: {error}")

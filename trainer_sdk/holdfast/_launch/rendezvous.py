@@ -27,9 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-import grpc
 from torch.distributed import (  # type: ignore[attr-defined]  # re-exported by torch
     DistError,
     PrefixStore,
@@ -44,21 +43,16 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from holdfast._daemon.token import Token
+from holdfast._daemon.calls import REPLY_S, JobCalls
 from holdfast_core.errors import HoldfastError, ProtocolError, UnreachableError
 from holdfast_core.job.failures import REFORM_S
-from holdfast_protos import channels, codec, trainer_pb2, trainer_pb2_grpc
+from holdfast_protos import codec, trainer_pb2
 
 log = logging.getLogger(__name__)
-
-_Request = TypeVar("_Request")
-_Reply = TypeVar("_Reply")
 
 BACKEND = "holdfast"
 ASK_S = 20.0
 """Time for which the daemon may hold one call; a lost call is noticed only after it."""
-REPLY_S = 5.0
-"""Time that a reply may take beyond the time for which the call is held."""
 RETRY_S = 0.2
 """Pause before a daemon that does not answer is asked again."""
 CONNECT_S = 10.0
@@ -123,11 +117,7 @@ class GrpcDaemon:
     """Client of the daemon at the Unix socket `socket`; calls carry the token in `token_file`."""
 
     def __init__(self, socket: Path, job: str, token_file: Path | None = None) -> None:
-        self._socket, self._job = socket, job
-        self._token = Token(token_file)
-        options = channels.channel_options(reconnect_ms_max=500)
-        self._channel = grpc.insecure_channel(f"unix:{socket}", options=options)
-        self._stub = trainer_pb2_grpc.TrainerStub(self._channel)
+        self._calls, self._job = JobCalls(socket, token_file), job
 
     def join_world(self, after_epoch: int, wait_s: float, *, peek: bool) -> AnnouncedWorld:
         request = trainer_pb2.JoinWorldRequest(
@@ -137,7 +127,7 @@ class GrpcDaemon:
             wait_s=wait_s,
             peek=peek,
         )
-        reply = self._ask(self._stub.JoinWorld, request, wait_s + REPLY_S)
+        reply = self._calls.ask(self._calls.stub.JoinWorld, request, wait_s + REPLY_S)
         return AnnouncedWorld(
             ready=reply.ready,
             epoch=reply.epoch,
@@ -155,33 +145,16 @@ class GrpcDaemon:
         request = trainer_pb2.PublishStoreRequest(
             job=self._job, epoch=epoch, store_address=store_address
         )
-        self._ask(self._stub.PublishStore, request)
+        self._calls.ask(self._calls.stub.PublishStore, request)
 
     def worker_exited(self, epoch: int, rank: int, exit_code: int, last_lines: str) -> None:
         request = trainer_pb2.WorkerExitedRequest(
             job=self._job, epoch=epoch, rank=rank, exit_code=exit_code, last_lines=last_lines
         )
-        self._ask(self._stub.WorkerExited, request)
+        self._calls.ask(self._calls.stub.WorkerExited, request)
 
     def close(self) -> None:
-        self._channel.close()
-
-    def _ask(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
-        request: _Request,
-        timeout_s: float = REPLY_S,
-    ) -> _Reply:
-        try:
-            return method(request, timeout=timeout_s, metadata=self._token.metadata())
-        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed
-            if isinstance(error, grpc.Call):
-                ours = codec.error_from_metadata(error.trailing_metadata(), error.details() or "")
-                if ours is not None:
-                    raise ours from error
-            raise UnreachableError(
-                f"the daemon at {self._socket} does not answer: {error}"
-            ) from error
+        self._calls.close()
 
 
 class HoldfastRendezvous(RendezvousHandler):
