@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from holdfast._elastic.world import World
 from holdfast_core.errors import InvalidJobError
@@ -31,3 +34,19 @@ def test_groups_are_formed_before_the_session(world: World) -> None:
     world.exchange(30.0)
     with pytest.raises(InvalidJobError, match=r"form all groups before holdfast\.init"):
         world.group([[0]])
+
+
+def test_groups_that_their_abort_has_destroyed_can_be_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.group([[0]])
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    world.leave()
+    assert not dist.is_initialized()
+    world.join()
+    assert dist.get_world_size() == 1
+
+
+def test_a_process_that_ends_when_it_has_left_its_groups_ends_well() -> None:
+    script = "import holdfast; w = holdfast.elastic.init('gloo'); w.group([[0]]); w.close()"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60.0)

@@ -7,6 +7,7 @@ pending. So groups are dropped on a thread of their own.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -29,6 +30,8 @@ _log = logging.getLogger("holdfast")
 
 FORM_S = 15.0
 """Time to form a group once all ranks have met. A rank that dies in between costs that much."""
+DROP_S = 5.0
+"""Time that a process which ends gives its groups to be destroyed."""
 CONNECT_S = 10.0
 """Time to reach the store of an epoch."""
 _POLL_S, _POLL_S_MAX = 0.002, 0.05
@@ -108,11 +111,13 @@ def leave() -> None:
     which wakes the ranks that wait for this one."""
     if not dist.is_initialized():
         return
-    if "nccl" in dist.get_backend():
-        _abort()
     held: list[Any] = [*c10d._world.pg_map]
-    dist.destroy_process_group()
-    threading.Thread(target=held.clear, name="holdfast-leave", daemon=True).start()
+    wake()
+    if dist.is_initialized():  # an abort destroys them as well
+        dist.destroy_process_group()
+    dropping = threading.Thread(target=held.clear, name="holdfast-leave", daemon=True)
+    dropping.start()
+    atexit.register(dropping.join, DROP_S)  # a group that is half destroyed aborts the process
 
 
 def wake() -> None:
