@@ -10,7 +10,6 @@ masters.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import nn
 
 import holdfast
 from benchmarks.floors import SHARED_MEMORY
-from benchmarks.measure import REPETITIONS, WARM_UPS, Figure, Outcome, encode, ratio
+from benchmarks.measure import REPETITIONS, WARM_UPS, Figure, Outcome, ratio, run_part
 from holdfast._session import ProtectedSession
 from holdfast.testing import FakeDaemon
 from holdfast_core.snapshots.layouts import decode_layout
@@ -89,13 +88,5 @@ def measure(nbytes: int) -> Outcome:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    options.out.write_bytes(encode(measure(options.bytes)))
-
-
 if __name__ == "__main__":
-    main()
+    run_part(lambda nbytes, folder: measure(nbytes), __doc__)

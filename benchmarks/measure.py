@@ -7,10 +7,12 @@ ratios with its whole spread.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -98,6 +100,20 @@ class Outcome:
 
 def encode(outcome: Outcome) -> bytes:
     return msgspec.json.encode(outcome)
+
+
+def run_part(measure: Callable[[int, Path], Outcome], description: str | None) -> None:
+    """Run the command line of one part of a benchmark, `--bytes N --out FILE`.
+
+    Args:
+        measure: gets the bytes of state, and the folder of the file.
+        description: what `--help` says.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.write_bytes(encode(measure(options.bytes, options.out.parent)))
 
 
 def decode(data: bytes) -> Outcome:

@@ -11,11 +11,9 @@ the last snapshot.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from benchmarks.bare import BarePath, Flow
 from benchmarks.cluster import Cluster, Daemon
@@ -24,9 +22,9 @@ from benchmarks.measure import (
     WARM_UPS,
     Figure,
     Outcome,
-    encode,
     percent,
     ratio,
+    run_part,
 )
 from benchmarks.raw_trainer import RawTrainer, layout_of
 from holdfast_core.protection.budget import predict
@@ -245,13 +243,5 @@ def _lose_and_rebuild(
     return ended[0] - new.began, new
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    options.out.write_bytes(encode(measure(options.bytes)))
-
-
 if __name__ == "__main__":
-    main()
+    run_part(lambda nbytes, folder: measure(nbytes), __doc__)

@@ -15,7 +15,6 @@ the parity blocks that hold nothing have given their memory back.
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import statistics
@@ -29,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.cluster import Cluster, Daemon
-from benchmarks.measure import Figure, Outcome, encode, milliseconds
+from benchmarks.measure import Figure, Outcome, milliseconds, run_part
 from benchmarks.slots_worker import NODES, PACES, Saved, Saves
 from holdfast_core.planning.slots import skipped_saves
 from holdfast_core.protection.budget import NodeMemory, predict
@@ -229,13 +228,5 @@ def _memory_rows(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    options.out.write_bytes(encode(measure(options.bytes, options.out.parent)))
-
-
 if __name__ == "__main__":
-    main()
+    run_part(measure, __doc__)

@@ -9,7 +9,6 @@ the last one, new processes restore, each in an epoch of its own.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.cluster import Cluster, Daemon
-from benchmarks.measure import Figure, Outcome, encode, milliseconds, ratio
+from benchmarks.measure import Figure, Outcome, milliseconds, ratio, run_part
 from benchmarks.trainer_worker import JOB, Restored, Saves
 from holdfast_core.snapshots.layouts import SLOTS_MAX
 from holdfast_core.snapshots.membership import Redundancy
@@ -105,13 +104,5 @@ def _work(what: str, daemon: Daemon, total_bytes: int, out: Path, kind: type[_T]
     return msgspec.json.decode(out.read_bytes(), type=kind)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    options.out.write_bytes(encode(measure(options.bytes, options.out.parent)))
-
-
 if __name__ == "__main__":
-    main()
+    run_part(measure, __doc__)
