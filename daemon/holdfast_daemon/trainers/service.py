@@ -30,7 +30,7 @@ from holdfast_core.errors import (
 )
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RestorePhase
-from holdfast_daemon.engine import RestoreState, SavePace
+from holdfast_daemon.engine import RestoreState, SavePace, WorldState
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import DaemonMetrics
@@ -311,8 +311,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         state = host.engine.world_state(request.after_epoch)
         if state is None:
             return trainer_pb2.World()
+        ready = request.peek or state.serves_store or bool(state.store_address)
+        return self._message_of(state, ready)
+
+    def _message_of(self, state: WorldState, ready: bool) -> trainer_pb2.World:
         return trainer_pb2.World(
-            ready=request.peek or state.serves_store or bool(state.store_address),
+            ready=ready,
             epoch=state.epoch,
             node_rank=state.node_rank,
             nodes=state.nodes,
@@ -349,15 +353,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 state = host.engine.followed_world(rank, number)
                 if state is not None and (state.epoch, state.store_address) != sent:
                     sent = state.epoch, state.store_address
-                    yield trainer_pb2.World(
-                        ready=bool(state.store_address),
-                        epoch=state.epoch,
-                        node_rank=state.node_rank,
-                        nodes=state.nodes,
-                        store_address=state.store_address,
-                        node_host=self._node_host,
-                        keep=state.keep,
-                    )
+                    yield self._message_of(state, ready=bool(state.store_address))
                 await host.changed(ASK_AGAIN_S)
         finally:
             host.engine.unfollows(rank, number)

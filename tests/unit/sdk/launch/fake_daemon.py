@@ -55,9 +55,7 @@ class FakeDaemon(trainer_pb2_grpc.TrainerServicer):
             assert self.changed.wait_for(condition, timeout_s)
 
     def stop(self) -> None:
-        with self.changed:
-            self.finished = True
-            self.changed.notify_all()
+        self.finish()
         self._server.stop(0).wait()
 
     def JoinWorld(self, request: trainer_pb2.JoinWorldRequest, context: Any) -> trainer_pb2.World:
