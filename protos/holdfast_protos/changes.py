@@ -15,7 +15,7 @@ from holdfast_protos import codec, control_pb2, values_pb2
 
 def change_between(base: Membership, value: Membership) -> control_pb2.MembershipChange | None:
     """The change from `base` to `value`; None when they differ in more than versions, members'
-    nodes and addresses, and the members that restart."""
+    nodes and addresses, and the members that restart: another world is sent whole."""
     if [place.index for place in base.members] != [place.index for place in value.members]:
         return None
     like = replace(

@@ -27,6 +27,7 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
 from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
 from holdfast_core.snapshots.reports import Directive, MemberReport
+from holdfast_core.snapshots.worlds import World
 from holdfast_protos import peer_pb2, persisting, values_pb2
 from holdfast_protos.loading import failed_loads_from_proto, failed_loads_to_proto
 
@@ -182,6 +183,15 @@ def membership_to_proto(value: Membership) -> values_pb2.Membership:
         slots=value.slots,
         protection_bytes_s=value.protection_bytes_s,
         restarting=sorted(value.restarting),
+        since=value.since,
+        past=[
+            values_pb2.PastWorld(
+                since=world.since,
+                members=world.members,
+                groups=[values_pb2.ParityGroup(members=group) for group in world.groups],
+            )
+            for world in value.past
+        ],
     )
 
 
@@ -208,9 +218,20 @@ def membership_from_proto(message: values_pb2.Membership) -> Membership:
             slots=message.slots,
             protection_bytes_s=message.protection_bytes_s,
             restarting=frozenset(message.restarting),
+            since=message.since,
+            past=tuple(_past_world(world, message.nproc_per_node) for world in message.past),
         )
     except (InvalidJobError, ValueError) as error:
         raise ProtocolError(f"membership of job {message.job!r} is malformed: {error}") from error
+
+
+def _past_world(message: values_pb2.PastWorld, nproc_per_node: int) -> World:
+    return World(
+        since=message.since,
+        members=tuple(message.members),
+        nproc_per_node=nproc_per_node,
+        groups=tuple(tuple(group.members) for group in message.groups),
+    )
 
 
 def _tier(message: values_pb2.Tier) -> Tier:

@@ -95,6 +95,36 @@ class ParityGroup(_message.Message):
 Global___ParityGroup: _TypeAlias = ParityGroup  # noqa: Y015
 
 @_typing.final
+class PastWorld(_message.Message):
+    """Members that trained together earlier (holdfast_core.snapshots.worlds.World)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    since: _builtins.int
+    """its first epoch"""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParityGroup]: ...
+    def __init__(
+        self,
+        *,
+        since: _builtins.int = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+        groups: _abc.Iterable[Global___ParityGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "members", b"members", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PastWorld: _TypeAlias = PastWorld  # noqa: Y015
+
+@_typing.final
 class Membership(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -110,6 +140,8 @@ class Membership(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     RESTARTING_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    PAST_FIELD_NUMBER: _builtins.int
     PROTECTION_BYTES_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
@@ -122,6 +154,8 @@ class Membership(_message.Message):
     """limit of the job on each node; 0: all that the daemon may use"""
     slots: _builtins.int
     """of each rank's arena; 0: three where they fit, else two"""
+    since: _builtins.int
+    """first epoch of the present world; 0: the job has had no other"""
     protection_bytes_s: _builtins.int
     """limit of each node's fetching for new parity; 0: no limit"""
     @_builtins.property
@@ -135,6 +169,10 @@ class Membership(_message.Message):
     @_builtins.property
     def restarting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Members whose workers are started anew in this epoch, even if they could be kept."""
+
+    @_builtins.property
+    def past(self) -> _containers.RepeatedCompositeFieldContainer[Global___PastWorld]:
+        """worlds before it, oldest first"""
 
     def __init__(
         self,
@@ -151,11 +189,13 @@ class Membership(_message.Message):
         memory_bytes: _builtins.int = ...,
         slots: _builtins.int = ...,
         restarting: _abc.Iterable[_builtins.int] | None = ...,
+        since: _builtins.int = ...,
+        past: _abc.Iterable[Global___PastWorld] | None = ...,
         protection_bytes_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "revision", b"revision", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "job", b"job", "members", b"members", "memory_bytes", b"memory_bytes", "nproc_per_node", b"nproc_per_node", "past", b"past", "protection_bytes_s", b"protection_bytes_s", "redundancy", b"redundancy", "replicas", b"replicas", "restarting", b"restarting", "revision", b"revision", "since", b"since", "slots", b"slots", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from holdfast_core.errors import InvalidJobError
+from holdfast_core.snapshots.generations import Generation
+from holdfast_core.snapshots.worlds import World
+
+PAST_WORLDS_MAX = 8
+"""Maximum number of past worlds that a membership names: as many changes in a row, without a
+generation being protected in between, leave a recovery line."""
 
 
 class Redundancy(StrEnum):
@@ -78,8 +85,7 @@ class Membership:
     members: tuple[Member, ...]
     nproc_per_node: int
     groups: tuple[tuple[int, ...], ...]
-    """Parity groups: member indices, each member in exactly one group. Constant for a job's life
-    unless the number of members changes, because parity in memory was made for them."""
+    """Parity groups of the present world; see `World.groups`."""
     redundancy: Redundancy = Redundancy.RAIM5
     replicas: int = 1
     """Number of group members that keep a copy of a rank's whole payload; only with Replication."""
@@ -96,17 +102,40 @@ class Membership:
     """Members whose workers are started anew in this epoch, even if they could be kept: the causes
     of the recovery, and members that move. Agents of the others keep workers that can stay."""
 
+    since: int = 0
+    """First epoch of the present world. Epochs that only restart or move members go on with it."""
+    past: tuple[World, ...] = ()
+    """Worlds before the present one, oldest first: their generations can still be the recovery
+    line. At most `PAST_WORLDS_MAX`."""
+    world: World = field(init=False, repr=False, compare=False)
+    """The present world."""
+
     def __post_init__(self) -> None:
-        indices = [member.index for member in self.members]
-        if indices != sorted(set(indices)) or not indices:
-            raise InvalidJobError(f"members of {self.job} must be unique and ascending: {indices}")
-        if sorted(m for group in self.groups for m in group) != indices:
-            raise InvalidJobError(
-                f"parity groups {self.groups} of {self.job} must hold each member of {indices} once"
+        indices = tuple(member.index for member in self.members)
+        try:
+            world = World(
+                since=self.since,
+                members=indices,
+                nproc_per_node=self.nproc_per_node,
+                groups=self.groups,
             )
+        except InvalidJobError as error:
+            raise InvalidJobError(f"{self.job}: {error}") from error
+        object.__setattr__(self, "world", world)
         if strangers := self.restarting.difference(indices):
             raise InvalidJobError(
-                f"{min(strangers)} is to be restarted but is not a member of {self.job}: {indices}"
+                f"{min(strangers)} is to be restarted but is not a member of {self.job}: "
+                f"{list(indices)}"
+            )
+        begun = [past.since for past in self.past] + [self.since]
+        if begun != sorted(set(begun)) or self.since > self.epoch:
+            raise InvalidJobError(
+                f"worlds of {self.job} must follow each other up to epoch {self.epoch}; they begin "
+                f"in epochs {begun}"
+            )
+        if len(self.past) > PAST_WORLDS_MAX:
+            raise InvalidJobError(
+                f"{self.job} names {len(self.past)} past worlds; the most is {PAST_WORLDS_MAX}"
             )
 
     @property
@@ -116,35 +145,54 @@ class Membership:
 
     @property
     def world_size(self) -> int:
-        return len(self.members) * self.nproc_per_node
+        return self.world.size
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """All ranks, ascending; see `World`."""
+        return self.world.ranks
+
+    def world_of(self, generation: Generation) -> World | None:
+        """The world that captured `generation`; None when it is no longer known."""
+        if generation.epoch >= self.since:
+            return self.world
+        return next((w for w in reversed(self.past) if w.since <= generation.epoch), None)
+
+    def is_present(self, generation: Generation) -> bool:
+        """Whether the present world captured `generation`: each of its ranks has a snapshot of its
+        own to restore."""
+        return generation.epoch >= self.since
 
     def member(self, index: int) -> Member:
         return self.members[self.position(index)]
+
+    def has(self, member: int) -> bool:
+        """Whether the job has this member in this epoch."""
+        return member in self.world.members
 
     def member_on(self, node: str) -> int | None:
         """The member that lives on `node`, or None for a spare."""
         return next((member.index for member in self.members if member.node == node), None)
 
     def position(self, member: int) -> int:
-        """The member's place in the order of members: its node rank in the training world."""
-        # Members are 0, 1, 2 … unless the job has shrunk, and engines look this up all the time.
-        if 0 <= member < len(self.members) and self.members[member].index == member:
-            return member
-        for position, candidate in enumerate(self.members):
-            if candidate.index == member:
-                return position
-        raise ValueError(f"{member} is not a member of {self.job} in epoch {self.epoch}")
+        """The member's place in the order of members: its node rank in torch's world."""
+        try:
+            return self.world.position(member)
+        except ValueError:
+            raise ValueError(
+                f"{member} is not a member of {self.job} in epoch {self.epoch}"
+            ) from None
 
     def ranks_of(self, member: int) -> range:
-        first = self.position(member) * self.nproc_per_node
-        return range(first, first + self.nproc_per_node)
+        """The ranks of `member`, whether it is in the present world or not."""
+        return self.world.ranks_of(member)
 
     def member_of(self, rank: int) -> int:
-        return self.members[rank // self.nproc_per_node].index
+        return self.world.member_of(rank)
 
     def lane_of(self, rank: int) -> int:
         """The local rank: ranks of equal lane in a parity group protect each other."""
-        return rank % self.nproc_per_node
+        return self.world.lane_of(rank)
 
     def parity_lane(self, lane: int, row: int) -> int:
         """The parity lane of a row of the group's code: lanes of row 0 first, then of row 1."""
@@ -156,7 +204,8 @@ class Membership:
         return lane, row
 
     def rank_at(self, member: int, lane: int) -> int:
-        return self.ranks_of(member)[lane]
+        return self.world.rank_at(member, lane)
 
     def group_of(self, member: int) -> tuple[int, ...]:
-        return next(group for group in self.groups if member in group)
+        """The parity group of `member` in the present world."""
+        return self.world.group_of(member)

@@ -22,9 +22,16 @@ from holdfast_core.errors import (
 from holdfast_core.experts.loss_reports import RECOVERIES_KEPT, LossReport, RecoveryLoss
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory, ParityEntry, SnapshotEntry
-from holdfast_core.snapshots.membership import Member, Membership, Redundancy, Tier
+from holdfast_core.snapshots.membership import (
+    PAST_WORLDS_MAX,
+    Member,
+    Membership,
+    Redundancy,
+    Tier,
+)
 from holdfast_core.snapshots.reports import Directive, MemberReport
 from holdfast_core.snapshots.stored import FailedLoad, PersistOrder, RankFile, StoredUnit
+from holdfast_core.snapshots.worlds import World
 from holdfast_protos import codec, peer_pb2, values_pb2
 from holdfast_protos.losses import (
     LAYERS_MAX,
@@ -180,9 +187,19 @@ def memberships(draw: st.DrawFn) -> Membership:
     indices = sorted(draw(st.sets(U32, min_size=1, max_size=6)))
     shuffled = draw(st.permutations(indices))
     cuts = sorted(draw(st.sets(st.integers(1, len(indices)), max_size=3)) | {0, len(indices)})
+    groups = tuple(tuple(shuffled[start:end]) for start, end in itertools.pairwise(cuts))
+    nproc_per_node = draw(st.integers(1, 2**32 - 1))
+    *past, since, epoch = sorted(draw(st.sets(U64, min_size=2, max_size=PAST_WORLDS_MAX + 2)))
     return Membership(
         job=draw(TEXT),
-        epoch=draw(U64),
+        epoch=epoch,
+        since=since,
+        past=tuple(
+            World(
+                since=begun, members=tuple(indices), nproc_per_node=nproc_per_node, groups=groups
+            )
+            for begun in past
+        ),
         revision=draw(U64),
         members=tuple(
             Member(
@@ -194,8 +211,8 @@ def memberships(draw: st.DrawFn) -> Membership:
             )
             for index in indices
         ),
-        nproc_per_node=draw(st.integers(1, 2**32 - 1)),
-        groups=tuple(tuple(shuffled[start:end]) for start, end in itertools.pairwise(cuts)),
+        nproc_per_node=nproc_per_node,
+        groups=groups,
         redundancy=draw(st.sampled_from(Redundancy)),
         memory_bytes=draw(U64),
         protection_bytes_s=draw(U64),

@@ -10,6 +10,7 @@ from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.manifests import Inventory
 from holdfast_core.snapshots.membership import Member, Membership
 from holdfast_core.snapshots.reports import MemberReport
+from holdfast_core.snapshots.worlds import World
 
 
 def place(index: int) -> Member:
@@ -43,15 +44,44 @@ def test_text_leads_back_to_the_generation() -> None:
     assert Generation.parse("12.345") == Generation(12, 345)
 
 
-def test_ranks_follow_the_order_of_members_not_their_indices() -> None:
+def test_ranks_keep_their_numbers_where_members_are_missing() -> None:
     assert MEMBERSHIP.world_size == 8
     assert MEMBERSHIP.leader == 1
     assert [MEMBERSHIP.position(m) for m in (1, 4, 6, 7)] == [0, 1, 2, 3]
-    assert list(MEMBERSHIP.ranks_of(6)) == [4, 5]
-    for rank in range(8):
+    assert list(MEMBERSHIP.ranks) == [2, 3, 8, 9, 12, 13, 14, 15]
+    for world_rank, rank in enumerate(MEMBERSHIP.ranks):
         member, lane = MEMBERSHIP.member_of(rank), MEMBERSHIP.lane_of(rank)
         assert rank in MEMBERSHIP.ranks_of(member)
         assert MEMBERSHIP.rank_at(member, lane) == rank
+        assert MEMBERSHIP.world.world_rank(rank) == world_rank
+        assert MEMBERSHIP.world.rank_of(world_rank) == rank
+    with pytest.raises(ValueError, match="5 is not a member"):
+        MEMBERSHIP.position(5)
+
+
+def test_a_generation_belongs_to_the_world_of_its_epoch() -> None:
+    first = World(since=0, members=(1, 4, 5, 6, 7), nproc_per_node=2, groups=((1, 4, 5, 6, 7),))
+    changed = replace(MEMBERSHIP, epoch=9, since=8, past=(first, replace(first, since=5)))
+    assert changed.world_of(Generation(4, 90)) == first
+    assert changed.world_of(Generation(7, 1)) == replace(first, since=5)
+    assert changed.world_of(Generation(8, 1)) == changed.world
+    assert not changed.is_present(Generation(7, 99))
+    assert changed.is_present(Generation(8, 0))
+    later = replace(changed, past=(replace(first, since=5),))
+    assert later.world_of(Generation(4, 90)) is None
+
+
+@pytest.mark.parametrize(("since", "past"), [(10, ()), (8, (8,)), (8, (5, 4)), (9, (9, 3))])
+def test_worlds_that_do_not_follow_each_other_are_refused(
+    since: int, past: tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidJobError, match="must follow each other"):
+        replace(
+            MEMBERSHIP,
+            epoch=9,
+            since=since,
+            past=tuple(replace(MEMBERSHIP.world, since=begun) for begun in past),
+        )
 
 
 def test_members_are_found_by_node_and_groups_by_member() -> None:

@@ -1,0 +1,94 @@
+"""Worlds: the members that train together, and the ranks and parity groups that this gives.
+
+A job that goes on with fewer members, or with more again, has one world after the other. A
+generation belongs to the world of the epoch in which it was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast_core.errors import InvalidJobError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """Members that train together in consecutive epochs.
+
+    A member's ranks are numbered by its index, so they keep their numbers when other members
+    leave. torch counts the ranks that are present: that is a rank's *world rank*, here a number
+    from 0 to `size` - 1. The two differ only behind a member that is missing.
+    """
+
+    since: int
+    """First epoch of this world."""
+    members: tuple[int, ...]
+    """Member indices, ascending."""
+    nproc_per_node: int
+    groups: tuple[tuple[int, ...], ...]
+    """Parity groups: member indices, each member in exactly one group. Constant for a world's life,
+    because parity in memory was made for them."""
+
+    def __post_init__(self) -> None:
+        if list(self.members) != sorted(set(self.members)) or not self.members:
+            raise InvalidJobError(f"members must be unique and ascending: {list(self.members)}")
+        if sorted(m for group in self.groups for m in group) != list(self.members):
+            raise InvalidJobError(
+                f"parity groups {self.groups} must hold each member of {list(self.members)} once"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members) * self.nproc_per_node
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """All ranks, ascending."""
+        return (rank for member in self.members for rank in self.ranks_of(member))
+
+    def position(self, member: int) -> int:
+        """The member's place in the order of members: its node rank in torch's world.
+
+        Raises:
+            ValueError: it is no member of this world.
+        """
+        # Members are 0, 1, 2 … unless the job has shrunk, and engines look this up all the time.
+        if 0 <= member < len(self.members) and self.members[member] == member:
+            return member
+        return self.members.index(member)
+
+    def ranks_of(self, member: int) -> range:
+        first = member * self.nproc_per_node
+        return range(first, first + self.nproc_per_node)
+
+    def member_of(self, rank: int) -> int:
+        return rank // self.nproc_per_node
+
+    def lane_of(self, rank: int) -> int:
+        """The local rank: ranks of equal lane in a parity group protect each other."""
+        return rank % self.nproc_per_node
+
+    def rank_at(self, member: int, lane: int) -> int:
+        return member * self.nproc_per_node + lane
+
+    def world_rank(self, rank: int) -> int:
+        """The rank's number in torch's world.
+
+        Raises:
+            ValueError: its member is not in this world.
+        """
+        return self.position(self.member_of(rank)) * self.nproc_per_node + self.lane_of(rank)
+
+    def rank_of(self, world_rank: int) -> int:
+        """The rank that torch numbers `world_rank`; the inverse of `world_rank`.
+
+        Raises:
+            IndexError: the world has fewer ranks.
+        """
+        member = self.members[world_rank // self.nproc_per_node]
+        return self.rank_at(member, self.lane_of(world_rank))
+
+    def group_of(self, member: int) -> tuple[int, ...]:
+        return next(group for group in self.groups if member in group)
