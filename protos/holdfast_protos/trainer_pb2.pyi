@@ -145,6 +145,42 @@ class RestoreProgress(_message.Message):
 Global___RestoreProgress: _TypeAlias = RestoreProgress  # noqa: Y015
 
 @_typing.final
+class HeldSnapshot(_message.Message):
+    """A snapshot that a rank may read, to restore from it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    manifest: _builtins.bytes
+    layout: _builtins.bytes
+    slot: _builtins.int
+    token: _builtins.str
+    arena_bytes: _builtins.int
+    places: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        manifest: _builtins.bytes = ...,
+        layout: _builtins.bytes = ...,
+        slot: _builtins.int = ...,
+        token: _builtins.str = ...,
+        arena_bytes: _builtins.int = ...,
+        places: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "layout", b"layout", "manifest", b"manifest", "places", b"places", "slot", b"slot", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldSnapshot: _TypeAlias = HeldSnapshot  # noqa: Y015
+
+@_typing.final
 class RestoreDecision(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -156,6 +192,8 @@ class RestoreDecision(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
+    CAPTURED_BY_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """encoded manifest, empty for a fresh start"""
     layout: _builtins.bytes
@@ -168,8 +206,19 @@ class RestoreDecision(_message.Message):
     arena_bytes: _builtins.int
     places: _builtins.bytes
     """the slot that holds each piece, a byte each; empty: all in `slot`"""
+    captured_by: _builtins.int
+    """Number of ranks of the world that captured the line, if that is another one: all its snapshots
+    together are the state of each rank now, and none of them belongs to a rank. 0: the present
+    world captured it.
+    """
     @_builtins.property
     def line(self) -> _values_pb2.Line: ...
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldSnapshot]:
+        """Then the fields from `manifest` to `places` are empty, and these are the snapshots that this
+        rank reads for all ranks: perhaps none. Their manifests name the ranks that captured them.
+        """
+
     def __init__(
         self,
         *,
@@ -181,10 +230,12 @@ class RestoreDecision(_message.Message):
         token: _builtins.str = ...,
         arena_bytes: _builtins.int = ...,
         places: _builtins.bytes = ...,
+        captured_by: _builtins.int = ...,
+        snapshots: _abc.Iterable[Global___HeldSnapshot] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["line", b"line"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "layout", b"layout", "line", b"line", "manifest", b"manifest", "places", b"places", "slot", b"slot", "source", b"source", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "captured_by", b"captured_by", "layout", b"layout", "line", b"line", "manifest", b"manifest", "places", b"places", "slot", b"slot", "snapshots", b"snapshots", "source", b"source", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -195,9 +195,7 @@ def memberships(draw: st.DrawFn) -> Membership:
         epoch=epoch,
         since=since,
         past=tuple(
-            World(
-                since=begun, members=tuple(indices), nproc_per_node=nproc_per_node, groups=groups
-            )
+            World(since=begun, members=tuple(indices), nproc_per_node=nproc_per_node, groups=groups)
             for begun in past
         ),
         revision=draw(U64),
