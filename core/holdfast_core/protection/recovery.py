@@ -20,23 +20,31 @@ class Holdings:
     """All inventories of a job, indexed for the functions below."""
 
     snapshots: Mapping[tuple[int, Generation], SnapshotEntry]
-    """(rank, generation) → entry, only where the rank's own member holds it."""
+    """(rank, generation) → entry. Of the present world, only where the rank's own member holds it;
+    of a past world, wherever it is held."""
+    holders: Mapping[tuple[int, Generation], int]
+    """(rank, generation) → the member that holds it: the rank's own, or else the lowest."""
     parities: Mapping[tuple[int, int, Generation], ParityEntry]
-    """(owner member, parity lane, generation) → entry, only for the group the owner is in now."""
+    """(owner member, parity lane, generation) → entry, only for the group that the owner was in
+    when the generation was captured."""
 
     @classmethod
     def of(cls, membership: Membership, inventories: Mapping[int, Inventory]) -> Holdings:
         snapshots: dict[tuple[int, Generation], SnapshotEntry] = {}
+        holders: dict[tuple[int, Generation], int] = {}
         parities: dict[tuple[int, int, Generation], ParityEntry] = {}
-        for member, inventory in inventories.items():
-            ranks, group = membership.ranks_of(member), membership.group_of(member)
+        for member, inventory in sorted(inventories.items()):
+            ranks = membership.ranks_of(member)
             for entry in inventory.snapshots:
-                if entry.rank in ranks:
-                    snapshots[entry.rank, entry.generation] = entry
+                key = entry.rank, entry.generation
+                if entry.rank in ranks or (
+                    key not in holders and not membership.is_present(entry.generation)
+                ):
+                    snapshots[key], holders[key] = entry, member
             for block in inventory.parities:
-                if block.group == group:
+                if block.group == group_of(membership, member, block.generation):
                     parities[member, block.lane, block.generation] = block
-        return cls(snapshots, parities)
+        return cls(snapshots, holders, parities)
 
     def generations(self) -> list[Generation]:
         """All generations of which anything is held, newest first."""
@@ -44,17 +52,48 @@ class Holdings:
         return sorted(held, reverse=True)
 
 
+def group_of(membership: Membership, member: int, generation: Generation) -> tuple[int, ...]:
+    """The member's parity group in the world that captured `generation`; empty when it was not in
+    it."""
+    world = membership.world_of(generation)
+    return world.group_of(member) if world is not None and member in world.members else ()
+
+
+def heir(membership: Membership, rank: int, generation: Generation) -> int | None:
+    """The member that rebuilds the rank's snapshot of `generation`: the rank's own, or where that
+    has left, one of its parity group in the world that captured it. The ranks that a group has lost
+    are dealt to those who are left. None when nobody of the group is."""
+    own = membership.member_of(rank)
+    if membership.has(own):
+        return own
+    group = group_of(membership, own, generation)
+    left = [member for member in group if membership.has(member)]
+    if not left:
+        return None
+    gone = [member for member in group if not membership.has(member)]
+    turn = gone.index(own) * membership.nproc_per_node + membership.lane_of(rank)
+    return left[turn % len(left)]
+
+
 def is_complete(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
-    """Whether every rank's own daemon holds its snapshot of `generation`."""
-    return all((rank, generation) in holdings.snapshots for rank in range(membership.world_size))
+    """Whether a daemon holds the snapshot of `generation` of every rank that captured it."""
+    world = membership.world_of(generation)
+    return world is not None and all(
+        (rank, generation) in holdings.snapshots for rank in world.ranks
+    )
 
 
 def is_protected(membership: Membership, holdings: Holdings, generation: Generation) -> bool:
     """Whether `generation` survives the loss of as many nodes of each parity group as the job's
     redundancy is made for."""
-    return is_complete(membership, holdings, generation) and all(
-        _has_all_blocks(membership, holdings, group, group, generation)
-        for group in membership.groups
+    world = membership.world_of(generation)
+    return (
+        world is not None
+        and is_complete(membership, holdings, generation)
+        and all(
+            _has_all_blocks(membership, holdings, group, group, generation)
+            for group in world.groups
+        )
     )
 
 
@@ -76,7 +115,7 @@ def rebuild_sources(
 ) -> RebuildSources | None:
     """What the rank's snapshot can be rebuilt from in its parity group; None when it cannot."""
     member, lane = membership.member_of(rank), membership.lane_of(rank)
-    group = membership.group_of(member)
+    group = group_of(membership, member, generation)
     code = code_of(membership, group)
     if code is None:
         return None
@@ -126,11 +165,11 @@ def recovery_line(membership: Membership, inventories: Mapping[int, Inventory]) 
     holdings = Holdings.of(membership, inventories)
     rejected: list[str] = []
     for generation in holdings.generations():
-        missing = [
-            rank
-            for rank in range(membership.world_size)
-            if (rank, generation) not in holdings.snapshots
-        ]
+        world = membership.world_of(generation)
+        if world is None:
+            rejected.append(f"{generation} is of a world that is no longer known")
+            continue
+        missing = [rank for rank in world.ranks if (rank, generation) not in holdings.snapshots]
         lost = [rank for rank in missing if not rebuildable(membership, holdings, rank, generation)]
         if not lost:
             how = f"ranks {missing} from parity" if missing else "all ranks in local memory"
@@ -166,9 +205,9 @@ def newest_survivable(
             generation
             for generation in holdings.generations()
             if generation <= not_after
+            and (world := membership.world_of(generation)) is not None
             and all(
-                _group_survives(membership, holdings, group, generation)
-                for group in membership.groups
+                _group_survives(membership, holdings, group, generation) for group in world.groups
             )
         ),
         None,

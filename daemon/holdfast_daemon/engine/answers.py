@@ -12,10 +12,11 @@ from holdfast_core.errors import NoRecoveryLineError
 from holdfast_core.protection import recovery
 from holdfast_core.snapshots.generations import Generation, Line
 from holdfast_core.snapshots.membership import Redundancy
+from holdfast_core.snapshots.worlds import World
 from holdfast_core.states import RestorePhase, RestoreSource
-from holdfast_daemon.engine import loading
+from holdfast_daemon.engine import loading, rebuilding
 from holdfast_daemon.engine.epoch import Epoch
-from holdfast_daemon.engine.slots import ArenaView, Slot
+from holdfast_daemon.engine.slots import ArenaView, Slot, SlotState
 from holdfast_daemon.engine.state import JobMemory, TrainerSession
 
 
@@ -52,6 +53,11 @@ class RestoreState:
     arena: ArenaView | None = None
     slot: Slot | None = None
     source: RestoreSource = RestoreSource.NONE
+    captured_by: int = 0
+    """Number of ranks of the world that captured the line, if that is an earlier one; else 0. Then
+    there is no slot of this rank's own."""
+    read_for_all: tuple[tuple[ArenaView, Slot], ...] = ()
+    """Snapshots of that world which this rank reads for all ranks."""
 
     @property
     def ready(self) -> bool:
@@ -109,13 +115,12 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
         )
     if line.generation is None:
         return RestoreState(phase=RestorePhase.READY, detail=line.reason, line=line)
+    world = epoch.membership.world_of(line.generation)
+    if world is not None and not epoch.membership.is_present(line.generation):
+        return _of_earlier_world(memory, epoch, rank, line, world)
     held = memory.sealed(rank, line.generation)
     if held is None and _is_lost(memory, epoch, rank, line.generation):
-        raise NoRecoveryLineError(
-            f"rank {rank} lost its snapshot of the line {line.generation} after epoch "
-            f"{epoch.number} began, and its parity group cannot rebuild it; the next epoch will "
-            f"choose another line"
-        )
+        raise _lost(epoch, rank, line.generation)
     if (held is None or not held[1].verified) and loading.may_load(epoch, line.generation):
         return _loading(memory, epoch, rank, line.generation, line)
     if held is None or not held[1].verified:
@@ -125,18 +130,67 @@ def restore_state(memory: JobMemory, epoch: Epoch, rank: int) -> RestoreState:
             line=line,
         )
     arena, slot = held
-    source = RestoreSource.LOCAL
-    if slot.loaded_in == epoch.number:
-        source = RestoreSource.STORAGE
-    elif slot.rebuilt_in == epoch.number:
-        source = RestoreSource.PARITY
     return RestoreState(
         phase=RestorePhase.READY,
         detail=line.reason,
         line=line,
         arena=arena,
         slot=slot,
-        source=source,
+        source=_source(epoch, slot),
+    )
+
+
+def _of_earlier_world(
+    memory: JobMemory, epoch: Epoch, rank: int, line: Line, world: World
+) -> RestoreState:
+    """Progress of a restore of what another world captured: this rank reads the snapshots of its
+    lane that lie on this node, once those that are missing have been rebuilt."""
+    generation, lane_of = line.generation, epoch.membership.lane_of
+    assert generation is not None
+    lane = lane_of(rank)
+    mine = [r for r in rebuilding.ranks_to_hold(memory, epoch, generation) if lane_of(r) == lane]
+    here = [
+        (arena, slot)
+        for arena, slot in memory.slots()
+        if slot.state is SlotState.SEALED
+        and slot.verified
+        and slot.generation == generation
+        and lane_of(arena.rank) == lane
+    ]
+    missing = sorted(set(mine).difference(arena.rank for arena, _ in here))
+    for each in missing:
+        if memory.sealed(each, generation) is None and _is_lost(memory, epoch, each, generation):
+            raise _lost(epoch, each, generation)
+    if missing:
+        return RestoreState(
+            phase=RestorePhase.REBUILD,
+            detail=f"generation {generation} of ranks {missing} from parity",
+            done=len(mine) - len(missing),
+            total=len(mine),
+            line=line,
+        )
+    sources = {_source(epoch, slot) for _, slot in here}
+    return RestoreState(
+        phase=RestorePhase.READY,
+        detail=line.reason,
+        line=line,
+        source=RestoreSource.PARITY if RestoreSource.PARITY in sources else RestoreSource.LOCAL,
+        captured_by=world.size,
+        read_for_all=tuple(sorted(here, key=lambda held: held[0].rank)),
+    )
+
+
+def _source(epoch: Epoch, slot: Slot) -> RestoreSource:
+    """Where this daemon has a snapshot from, in this epoch."""
+    if slot.loaded_in == epoch.number:
+        return RestoreSource.STORAGE
+    return RestoreSource.PARITY if slot.rebuilt_in == epoch.number else RestoreSource.LOCAL
+
+
+def _lost(epoch: Epoch, rank: int, generation: Generation) -> NoRecoveryLineError:
+    return NoRecoveryLineError(
+        f"the snapshot of rank {rank} of the line {generation} was lost after epoch {epoch.number} "
+        f"began, and its parity group cannot rebuild it; the next epoch will choose another line"
     )
 
 
@@ -196,9 +250,11 @@ def _is_lost(memory: JobMemory, epoch: Epoch, rank: int, generation: Generation)
         return False
     if loading.may_load(epoch, generation) and not loading.is_failed(memory, rank, generation):
         return False
-    if any(m not in memory.reports or not memory.reports[m].verified for m in epoch.group):
-        return False
     membership = epoch.membership
+    group = recovery.group_of(membership, membership.member_of(rank), generation)
+    reports = [memory.reports.get(member) for member in group if membership.has(member)]
+    if any(report is None or not report.verified for report in reports):
+        return False
     return not recovery.rebuildable(membership, memory.holdings(membership), rank, generation)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast_core.errors import HoldfastError
+from holdfast_core.protection import recovery
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.snapshots.layouts import (
     decode_layout,
@@ -136,9 +137,8 @@ def _parity_built(memory: JobMemory, event: ParityBuilt, at: Times) -> None:
     memory.parity_failure = event.error
     memory.note(JobEvent.PARITY_FAILED, generation=event.generation, detail=event.error)
     if event.suspect is not None and memory.current is not None:
-        membership = memory.current.membership
-        member = membership.member(membership.member_of(event.suspect))
-        memory.out.append(SendSuspect(to=member, rank=event.suspect, generation=event.generation))
+        member = memory.current.membership.member_of(event.suspect)
+        _complain(memory, member, event.suspect, event.generation)
 
 
 def _manifest_fetched(memory: JobMemory, event: ManifestFetched, at: Times) -> None:
@@ -188,7 +188,9 @@ def _take_manifest(memory: JobMemory, event: ManifestFetched, job: RebuildJob) -
     if (event.rank, arena_id) not in memory.arenas:
         assert memory.current is not None
         arena = ArenaView(rank=event.rank, layout_id=arena_id, layout=layout, encoded=event.layout)
-        upkeep.allocate(memory, memory.current, arena)
+        present = memory.current.membership.is_present(event.generation)
+        allocate = upkeep.allocate if present else upkeep.allocate_for_line
+        allocate(memory, memory.current, arena)
 
 
 def _rebuilt(memory: JobMemory, event: Rebuilt, at: Times) -> None:
@@ -229,9 +231,16 @@ def _blame_parity(memory: JobMemory, rank: int, generation: Generation, position
     memory.wrong_rebuilds[rank] = memory.wrong_rebuilds.get(rank, 0) + 1
     if memory.wrong_rebuilds[rank] >= WRONG_REBUILDS and memory.current is not None:
         membership = memory.current.membership
-        group = membership.group_of(membership.member_of(rank))
-        member = membership.member(group[position])
-        memory.out.append(SendSuspect(to=member, rank=rank, generation=generation))
+        group = recovery.group_of(membership, membership.member_of(rank), generation)
+        _complain(memory, group[position], rank, generation)
+
+
+def _complain(memory: JobMemory, member: int, rank: int, generation: Generation) -> None:
+    """Notify `member` that what it holds for the rank's snapshot is wrong, if it is still there."""
+    membership = memory.membership
+    if membership is not None and membership.has(member):
+        suspect = SendSuspect(to=membership.member(member), rank=rank, generation=generation)
+        memory.out.append(suspect)
 
 
 def _snapshot_verified(memory: JobMemory, event: SnapshotVerified) -> None:

@@ -156,7 +156,7 @@ class Convergence:
         memory.reports[me] = report
         members = {membership.leader}
         if known is None or content.for_group() != known.for_group():
-            members |= set(epoch.group)
+            members |= _audience(epoch)
         for member in sorted(members - {me}):
             memory.out.append(SendReport(to=membership.member(member), report=report))
 
@@ -170,3 +170,15 @@ class Convergence:
         for member in epoch.membership.members:
             if member.index != epoch.me:
                 self._memory.out.append(SendDirective(to=member, directive=directive))
+
+
+def _audience(epoch: Epoch) -> set[int]:
+    """The members that act on what this one holds: its parity group, and until a generation of the
+    present world is safe, those who are left of its groups in earlier worlds."""
+    membership, retained = epoch.membership, epoch.retained
+    found = set(epoch.group)
+    if retained is None or not membership.is_present(retained):
+        for world in membership.past:
+            if epoch.me in world.members:
+                found.update(filter(membership.has, world.group_of(epoch.me)))
+    return found

@@ -7,6 +7,7 @@ effect begins; the others run in the background and end in the event they name, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -186,9 +187,9 @@ class AllocateArena:
     rank: int
     layout: bytes
     layout_id: str
-    parity_lanes: tuple[int, ...]
+    parity_lanes: tuple[int, ...] = ()
     """Parity lanes that need blocks beside it: one for each row of the group's code."""
-    parity_bytes: int
+    parity_bytes: int = 0
     """Minimum size of each of the two parity blocks of these lanes."""
     slots: tuple[int, ...]
     """Numbers of slots that the arena may have, best first: it gets the first one with which all
@@ -236,13 +237,14 @@ class Rebuild:
     places: bytes = b""
     """Places for its pieces."""
     own_position: int
+    """Position of the rank's member in its parity group, which may be that of an earlier world."""
     code: Code
     sources: tuple[PeerSnapshot, ...]
     """Snapshots that other members of the group hold."""
     blocks: frozenset[BlockId]
     """Parity blocks of the group that still exist."""
-    members: tuple[Member, ...]
-    """All members of the group, by position."""
+    owners: Mapping[int, Member]
+    """Members of the group that are there, by position: owners of its parity blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

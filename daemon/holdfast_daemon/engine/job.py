@@ -566,11 +566,10 @@ class JobEngine:
             memory.direct(replace(memory.current.directive, rendezvous=address))
         return self._convergence.settle(now)
 
-    def restore_given(self, state: RestoreState) -> None:
-        """Record that a trainer was given the slot of `state` to restore."""
-        assert state.arena is not None and state.line is not None
-        record = self.memory.rank(state.arena.rank)
-        record.restored = (state.line.generation, state.source)
+    def restore_given(self, rank: int, state: RestoreState) -> None:
+        """Record that the trainer of `rank` was given what `state` names, to restore it."""
+        assert state.line is not None
+        self.memory.rank(rank).restored = (state.line.generation, state.source)
 
     # --- questions: the job -----------------------------------------------------------------------
 

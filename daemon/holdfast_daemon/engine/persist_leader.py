@@ -117,7 +117,8 @@ def _candidate(
     kept = [
         g
         for g in holdings.generations()  # newest first
-        if (g.epoch == membership.epoch or g == directive.line.generation)
+        if membership.is_present(g)
+        and (g.epoch == membership.epoch or g == directive.line.generation)
         and (directive.retained is None or g >= directive.retained)
         and g not in directive.dead
     ]

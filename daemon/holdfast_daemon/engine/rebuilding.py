@@ -20,7 +20,7 @@ def rebuild(memory: JobMemory, epoch: Epoch, now: float) -> None:
     target = upkeep.anchor(epoch) or loading.wanted(epoch)
     if memory.fenced or target is None:
         return
-    for rank in epoch.ranks:
+    for rank in ranks_to_hold(memory, epoch, target):
         job = memory.rebuilds.get(rank)
         left = job is not None and job.stored and not loading.may_load(epoch, target)
         other = job is not None and (job.generation != target or left)
@@ -33,6 +33,22 @@ def rebuild(memory: JobMemory, epoch: Epoch, now: float) -> None:
             _continue_rebuild(memory, epoch, rank, job)
 
 
+def ranks_to_hold(memory: JobMemory, epoch: Epoch, generation: Generation) -> list[int]:
+    """The ranks whose snapshots of `generation` this member must hold: its own, and where another
+    world captured it, those of members that have left and that nobody else holds."""
+    membership = epoch.membership
+    world = membership.world_of(generation)
+    if membership.is_present(generation) or world is None:
+        return list(epoch.ranks)
+    holders = memory.holdings(membership).holders
+    return [
+        rank
+        for rank in world.ranks
+        if holders.get((rank, generation), epoch.me) == epoch.me
+        and recovery.heir(membership, rank, generation) == epoch.me
+    ]
+
+
 def _start_rebuild(
     memory: JobMemory, epoch: Epoch, rank: int, target: Generation, now: float
 ) -> None:
@@ -43,7 +59,8 @@ def _start_rebuild(
     if means is None:
         loading.start(memory, epoch, rank, target)
         return
-    others = [m for m in epoch.group if m != epoch.me]
+    group = recovery.group_of(membership, membership.member_of(rank), target)
+    others = [m for m in group if m != epoch.me and membership.has(m)]
     digest = means.manifest_digest
     memory.rebuilds[rank] = RebuildJob(generation=target, digest=digest)
     memory.note(JobEvent.REBUILD_STARTED, rank=rank, generation=target)
@@ -69,13 +86,14 @@ def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJo
     slot = upkeep.slot_to_fill(memory, epoch, arena) if arena.ready else None
     if slot is None:
         return
-    membership, group = epoch.membership, epoch.group
+    membership, member = epoch.membership, epoch.membership.member_of(rank)
+    group = recovery.group_of(membership, member, job.generation)
     code = code_of(membership, group)
     means = recovery.rebuild_sources(membership, memory.holdings(membership), rank, job.generation)
     if code is None or means is None or means.manifest_digest != job.digest:
         return
     lane = membership.lane_of(rank)
-    sources = upkeep.sources_of(memory, epoch, lane, job.generation, means.positions)
+    sources = upkeep.sources_of(memory, epoch, group, lane, job.generation, means.positions)
     if sources is None:
         return
     arena.begin_recovery(slot, job, job.manifest)
@@ -86,11 +104,15 @@ def _continue_rebuild(memory: JobMemory, epoch: Epoch, rank: int, job: RebuildJo
             manifest=job.manifest,
             encoded=job.encoded,
             places=slot.places,
-            own_position=group.index(epoch.me),
+            own_position=group.index(member),
             code=code,
             sources=sources,
             blocks=means.blocks,
-            members=tuple(membership.member(member) for member in group),
+            owners={
+                position: membership.member(owner)
+                for position, owner in enumerate(group)
+                if membership.has(owner)
+            },
         )
     )
 

@@ -6,7 +6,7 @@ So it does not matter which event woke the engine, or which message was lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast_core.protection import recovery
 from holdfast_core.protection.budget import SLOTS_AUTO, parity_block_bytes
@@ -90,11 +90,12 @@ def release(memory: JobMemory, epoch: Epoch) -> None:
     if epoch.line is None:
         _make_room_to_load(memory, epoch)
         return
-    mine = epoch.ranks
+    mine, membership = epoch.ranks, epoch.membership
     for arena, slot in memory.slots():
         if slot.state is not SlotState.SEALED or slot.generation is None:
             continue
-        if arena.rank not in mine or not (
+        of_others = arena.rank not in mine and membership.is_present(slot.generation)
+        if of_others or not (
             _is_kept(epoch, slot.generation)
             or _is_awaited(memory, epoch, arena.rank, slot)
             or _is_spare(memory, epoch, slot)
@@ -225,7 +226,7 @@ def protect(memory: JobMemory, epoch: Epoch, now: float) -> None:
         free = free or _make_room(memory, epoch, slots, generation)
         if free is None:
             continue
-        sources = sources_of(memory, epoch, lane, generation, code.sources_of(block))
+        sources = sources_of(memory, epoch, group, lane, generation, code.sources_of(block))
         if sources is None:
             continue
         free.state, free.generation = ParityState.BUILDING, generation
@@ -263,23 +264,25 @@ def _is_of_use(memory: JobMemory, epoch: Epoch, lane: int, generation: Generatio
     Otherwise it stays lost: new blocks are made from all snapshots, and lost snapshots from
     blocks."""
     membership, holdings = epoch.membership, memory.holdings(epoch.membership)
+    group = recovery.group_of(membership, epoch.me, generation)
     return all(
         (rank, generation) in holdings.snapshots
         or recovery.rebuildable(membership, holdings, rank, generation)
-        for rank in (membership.rank_at(member, lane) for member in epoch.group)
+        for rank in (membership.rank_at(member, lane) for member in group)
     )
 
 
 def _oldest_unprotected(
     memory: JobMemory, epoch: Epoch, lane: int, have: set[Generation | None]
 ) -> Generation | None:
-    """The oldest generation that every member of the group has sealed in this lane and that is not
-    in `have`; None while a member has not verified all that it holds: what it does not list yet is
-    not lost."""
+    """The oldest generation of the present world that every member of the group has sealed in this
+    lane and that is not in `have`; None while a member has not verified all that it holds: what it
+    does not list yet is not lost."""
     wanted = _generations_of(memory, epoch, epoch.me, lane) - have
     for member in epoch.group if wanted else ():
         wanted &= _generations_of(memory, epoch, member, lane)
-    return min((g for g in wanted if _is_kept(epoch, g)), default=None)
+    present = epoch.membership.is_present
+    return min((g for g in wanted if present(g) and _is_kept(epoch, g)), default=None)
 
 
 def _generations_of(memory: JobMemory, epoch: Epoch, member: int, lane: int) -> set[Generation]:
@@ -293,33 +296,25 @@ def _generations_of(memory: JobMemory, epoch: Epoch, member: int, lane: int) -> 
 def sources_of(
     memory: JobMemory,
     epoch: Epoch,
+    group: Sequence[int],
     lane: int,
     generation: Generation,
     positions: Iterable[int],
 ) -> tuple[PeerSnapshot, ...] | None:
-    """The snapshots of the members at `positions` of the group as their newest reports list them;
-    None when one is missing."""
-    membership, group = epoch.membership, epoch.group
+    """The snapshots of the members at `positions` of `group` as the newest reports list them; None
+    when one is missing."""
+    membership, holdings = epoch.membership, memory.holdings(epoch.membership)
     sources = []
     for position in sorted(positions):
-        member = group[position]
-        rank = membership.rank_at(member, lane)
-        report = memory.reports.get(member)
-        entry = next(
-            (
-                e
-                for e in (report.inventory.snapshots if report else ())
-                if e.rank == rank and e.generation == generation
-            ),
-            None,
-        )
+        rank = membership.rank_at(group[position], lane)
+        entry = holdings.snapshots.get((rank, generation))
         if entry is None:
             return None
         sources.append(
             PeerSnapshot(
                 rank=rank,
                 position=position,
-                member=membership.member(member),
+                member=membership.member(holdings.holders[rank, generation]),
                 manifest_digest=entry.manifest_digest,
                 payload_bytes=entry.payload_bytes,
             )
@@ -354,5 +349,19 @@ def allocate(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
             parity_bytes=parity_block_bytes(largest, code, arena.layout.piece_bytes),
             slots=(membership.slots,) if membership.slots else SLOTS_AUTO,
             ranks=membership.nproc_per_node,
+        )
+    )
+
+
+def allocate_for_line(memory: JobMemory, epoch: Epoch, arena: ArenaView) -> None:
+    """Ask for an arena that has to hold nothing but the line, which an earlier world captured."""
+    memory.arenas[(arena.rank, arena.layout_id)] = arena
+    memory.out.append(
+        AllocateArena(
+            rank=arena.rank,
+            layout=arena.encoded,
+            layout_id=arena.layout_id,
+            slots=(1,),
+            ranks=epoch.membership.nproc_per_node,
         )
     )

@@ -17,7 +17,6 @@ from holdfast_core.errors import CorruptError, HoldfastError, StorageError
 from holdfast_core.job.names import job_of_file_name
 from holdfast_core.snapshots.layouts import (
     SLOTS_MAX,
-    SLOTS_MIN,
     Layout,
     decode_layout,
     decode_manifest,
@@ -268,8 +267,8 @@ def _slots_of(directory: Path) -> int:
     """
     path = directory / SLOTS_FILE
     text = path.read_text() if path.exists() else str(SLOTS_MAX)
-    if text not in (str(slots) for slots in range(SLOTS_MIN, SLOTS_MAX + 1)):
-        raise CorruptError(f"its number of slots is {text[:40]!r}, not {SLOTS_MIN} to {SLOTS_MAX}")
+    if text not in (str(slots) for slots in range(1, SLOTS_MAX + 1)):
+        raise CorruptError(f"its number of slots is {text[:40]!r}, not 1 to {SLOTS_MAX}")
     return int(text)
 
 

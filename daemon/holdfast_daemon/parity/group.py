@@ -7,7 +7,7 @@ epoch refuses, and the work itself stops once its own daemon has entered one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast_core.errors import HoldfastError, UnreachableError
@@ -48,8 +48,8 @@ class GroupFetch:
     generation: Generation
     sources: Mapping[int, PeerSnapshot]
     """Snapshots to read, by position."""
-    places: Sequence[Member] = ()
-    """The group's members, by position, for their parity blocks."""
+    owners: Mapping[int, Member] = field(default_factory=dict)
+    """Owners of parity blocks, by position in the group."""
     parity_lanes: Sequence[int] = ()
     """Parity lanes, by row of the group's code."""
 
@@ -75,7 +75,7 @@ class GroupFetch:
             source = self.sources[position]
             index, member = source.rank, source.member
         else:
-            index, member = self.parity_lanes[row], self.places[position]
+            index, member = self.parity_lanes[row], self.owners[position]
         request = Request(
             job=self.job,
             epoch=self.epoch,
@@ -154,9 +154,11 @@ class Group:
         generation: Generation,
         *,
         lane: int = 0,
-        places: Sequence[Member] = (),
+        owners: Mapping[int, Member] | None = None,
+        rows: int = 0,
     ) -> GroupFetch:
-        """The bytes of `sources`, and of the parity blocks of `lane` of the members at `places`."""
+        """The bytes of `sources`, and of the parity blocks of `lane` in `rows` of the group's code,
+        which `owners` hold, by position."""
         membership = scope.current()
         return GroupFetch(
             bulk=self.bulk,
@@ -164,6 +166,6 @@ class Group:
             epoch=membership.epoch,
             generation=generation,
             sources={source.position: source for source in sources},
-            places=places,
-            parity_lanes=[membership.parity_lane(lane, row) for row in range(len(places))],
+            owners=owners or {},
+            parity_lanes=[membership.parity_lane(lane, row) for row in range(rows)],
         )

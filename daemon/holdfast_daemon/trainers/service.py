@@ -31,6 +31,7 @@ from holdfast_core.errors import (
 from holdfast_core.snapshots.generations import Generation
 from holdfast_core.states import RestorePhase
 from holdfast_daemon.engine import RestoreState, SavePace, WorldState
+from holdfast_daemon.engine.slots import ArenaView, Slot
 from holdfast_daemon.host import JobHost
 from holdfast_daemon.logs import OncePerCause, bind
 from holdfast_daemon.metrics import DaemonMetrics
@@ -119,7 +120,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             while True:
                 state = host.engine.restore_state(request.rank, request.epoch)
                 if state.ready:
-                    yield self._decision(host, state)
+                    yield self._decision(host, request.rank, state)
                     return
                 loader = host.worker.loader
                 loads = state.phase is RestorePhase.LOAD and loader is not None
@@ -134,23 +135,38 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         except HoldfastError as error:
             await self.refuse(request, context, error)
 
-    def _decision(self, host: JobHost, state: RestoreState) -> trainer_pb2.RestoreProgress:
+    def _decision(
+        self, host: JobHost, rank: int, state: RestoreState
+    ) -> trainer_pb2.RestoreProgress:
         assert state.line is not None
         decision = trainer_pb2.RestoreDecision(
-            line=codec.line_to_proto(state.line), source=state.source
+            line=codec.line_to_proto(state.line),
+            source=state.source,
+            captured_by=state.captured_by,
+            snapshots=[self._held(host, arena, slot) for arena, slot in state.read_for_all],
         )
         if state.arena is not None and state.slot is not None:
-            arena = host.storage.arena(state.arena.rank, state.arena.layout_id)
-            decision.manifest = state.slot.manifest_for_trainer
-            decision.layout = state.arena.encoded
-            decision.slot = state.slot.index
-            decision.places = state.slot.places
-            decision.token = self._claims.issue(arena.path, None)
-            decision.arena_bytes = arena.nbytes
-            host.engine.restore_given(state)
+            held = self._held(host, state.arena, state.slot)
+            decision.manifest, decision.layout = held.manifest, held.layout
+            decision.slot, decision.places = held.slot, held.places
+            decision.token, decision.arena_bytes = held.token, held.arena_bytes
+        if state.line.generation is not None:
+            host.engine.restore_given(rank, state)
         self._metrics.add("restores", job=host.job, source=state.source)
         return trainer_pb2.RestoreProgress(
             phase=state.phase, detail=state.detail, decision=decision
+        )
+
+    def _held(self, host: JobHost, arena: ArenaView, slot: Slot) -> trainer_pb2.HeldSnapshot:
+        """A snapshot for a trainer to read."""
+        file = host.storage.arena(arena.rank, arena.layout_id)
+        return trainer_pb2.HeldSnapshot(
+            manifest=slot.manifest_for_trainer,
+            layout=arena.encoded,
+            slot=slot.index,
+            places=slot.places,
+            token=self._claims.issue(file.path, None),
+            arena_bytes=file.nbytes,
         )
 
     @_translating

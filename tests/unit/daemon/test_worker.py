@@ -273,7 +273,7 @@ def recover(cluster: Cluster, lost: int) -> Rebuilt:
         code=CODE,
         sources=cluster.others(lost),
         blocks=frozenset({BlockId(helper), BlockId((lost + 2) % 3)}),
-        members=places,
+        owners=dict(enumerate(places)),
     )
     done = cluster.run(lost, effect)
     assert isinstance(done, Rebuilt)

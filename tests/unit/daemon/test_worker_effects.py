@@ -145,7 +145,7 @@ REBUILD = Rebuild(
     code=CODE,
     sources=(SOURCE,),
     blocks=frozenset({BlockId(1)}),
-    members=MEMBERSHIP.members,
+    owners=dict(enumerate(MEMBERSHIP.members)),
 )
 VERIFY = VerifySnapshot(rank=0, slot=1, manifest=manifest_of(0))
 

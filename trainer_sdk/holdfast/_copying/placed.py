@@ -18,7 +18,7 @@ from holdfast_core.durable.rank_files import PieceRange
 from holdfast_core.durable.sparse_files import runs_of_pieces
 from holdfast_core.errors import CorruptError
 from holdfast_core.experts.recompute import gradient_pieces
-from holdfast_core.snapshots.layouts import SLOTS_MAX, SLOTS_MIN, Layout, piece_count
+from holdfast_core.snapshots.layouts import SLOTS_MAX, Layout, piece_count
 from holdfast_core.snapshots.units import UnitKey, UnitKind
 
 Flags = npt.NDArray[np.bool_]
@@ -46,7 +46,7 @@ class Placed:
     def __post_init__(self) -> None:
         slots = min(len(self.arena) // self.layout.slot_bytes, SLOTS_MAX)
         inside = self.slot in range(slots) and not self.places.translate(None, _SLOTS[:slots])
-        if slots < SLOTS_MIN or not inside:
+        if not inside:
             raise CorruptError(
                 f"slots {sorted({self.slot, *self.places})} of {self.layout.slot_bytes} bytes do "
                 f"not fit into an arena of {len(self.arena)} bytes"

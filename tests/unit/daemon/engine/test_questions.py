@@ -114,7 +114,7 @@ def test_what_a_rank_was_given_to_restore_is_shown_until_the_epoch_ends() -> Non
         slot=Slot(0),
         source=RestoreSource.PARITY,
     )
-    engine.restore_given(state)
+    engine.restore_given(1, state)
     assert engine.overview().ranks[0].restored == (OLD, RestoreSource.PARITY)
     engine.set_membership(replace(MEMBERSHIP, epoch=2), 0.0)
     assert engine.overview().ranks[0].restored is None

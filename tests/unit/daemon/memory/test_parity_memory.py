@@ -125,4 +125,4 @@ def test_an_arena_whose_number_of_slots_was_damaged_is_removed(tmp_path: Path) -
         (job.allocate(0, LAYOUT, slots=(3,)).directory / "slots").write_text("7")
     with opened(tmp_path) as (_, adopted, _):
         assert adopted.arenas == ()
-        assert "its number of slots is '7', not 2 to 3" in adopted.problems[0]
+        assert "its number of slots is '7', not 1 to 3" in adopted.problems[0]
